@@ -129,8 +129,8 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
     count = matrix.num_rows // 3
     gate, up, down = (replace(matrix, data=matrix.data[i : 3 * count : 3]) for i in range(3))
     block = NeuronBlock(
-        gate=Linear(weight=gate), up=Linear(weight=up), down=down, id_N=torch.arange(count),
-        row_N=None, is_whole=True,
+        role="hot", gate=Linear(weight=gate), up=Linear(weight=up), down=down,
+        id_N=torch.arange(count), row_N=None, is_whole=True,
     )  # fmt: skip
     # Predicted neurons fire whatever their gate.
     always = Gate(activation="fatrelu", threshold=-math.inf)

@@ -28,7 +28,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import LayerLimits
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.model.loader import Layer
+from sparkinfer.runtime.model.layers import Layer
 from sparkinfer.runtime.weights.matrix import Matrix
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0 is no rule

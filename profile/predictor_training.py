@@ -25,7 +25,7 @@ from sparkinfer.profile.run import Run
 from sparkinfer.profile.streaming import LayerStream, StreamedLayer
 from sparkinfer.profile.trainer_state import Kept, SharedSteps, Sums, Weights, num_steps
 from sparkinfer.runtime.model.feed_forward import Gate
-from sparkinfer.runtime.model.loader import Layer
+from sparkinfer.runtime.model.layers import Layer
 
 Finished = tuple[LayerPredictor, LayerQuality]
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]

@@ -31,8 +31,10 @@ from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of
 from sparkinfer.profile.states import FileStates, MemoryStates, States
 from sparkinfer.runtime.model.attention import Norm
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
-from sparkinfer.runtime.model.loader import Builder, Layer, Placement
+from sparkinfer.runtime.model.layers import Layer
+from sparkinfer.runtime.model.loader import Builder
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.decoder import embed, run_layer
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.runtime.weights.matrix import matrix_of
@@ -116,7 +118,6 @@ class LayerStream:
             min(WINDOW, model.shape.context_length),
             self.observers,
             Traffic(),
-            lambda line: say(f"{model.path}: {line}"),
         )
         self.rotary = self._builder.rotary(plan.device) if model.graph.rotary else None
 
@@ -135,7 +136,7 @@ class LayerStream:
     def output_norm(model: ModelFile) -> Norm | None:
         """The model's output norm, on the CPU."""
         placement = Placement.on_one_device(model.shape.num_layers, CPU)
-        builder = Builder(model, placement, "dense", 1, Observers(), Traffic(), lambda line: None)
+        builder = Builder(model, placement, "dense", 1, Observers(), Traffic())
         return builder.norm("output_norm", CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:

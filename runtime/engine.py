@@ -27,7 +27,7 @@ from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.generate.text_engine import TextEngine
 from sparkinfer.runtime.gpu_setup import set_aside
 from sparkinfer.runtime.loading import Loaded, load, open_plan, with_positions
-from sparkinfer.runtime.model.loader import Layer, limited
+from sparkinfer.runtime.model.layers import Layer, limited
 from sparkinfer.runtime.model.observers import Observation, Observe, Wants
 from sparkinfer.runtime.step.batch import rows_of
 from sparkinfer.split_file import Split

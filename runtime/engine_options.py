@@ -18,7 +18,7 @@ from sparkinfer.mode_quality import MAX_LOSS
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.split_file import Split
 from sparkinfer.system_memory import free_memory_bytes

@@ -28,12 +28,14 @@ from sparkinfer.runtime.device.device_memory import (
 from sparkinfer.runtime.device.staging import Staging, copy_stream
 from sparkinfer.runtime.device.streams import PlainStream
 from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.model.layers import Weights
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.prefill.cold_spans import ColdBlock
 from sparkinfer.runtime.prefill.cold_stream import ColdStream, CurrentStream
 from sparkinfer.runtime.prefill.cold_worth import least_tokens_of
 from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes
 from sparkinfer.runtime.step.hybrid_device import Take
+from sparkinfer.runtime.weights.neuron_block import by_role
 from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.upload import PIECE_BYTES, Uploader
 from sparkinfer.sizes import format_bytes
@@ -212,14 +214,9 @@ def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
 ) -> dict[int, ColdBlock]:
     """Neurons on the CPU in layers whose home is the device, by layer."""
-    found = {}
-    for index, layer in enumerate(weights.layers):
-        if placement.homes[index] != device:
-            continue
-        for block in layer.ffn.blocks:
-            if placement.hot is not None and int(block.id_N[0]) not in placement.hot[index]:
-                found[index] = ColdBlock.of(block)
-    return found
+    mine = [index for index, home in enumerate(placement.homes[:-1]) if home == device]
+    cold = {index: by_role(weights.layers[index].ffn.blocks)[1] for index in mine}
+    return {index: ColdBlock.of(block) for index, block in cold.items() if block is not None}
 
 
 def cold_stream(

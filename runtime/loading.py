@@ -43,7 +43,8 @@ from sparkinfer.runtime.gpu_setup import (
 )
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
-from sparkinfer.runtime.model.loader import Weights, load_weights
+from sparkinfer.runtime.model.layers import Weights
+from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes

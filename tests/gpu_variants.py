@@ -35,8 +35,9 @@ from sparkinfer.runtime.check.launches import Launch, launches_of  # noqa: E402
 from sparkinfer.runtime.device.device_memory import DeviceMemory  # noqa: E402
 from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
 from sparkinfer.runtime.model.feed_forward import Traffic  # noqa: E402
-from sparkinfer.runtime.model.loader import Placement, load_weights  # noqa: E402
+from sparkinfer.runtime.model.loader import load_weights  # noqa: E402
 from sparkinfer.runtime.model.observers import Observers  # noqa: E402
+from sparkinfer.runtime.model.placement import Placement  # noqa: E402
 from sparkinfer.runtime.step.plain_backend import plain_backend  # noqa: E402
 from sparkinfer.runtime.weights.upload import Uploader  # noqa: E402
 

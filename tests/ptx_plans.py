@@ -29,8 +29,9 @@ from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import Placement, load_weights
+from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.plain_backend import plain_backend
 from sparkinfer.runtime.weights.matrix import Matrix
 from sparkinfer.runtime.weights.upload import Uploader

@@ -23,7 +23,7 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu import torch_kernels as module
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
-from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.plain_backend import plain_backend
 
 needs_kernels = pytest.mark.skipif(

@@ -28,8 +28,9 @@ from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
 from sparkinfer.runtime.kernels.stored import unpack
 from sparkinfer.runtime.model import attention
 from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import Placement, load_weights
+from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes
 from sparkinfer.runtime.prefill.workspace import peak_bytes
 from sparkinfer.runtime.step.decoder import Decoder

@@ -123,7 +123,7 @@ def test_a_budget_that_is_not_enforced_still_sizes_the_slab(monkeypatch):
     from models import make_model
     from test_runtime import make_split
 
-    from sparkinfer.runtime.model.loader import Placement
+    from sparkinfer.runtime.model.placement import Placement
 
     model = make_model()
     split = make_split(model, [range(0, 96, 2), range(96)])

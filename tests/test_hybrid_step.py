@@ -27,7 +27,7 @@ from sparkinfer.runtime.device.streams import HostNode
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step import hybrid_builder
 from sparkinfer.runtime.step.cuda_backend import without_collection
 from sparkinfer.runtime.step.hybrid_step import HybridStep, Meter, Segment

@@ -22,8 +22,9 @@ from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.kernels.gpu.slots import triton_slot_kernels
 from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
 from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import Placement, load_weights
+from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step import hybrid_builder
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.plain_backend import plain_backend

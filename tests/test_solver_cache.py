@@ -20,8 +20,9 @@ from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import Placement, load_weights
+from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache import device_slots
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 from sparkinfer.runtime.neuron_cache.row_copies import RowTable

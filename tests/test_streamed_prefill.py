@@ -22,7 +22,7 @@ from sparkinfer.runtime.device.streams import PlainStream
 from sparkinfer.runtime.gpu_setup import brought, cold_blocks
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock
-from sparkinfer.runtime.model.loader import Placement
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.prefill import cold_stream, cold_worth
 from sparkinfer.runtime.prefill.cold_spans import ColdBlock
 from sparkinfer.runtime.prefill.cold_stream import ColdStream
@@ -220,6 +220,7 @@ def neurons(count, seed, *, is_together):
     gate, up, down = (Matrix(data=part, kind="f32", width=D) for part in parts)
     bias_N = torch.randn(count, generator=generator)
     block = NeuronBlock(
+        role="cold",
         gate=Linear(weight=gate, bias_N=bias_N),
         up=Linear(weight=up),
         down=down,

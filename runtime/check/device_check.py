@@ -35,7 +35,8 @@ from sparkinfer.runtime.check.parts import DeviceParts
 from sparkinfer.runtime.device import pinned
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 from sparkinfer.runtime.kernels.gpu.torch_kernels import mixed
-from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.model.layers import Weights
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.hybrid_step import Backend
 from sparkinfer.runtime.weights import gpu_products

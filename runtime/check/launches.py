@@ -22,8 +22,9 @@ from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 from sparkinfer.runtime.kernels.gpu.launch import rows_of_program
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
-from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_structs import NotNative
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step import hybrid_builder
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.hybrid_step import Backend

@@ -108,7 +108,7 @@ class FeedForward:
     layer: int
     num_neurons: int  # F
     gate: Gate
-    blocks: tuple[NeuronBlock, ...]  # every neuron in exactly one of them
+    blocks: tuple[NeuronBlock, ...]  # every neuron in exactly one of them, hot before cold
     down_bias_D: Tensor | None
     predictor: Predictor | None
     input_limit_D: Tensor | None = None  # on the layer's device; None in mode "dense"
@@ -118,14 +118,13 @@ class FeedForward:
     cold: ColdNeurons | None = field(default=None, repr=False)
 
     def forward(self, x_TD: Tensor, predictor_input_TD: Tensor) -> Tensor:
-        """Output [T, D] for normed input; blocks on a GPU are started before those on the CPU."""
+        """Output [T, D] for normed input; the hot block, which may be on a GPU, is started first."""
         named_TF = self._named(predictor_input_TD) if self.mode == "predicted" else None
-        ordered = sorted(self.blocks, key=lambda block: block.device.type == "cpu")
         is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
         if self.input_limit_D is not None:
             x_TD = without_silent(x_TD, self.input_limit_D)
         results = []
-        for block in ordered:
+        for block in self.blocks:
             if self.cold is not None and self._is_brought(self.cold, block, len(x_TD)):
                 results.append(self._brought(self.cold, x_TD, named_TF))
                 continue
@@ -137,7 +136,7 @@ class FeedForward:
             run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
             run = self._transposed if block.is_transposed else run
             results.append(run(block, x, named_TN))
-        self._show(ordered, results)
+        self._show(results)
         total = results[0].y_TD.to(x_TD.device)
         for result in results[1:]:
             total = total + result.y_TD.to(x_TD.device)
@@ -316,19 +315,19 @@ class FeedForward:
             self.traffic.up += num_ups * block.up.weight.row_bytes
         self.traffic.down += num_downs * block.down.row_bytes
 
-    def _show(self, ordered: list[NeuronBlock], results: list[BlockResult]) -> None:
+    def _show(self, results: list[BlockResult]) -> None:
         """Shows observers the values of all blocks, neurons in the layer's order."""
         for name, unknown in _SHOWN.items():
             if not self.observers.want(name, self.layer):
                 continue
-            if ordered[0].is_whole and results[0].position_A is None:
+            if self.blocks[0].is_whole and results[0].position_A is None:
                 result = results[0]
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 assert part is not None
                 self.observers.show(name, self.layer, part)
                 continue
             whole = results[0].y_TD.new_full((len(results[0].y_TD), self.num_neurons), unknown)
-            for block, result in zip(ordered, results, strict=True):
+            for block, result in zip(self.blocks, results, strict=True):
                 ids = block.id_N if result.position_A is None else block.id_N[result.position_A]
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 assert part is not None

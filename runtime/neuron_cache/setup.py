@@ -12,7 +12,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.neuron_cache import OFF, CacheOptions, Off
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.loader import Weights
+from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache, Policy
 from sparkinfer.runtime.neuron_cache.joined_slots import JoinedSlots
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy

@@ -136,6 +136,7 @@ class ColdBlock:
         bias = len(_matrices(block))
         down = replace(block.down, data=at(bias - 1, block.down.data))
         return NeuronBlock(
+            role=block.role,
             gate=linear(0, block.gate, bias),
             up=linear(1, block.up, bias + (block.gate.bias_N is not None)) if block.up else None,
             down=down,

@@ -20,12 +20,15 @@ from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
-from sparkinfer.runtime.model.loader import Builder, Placement, Weights
+from sparkinfer.runtime.model.layers import Weights
+from sparkinfer.runtime.model.loader import Builder
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step import native_step
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.weights.matrix import Linear, matrix_of
 from sparkinfer.runtime.weights.resident import Residence
+from sparkinfer.runtime.weights.store import Stores
 
 # The allocator's own rounding, and room for code with a few more small tensors.
 ROUNDED_TO = 64 << 10
@@ -100,9 +103,8 @@ def _two_layers(
     # As in an engine whose weights fit into memory. (Rows picked out of a file take one more copy of
     # each tile.)
     residence = Residence() if library.is_available() else None
-    builder = Builder(
-        model, placement, mode, context_length, observers, Traffic(), lambda line: None, residence
-    )
+    stores = Stores.of(residence)
+    builder = Builder(model, placement, mode, context_length, observers, Traffic(), stores)
     largest = max(range(num_layers), key=lambda index: layer_bytes(model, index).predictor)
     layer = builder.layer(largest)
     positions = model.tensors.get("position_embd.weight")

@@ -6,8 +6,9 @@ from typing import Protocol
 from torch import Tensor
 
 from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_structs import NotNative
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step import hybrid_builder, native_step
 from sparkinfer.runtime.step.hybrid_step import Backend

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
 from sparkinfer.runtime.model.attention import Turn
-from sparkinfer.runtime.model.loader import Layer, Weights
+from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.step.batch import Row, runs_of
 from sparkinfer.runtime.step.decode_step import DecodeStep

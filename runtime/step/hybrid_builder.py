@@ -12,14 +12,16 @@ from itertools import groupby
 import torch
 
 from sparkinfer.runtime.kernels.gpu.ranges import down_parts
-from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
-from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step.hybrid_device import DeviceBuffers, DeviceProgram, DividedLayer
 from sparkinfer.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
 from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
 from sparkinfer.runtime.step.step_cache import StepCache
+from sparkinfer.runtime.weights.neuron_block import by_role
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class _Builder:
 
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
-        hot, cold = blocks_of(self.placement, index, layer.ffn.blocks)
+        hot, cold = by_role(layer.ffn.blocks)
         native, named_W, fired_W, hot_bits = None, self.host.named_W, None, None
         if self.cache is not None:
             hot_bits = self.cache.hot_bits(index)
@@ -264,14 +266,3 @@ class _Builder:
             program.main.host(back)
 
         self._act(number, run)
-
-
-def blocks_of(
-    placement: Placement, index: int, blocks: Sequence[NeuronBlock]
-) -> tuple[NeuronBlock | None, NeuronBlock | None]:
-    """The hot and the cold block of a layer."""
-    if placement.hot is None:
-        return (blocks[0], None) if placement.dense_on_gpu[index] else (None, blocks[0])
-    has_hot = len(placement.hot[index]) > 0
-    has_cold = len(blocks) > has_hot
-    return blocks[0] if has_hot else None, blocks[-1] if has_cold else None

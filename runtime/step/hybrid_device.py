@@ -23,7 +23,7 @@ from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
 from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.model.attention import Norm, Rotary
 from sparkinfer.runtime.model.feed_forward import FeedForward, NeuronBlock
-from sparkinfer.runtime.model.loader import Layer, Weights
+from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons
 from sparkinfer.runtime.step.native_parts import HostBuffers, neuron_node
 from sparkinfer.runtime.weights.matrix import Linear, Matrix

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparkinfer.runtime.device.streams import HostNode
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.loader import Weights
+from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons
 from sparkinfer.runtime.model.native_structs import NotNative
 from sparkinfer.runtime.step.native_step import LayerStruct, StepBuilder, StepStruct

@@ -17,7 +17,7 @@ from sparkinfer.runtime.cache.key_tables import KeyTables
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.attention import Rotary
 from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
-from sparkinfer.runtime.model.loader import Layer, Weights
+from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.native_structs import (
     ACTIVATIONS,
     MAX_ROWS,

@@ -15,10 +15,12 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.device import pinned
 from sparkinfer.runtime.device.streams import Stream
-from sparkinfer.runtime.model.loader import Placement, Weights
+from sparkinfer.runtime.model.layers import Weights
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.device_slots import DeviceSlots, SlotDevice, SlotLayer
 from sparkinfer.runtime.step.hybrid_step import Backend
+from sparkinfer.runtime.weights.neuron_block import by_role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,8 @@ class StepCache:
         return torch.zeros(num_layers, num_words, dtype=torch.int32, pin_memory=self._is_pinned)
 
     def _layer(self, weights: Weights, number: int, index: int) -> SlotLayer:
-        hot, cold = weights.layers[index].ffn.blocks
+        hot, cold = by_role(weights.layers[index].ffn.blocks)
+        assert hot is not None and cold is not None, index
         slot_F = None
         if self.is_exact:
             slots = torch.from_numpy(self.cache.residency.slot_LF[index])

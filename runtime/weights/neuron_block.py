@@ -13,6 +13,9 @@ from sparkinfer.architecture import SMOOTH, Activation
 from sparkinfer.runtime.weights.matrix import Linear, Matrix
 
 Mode = Literal["dense", "exact", "predicted"]
+# "hot": computed where the layer is, as the plan's hot neurons and those of undivided layers;
+# "cold": on the CPU, while the rest of the layer may be elsewhere.
+Role = Literal["hot", "cold"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,7 @@ class NeuronBlock:
     `row_N` are their rows in the matrices: None if the block has its own matrices, the neuron ids
     if the matrices are those of the whole layer."""
 
+    role: Role
     gate: Linear
     up: Linear | None  # None: the model has no gates, and `gate` is its up projection
     down: Matrix  # neuron-major: row j is what neuron j adds
@@ -146,6 +150,15 @@ class NeuronBlock:
         """int32 rows of the neurons at these positions of the block."""
         chosen = position_A if self.row_N is None else self.row_N[position_A]
         return chosen.to(torch.int32)
+
+
+def by_role(
+    blocks: tuple[NeuronBlock, ...],
+) -> tuple[NeuronBlock | None, NeuronBlock | None]:
+    """The hot and the cold block of a layer."""
+    found = {block.role: block for block in blocks}
+    assert len(found) == len(blocks), [block.role for block in blocks]
+    return found.get("hot"), found.get("cold")
 
 
 def above(value: Tensor, limit: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""The loaded parts of a model: what a forward pass needs."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.limits import LayerLimits
+from sparkinfer.runtime.cache.kv_cache import KVCache
+from sparkinfer.runtime.model.attention import Attention, Norm, Rotary
+from sparkinfer.runtime.model.feed_forward import FeedForward
+from sparkinfer.runtime.weights.matrix import Linear, Matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer. `ffn_norm` is None if attention and feed-forward share their input."""
+
+    device: torch.device  # of attention, norms, predictor and cache
+    attn_norm: Norm
+    attn_norm_2: Norm | None  # attention's own, if it does not share that input
+    attention: Attention
+    ffn_norm: Norm | None
+    ffn: FeedForward
+    is_post_norm: bool
+
+    def with_threshold(self, threshold: float) -> "Layer":
+        """The layer with another activation threshold."""
+        gate = replace(self.ffn.gate, threshold=threshold)
+        return replace(self, ffn=replace(self.ffn, gate=gate))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Everything a forward pass needs."""
+
+    embedding: Matrix
+    positions: Matrix | None  # learned ones, on the CPU; otherwise `rotary` has the layers' devices
+    layers: tuple[Layer, ...]
+    output_norm: Norm | None
+    head: Linear
+    head_device: torch.device
+    rotary: dict[torch.device, Rotary]
+
+    @property
+    def cache(self) -> KVCache:
+        caches = tuple(layer.attention.cache for layer in self.layers)
+        return KVCache(table=caches[0].table, layers=caches)
+
+
+def limited(layer: Layer, limits: LayerLimits) -> Layer:
+    """The layer with these limits instead of its own; in mode "dense" with none."""
+    is_dense = layer.ffn.mode == "dense"
+
+    def on_device(limit: np.ndarray | None) -> Tensor | None:
+        if limit is None or is_dense:
+            return None
+        return torch.from_numpy(limit.copy()).to(layer.device)
+
+    gate_F, hidden_F = (
+        None if limit is None or is_dense else torch.from_numpy(limit.copy())
+        for limit in (limits.gate_F, limits.hidden_F)
+    )
+    attention = replace(
+        layer.attention,
+        input_limit_D=on_device(limits.qkv_D),
+        output_limit_H=on_device(limits.output_H),
+    )
+    ffn = replace(
+        layer.ffn,
+        input_limit_D=on_device(limits.ffn_D),
+        blocks=tuple(block.limited(gate_F, hidden_F) for block in layer.ffn.blocks),
+    )
+    return replace(layer, attention=attention, ffn=ffn)

@@ -1,0 +1,159 @@
+"""Loads the neurons of a layer as blocks: hot and cold ones, or all in one block.
+
+A plan without an available GPU runs with both roles on the CPU: the hot block still has its own
+matrices.
+
+Letters: N neurons of a block, L layers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from gguf.quants import dequantize
+from torch import Tensor
+
+from sparkinfer.budget import transposed_kind
+from sparkinfer.gguf_file import TensorEntry, type_of
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.weights.matrix import Linear, vector_of
+from sparkinfer.runtime.weights.neuron_block import Mode, NeuronBlock, Role
+from sparkinfer.runtime.weights.slot_rows import apart, joined, rows_of_slots
+from sparkinfer.runtime.weights.store import CPU, Stores, WeightStore
+
+# Which rows of a layer's matrices a block takes: "own" copies those of its neurons, "shared" refers
+# to them in the whole matrices, "all" takes all.
+Rows = Literal["own", "shared", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronLoader:
+    """`resident_LN` are the neurons in the slots of a neuron cache; `are_slots_joined` puts these
+    slots into one block with all neurons of the layer (weights.slot_rows)."""
+
+    model: ModelFile
+    placement: Placement
+    mode: Mode
+    stores: Stores
+    resident_LN: Sequence[np.ndarray] | None
+    are_slots_joined: bool
+    # Layers whose down projection was repacked: old type, new type, relative error.
+    transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
+
+    def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
+        """The blocks of a layer, the hot one first. Each has matrices of its own, except that cold
+        neurons whose matrices stay in the file are rows of these."""
+        down = self._down(index)
+        if self.resident_LN is not None and self.are_slots_joined:
+            return (self._joined(index, down, self.resident_LN[index]),)
+        every = np.arange(self.model.shape.num_neurons)
+        if self.placement.hot is None:
+            return (self._block(index, down, "hot", every, "all"),)
+        hot = self.placement.hot[index].astype(np.int64)
+        cold = np.setdiff1d(every, hot)
+        if self.resident_LN is not None and len(self.resident_LN[index]):
+            block = self._block(index, down, "hot", hot, "own")
+            return apart(block, self._block(index, down, "cold", cold, "shared"), cold)
+        blocks = []
+        if len(hot):
+            blocks.append(self._block(index, down, "hot", hot, "own"))
+        if len(cold):
+            some: Rows = "shared" if self.stores.on(CPU).is_mapped else "own"
+            blocks.append(self._block(index, down, "cold", cold, some if len(hot) else "all"))
+        return tuple(blocks)
+
+    def _joined(self, index: int, down: TensorEntry, hot: np.ndarray) -> NeuronBlock:
+        """All neurons of a layer, with slots before them for the neurons of `hot`, if any."""
+        num_neurons = self.model.shape.num_neurons
+        if not len(hot):
+            return self._block(index, down, "hot", np.arange(num_neurons), "all")
+        rows = rows_of_slots(hot, num_neurons)
+        return joined(self._block(index, down, "hot", rows, "own"), hot, num_neurons)
+
+    def _block(
+        self, index: int, down: TensorEntry, role: Role, ids: np.ndarray, rows: Rows
+    ) -> NeuronBlock:
+        chosen = ids if rows == "own" else None
+        names = [self.model.gate_name, *(["ffn_up"] if self.model.graph.is_gated else [])]
+        is_transposed = self.model.is_transposed(index, names[0])
+        assert rows == "all" or not is_transposed
+        store = self.stores.on(self.placement.homes[index] if role == "hot" else CPU)
+        entries = [stored(self.model, index, name) for name in names]
+        groups = [entries, [down]] if is_transposed else self._read_together([*entries, down])
+        *linears, down_matrix = store.neurons(groups, chosen)
+        gate, *up = (
+            Linear(
+                weight=weight,
+                bias_N=self._bias(f"blk.{index}.{name}.bias", store, chosen),
+                is_transposed=is_transposed,
+            )
+            for name, weight in zip(names, linears, strict=True)
+        )
+        id_N = store.neuron_ids(ids, is_all=rows == "all")
+        return NeuronBlock(
+            role=role,
+            gate=gate,
+            up=up[0] if up else None,
+            down=down_matrix,
+            id_N=id_N,
+            row_N=id_N if rows == "shared" else None,
+            is_whole=rows == "all",
+        )
+
+    def _read_together(self, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
+        """Gate, up (if there is one) and down in groups of those read together. Mode "exact" reads
+        every gate but few of the others; mode "dense" reads each matrix to its end, except in
+        divided layers, where a streamed piece is one copy."""
+        if self.mode == "dense" and self.placement.hot is None:
+            return [[entry] for entry in entries]
+        if self.mode == "exact":
+            return [entries[:1], entries[1:]]
+        return [entries]
+
+    def _bias(self, name: str, store: WeightStore, chosen: np.ndarray | None) -> Tensor | None:
+        entry = self.model.tensors.get(name)
+        if entry is None:
+            return None
+        bias_N = vector_of(entry, CPU)
+        return store.neuron_bias(bias_N if chosen is None else bias_N[torch.from_numpy(chosen)])
+
+    def _down(self, index: int) -> TensorEntry:
+        """The neuron-major down projection; that of a stock file is transposed here."""
+        if self.model.layout == "sparse":
+            return self.model.tensors[f"blk.{index}.ffn_down_t.weight"]
+        stock = self.model.tensors[f"blk.{index}.ffn_down.weight"]
+        entry, error = transpose(stock, transposed_kind(self.model))
+        if error > 0:
+            self.transposed[index] = (stock.kind, entry.kind, error)
+        return entry
+
+    def tell_transposed(self, notice: Callable[[str], None]) -> None:
+        """One line for all down projections that were transposed and packed again."""
+        if not self.transposed:
+            return
+        kinds = {(old, new) for old, new, _ in self.transposed.values()}
+        how = ", ".join(f"{old} to {new}" for old, new in sorted(kinds))
+        most = max(error for *_, error in self.transposed.values())
+        notice(
+            f"down projections of {len(self.transposed)} layers transposed from {how}, relative"
+            f" error up to {most:.1e}; sparkinfer convert {self.model.path} -o model.gguf does so"
+            " once and for all"
+        )
+
+
+def stored(model: ModelFile, index: int, name: str) -> TensorEntry:
+    """The entry of a layer's matrix, which may be stored transposed."""
+    suffix = "_t" if model.is_transposed(index, name) else ""
+    return model.tensors[f"blk.{index}.{name}{suffix}.weight"]
+
+
+def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:
+    """A [D, F] matrix as [F, D] of a float type, and its relative error |new - old| / |old|."""
+    old = torch.from_numpy(np.array(dequantize(entry.read(), type_of(entry.kind))))
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
+    new = old.T.to(dtype).contiguous()
+    error = ((new.T.float() - old).norm() / old.norm().clamp(min=1e-30)).item()
+    data = (new.view(torch.uint8) if kind == "bf16" else new).numpy()
+    return TensorEntry(shape=tuple(new.shape), kind=kind, read_rows=lambda a, b: data[a:b]), error

@@ -1,0 +1,60 @@
+"""The device of each part of a model."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from sparkinfer.split_file import Split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The device of each part. `hot` is None if no layer is divided.
+
+    A layer's parts on GPUs are all on its home GPU; the last home is the head's."""
+
+    homes: tuple[torch.device, ...]  # one per layer, and the head's; the CPU if there is no GPU
+    dense_on_gpu: tuple[bool, ...]
+    head_on_gpu: bool
+    hot: tuple[np.ndarray, ...] | None
+    numbers: tuple[int, ...]  # of the homes, as indices of the plan's GPUs
+
+    @classmethod
+    def of_split(cls, split: Split, gpus: tuple[torch.device, ...]) -> "Placement":
+        home = split.home or (0,) * (len(split.hot) + 1)
+        return cls(
+            homes=tuple(gpus[index] for index in home),
+            dense_on_gpu=split.dense_on_gpu,
+            head_on_gpu=split.head_on_gpu,
+            hot=split.hot,
+            numbers=tuple(home),
+        )
+
+    @classmethod
+    def on_one_device(cls, num_layers: int, device: torch.device) -> "Placement":
+        homes = (device,) * (num_layers + 1)
+        return cls(
+            homes=homes,
+            dense_on_gpu=(True,) * num_layers,
+            head_on_gpu=True,
+            hot=None,
+            numbers=(0,) * len(homes),
+        )
+
+    @classmethod
+    def without_neurons(cls, num_layers: int, device: torch.device) -> "Placement":
+        """Everything but the feed-forward neurons on the device."""
+        none = np.zeros(0, np.int32)
+        return replace(cls.on_one_device(num_layers, device), hot=(none,) * num_layers)
+
+    def dense_device(self, layer: int) -> torch.device:
+        return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
+
+    def gpu(self, number: int) -> torch.device:
+        """The device of the plan's GPU with this index."""
+        return self.homes[self.numbers.index(number)]
+
+    @property
+    def head_device(self) -> torch.device:
+        return self.homes[-1] if self.head_on_gpu else torch.device("cpu")

@@ -1,0 +1,190 @@
+"""Where the weights of a device are: in the mapped model file, copied into memory in the layout for
+decoding (resident), or uploaded into a GPU's slab.
+
+The loader asks the device's store for each part and knows nothing else about it. Memory on the CPU
+is taken in the order in which parts are asked for.
+
+Letters: N neurons."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.runtime.device import huge_pages
+from sparkinfer.runtime.weights.matrix import Matrix, matrix_of
+from sparkinfer.runtime.weights.resident import Residence
+from sparkinfer.runtime.weights.upload import Uploader
+
+CPU = torch.device("cpu")
+Groups = Sequence[Sequence[TensorEntry]]
+
+
+class WeightStore(Protocol):
+    """Puts the weights of one device where they are read from. `item` is the item of
+    sparkinfer.budget that bytes in a slab are counted under."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if matrices stay in the file, so that blocks share those of the whole layer."""
+
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+        """A whole matrix of the file."""
+
+    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
+        """Matrices of equal type and number of rows as one, row after row; None unless they are
+        copied anyway."""
+
+    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
+        """These rows (None: all) of every matrix. The matrices of a group are read together: a
+        store that arranges its rows interleaves them."""
+
+    def vector(self, values: Tensor, item: str) -> Tensor:
+        """A norm's weights or a bias: f32, on the CPU so far."""
+
+    def neuron_bias(self, bias_N: Tensor) -> Tensor:
+        """Biases of the neurons of a block: f32, on the CPU so far."""
+
+    def neuron_ids(self, ids: np.ndarray, *, is_all: bool) -> Tensor:
+        """The ids of the neurons of a block; `is_all`: those of all neurons, in order."""
+
+    def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros for keys and values."""
+
+
+@dataclass(frozen=True)
+class MappedStore:
+    """Matrices on the CPU are views of the mapped file. On a GPU that has no slab, they are torch's
+    copies."""
+
+    device: torch.device
+
+    @property
+    def is_mapped(self) -> bool:
+        return True
+
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+        return matrix_of(entry, self.device)
+
+    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
+        return None
+
+    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
+        return [matrix_of(entry, self.device, rows) for entry in chain.from_iterable(groups)]
+
+    def vector(self, values: Tensor, item: str) -> Tensor:
+        return values.to(self.device)
+
+    def neuron_bias(self, bias_N: Tensor) -> Tensor:
+        return bias_N.to(self.device)
+
+    def neuron_ids(self, ids: np.ndarray, *, is_all: bool) -> Tensor:
+        return torch.from_numpy(ids).to(self.device)
+
+    def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.device == CPU:
+            return huge_pages.zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidentStore:
+    """Copies in the memory of a residence. `is_streamed`: GPUs copy neurons from there, so that
+    their biases and ids are kept beside them."""
+
+    residence: Residence
+    is_streamed: bool
+
+    @property
+    def is_mapped(self) -> bool:
+        return False
+
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+        return self.residence.matrix(entry)
+
+    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
+        return self.residence.joined(list(entries))
+
+    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
+        return [m for group in groups for m in self.residence.side_by_side(list(group), rows)]
+
+    def vector(self, values: Tensor, item: str) -> Tensor:
+        return values
+
+    def neuron_bias(self, bias_N: Tensor) -> Tensor:
+        return self.residence.keep(bias_N, is_weight=True) if self.is_streamed else bias_N
+
+    def neuron_ids(self, ids: np.ndarray, *, is_all: bool) -> Tensor:
+        id_N = torch.from_numpy(ids)
+        return self.residence.keep(id_N, is_weight=False) if self.is_streamed else id_N
+
+    def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return huge_pages.zeros(shape, dtype)
+
+
+@dataclass(frozen=True)
+class DeviceStore:
+    """Uploads into a slab, whose bytes are budgeted by item."""
+
+    uploader: Uploader
+
+    @property
+    def is_mapped(self) -> bool:
+        return False
+
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+        return self.uploader.matrix(entry, item)
+
+    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
+        return None
+
+    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
+        entries = chain.from_iterable(groups)
+        return [self.uploader.matrix(entry, "neurons", rows) for entry in entries]
+
+    def vector(self, values: Tensor, item: str) -> Tensor:
+        return self.uploader.vector(values, item)
+
+    def neuron_bias(self, bias_N: Tensor) -> Tensor:
+        return self.uploader.vector(bias_N, "neurons")
+
+    def neuron_ids(self, ids: np.ndarray, *, is_all: bool) -> Tensor:
+        return self.uploader.range(len(ids)) if is_all else self.uploader.ids(ids)
+
+    def cache(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.uploader.zeros(shape, dtype, "kv_cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stores:
+    """The stores of a load."""
+
+    on_cpu: WeightStore = MappedStore(CPU)
+    on_device: Mapping[torch.device, WeightStore] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        residence: Residence | None = None,
+        uploaders: Mapping[torch.device, Uploader] | None = None,
+    ) -> Self:
+        """Without a residence, weights on the CPU stay in the file; a device without an uploader
+        has no slab."""
+        uploaders = uploaders or {}
+        on_cpu: WeightStore = MappedStore(CPU)
+        if residence is not None:
+            on_cpu = ResidentStore(residence=residence, is_streamed=bool(uploaders))
+        return cls(
+            on_cpu=on_cpu,
+            on_device={device: DeviceStore(uploader) for device, uploader in uploaders.items()},
+        )
+
+    def on(self, device: torch.device) -> WeightStore:
+        if device in self.on_device:
+            return self.on_device[device]
+        return self.on_cpu if device.type == "cpu" else MappedStore(device)
