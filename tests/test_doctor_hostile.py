@@ -1,5 +1,6 @@
 """The doctor where children hang, are interrupted or leave processes, and where files are odd."""
 
+import re
 import signal
 import time
 
@@ -7,8 +8,8 @@ import pytest
 from test_doctor import broken, cache, current  # noqa: F401
 
 from sparkinfer.device_checks import CheckBook, Verdict
+from sparkinfer.doctor import children, gpu, machine
 from sparkinfer.doctor import examine as examining
-from sparkinfer.doctor import gpu, machine
 from sparkinfer.doctor.children import Child
 from sparkinfer.doctor.finding import HIDDEN, ok, scrubbed
 
@@ -35,7 +36,7 @@ def test_an_interrupt_ends_the_children(broken, monkeypatch):  # noqa: F811
     started = []
 
     class Interrupted(Child):
-        def result(self):
+        def result(self, say=None):
             started.append(self)
             raise KeyboardInterrupt
 
@@ -64,3 +65,19 @@ def test_links_to_nothing_and_odd_parts_hide_no_results(tmp_path):
     (tmp_path / "cache" / "device-checks" / "n.json").symlink_to("nothing")
     found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
     assert [each.state for each in found] == ["ok", "wrong"]
+
+
+def test_what_is_waited_for_is_said(broken, monkeypatch):  # noqa: F811
+    """Torch hangs at its import; the wait is as long as before."""
+    broken("torch", "import time; time.sleep(60)")
+    monkeypatch.setattr(children, "QUIET_S", 0.5)
+    monkeypatch.setattr(children, "LIMIT_S", 2.0)
+    began, said = time.monotonic(), []
+    (result,) = examining._results(["sparkinfer.doctor.probe_torch"], said.append)
+    (line,) = said
+    assert re.fullmatch(r"waiting for the test of torch, at most [01] s more", line)
+    assert result.why == "took longer than 2 s (at import torch)"
+    assert time.monotonic() - began < 4
+    broken("torch", "raise ImportError('some reason')")
+    examining._results(["sparkinfer.doctor.probe_torch"], said.append)
+    assert len(said) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from sparkinfer.commands import examples
-from sparkinfer.commands.shared import OUTPUT, FileCommand, finish, force_option, json_option
+from sparkinfer.commands.shared import OUTPUT, FileCommand, finish, force_option, json_option, say
 
 
 @click.command(cls=FileCommand, epilog=examples.DOCTOR)
@@ -31,7 +31,7 @@ def doctor(
 
     if report is not None:
         check_output(report, force=force)
-    found = examine(again=again)
+    found = examine(again=again, say=say)
     lines = [finding.line for finding in found.findings]
     count = sum(finding.state == "wrong" for finding in found.findings)
     lines.append("nothing is wrong" if found.is_fine else f"{count} wrong")

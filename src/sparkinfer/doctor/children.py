@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S = 30.0
+QUIET_S = 4.0  # after which a line tells what is waited for
 READ_S = 0.5  # for the output of a child that has ended
 
 
@@ -38,6 +39,7 @@ class Child:
         self._ends = time.monotonic() + (LIMIT_S if limit_s is None else limit_s)
         self._limit_s = LIMIT_S if limit_s is None else limit_s
         self._failed = ""
+        self._about = module.rpartition("probe_")[2]
         try:
             # -P: modules in the working folder must not hide Python's own.
             self._process = subprocess.Popen(
@@ -48,11 +50,17 @@ class Child:
         except OSError as error:
             self._failed = f"no process can be started ({error.strerror})"
 
-    def result(self) -> Result:
-        """Waits for the child, at most until its time limit."""
+    def result(self, say: Callable[[str], None] | None = None) -> Result:
+        """Waits for the child, at most until its time limit; `say` gets a line if it takes long."""
         if self._failed:
             return Result(done=None, how=self._failed)
-        out, err = self._output(self._ends - time.monotonic())
+        left_s = self._ends - time.monotonic()
+        if say is not None and left_s > QUIET_S:
+            self._output(QUIET_S)
+            left_s = self._ends - time.monotonic()
+            if self._process.poll() is None:
+                say(f"waiting for the test of {self._about}, at most {left_s:.0f} s more")
+        out, err = self._output(left_s)
         is_late = self._process.poll() is None
         if is_late:
             self._process.kill()

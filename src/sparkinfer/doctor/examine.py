@@ -1,10 +1,11 @@
 """Examines this machine: everything that may crash or take long runs in child processes, at the
 same time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sparkinfer.device_checks import forget_checks, stored_checks
+from sparkinfer.device_checks import Say, forget_checks, stored_checks
 from sparkinfer.doctor import gpu, machine
 from sparkinfer.doctor.children import Child, Result
 from sparkinfer.doctor.finding import Finding
@@ -20,15 +21,17 @@ class Examination:
     findings: tuple[Finding, ...]
 
 
-def examine(*, again: bool = False) -> Examination:
+def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination:
     """Looks at everything. With `again`, the stored results of GPU checks are forgotten first; if
-    there is a GPU, it is then checked again, which takes a minute."""
+    there is a GPU, it is then checked again, which takes a minute. `say` gets a line for whatever is
+    waited for."""
     if again:
         forget_checks()
     names = ("kernels", "torch", "triton", "driver")
-    kernels, torch, triton, driver = _results([f"sparkinfer.doctor.probe_{name}" for name in names])
+    modules = [f"sparkinfer.doctor.probe_{name}" for name in names]
+    kernels, torch, triton, driver = _results(modules, say)
     seen = gpu.gpus_of(torch)
-    unfinished = _check([each["index"] for each in seen])
+    unfinished = _check(seen, say)
     has_gpu = bool(seen) or bool(driver.done and driver.done["gpus"])
     findings = (
         *machine.system(),
@@ -39,29 +42,30 @@ def examine(*, again: bool = False) -> Examination:
         *gpu.triton(triton, has_gpu=has_gpu),
         *gpu.driver(driver, torch),
         *gpu.gpus(torch, driver),
-        *gpu.checks(stored_checks(), has_gpu=has_gpu, unfinished=unfinished),
+        *gpu.checks(stored_checks(), seen, has_gpu=has_gpu, unfinished=unfinished),
     )
     is_fine = all(finding.state != "wrong" for finding in findings)
     return Examination(is_fine=is_fine, findings=findings)
 
 
-def _results(modules: Sequence[str]) -> list[Result]:
+def _results(modules: Sequence[str], say: Say = lambda line: None) -> list[Result]:
     """What children find that run at the same time; an interrupt ends them."""
     children: list[Child] = []
     try:
         children += [Child(module) for module in modules]
-        return [child.result() for child in children]
+        return [child.result(say) for child in children]
     finally:
         for child in children:
             child.end()
 
 
-def _check(indices: Sequence[int]) -> Result | None:
-    """Checks GPUs without a stored result; None if there are none."""
-    known = {each.key.index for each in stored_checks()}
-    missing = [f"cuda:{index}" for index in indices if index not in known]
+def _check(seen: Sequence[Mapping[str, Any]], say: Say = lambda line: None) -> Result | None:
+    """Checks GPUs without a stored result for this configuration; None if there are none."""
+    stored = stored_checks()
+    missing = [f"cuda:{each['index']}" for each in seen if not gpu.is_checked(each, stored)]
     if not missing:
         return None
+    say(f"checking {', '.join(missing)} with a small model: a minute, at most {CHECK_S:g} s")
     child = Child("sparkinfer.doctor.probe_gpu", *missing, limit_s=CHECK_S)
     try:
         return child.result()

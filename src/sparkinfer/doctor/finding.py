@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 State = Literal["ok", "note", "wrong"]
-_LIBRARY = re.compile(r"[\w+.-]+\.(?:so[\d.]*|py)")
-# A path with at least one name: not the slash of a fraction or of "and/or".
-_PATH = re.compile(r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^\s'\",;:()\[\]]+")
+# The file name of a library or module at the end of a path, and what follows the path.
+_LIBRARY = re.compile(r"[/\\]([\w+.-]+\.(?:so[\d.]*|py))\.?(?=\s|$)(.*)")
+# A path with at least one name: not the slash of a fraction or of "and/or". It may have spaces, so all
+# words up to a mark or to the advice count as its own.
+_PATH = re.compile(r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\](?!\s)"
+                   r"(?:(?! -> )[^'\",;:()\[\]\n]|[(\[][^()\[\]/]*[)\]](?=[^\s/]*/))+")  # fmt: skip
 # In quotes it may have spaces.
 _QUOTED = re.compile(r"(?<=')(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^']+(?=')")
 HIDDEN = "(hidden)"
@@ -67,12 +70,13 @@ def scrubbed(text: str) -> str:
 
 
 def _last_name(path: re.Match[str]) -> str:
-    last = re.split(r"[/\\]", path[0])[-1].rstrip(".")
-    return last if _LIBRARY.fullmatch(last) else HIDDEN
+    """The name of a library at the path's end, with the words after it."""
+    found = _LIBRARY.search(path[0])
+    return HIDDEN if found is None else found[1] + _PATH.sub(_last_name, found[2])
 
 
 def _folders() -> set[str]:
-    """Folders whose names may contain spaces, where the pattern would stop."""
+    """Folders whose names may contain marks, where the pattern would stop."""
     known = [Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)]
     try:
         known.append(Path.home())

@@ -1,10 +1,11 @@
 """Findings on torch, Triton, the driver and GPUs, and the stored results of their checks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from sparkinfer.device_checks import Checks, Verdict
+from sparkinfer.device_checks import Checks, DeviceKey, Verdict
 from sparkinfer.doctor.children import Result
 from sparkinfer.doctor.finding import Finding, note, ok, wrong
 from sparkinfer.doctor.machine import REBUILD, is_wsl
@@ -14,6 +15,8 @@ LEAST_CAPABILITY = 7.5  # the lowest for which torch's wheels for CUDA 12.8 and 
 BF16_CAPABILITY = 8.0
 INSTALL_TORCH = "pip install torch"
 MOST_LETTERS = 300
+# Fields of a key in the user's words.
+_WORDS = {"package": "sparkinfer", "triton": "Triton", "memory_bytes": "amount of memory"}
 
 
 def torch(found: Result) -> list[Finding]:
@@ -127,29 +130,56 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
     return [ok(about, text)]
 
 
-def checks(stored: Sequence[Checks], *, has_gpu: bool, unfinished: Result | None) -> list[Finding]:
-    """The stored results of GPU checks: the latest for each GPU."""
+def is_checked(gpu: Mapping[str, Any], stored: Sequence[Checks]) -> bool:
+    """Whether a load would find results for this GPU as torch sees it."""
+    now = gpu.get("key")
+    if now is not None:
+        return any(asdict(each.key) == now for each in stored)
+    return any(each.key.index == gpu["index"] for each in stored)
+
+
+def checks(
+    stored: Sequence[Checks],
+    seen: Sequence[Mapping[str, Any]] = (),
+    *,
+    has_gpu: bool,
+    unfinished: Result | None,
+) -> list[Finding]:
+    """The stored results of GPU checks: for each GPU those that a load would use, or the latest.
+    `seen` are the GPUs as torch sees them."""
     if unfinished is not None and unfinished.done is None:
         crash = [wrong("check of the GPU", _ended(unfinished), "load a model: parts that ended the"
                        " process are left out")]  # fmt: skip
     else:
         crash = []
-    latest = {(each.key.index, each.key.device): each for each in reversed(stored)}
-    found = [finding for each in latest.values() for finding in _check(each)]
+    now = {gpu["index"]: gpu["key"] for gpu in seen if gpu.get("key") is not None}
+    by_use = sorted(reversed(stored), key=lambda each: not _changes(each.key, now))
+    used = {(each.key.index, each.key.device): each for each in by_use}
+    found = [finding for each in used.values() for finding in _check(each, now)]
     if not found and not crash and has_gpu:
         return [note("check of the GPU", "has not been run", "load a model with the GPU")]
     return crash + found
 
 
-def _check(stored: Checks) -> list[Finding]:
+def _changes(key: DeviceKey, now: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """What is no longer as it was checked. Without a GPU that torch sees, versions are compared."""
+    if key.index in now:
+        found, of = asdict(key), now[key.index]
+        return [name for name in found if found[name] != of.get(name)]
+    here = {"torch": _version("torch"), "triton": _version("triton"),
+            "package": _version("sparkinfer")}  # fmt: skip
+    return [name for name, value in here.items() if getattr(key, name) != value]
+
+
+def _check(stored: Checks, now: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     key = stored.key
     about = f"check of {key.device}, number {key.index}"
     with_ = f"driver {key.driver}, torch {key.torch}, Triton {key.triton or 'none'}"
-    is_current = (key.torch, key.package) == (_version("torch"), _version("sparkinfer"))
+    changes = _changes(key, now)
     failed = [verdict for verdict in stored.verdicts.values() if not verdict.is_fine]
     reasons = list(dict.fromkeys(verdict.why for verdict in failed))
     lines = [
-        (wrong if is_current else note)(
+        (note if changes else wrong)(
             about, f"{_parts(failed, why)}: {why}",
             "its fallback is used; after a change of the system, sparkinfer doctor --again checks anew",
         )
@@ -157,8 +187,9 @@ def _check(stored: Checks) -> list[Finding]:
     ]  # fmt: skip
     if stored.started is not None:
         lines.append(note(about, f"{stored.started}: a check of it runs, or ended the process"))
-    if not is_current:
-        return [note(about, f"is of other versions ({with_}); the next load checks anew"), *lines]
+    if changes:
+        words = ", ".join(_WORDS.get(name, name) for name in changes)
+        return [note(about, f"is of another {words} ({with_}); the next load checks anew"), *lines]
     count = len(stored.verdicts) - len(failed)
     return [ok(about, f"{count} parts work with {with_}"), *lines]
 

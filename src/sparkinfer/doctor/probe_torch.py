@@ -1,6 +1,7 @@
 """Child process: whether torch can be imported, multiplies, and sees GPUs."""
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 from sparkinfer.doctor.children import leave_no_core, tell_at, tell_done
@@ -50,8 +51,17 @@ def _gpu(torch: Any, number: int) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(number)
     return {
         "index": number, "name": properties.name, "free": free, "total": total,
-        "capability": f"{properties.major}.{properties.minor}",
+        "capability": f"{properties.major}.{properties.minor}", "key": _key(torch, number),
     }  # fmt: skip
+
+
+def _key(torch: Any, number: int) -> dict[str, Any] | None:
+    """The configuration for which a load looks up its checks; None if no load gets that far."""
+    try:
+        from sparkinfer.runtime.check.parts import key_of
+    except (ImportError, OSError, AttributeError):
+        return None
+    return asdict(key_of(torch.device("cuda", number)))
 
 
 if __name__ == "__main__":
