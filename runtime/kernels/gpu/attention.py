@@ -1,13 +1,19 @@
-"""Attention of one token: rotation, cache append, and softmax(q k) v split over the context.
+"""Attention of a step's rows: rotation, cache append, and softmax(q k) v split over the context.
 
-Letters: H heads, K key-value heads, W head width, C positions of the cache, P positions of a tile,
-G queries of a key-value head."""
+Each row has programs of its own, with the instructions of a single one. Rows of one sequence find
+each other's keys and values in the GPU's cache.
+
+Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, B its
+blocks, P positions of a tile or block, G queries of a key-value head, S sequences, N blocks of a
+sequence."""
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu.launch import power_of_2
+from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
 from sparkinfer.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
 # Positions whose keys and values are in registers at once: 16 KiB of f16 at a width of 128.
@@ -28,17 +34,42 @@ def _rotate_append(
     value_stride,
     key_head_stride,
     value_head_stride,
+    key_block_stride,
+    value_block_stride,
+    sequence,
+    table,
+    table_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV: tl.constexpr,
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     IS_ADJACENT: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
 ):
-    """One program per head. Values are loaded in pairs, whether or not they are rotated."""
+    """One program per head and row. Values are loaded in pairs, whether or not they are rotated. A
+    row that repeats the one before it appends nothing."""
     head = tl.program_id(0)
+    if NUM_ROWS > 1:
+        row = tl.program_id(1)
+        qkv += row * ((NUM_HEADS + 2 * NUM_KV) * WIDTH)
+        position += row
     at = tl.load(position)
     pair = tl.arange(0, HALF)
     in_head = pair < WIDTH // 2
+    is_kept = in_head
+    if NUM_ROWS > 1:
+        is_new = (row == 0) | (tl.load(position - 1, mask=row > 0, other=-1) != at)
+        if table is not None:
+            before = tl.load(sequence + row - 1, mask=row > 0, other=-1)
+            is_new = is_new | (before != tl.load(sequence + row))
+        is_kept = in_head & is_new
+    if table is not None:
+        own = tl.load(sequence + (row if NUM_ROWS > 1 else 0)).to(tl.int64)
+        block = tl.load(table + own * table_stride + at // BLOCK_LENGTH).to(tl.int64)
+        key += block * key_block_stride
+        value += block * value_block_stride
+    place = at if table is None else at % BLOCK_LENGTH
     if IS_ADJACENT:
         first_at, second_at = 2 * pair, 2 * pair + 1
     else:
@@ -47,9 +78,9 @@ def _rotate_append(
     second = tl.load(qkv + head * WIDTH + second_at, mask=in_head, other=0.0)
     kv_head = ((head - NUM_HEADS) % NUM_KV).to(tl.int64)
     if head >= NUM_HEADS + NUM_KV:
-        target = value + at * value_stride + kv_head * value_head_stride
-        tl.store(target + first_at, first.to(value.dtype.element_ty), mask=in_head)
-        tl.store(target + second_at, second.to(value.dtype.element_ty), mask=in_head)
+        target = value + place * value_stride + kv_head * value_head_stride
+        tl.store(target + first_at, first.to(value.dtype.element_ty), mask=is_kept)
+        tl.store(target + second_at, second.to(value.dtype.element_ty), mask=is_kept)
     else:
         if head < NUM_HEADS:
             if query_weight is not None:
@@ -68,9 +99,9 @@ def _rotate_append(
             tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
             tl.store(qkv + head * WIDTH + second_at, second, mask=in_head)
         else:
-            target = key + at * key_stride + kv_head * key_head_stride
-            tl.store(target + first_at, first.to(key.dtype.element_ty), mask=in_head)
-            tl.store(target + second_at, second.to(key.dtype.element_ty), mask=in_head)
+            target = key + place * key_stride + kv_head * key_head_stride
+            tl.store(target + first_at, first.to(key.dtype.element_ty), mask=is_kept)
+            tl.store(target + second_at, second.to(key.dtype.element_ty), mask=is_kept)
 
 
 @triton.jit
@@ -110,17 +141,34 @@ def _attend_part(
     weights,
     scale,
     num_heads,
+    key_block_stride,
+    value_block_stride,
+    sequence,
+    table,
+    table_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
 ):
-    """One key-value head and one part of the context: for each of the head's queries the maximum
-    score, the sum of e^(score - maximum), and the sum of values with these weights."""
+    """One key-value head, one part of the context and one row: for each of the head's queries the
+    maximum score, the sum of e^(score - maximum), and the sum of values with these weights."""
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
+    to = part
+    if NUM_ROWS > 1:
+        row = tl.program_id(2)
+        qkv += row * (NUM_KV * (GROUP + 2) * WIDTH)
+        position += row
+        to = row * tl.num_programs(1) + part
+    if table is not None:
+        own = tl.load(sequence + (row if NUM_ROWS > 1 else 0)).to(tl.int64)
+        table += own * table_stride
     last = tl.load(position)
     begin = part * SPLIT
     if begin <= last:
@@ -139,6 +187,13 @@ def _attend_part(
             is_live = (at_P < end)[:, None] & in_head_W[None, :]
             row_P = at_P.to(tl.int64)[:, None]
             column = column_W[None, :]
+            if table is not None:  # a tile is within a block
+                block = tl.load(table + first // BLOCK_LENGTH).to(tl.int64)
+                row_P = (first % BLOCK_LENGTH + tl.arange(0, TILE)).to(tl.int64)[:, None]
+                head_key = key + kv_head.to(tl.int64) * key_head_stride + block * key_block_stride
+                head_value = (
+                    value + kv_head.to(tl.int64) * value_head_stride + block * value_block_stride
+                )
             key_PW = tl.load(head_key + (row_P * key_stride + column), mask=is_live, other=0.0)
             value_PW = tl.load(
                 head_value + (row_P * value_stride + column), mask=is_live, other=0.0
@@ -168,7 +223,7 @@ def _attend_part(
                 sum_GW += tl.where(is_it_G[:, None], added_W[None, :], 0.0)
             peak_G = new_G
             first += TILE
-        head_G = part * num_heads + kv_head * GROUP + group_G
+        head_G = to * num_heads + kv_head * GROUP + group_G
         is_query_G = group_G < GROUP
         tl.store(peaks + head_G, peak_G, mask=is_query_G)
         tl.store(weights + head_G, weight_G, mask=is_query_G)
@@ -188,12 +243,20 @@ def _attend_join(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
 ):
-    """One head: joins its parts, up to the one with the position, under a common maximum score."""
+    """One head of a row: joins its parts, up to the one with the position, under a common maximum
+    score."""
     head = tl.program_id(0)
     part_S = tl.arange(0, PARTS_BLOCK)
+    first = 0
+    if NUM_ROWS > 1:
+        first = tl.program_id(1) * NUM_PARTS
+        position += tl.program_id(1)
+        out += tl.program_id(1) * num_heads * WIDTH
     is_live_S = part_S <= tl.load(position) // SPLIT
-    at_S = part_S * num_heads + head
+    at_S = (first + part_S) * num_heads + head
     column_W = tl.arange(0, BLOCK)
     in_head_W = column_W < WIDTH
     peak_S = tl.load(peaks + at_S, mask=is_live_S, other=float("-inf"))
@@ -221,11 +284,15 @@ def rotate_append(
     key_CKW: Tensor,
     value_CKW: Tensor,
     num_heads: int,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
 ) -> None:
-    _, num_kv, width = key_CKW.shape
-    _check_cache(key_CKW, value_CKW)
-    assert len(qkv) == (num_heads + 2 * num_kv) * width, (qkv.shape, num_heads, key_CKW.shape)
-    _rotate_append[(num_heads + 2 * num_kv,)](
+    cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
+    num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
+    assert qkv.shape[-1] == (num_heads + 2 * num_kv) * width, (qkv.shape, num_heads, key_CKW.shape)
+    assert qkv.is_contiguous() and len(position_1) == num_rows, (qkv.stride(), position_1.shape)
+    grid = (num_heads + 2 * num_kv,) if num_rows == 1 else (num_heads + 2 * num_kv, num_rows)
+    _rotate_append[grid](
         qkv,
         frequency_W2,
         query_weight_W,
@@ -234,15 +301,15 @@ def rotate_append(
         position_1,
         key_CKW,
         value_CKW,
-        key_CKW.stride(0),
-        value_CKW.stride(0),
-        key_CKW.stride(1),
-        value_CKW.stride(1),
+        *cache.strides,
+        *cache.paging,
         NUM_HEADS=num_heads,
         NUM_KV=num_kv,
         WIDTH=width,
         HALF=power_of_2(width // 2),
         IS_ADJACENT=is_adjacent,
+        NUM_ROWS=num_rows,
+        BLOCK_LENGTH=cache.block_length,
         num_warps=1,
     )
 
@@ -255,39 +322,46 @@ def attend(
     num_heads: int,
     scratch: Tensor,
     out_HW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
 ) -> None:
-    context, num_kv, width = key_CKW.shape
-    _check_cache(key_CKW, value_CKW)
+    cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
+    num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
+    assert qkv.is_contiguous() and out_HW.is_contiguous(), (qkv.stride(), out_HW.stride())
+    context = cache.context_length
     num_parts, split = attend_parts(context), attend_split(context)
-    assert len(scratch) >= attend_scratch(context, num_heads, width), scratch.shape
+    assert scratch.numel() >= num_rows * attend_scratch(context, num_heads, width), scratch.shape
     group = num_heads // num_kv
-    num_sums = num_parts * num_heads * width
+    all_parts = num_rows * num_parts
+    num_sums = all_parts * num_heads * width
     sums, peaks = scratch[:num_sums], scratch[num_sums:]
-    weights = peaks[num_parts * num_heads :]
+    weights = peaks[all_parts * num_heads :]
     block = max(16, power_of_2(width))
-    _attend_part[(num_kv, num_parts)](
+    rows = () if num_rows == 1 else (num_rows,)
+    _attend_part[(num_kv, num_parts, *rows)](
         qkv,
         key_CKW,
         value_CKW,
-        key_CKW.stride(0),
-        value_CKW.stride(0),
-        key_CKW.stride(1),
-        value_CKW.stride(1),
+        *cache.strides,
         position_1,
         sums,
         peaks,
         weights,
         width**-0.5,
         num_heads,
+        *cache.paging,
         WIDTH=width,
         BLOCK=block,
         GROUP=group,
         GROUP_BLOCK=power_of_2(group),
         SPLIT=split,
         TILE=_TILE,
+        NUM_ROWS=num_rows,
+        NUM_KV=num_kv,
+        BLOCK_LENGTH=cache.block_length,
         num_warps=4,
     )
-    _attend_join[(num_heads,)](
+    _attend_join[(num_heads, *rows)](
         sums,
         peaks,
         weights,
@@ -298,11 +372,50 @@ def attend(
         BLOCK=block,
         SPLIT=split,
         PARTS_BLOCK=power_of_2(num_parts),
+        NUM_ROWS=num_rows,
+        NUM_PARTS=num_parts,
         num_warps=4,
     )
 
 
-def _check_cache(key_CKW: Tensor, value_CKW: Tensor) -> None:
-    """Positions and heads may be strided, in any order; the values of a head are contiguous."""
-    for cache in (key_CKW, value_CKW):
-        assert cache.stride(2) == 1, cache.stride()
+@dataclass(frozen=True)
+class _Cache:
+    """A cache [C, K, W] of one sequence, or in blocks [B, P, K, W] that a table assigns. Positions,
+    heads and blocks may be strided, in any order; the values of a head are contiguous."""
+
+    key: Tensor
+    value: Tensor
+    sequence_1: Tensor | None
+    table_SN: Tensor | None
+
+    def __post_init__(self) -> None:
+        for cache in (self.key, self.value):
+            assert cache.stride(-1) == 1, cache.stride()
+        is_paged = self.table_SN is not None
+        assert self.key.dim() == self.value.dim() == 3 + is_paged, self.key.shape
+        assert (self.sequence_1 is not None) == is_paged
+        assert not is_paged or self.block_length % _TILE == 0, self.block_length
+
+    @property
+    def block_length(self) -> int:
+        """1 without blocks, so that the kernels do not depend on the context."""
+        return 1 if self.table_SN is None else self.key.shape[1]
+
+    @property
+    def context_length(self) -> int:
+        if self.table_SN is None:
+            return self.key.shape[0]
+        return self.table_SN.shape[1] * self.block_length
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of positions and of heads, each of keys and values."""
+        return tuple(cache.stride(axis) for axis in (-3, -2) for cache in (self.key, self.value))
+
+    @property
+    def paging(self) -> tuple[int | Tensor | None, ...]:
+        """The strides of blocks, the rows' sequences, the table and its stride."""
+        if self.table_SN is None:
+            return (None,) * 5
+        strides = self.key.stride(0), self.value.stride(0)
+        return (*strides, self.sequence_1, self.table_SN, self.table_SN.stride(0))

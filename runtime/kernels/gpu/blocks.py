@@ -11,6 +11,9 @@ K-quants dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c.
 
 Letters: R rows, U units."""
 
+# Kernels build tuples of tensors in loops.
+# mypy: disable-error-code="assignment, var-annotated"
+
 import triton
 import triton.language as tl
 
@@ -209,14 +212,18 @@ def dot_rows(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """f32 [R]: rows times a vector. Masked-out rows are not read and give 0."""
+    """A tuple of f32 [R]: rows times each of GROUP contiguous vectors. Masked-out rows are not read
+    and give 0."""
     NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
-    if HAS_BLOCKS:
-        total = tl.zeros([ROWS, UNITS], tl.float32)
-    else:
-        total = tl.zeros([ROWS, UNITS, 16], tl.float32)
+    totals = ()
+    for _ in tl.static_range(GROUP):
+        if HAS_BLOCKS:
+            totals = totals + (tl.zeros([ROWS, UNITS], tl.float32),)
+        else:
+            totals = totals + (tl.zeros([ROWS, UNITS, 16], tl.float32),)
     for start in range(0, NUM_UNITS, UNITS):
         unit_U = start + tl.arange(0, UNITS)
         if NUM_UNITS % UNITS == 0:
@@ -232,17 +239,27 @@ def dot_rows(
             scale_low, scale_high = scales(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         low, high = quants(row_R, live_R, in_row_U, unit_U, KIND, WIDTH)
         is_there = in_row(unit_U, KIND, WIDTH, 0, PARTS)
-        x_low = tl.load(x + columns(unit_U, KIND, 0), mask=is_there, other=0.0)
-        if HAS_BLOCKS:
-            total += tl.sum(low * x_low[None, :, :], axis=2) * scale_low
-        else:
-            total += low * x_low[None, :, :]
-        if PARTS == 2:
-            x_high = tl.load(x + columns(unit_U, KIND, 1), mask=is_there, other=0.0)
-            total += tl.sum(high * x_high[None, :, :], axis=2) * scale_high
-        if KIND == "q4_k" or KIND == "q5_k":
-            total -= minimum_low * tl.sum(x_low, axis=1)[None, :]
-            total -= minimum_high * tl.sum(x_high, axis=1)[None, :]
-    if not HAS_BLOCKS:
-        total = tl.sum(total, axis=2)
-    return tl.sum(total, axis=1)
+        sums = ()
+        for t in tl.static_range(GROUP):
+            total = totals[t]
+            own_x = x + t * WIDTH
+            x_low = tl.load(own_x + columns(unit_U, KIND, 0), mask=is_there, other=0.0)
+            if HAS_BLOCKS:
+                total += tl.sum(low * x_low[None, :, :], axis=2) * scale_low
+            else:
+                total += low * x_low[None, :, :]
+            if PARTS == 2:
+                x_high = tl.load(own_x + columns(unit_U, KIND, 1), mask=is_there, other=0.0)
+                total += tl.sum(high * x_high[None, :, :], axis=2) * scale_high
+            if KIND == "q4_k" or KIND == "q5_k":
+                total -= minimum_low * tl.sum(x_low, axis=1)[None, :]
+                total -= minimum_high * tl.sum(x_high, axis=1)[None, :]
+            sums = sums + (total,)
+        totals = sums
+    results = ()
+    for t in tl.static_range(GROUP):
+        total = totals[t]
+        if not HAS_BLOCKS:
+            total = tl.sum(total, axis=2)
+        results = results + (tl.sum(total, axis=1),)
+    return results

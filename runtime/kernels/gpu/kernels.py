@@ -4,13 +4,23 @@ Triton's kernels or on the float64 reference.
 All of them write into given tensors, allocate nothing and do not synchronise. They launch on
 torch's current stream of its current device, which must be that of the tensors; grids depend on
 shapes alone, so that a captured CUDA graph stays valid for every position and every set of neurons.
-Vectors are contiguous f32 unless stated otherwise; rows of matrices may be strided. A matrix is
-f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar
+Vectors are contiguous f32 unless stated otherwise; rows of matrices may be strided.
+
+A step computes one row, or T rows at a time, T in `ROWS`: every vector of a row may be [T, ...]
+instead (step_rows.AXES; for sums of parts [P, T, D]), an index or position is then [T], and rows of
+outputs of `dot` may be strided. A row's bits are those that it has alone, whatever T and the other
+rows are; for K-quants, where the compiler fuses other operations in another T, to f32's rounding of
+the sum's terms. A row may repeat the one before it.
+
+The cache is [C, K, W] of one sequence, or with several sequences in blocks [B, C, K, W]: position p
+of sequence s is in block table_SN[s, p // C], int32 on the device, C being a multiple of 64.
+
+A matrix is f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar
 (sparkinfer.runtime.kernels.planar).
 
-Letters: D width, F neurons of the layer, N rows of a matrix or neurons of a block, R rank, H heads,
-K key-value heads, W head width, C positions of the cache, S parts of a sum, P rows to add, A chosen
-rows, B words of 32 bits."""
+Letters: T rows of a step, D width, F neurons of the layer, N rows of a matrix or neurons of a block,
+R rank, H heads, K key-value heads, W head width, C positions of the cache, S parts of a sum, P rows
+to add, A chosen rows, B words of 32 bits; table_SN: S sequences, N blocks of one."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +29,8 @@ from torch import Tensor
 
 from sparkinfer.architecture import Activation, PredictorKind
 from sparkinfer.runtime.kernels.stored import StoredMatrix
+
+ROWS = (1, 2, 4, 8, 16, 32)
 
 
 class Dot(Protocol):
@@ -75,10 +87,12 @@ class RotateAppend(Protocol):
         key_CKW: Tensor,
         value_CKW: Tensor,
         num_heads: int,
+        sequence_1: Tensor | None = None,
+        table_SN: Tensor | None = None,
     ) -> None:
         """RMS norm of each head of q and k, and rotation by f64 [W / 2] frequencies; both optional.
         `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or
-        f16, at `position_1` (int64 on the device)."""
+        f16, at `position_1` (int64 on the device) of `sequence_1` (int32)."""
 
 
 class Attend(Protocol):
@@ -91,9 +105,11 @@ class Attend(Protocol):
         num_heads: int,
         scratch: Tensor,
         out_HW: Tensor,
+        sequence_1: Tensor | None = None,
+        table_SN: Tensor | None = None,
     ) -> None:
         """softmax(q k / sqrt W) v over the positions 0 to `position_1` inclusive. `scratch` is f32
-        with at least `attend_scratch` values."""
+        with at least `attend_scratch` values a row."""
 
 
 class Predict(Protocol):

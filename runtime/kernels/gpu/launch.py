@@ -1,4 +1,4 @@
-"""Layout and tile sizes that the launchers pass for a matrix.
+"""Layout, tile sizes and groups of rows that the launchers pass for a matrix.
 
 Tiles follow from shapes and kinds alone, so that results do not depend on the device and nothing is
 tuned at run time. Each thread loads 64 bytes of a tile at once, in four loads of 16: with four to
@@ -8,10 +8,16 @@ kinds with nibbles it is half of that, as their values fill twice the registers:
 compiler takes 168 to 255 of them, at 32 bytes 72 to 108, with which five programs fit a
 multiprocessor.
 
-Letters: R rows of a tile, U units."""
+A step of T rows runs in groups: a program holds the sums of one group's rows and reads each weight
+once for them, and the programs of the other groups, which run beside it, find the weight in the
+cache. A row's sums are the same operations in the same order for every T.
+
+Letters: R rows of a tile, U units, T rows of a step."""
 
 import math
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
@@ -20,6 +26,9 @@ _BYTE_KINDS = ("q8_0", "q8_0_planar")
 NUM_WARPS = 4
 LEAST_PROGRAMS = 512
 _TILE_BYTES = {1: 64 * 32 * NUM_WARPS, 2: 32 * 32 * NUM_WARPS}  # by parts of a unit
+# Rows of a step whose sums fit the registers of a program of `dot_rows`, which takes up to 255 of
+# them with so many. Floats have 16 sums where kinds with blocks have one.
+GROUP, FLOAT_GROUP = 4, 2
 # Fewer rows do not get longer tiles: arranging x for them would cost more than it gains.
 _LEAST_ROWS = 4
 
@@ -50,6 +59,11 @@ class Layout:
         )
 
     @property
+    def group(self) -> int:
+        """Most rows of a step that a program of `dot_rows` takes."""
+        return FLOAT_GROUP if self.kind in _FLOAT_BYTES else GROUP
+
+    @property
     def num_units(self) -> int:
         return -(-self.width // (16 * self.parts))
 
@@ -57,6 +71,28 @@ class Layout:
         """A power of two: units of `num_rows` rows that make a tile, but no more than a row has."""
         wanted = _TILE_BYTES[self.parts] // (max(_LEAST_ROWS, num_rows) * self.unit_bytes)
         return min(wanted, power_of_2(self.num_units))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The rows of a step in `count` groups of `size`."""
+
+    size: int
+    count: int
+
+    @classmethod
+    def of(cls, vector: Tensor, most: int) -> "Groups":
+        """Groups of at most `most` of the rows of a vector."""
+        num_rows = step_rows(vector)
+        size = min(most, num_rows)
+        return cls(size=size, count=num_rows // size)
+
+
+def step_rows(vector: Tensor) -> int:
+    """T of a vector [T, D]; a vector [D] is of one row."""
+    num_rows = 1 if vector.dim() == 1 else len(vector)
+    assert num_rows & (num_rows - 1) == 0 and num_rows, f"{num_rows} rows, wanted a power of 2"
+    return num_rows
 
 
 def power_of_2(number: int) -> int:

@@ -1,6 +1,10 @@
-"""The neurons of a block for one token: gate and up to hidden values, and `down` to partial sums.
+"""The neurons of a block for the rows of a step: gate and up to hidden values, and `down` to partial
+sums.
 
-Letters: N neurons, D width, S parts."""
+Letters: N neurons, D width, S parts, T rows of a step."""
+
+# Kernels build tuples of tensors in loops.
+# mypy: disable-error-code="assignment, var-annotated"
 
 import triton
 import triton.language as tl
@@ -9,7 +13,7 @@ from torch import Tensor
 from sparkinfer.architecture import Activation
 from sparkinfer.runtime.kernels.gpu.activation import activate, relu
 from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_program
+from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
@@ -18,9 +22,12 @@ from sparkinfer.runtime.kernels.stored import StoredMatrix
 # time: at 32, sums and scan together take 150 to 250 registers.
 _UNITS = 8
 _CHUNK = 256
+# Rows of a step whose sums a program of `down` holds: 16 registers each and part of a unit where
+# zeros are skipped, else 32. With two of them the compiler takes 170 to 234, or 128.
+_DOWN_GROUP = {(1, True): 2, (2, True): 2, (1, False): 2, (2, False): 1}
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "named_stride"])
 def _gate_up(
     gate,
     gate_stride,
@@ -34,6 +41,7 @@ def _gate_up(
     hidden,
     threshold,
     num_rows,
+    named_stride,
     KIND: tl.constexpr,
     UP_KIND: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -46,52 +54,89 @@ def _gate_up(
     UP_UNITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_DENSE: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
-    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """A neuron is read if one row of the group needs it; a row that does not gets 0."""
+    row_R = tl.program_id(0) // NUM_GROUPS * ROWS + tl.arange(0, ROWS)
+    if NUM_GROUPS > 1:
+        first = tl.program_id(0) % NUM_GROUPS * GROUP
+        x += first * WIDTH
+        hidden += first * num_rows
+        if named is not None:
+            named += first * named_stride
     in_block_R = row_R < num_rows
-    live_R = in_block_R
+    lives = ()
     if named is not None:
         neuron_R = row_R
         if id_N is not None:
             neuron_R = tl.load(id_N + row_R, mask=in_block_R, other=0)
-        word_R = tl.load(named + neuron_R // 32, mask=in_block_R, other=0)
-        live_R = live_R & (((word_R >> (neuron_R % 32)) & 1) != 0)
-    value_R = tl.zeros([ROWS], tl.float32)
+        for _ in tl.static_range(GROUP):
+            word_R = tl.load(named + neuron_R // 32, mask=in_block_R, other=0)
+            lives = lives + (in_block_R & (((word_R >> (neuron_R % 32)) & 1) != 0),)
+            if GROUP > 1:
+                named += named_stride
+    else:
+        for _ in tl.static_range(GROUP):
+            lives = lives + (in_block_R,)
+    live_R = _any(lives, GROUP)
+    values = ()
+    for _ in tl.static_range(GROUP):
+        values = values + (tl.zeros([ROWS], tl.float32),)
     if tl.max(live_R.to(tl.int32), axis=0) > 0:
         row = rows_at(gate, row_R, gate_stride, ALIGN)
-        gate_R = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS)
-        if gate_bias is not None:
-            gate_R += tl.load(gate_bias + row_R, mask=live_R, other=0.0)
-        value_R, fires_R = activate(gate_R, threshold, ACTIVATION)
-        if not IS_DENSE:
-            live_R = live_R & fires_R
+        gates = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP)
+        opens, values = (), ()
+        for t in tl.static_range(GROUP):
+            gate_R, live_R = gates[t], lives[t]
+            if gate_bias is not None:
+                gate_R += tl.load(gate_bias + row_R, mask=live_R, other=0.0)
+            value_R, fires_R = activate(gate_R, threshold, ACTIVATION)
+            if not IS_DENSE:
+                live_R = live_R & fires_R
+            values = values + (value_R,)
+            opens = opens + (live_R,)
         if up is not None:
+            live_R = _any(opens, GROUP)
             row = rows_at(up, row_R, up_stride, UP_ALIGN)
-            up_R = dot_rows(row, live_R, x, UP_KIND, WIDTH, UP_PARTS, ROWS, UP_UNITS)
-            if up_bias is not None:
-                up_R += tl.load(up_bias + row_R, mask=live_R, other=0.0)
-            value_R *= relu(up_R) if ACTIVATION == "drelu" else up_R
-        value_R = tl.where(live_R, value_R, 0.0)
-    tl.store(hidden + row_R, value_R, mask=in_block_R)
+            ups = dot_rows(row, live_R, x, UP_KIND, WIDTH, UP_PARTS, ROWS, UP_UNITS, GROUP)
+            products = ()
+            for t in tl.static_range(GROUP):
+                up_R, value_R = ups[t], values[t]
+                if up_bias is not None:
+                    up_R += tl.load(up_bias + row_R, mask=opens[t], other=0.0)
+                value_R *= relu(up_R) if ACTIVATION == "drelu" else up_R
+                products = products + (value_R,)
+            values = products
+        kept = ()
+        for t in tl.static_range(GROUP):
+            kept = kept + (tl.where(opens[t], values[t], 0.0),)
+        values = kept
+    for t in tl.static_range(GROUP):
+        tl.store(hidden + t * num_rows + row_R, values[t], mask=in_block_R)
 
 
 @triton.jit
-def _add_rows(
-    low, high, data, stride, hidden, neuron_R, live_R, unit_U, KIND: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, ALIGN: tl.constexpr,
+def _any(lives, GROUP: tl.constexpr):
+    """Which neurons a row of the group needs."""
+    live_R = lives[0]
+    for t in tl.static_range(1, GROUP):
+        live_R = live_R | lives[t]
+    return live_R
+
+
+@triton.jit
+def _rows_of(
+    data, stride, neuron_R, live_R, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Sums [R, U, 16] of both parts with some neurons added."""
+    """f32 [R, U, 16] of both parts of some neurons' rows."""
     in_row_U = unit_U < (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
-    weight_R = tl.load(hidden + neuron_R, mask=live_R, other=0.0)
     row = rows_at(data, neuron_R, stride, ALIGN)
-    value_low, value_high = values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
-    low += value_low * weight_R[:, None, None]
-    if PARTS == 2:
-        high += value_high * weight_R[:, None, None]
-    return low, high
+    return values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
 
 
-@triton.jit(do_not_specialize=["num_rows", "size"])
+@triton.jit(do_not_specialize=["num_rows", "size", "part_stride"])
 def _down(
     data,
     stride,
@@ -99,6 +144,7 @@ def _down(
     parts,
     num_rows,
     size,
+    part_stride,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -107,47 +153,82 @@ def _down(
     UNITS: tl.constexpr,
     CHUNK: tl.constexpr,
     SKIPS_ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
-    unit_U = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    """If zeros are skipped, each row of the group reads the open neurons of a chunk for itself, in
+    the order that it has alone; what two rows share is in the cache by then."""
+    unit_U = tl.program_id(0) // NUM_GROUPS * UNITS + tl.arange(0, UNITS)
+    if NUM_GROUPS > 1:
+        first_row = tl.program_id(0) % NUM_GROUPS * GROUP
+        hidden += first_row * num_rows
+        parts += first_row * WIDTH
     begin = tl.program_id(1) * size
     end = tl.minimum(begin + size, num_rows)
-    low = tl.zeros([ROWS, UNITS, 16], tl.float32)
-    high = tl.zeros([ROWS, UNITS, 16], tl.float32)
+    lows, highs = (), ()
+    for _ in tl.static_range(GROUP):
+        lows = lows + (tl.zeros([ROWS, UNITS, 16], tl.float32),)
+        highs = highs + (tl.zeros([ROWS, UNITS, 16], tl.float32),)
     if SKIPS_ZEROS:
         start = begin
         while start < end:
             neuron_C = start + tl.arange(0, CHUNK)
-            value_C = tl.load(hidden + neuron_C, mask=neuron_C < end, other=0.0)
-            is_open_C = (value_C != 0.0).to(tl.int32)
-            open_up_to_C = tl.cumsum(is_open_C, axis=0)
-            num_open = tl.sum(is_open_C, axis=0)
-            first = 0
-            while first < num_open:
-                # Open neuron k's index is the number of neurons whose inclusive count of open ones
-                # is at most k.
-                number_R = first + tl.arange(0, ROWS)
-                is_before = open_up_to_C[None, :] <= number_R[:, None]
-                neuron_R = start + tl.sum(is_before.to(tl.int32), axis=1)
-                low, high = _add_rows(
-                    low, high, data, stride, hidden, neuron_R, number_R < num_open, unit_U,
-                    KIND, WIDTH, PARTS, ALIGN,
-                )  # fmt: skip
-                first += ROWS
+            new_lows, new_highs = (), ()
+            for t in tl.static_range(GROUP):
+                low, high = lows[t], highs[t]
+                own = hidden + t * num_rows
+                value_C = tl.load(own + neuron_C, mask=neuron_C < end, other=0.0)
+                is_open_C = (value_C != 0.0).to(tl.int32)
+                open_up_to_C = tl.cumsum(is_open_C, axis=0)
+                num_open = tl.sum(is_open_C, axis=0)
+                first = 0
+                while first < num_open:
+                    # Open neuron k's index is the number of neurons whose inclusive count of open
+                    # ones is at most k.
+                    number_R = first + tl.arange(0, ROWS)
+                    is_before = open_up_to_C[None, :] <= number_R[:, None]
+                    neuron_R = start + tl.sum(is_before.to(tl.int32), axis=1)
+                    weight_R = tl.load(own + neuron_R, mask=number_R < num_open, other=0.0)
+                    value_low, value_high = _rows_of(
+                        data, stride, neuron_R, number_R < num_open, unit_U, KIND, WIDTH, PARTS,
+                        ALIGN,
+                    )  # fmt: skip
+                    low += value_low * weight_R[:, None, None]
+                    if PARTS == 2:
+                        high += value_high * weight_R[:, None, None]
+                    first += ROWS
+                new_lows, new_highs = new_lows + (low,), new_highs + (high,)
+            lows, highs = new_lows, new_highs
             start += CHUNK
     else:
         start = begin
         while start < end:
             neuron_R = start + tl.arange(0, ROWS)
-            low, high = _add_rows(
-                low, high, data, stride, hidden, neuron_R, neuron_R < end, unit_U,
-                KIND, WIDTH, PARTS, ALIGN,
-            )  # fmt: skip
+            weights = ()
+            for t in tl.static_range(GROUP):
+                own = hidden + t * num_rows
+                weights = weights + (tl.load(own + neuron_R, mask=neuron_R < end, other=0.0),)
+            value_low, value_high = _rows_of(
+                data, stride, neuron_R, neuron_R < end, unit_U, KIND, WIDTH, PARTS, ALIGN
+            )
+            new_lows, new_highs = (), ()
+            for t in tl.static_range(GROUP):
+                low, high = lows[t], highs[t]
+                low += value_low * weights[t][:, None, None]
+                if PARTS == 2:
+                    high += value_high * weights[t][:, None, None]
+                new_lows, new_highs = new_lows + (low,), new_highs + (high,)
+            lows, highs = new_lows, new_highs
             start += ROWS
     target = parts + tl.program_id(1).to(tl.int64) * WIDTH
+    if part_stride is not None:
+        target = parts + tl.program_id(1).to(tl.int64) * part_stride
     is_there = in_row(unit_U, KIND, WIDTH, 0, PARTS)
-    tl.store(target + columns(unit_U, KIND, 0), tl.sum(low, axis=0), mask=is_there)
-    if PARTS == 2:
-        tl.store(target + columns(unit_U, KIND, 1), tl.sum(high, axis=0), mask=is_there)
+    for t in tl.static_range(GROUP):
+        own = target + t * WIDTH
+        tl.store(own + columns(unit_U, KIND, 0), tl.sum(lows[t], axis=0), mask=is_there)
+        if PARTS == 2:
+            tl.store(own + columns(unit_U, KIND, 1), tl.sum(highs[t], axis=0), mask=is_there)
 
 
 def gate_up(
@@ -167,7 +248,10 @@ def gate_up(
     up_layout = layout if up is None else Layout.of(up)
     # A program of four neurons more often has a predicted one, so fewer programs would exit early.
     rows = rows_of_program(gate.num_rows, 4 if named_B is None else 2)
-    _gate_up[(triton.cdiv(gate.num_rows, rows),)](
+    groups = Groups.of(x_D, min(layout.group, up_layout.group))
+    assert x_D.is_contiguous() and hidden_N.is_contiguous(), (x_D.stride(), hidden_N.stride())
+    assert named_B is None or named_B.dim() == x_D.dim() == hidden_N.dim(), named_B.shape
+    _gate_up[(triton.cdiv(gate.num_rows, rows) * groups.count,)](
         gate.data,
         layout.stride,
         gate_bias_N,
@@ -180,6 +264,7 @@ def gate_up(
         hidden_N,
         float(threshold),
         gate.num_rows,
+        None if named_B is None or x_D.dim() == 1 else named_B.stride(0),
         KIND=layout.kind,
         UP_KIND=up_layout.kind,
         WIDTH=layout.width,
@@ -192,21 +277,26 @@ def gate_up(
         UP_UNITS=up_layout.units_of_tile(rows),
         ACTIVATION=activation,
         IS_DENSE=is_dense,
+        GROUP=groups.size,
+        NUM_GROUPS=groups.count,
         num_warps=NUM_WARPS,
     )
 
 
 def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
     layout = Layout.of(down)
-    assert parts_SD.is_contiguous() and parts_SD.shape[1] == down.width, parts_SD.shape
+    assert parts_SD.is_contiguous() and parts_SD.shape[-1] == down.width, parts_SD.shape
+    assert hidden_N.is_contiguous() and parts_SD.dim() == hidden_N.dim() + 1, hidden_N.shape
+    groups = Groups.of(hidden_N, _DOWN_GROUP[layout.parts, skips_zeros])
     rows, num_warps = (16, NUM_WARPS) if skips_zeros else (_dense_rows(layout), 2 * NUM_WARPS)
-    _down[(triton.cdiv(layout.num_units, _UNITS), len(parts_SD))](
+    _down[(triton.cdiv(layout.num_units, _UNITS) * groups.count, len(parts_SD))](
         down.data,
         layout.stride,
         hidden_N,
         parts_SD,
         down.num_rows,
         range_of(down.num_rows, len(parts_SD)),
+        None if hidden_N.dim() == 1 else parts_SD.stride(0),
         KIND=layout.kind,
         WIDTH=layout.width,
         PARTS=layout.parts,
@@ -215,6 +305,8 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
         UNITS=_UNITS,
         CHUNK=_CHUNK,
         SKIPS_ZEROS=skips_zeros,
+        GROUP=groups.size,
+        NUM_GROUPS=groups.count,
         num_warps=num_warps,
     )
 

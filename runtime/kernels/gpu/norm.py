@@ -1,13 +1,13 @@
-"""A vector plus partial sums, and its norm, in one program.
+"""A vector plus partial sums, and its norm, in one program for each row of a step.
 
 One program reads all parts, so that norm and sum are one launch; the parts are added in order.
-Letters: D width, P parts."""
+Letters: D width, P parts, T rows of a step."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu.launch import power_of_2
+from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
 
 # Values loaded at once, over all parts: loading one part after the other would cost the latency of
 # memory for each. More of them do not fit the registers of a program.
@@ -28,7 +28,17 @@ def _add_norm(
     AT_ONCE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
 ):
+    if NUM_ROWS > 1:
+        at = tl.program_id(0) * WIDTH
+        x += at
+        if parts is not None:
+            parts += at
+        if out is not None:
+            out += at
+        if x_out is not None:
+            x_out += at
     column = tl.arange(0, BLOCK)
     in_row = column < WIDTH
     total = tl.load(x + column, mask=in_row, other=0.0)
@@ -62,10 +72,12 @@ def add_norm(
     x_out_D: Tensor | None,
 ) -> None:
     assert out_D is None or weight_D is not None
-    width = len(x_D)
+    num_rows, width = step_rows(x_D), x_D.shape[-1]
+    for each in (x_D, out_D, x_out_D, None if parts_PD is None else parts_PD[0]):
+        assert each is None or each.is_contiguous(), each.stride()
     block = power_of_2(width)
     num_parts = 0 if parts_PD is None else len(parts_PD)
-    _add_norm[(1,)](
+    _add_norm[(num_rows,)](
         x_D,
         parts_PD,
         0 if parts_PD is None else parts_PD.stride(0),
@@ -78,5 +90,6 @@ def add_norm(
         AT_ONCE=max(1, min(16, _AT_ONCE // block, power_of_2(max(1, num_parts)))),
         WIDTH=width,
         BLOCK=block,
+        NUM_ROWS=num_rows,
         num_warps=max(1, min(32, block // 128)),
     )

@@ -1,5 +1,5 @@
-"""Evaluates a predictor: the neurons it predicts, as a bit mask. Letters: F neurons, R rank, B
-words."""
+"""Evaluates a predictor: the neurons it predicts, as a bit mask for each row of a step. Letters: F neurons,
+R rank, B words."""
 
 import torch
 import triton
@@ -9,14 +9,14 @@ from torch import Tensor
 from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
 from sparkinfer.runtime.kernels.gpu.activation import smooth
 from sparkinfer.runtime.kernels.gpu.blocks import dot_rows, rows_at
-from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout
+from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # Neurons per program: it writes one byte, so that no two programs write to the same address.
 _ROWS = 8
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "named_stride"])
 def _predict(
     data,
     stride,
@@ -25,6 +25,7 @@ def _predict(
     named,
     threshold,
     num_rows,
+    named_stride,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -32,18 +33,29 @@ def _predict(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
-    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    byte = tl.program_id(0) // NUM_GROUPS
+    row_R = byte * ROWS + tl.arange(0, ROWS)
+    if NUM_GROUPS > 1:
+        group = tl.program_id(0) % NUM_GROUPS
+        inner += group * GROUP * WIDTH
+        named += group * GROUP * named_stride
     live_R = row_R < num_rows
     row = rows_at(data, row_R, stride, ALIGN)
-    score_R = dot_rows(row, live_R, inner, KIND, WIDTH, PARTS, ROWS, UNITS)
-    if bias is not None:
-        score_R += tl.load(bias + row_R, mask=live_R, other=0.0)
-    if ACTIVATION is not None:
-        score_R = tl.abs(smooth(score_R, ACTIVATION))
-    is_named_R = ((score_R <= threshold) == 0) & live_R
-    bits = tl.sum(is_named_R.to(tl.int32) << tl.arange(0, ROWS), axis=0)
-    tl.store(named + tl.program_id(0), bits.to(tl.uint8))
+    results = dot_rows(row, live_R, inner, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP)
+    for t in tl.static_range(GROUP):
+        score_R = results[t]
+        if bias is not None:
+            score_R += tl.load(bias + row_R, mask=live_R, other=0.0)
+        if ACTIVATION is not None:
+            score_R = tl.abs(smooth(score_R, ACTIVATION))
+        is_named_R = ((score_R <= threshold) == 0) & live_R
+        bits = tl.sum(is_named_R.to(tl.int32) << tl.arange(0, ROWS), axis=0)
+        tl.store(named + byte, bits.to(tl.uint8))
+        if GROUP > 1:
+            named += named_stride
 
 
 def predict(
@@ -57,9 +69,11 @@ def predict(
 ) -> None:
     layout = Layout.of(up)
     assert kind != "gate" or activation in SMOOTH, (kind, activation)
-    assert len(named_B) == triton.cdiv(up.num_rows, 32), (named_B.shape, up.num_rows)
+    assert named_B.shape[-1] == triton.cdiv(up.num_rows, 32), (named_B.shape, up.num_rows)
+    assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (inner_R.stride(), named_B)
+    groups = Groups.of(inner_R, layout.group)
     named = named_B.view(torch.uint8)  # bytes of a word, lowest bits first
-    _predict[(len(named),)](
+    _predict[(named.shape[-1] * groups.count,)](
         up.data,
         layout.stride,
         bias_F,
@@ -67,6 +81,7 @@ def predict(
         named,
         float(threshold),
         up.num_rows,
+        None if inner_R.dim() == 1 else named.stride(0),
         KIND=layout.kind,
         WIDTH=layout.width,
         PARTS=layout.parts,
@@ -74,5 +89,7 @@ def predict(
         ROWS=_ROWS,
         UNITS=layout.units_of_tile(_ROWS),
         ACTIVATION=activation if kind == "gate" else None,
+        GROUP=groups.size,
+        NUM_GROUPS=groups.count,
         num_warps=NUM_WARPS,
     )

@@ -1,4 +1,5 @@
-"""Reference of the GPU kernels in float64 by torch: slow and plain. It defines their results.
+"""Reference of the GPU kernels in float64 by torch: slow and plain. It defines their results. The
+rows of a step are computed one after the other.
 
 Letters and contracts: see kernels.py."""
 
@@ -9,9 +10,11 @@ from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
 from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
 from sparkinfer.runtime.kernels import stored
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
+from sparkinfer.runtime.kernels.gpu.step_rows import by_rows
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 
+@by_rows
 def dot(
     matrix: StoredMatrix,
     bias_N: Tensor | None,
@@ -24,6 +27,7 @@ def dot(
     out_N.copy_(y_N.relu() if has_relu else y_N)
 
 
+@by_rows
 def embed(matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
     row_D = _rows(matrix, index_1)[0]
     out_D.copy_(out_D + row_D if is_added else row_D)
@@ -33,6 +37,7 @@ def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) 
     out_AD.copy_(_rows(matrix, index_A))
 
 
+@by_rows
 def add_norm(
     x_D: Tensor,
     parts_PD: Tensor | None,
@@ -54,6 +59,7 @@ def add_norm(
         x_out_D.copy_(total_D)
 
 
+@by_rows
 def rotate_append(
     qkv: Tensor,
     frequency_W2: Tensor | None,
@@ -65,8 +71,10 @@ def rotate_append(
     key_CKW: Tensor,
     value_CKW: Tensor,
     num_heads: int,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
 ) -> None:
-    _, num_kv, width = key_CKW.shape
+    num_kv, width = key_CKW.shape[-2:]
     query, key, value = (
         qkv.double().unflatten(0, (-1, width)).split([num_heads, num_kv, num_kv], dim=0)
     )
@@ -78,10 +86,15 @@ def rotate_append(
         angle_W2 = position_1 * frequency_W2.double()
         query, key = _turn(query, angle_W2, is_adjacent), _turn(key, angle_W2, is_adjacent)
     qkv[: num_heads * width].copy_(query.flatten())
-    key_CKW[position_1] = key.to(key_CKW.dtype)[None]
-    value_CKW[position_1] = value.to(value_CKW.dtype)[None]
+    for cache, row in ((key_CKW, key), (value_CKW, value)):
+        place = int(position_1)
+        if table_SN is not None and sequence_1 is not None:
+            block, place = divmod(place, cache.shape[1])
+            cache = cache[int(table_SN[int(sequence_1), block])]
+        cache[place] = row.to(cache.dtype)
 
 
+@by_rows
 def attend(
     qkv: Tensor,
     key_CKW: Tensor,
@@ -90,7 +103,14 @@ def attend(
     num_heads: int,
     scratch: Tensor,
     out_HW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
 ) -> None:
+    if table_SN is not None and sequence_1 is not None:
+        key_CKW, value_CKW = (
+            _positions(cache, table_SN[int(sequence_1)], int(position_1) + 1)
+            for cache in (key_CKW, value_CKW)
+        )
     _, num_kv, width = key_CKW.shape
     count = int(position_1) + 1
     query_KGW = qkv[: num_heads * width].double().view(num_kv, -1, width)
@@ -99,6 +119,7 @@ def attend(
     out_HW.copy_((share_KGC @ value_CKW[:count].double().transpose(0, 1)).view_as(out_HW))
 
 
+@by_rows
 def predict(
     up: StoredMatrix,
     bias_F: Tensor | None,
@@ -114,6 +135,7 @@ def predict(
     named_B.copy_(pack_bits(~(score_F <= threshold)))
 
 
+@by_rows
 def gate_up(
     gate: StoredMatrix,
     gate_bias_N: Tensor | None,
@@ -139,6 +161,7 @@ def gate_up(
     hidden_N.copy_(torch.where(fires_N, value_N, 0.0))
 
 
+@by_rows
 def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:
     size = range_of(len(hidden_N), len(parts_SD))
     for part, parts_D in enumerate(parts_SD):
@@ -147,6 +170,12 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
         if skips_zeros:
             index_A = index_A[hidden_N[index_A] != 0]
         parts_D.copy_(hidden_N[index_A].double() @ _rows(down, index_A))
+
+
+def _positions(cache_BPKW: Tensor, block_N: Tensor, count: int) -> Tensor:
+    """[C, K, W]: the first positions of a sequence, which are in these blocks."""
+    used = -(-count // cache_BPKW.shape[1])
+    return cache_BPKW[block_N[:used].long()].flatten(0, 1)
 
 
 def _rows(matrix: StoredMatrix, index_A: Tensor | None = None) -> Tensor:

@@ -1,13 +1,13 @@
-"""Rows of a matrix times a vector, and rows unpacked.
+"""Rows of a matrix times the vectors of a step, and rows unpacked.
 
-Letters: D width, N rows, A chosen rows."""
+Letters: D width, N rows, A chosen rows, T rows of a step."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Layout, rows_of_program
+from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # A tile of `unpack`: 8 rows of 16 units.
@@ -15,7 +15,7 @@ _UNPACK_ROWS = 8
 _UNPACK_UNITS = 16
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "out_stride"])
 def _dot(
     data,
     stride,
@@ -23,6 +23,7 @@ def _dot(
     x,
     out,
     num_rows,
+    out_stride,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -30,16 +31,26 @@ def _dot(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     HAS_RELU: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
 ):
-    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_R = tl.program_id(0) // NUM_GROUPS * ROWS + tl.arange(0, ROWS)
+    if NUM_GROUPS > 1:
+        group = tl.program_id(0) % NUM_GROUPS
+        x += group * GROUP * WIDTH
+        out += group * GROUP * out_stride
     live_R = row_R < num_rows
     row = rows_at(data, row_R, stride, ALIGN)
-    y_R = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS)
-    if bias is not None:
-        y_R += tl.load(bias + row_R, mask=live_R, other=0.0)
-    if HAS_RELU:
-        y_R = tl.where(y_R <= 0.0, 0.0, y_R)
-    tl.store(out + row_R, y_R, mask=live_R)
+    results = dot_rows(row, live_R, x, KIND, WIDTH, PARTS, ROWS, UNITS, GROUP)
+    for t in tl.static_range(GROUP):
+        y_R = results[t]
+        if bias is not None:
+            y_R += tl.load(bias + row_R, mask=live_R, other=0.0)
+        if HAS_RELU:
+            y_R = tl.where(y_R <= 0.0, 0.0, y_R)
+        tl.store(out + row_R, y_R, mask=live_R)
+        if GROUP > 1:
+            out += out_stride
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -87,13 +98,16 @@ def dot(
 ) -> None:
     layout = Layout.of(matrix)
     rows = rows_of_program(matrix.num_rows)
-    _dot[(triton.cdiv(matrix.num_rows, rows),)](
+    groups = Groups.of(x_D, layout.group)
+    assert x_D.is_contiguous() and out_N.dim() == x_D.dim(), (x_D.stride(), out_N.shape)
+    _dot[(triton.cdiv(matrix.num_rows, rows) * groups.count,)](
         matrix.data,
         layout.stride,
         bias_N,
         x_D,
         out_N,
         matrix.num_rows,
+        None if x_D.dim() == 1 else out_N.stride(0),
         KIND=layout.kind,
         WIDTH=layout.width,
         PARTS=layout.parts,
@@ -101,12 +115,16 @@ def dot(
         ROWS=rows,
         UNITS=layout.units_of_tile(rows),
         HAS_RELU=has_relu,
+        GROUP=groups.size,
+        NUM_GROUPS=groups.count,
         num_warps=NUM_WARPS,
     )
 
 
 def embed(matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
-    _launch_unpack(matrix, index_1, out_D[None], rows=1, is_added=is_added)
+    out_TD = out_D[None] if out_D.dim() == 1 else out_D
+    assert len(index_1) == len(out_TD), (index_1.shape, out_D.shape)
+    _launch_unpack(matrix, index_1, out_TD, rows=1, is_added=is_added)
 
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:

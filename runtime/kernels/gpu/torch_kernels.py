@@ -1,6 +1,6 @@
 """The GPU kernels in torch, on any device: a fallback where Triton's are missing or wrong.
 
-They are the float64 reference, in pieces of rows and heads so that temporaries stay small. Some of
+They are the float64 reference, in pieces of matrix rows and heads so that temporaries stay small. Some of
 them wait for the device, so they cannot be captured into a graph. Contracts: kernels.py.
 
 Letters: see kernels.py."""
@@ -15,6 +15,7 @@ from sparkinfer.architecture import Activation, PredictorKind
 from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
+from sparkinfer.runtime.kernels.gpu.step_rows import by_rows
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # A multiple of 32, so that a piece has whole words of bits: 8 MiB in float64 if a row has 4,096
@@ -24,15 +25,15 @@ ROWS = 256
 
 def torch_kernels() -> Kernels:
     return Kernels(
-        dot=_dot,
+        dot=by_rows(_dot, "dot"),
         embed=reference.embed,
         unpack=_unpack,
         add_norm=reference.add_norm,
         rotate_append=reference.rotate_append,
-        attend=_attend,
-        predict=_predict,
-        gate_up=_gate_up,
-        down=_down,
+        attend=by_rows(_attend, "attend"),
+        predict=by_rows(_predict, "predict"),
+        gate_up=by_rows(_gate_up, "gate_up"),
+        down=by_rows(_down, "down"),
     )
 
 
@@ -86,16 +87,19 @@ def _attend(
     num_heads: int,
     scratch: Tensor,
     out_HW: Tensor,
+    sequence_1: Tensor | None = None,
+    table_SN: Tensor | None = None,
 ) -> None:
-    _, num_kv, width = key_CKW.shape
+    num_kv, width = key_CKW.shape[-2:]
     group = num_heads // num_kv
     out = out_HW.view(-1)
     for head in range(num_kv):
         heads = slice(head * group * width, (head + 1) * group * width)
         kept = slice(head, head + 1)
         reference.attend(
-            qkv[heads], key_CKW[:, kept], value_CKW[:, kept], position_1, group, scratch, out[heads]
-        )
+            qkv[heads], key_CKW[..., kept, :], value_CKW[..., kept, :], position_1, group, scratch,
+            out[heads], sequence_1, table_SN,
+        )  # fmt: skip
 
 
 def _down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool) -> None:

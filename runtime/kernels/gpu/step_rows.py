@@ -1,0 +1,52 @@
+"""Kernels of one row run for each row of a step: what several rows mean, by definition.
+
+Letters: T rows of a step."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+import torch
+from torch import Tensor
+
+Parameters = ParamSpec("Parameters")
+# The arguments that have a row for each row of a step, by kernel, with the axis of T.
+AXES: dict[str, dict[str, int]] = {
+    "dot": {"x_D": 0, "out_N": 0},
+    "embed": {"out_D": 0, "index_1": 0},
+    "add_norm": {"x_D": 0, "parts_PD": 1, "out_D": 0, "x_out_D": 0},
+    "rotate_append": {"qkv": 0, "position_1": 0, "sequence_1": 0},
+    "attend": {"qkv": 0, "out_HW": 0, "position_1": 0, "sequence_1": 0},
+    "predict": {"inner_R": 0, "named_B": 0},
+    "gate_up": {"x_D": 0, "named_B": 0, "hidden_N": 0},
+    "down": {"hidden_N": 0, "parts_SD": 1},
+}
+# Of these a kernel takes one element, not a number.
+_LISTS = ("index_1", "position_1", "sequence_1")
+
+
+def by_rows(kernel: Callable[Parameters, None], name: str = "") -> Callable[Parameters, None]:
+    """The kernel for the rows of a step, one after the other: vectors may be [T, D]."""
+    axes = AXES[name or kernel.__name__]
+    first = next(iter(axes))
+    signature = inspect.signature(kernel)
+
+    @wraps(kernel)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+        given = signature.bind(*arguments, **options).arguments
+        if given[first].dim() == 1:
+            return kernel(*arguments, **options)
+        for row in range(len(given[first])):
+            own = {key: _row(given[key], key, axes[key], row) for key in axes if key in given}
+            kernel(**{**given, **own})  # type: ignore[call-arg]
+
+    return run
+
+
+def _row(values: Tensor | None, name: str, axis: int, row: int) -> Tensor | None:
+    if values is None:
+        return None
+    if name in _LISTS:
+        return values[row : row + 1]
+    return torch.select(values, axis, row)
