@@ -409,7 +409,7 @@ class _Cache:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Of positions and of heads, each of keys and values."""
+        """The strides of positions and of heads, each of keys and values."""
         return tuple(cache.stride(axis) for axis in (-3, -2) for cache in (self.key, self.value))
 
     @property
