@@ -6,11 +6,11 @@ It replays texts other than the profiled one, for three budgets, three links and
         [--sparsity NAME=0.5] [--predicted NAME] [--tokens 1500]
 
 For each model: profile the text CODE, which also sets the thresholds if a sparsity is given; then,
-for each CPU, solve for budgets that hold 10, 25 and 50 % of the neurons besides the dense part; then
-replay each text. The machines are scaled to a model of 7 B parameters: rates are divided by the ratio of
-its layers' size to this model's, so that a layer takes as long as in the large model, while fixed times
-(launches, round trips) stay. The neurons that are read are those that fire in the model on the text, or
-with --predicted those that its predictors select."""
+for each CPU, solve for budgets that hold 10, 25 and 50 % of the neurons besides the dense part;
+then replay each text. The machines are scaled to a model of 7 B parameters: rates are divided by
+the ratio of its layers' size to this model's, so that a layer takes as long as in the large model,
+while fixed times (launches, round trips) stay. The neurons that are read are those that fire in the
+model on the text, or with --predicted those that its predictors select."""
 
 import argparse
 import json

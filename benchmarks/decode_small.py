@@ -1,11 +1,11 @@
-"""Benchmarks decode of the bundled model against its byte limit, plain torch, and busy torch threads.
+"""Benchmarks decode of the bundled model against its byte limit and against torch.
 
     python benchmarks/decode_small.py MODEL.gguf
 
 MODEL is written to build/demo by `make demo`. For every mode: milliseconds a step with the native
-call, through the ordinary path (many native calls), and with torch alone; the bytes that a step must
-read over the read bandwidth measured in the same rounds (the model fits into the last cache, so
-this limit of memory can be exceeded); and the time of a step right after a product by torch with
+call, through the ordinary path (many native calls), and with torch alone; the bytes that a step
+must read over the read bandwidth measured in the same rounds (the model fits into the last cache,
+so this limit of memory can be exceeded); and the time of a step right after a product by torch with
 all its threads, which spin while they wait for more work, and beside a thread that multiplies with
 torch all the time. Medians of the rounds; one JSON object at the end, kept in results/."""
 

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_proof.py [--only plans|faults]
 
-Needs no GPU: Triton compiles for devices that are absent, and tests/ptx executes what it makes. Takes
-about half an hour. Writes benchmarks/results/gpu-proof.json, from which `make tables` fills the tables of
-docs/gpu-proof.md; with --only, the other half of the file stays as it is."""
+Needs no GPU: Triton compiles for devices that are absent, and tests/ptx executes what it makes.
+Takes about half an hour. Writes benchmarks/results/gpu-proof.json, from which `make tables` fills
+the tables of docs/gpu-proof.md; with --only, the other half of the file stays as it is."""
 
 import argparse
 import json

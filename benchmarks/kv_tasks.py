@@ -3,9 +3,10 @@
     python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 3]
 
 A document consists of lines "The code of WORD is CODE." with words of TEXT and random codes. Then
-some lines are started again; the score is the probability of the code's tokens given the line before
-them. A model that copies does this well with full attention. `bytes` is what each method reads per
-token of a head's keys, values and tables at the end of the document; full attention reads all."""
+some lines are started again; the score is the probability of the code's tokens given the line
+before them. A model that copies does this well with full attention. `bytes` is what each method
+reads per token of a head's keys, values and tables at the end of the document; full attention reads
+all."""
 
 import argparse
 import json

@@ -1,10 +1,11 @@
-"""Measures what the neuron cache costs in the executor: the same text with and without it, in turns.
+"""Measures what the neuron cache costs: the same text with and without it, in turns.
 
     python benchmarks/neuron_cache.py MODEL PLAN --text NAME=FILE ... [--tokens 800] [--output FILE]
 
-Both roles of the plan run on the CPU, whose memories do not differ, so no swap can gain anything here:
-only the cost of the cache is measured. Before the text, the model's step is timed; the policy decides
-by the plan's times, scaled to that step. These engines decode in turns, a few tokens at a time:
+Both roles of the plan run on the CPU, whose memories do not differ, so no swap can gain anything
+here: only the cost of the cache is measured. Before the text, the model's step is timed; the policy
+decides by the plan's times, scaled to that step. These engines decode in turns, a few tokens at a
+time:
 
     static       the plan's neurons stay, in the cache's layout of weights
     plan         the plan's neurons stay, in the layout without a cache: shows the layout's effect
@@ -12,8 +13,8 @@ by the plan's times, scaled to that step. These engines decode in turns, a few t
     slow link    the policy, with a link so slow that a step's misses, by the plan, take two steps
     every miss   the same link; every neuron that a step misses is copied, which should lose
 
-Texts are read from the file, so that all engines decode the same tokens. A ratio
-is a turn's seconds divided by those of `static` in the same turn; median and quartiles are printed."""
+Texts are read from the file, so that all engines decode the same tokens. A ratio is a turn's
+seconds divided by those of `static` in the same turn; median and quartiles are printed."""
 
 import argparse
 import json

@@ -6,8 +6,9 @@
 DENSE is the dense checkpoint's folder or model file. Untrained is the same dense model with limits
 for the same share, measured on the first windows of the corpus as `sparsify` does before its first
 step. KL is that from the dense model, a mean over tokens in nats, with a 95 % interval over
-windows. `--run` takes the output of `sparsify --json`, for the curve over tokens; from the part with a constant
-share, the tokens needed for a smaller KL are extrapolated by a fitted power law (not measured)."""
+windows. `--run` takes the output of `sparsify --json`, for the curve over tokens; from the part
+with a constant share, the tokens needed for a smaller KL are extrapolated by a fitted power law
+(not measured)."""
 
 import argparse
 import json

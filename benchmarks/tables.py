@@ -4,8 +4,8 @@
     python benchmarks/tables.py --check    exits with 1 where a block has drifted; writes nothing
 
 A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`; what each name
-stands for is in table_contents.py, table_expected.py and table_proof.py. A number that no JSON file in benchmarks/results holds cannot
-get into a table this way, which is the point."""
+stands for is in table_contents.py, table_expected.py and table_proof.py. A number that no JSON file
+in benchmarks/results holds cannot get into a table this way, which is the point."""
 
 import argparse
 import re

@@ -32,11 +32,11 @@ first block and thread: OutOfBounds, Misaligned, Uninitialised, DataRace, BadBar
 A launch is synchronous; after a fault, memory may be partly written.
 
 **Execution.** All threads of all blocks (of as many blocks as fit `LANES`) run in lockstep as lanes
-of numpy arrays. The lanes at the lowest basic block run first, so that lanes separated by a branch reconverge; a
-barrier releases the lanes of its thread block. Blocks and threads are ordered only by barriers: accesses that
-would depend on any other order are DataRaces, also between blocks of a grid. Undefined
-values may be passed on, as in hardware, until an address, a branch or a store to global memory
-depends on them.
+of numpy arrays. The lanes at the lowest basic block run first, so that lanes separated by a branch
+reconverge; a barrier releases the lanes of its thread block. Blocks and threads are ordered only by
+barriers: accesses that would depend on any other order are DataRaces, also between blocks of a
+grid. Undefined values may be passed on, as in hardware, until an address, a branch or a store to
+global memory depends on them.
 
 **Numbers.** Whatever PTX defines to the bit is exact to the bit (fma with one rounding, denormals,
 .ftz, conversions). Approximate instructions return the exact result with an error of up to what the
