@@ -65,3 +65,10 @@ constexpr int64_t RUN_AHEAD = 4096;
 inline bool is_one_run(const Rows& rows, int64_t row_bytes) {
     return rows.stride == row_bytes && !rows.index && !rows.next;
 }
+
+// What to prefetch while memory at `at` is read, in a run that ends before row a1: the memory that is
+// read so many bytes later.
+inline const uint8_t* ahead_in_run(const Rows& rows, const uint8_t* at, int64_t bytes, int64_t a1) {
+    const uint8_t* end = rows.weight + a1 * rows.stride;
+    return rows.after && at + bytes >= end ? rows.after + (at + bytes - end) : at + bytes;
+}

@@ -207,7 +207,7 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
         const uint8_t *then[FEW], *also[FEW];
         for (int64_t r = 0; r < FEW; ++r) {
             row[r] = row_of(rows, r < valid ? a + r : a);
-            then[r] = is_run                   ? row[r] + ahead
+            then[r] = is_run                   ? ahead_in_run(rows, row[r], ahead, a1)
                       : rows.next              ? rows.next[r < valid ? a + r - a0 : 0]
                       : a + FEW + r < rows.A ? row_of(rows, a + FEW + r)
                                               : row[r];

@@ -175,7 +175,7 @@ void dot_run(const Rows& rows, const float* x, float* y, int64_t a0, int64_t a1)
         for (int64_t r = 0; r < QUAD_ROWS; ++r) {
             row[r] = row_of(rows, r < valid ? a + r : a);
             Floats of_row[1][1][2] = {{{zero(), zero()}}};
-            const uint8_t* next = row[r] + RUN_AHEAD;
+            const uint8_t* next = ahead_in_run(rows, row[r], RUN_AHEAD, a1);
             if (r < valid)
                 add_products<Format, 1, 1>(&row[r], &next, &x, rows.D / BLOCK * BLOCK, of_row);
             sums[r][0] = of_row[0][0][0], sums[r][1] = of_row[0][0][1];

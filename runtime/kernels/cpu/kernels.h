@@ -100,6 +100,8 @@ struct Rows {
     // begin, in memory order, and how long each is. accumulate_rows of SUM_ROWS rows at most.
     const uint8_t* const* then = nullptr;
     int64_t num_then = 0, then_bytes = 0;
+    // dot_rows of contiguous rows with one vector: where the memory read after them begins.
+    const uint8_t* after = nullptr;
 };
 
 // A level is one instruction set: kernels for each kind, over part of the work. y[t * y_stride + a] =

@@ -107,38 +107,48 @@ struct Q4_0Planar : Planar<16>, Nibbles {};
 
 constexpr float LARGEST_FACTOR = 32704.0f;
 
+// What turns coefficients times scales into factors, and the scale of these, given the bits of the
+// largest without its sign. Such bits are ordered as the floats are, and NaN comes last.
+struct FactorScale {
+    Floats up, scale;
+};
+
+inline FactorScale factor_scale(Ints largest) {
+    const Ints is_nan = largest >= 0x7f800000;  // or infinite
+    const Ints is_some = (largest > (28 << 23)) & ~is_nan;  // below 2^-99 factors are 0
+    const Floats most = reinterpret_cast<Floats>(is_some & largest) +
+                        reinterpret_cast<Floats>(~is_some & 0x3f800000);
+    const Ints up = is_some & reinterpret_cast<Ints>(broadcast(LARGEST_FACTOR) / most);
+    const Ints scale = is_some & reinterpret_cast<Ints>(mul(most, broadcast(1 / LARGEST_FACTOR)));
+    return {reinterpret_cast<Floats>(up),
+            reinterpret_cast<Floats>(scale | (is_nan & 0x7fc00000))};
+}
+
 // Factors of m blocks of k rows from their scales, `scale` [k, CHUNK], zeros past the end of a row.
 template <class Format>
 inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, int64_t m, const float* c) {
     constexpr int32_t MINUS_ZEROS = -0x10000 * Format::ZERO + (0x10000 - Format::ZERO);
     for (int64_t i = 0; i < m; i += LANES) {
-        // Bits of floats without their sign are ordered as the floats are, and NaN comes last.
         Ints largest = {};
         for (int64_t r = 0; r < k; ++r) {
             const Floats exact = mul(load_floats(scale[r] + i), broadcast(c[r]));
             const Ints bits = reinterpret_cast<Ints>(exact) & 0x7fffffff;
             largest = largest > bits ? largest : bits;
         }
-        const Ints is_nan = largest >= 0x7f800000;  // or infinite
-        const Ints is_some = (largest > (28 << 23)) & ~is_nan;  // below 2^-99 factors are 0
-        const Floats most = reinterpret_cast<Floats>(is_some & largest) +
-                            reinterpret_cast<Floats>(~is_some & 0x3f800000);
-        const Floats up = reinterpret_cast<Floats>(
-            is_some & reinterpret_cast<Ints>(broadcast(LARGEST_FACTOR) / most));
+        const FactorScale by = factor_scale(largest);
         Ints offset = {};
         for (int64_t r = 0; r < k; r += 2) {
             const Floats first = mul(load_floats(scale[r] + i), broadcast(c[r]));
-            Ints pair = to_ints(mul(first, up)) & 0xffff;
+            Ints pair = to_ints(mul(first, by.up)) & 0xffff;
             if (r + 1 < k) {
                 const Floats second = mul(load_floats(scale[r + 1] + i), broadcast(c[r + 1]));
-                pair |= to_ints(mul(second, up)) << 16;
+                pair |= to_ints(mul(second, by.up)) << 16;
             }
             __builtin_memcpy(factors.pair[r / 2] + i, &pair, sizeof pair);
             offset = add_pairs(offset, pair, Ints{} + MINUS_ZEROS);
         }
         __builtin_memcpy(factors.offset + i, &offset, sizeof offset);
-        const Ints bits = is_some & reinterpret_cast<Ints>(mul(most, broadcast(1 / LARGEST_FACTOR)));
-        store_floats(factors.scale + i, reinterpret_cast<Floats>(bits | (is_nan & 0x7fc00000)));
+        store_floats(factors.scale + i, by.scale);
     }
 }
 
@@ -292,84 +302,5 @@ inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, in
         if (d < m * BLOCK)
             add_part_of_unit<Format>(quants, at, k, factors, d / BLOCK, m * BLOCK - d,
                                      y + b0 * BLOCK + d);
-    }
-}
-
-// The same for several vectors, whose coefficients are c + t * c_stride: the quants of two rows are
-// split once for all of them.
-constexpr int64_t SPLIT_VECTORS = 64 * 1024 / (4 * LANES);  // of a chunk of SUM_ROWS rows, any format
-constexpr int64_t FILLED = 8;  // vectors whose factors stay in L1
-
-template <class Format>
-inline void add_split_units(const Ints* split, int64_t k, const SumFactors* const* factors,
-                            int64_t first, float* const* y) {
-    constexpr int64_t PARTS = Format::PARTS, TIMES = Format::QUANT_BYTES / 4;
-    Ints sum[2][2][PARTS];
-    for (int v = 0; v < 2; ++v)
-        for (Ints* half : sum[v]) Format::start(spread<TIMES>(factors[v]->offset, first), half);
-    for (int64_t r = 0; r < (k + 1) / 2; ++r, split += 2 * PARTS) {
-        const Ints factor[2] = {spread<TIMES>(factors[0]->pair[r], first),
-                                spread<TIMES>(factors[1]->pair[r], first)};
-        for (int half = 0; half < 2; ++half)
-            for (int64_t p = 0; p < PARTS; ++p) {
-                const Ints w = split[half * PARTS + p];
-                for (int v = 0; v < 2; ++v)
-                    sum[v][half][p] = add_pairs(sum[v][half][p], w, factor[v]);
-            }
-    }
-    for (int v = 0; v < 2; ++v) finish_unit<Format>(sum[v], *factors[v], first, y[v]);
-}
-
-// Quants of a chunk's whole units, two rows at a time as add_unit() takes them.
-template <class Format>
-inline void split_units(const uint8_t* const* quants, int64_t k, int64_t units, Ints* to) {
-    constexpr int64_t PARTS = Format::PARTS;
-    for (int64_t u = 0; u < units; ++u)
-        for (int64_t r = 0; r < k; r += 2, to += 2 * PARTS) {
-            const Ints a = load_ints(quants[r] + u * 4 * LANES);
-            const Ints b = r + 1 < k ? load_ints(quants[r + 1] + u * 4 * LANES) : a;
-            Format::split(interleave_low(a, b), to);
-            Format::split(interleave_high(a, b), to + PARTS);
-        }
-}
-
-// All k rows of a group for all vectors.
-template <class Format>
-inline void add_group_to_many(const uint8_t* const* rows, int64_t k, int64_t n, const ManySums& s) {
-    constexpr int64_t UNIT = Format::UNIT, PARTS = Format::PARTS;
-    alignas(64) Ints split[SPLIT_VECTORS];
-    alignas(64) float scale[SUM_ROWS][CHUNK];
-    SumFactors factors[FILLED];
-    const uint8_t* quants[SUM_ROWS];
-    alignas(64) uint8_t copy[Format::IS_PLANAR ? 1 : SUM_ROWS][CHUNK * 32];
-    for (int64_t b0 = s.d0 / BLOCK, b1; b0 < s.d1 / BLOCK; b0 = b1) {
-        b1 = b0 + CHUNK < s.d1 / BLOCK ? b0 + CHUNK : s.d1 / BLOCK;
-        const int64_t m = b1 - b0, units = m * BLOCK / UNIT, rest = m * BLOCK % UNIT;
-        read_scales<Format>(rows, k, n, b0, m, scale);
-        find_quants<Format>(rows, k, n, b0, m, copy, quants);
-        split_units<Format>(quants, k, units, split);
-        for (int64_t t0 = 0; t0 < s.count; t0 += FILLED) {
-            const int64_t t1 = t0 + FILLED < s.count ? t0 + FILLED : s.count;
-            for (int64_t t = t0; t < t1; ++t)
-                fill<Format>(factors[t - t0], scale, k, m, s.c + t * s.c_stride);
-            for (int64_t u = 0; u < units; ++u) {
-                const Ints* words = split + u * ((k + 1) / 2) * 2 * PARTS;
-                for (int64_t t = t0; t < t1; t += 2) {
-                    float nowhere[UNIT];  // scratch for an odd vector
-                    const int64_t other = t + 1 < t1 ? t + 1 : t, d = b0 * BLOCK + u * UNIT;
-                    const SumFactors* of[2] = {factors + t - t0, factors + other - t0};
-                    float* to[2] = {s.y + t * s.y_stride + d, s.y + other * s.y_stride + d};
-                    if (other == t) {
-                        __builtin_memset(nowhere, 0, sizeof nowhere);
-                        to[1] = nowhere;
-                    }
-                    add_split_units<Format>(words, k, of, u * UNIT / BLOCK, to);
-                }
-            }
-            for (int64_t t = t0; rest && t < t1; ++t)
-                add_part_of_unit<Format>(quants, units * 4 * LANES, k, factors[t - t0],
-                                         units * UNIT / BLOCK, rest,
-                                         s.y + t * s.y_stride + b0 * BLOCK + units * UNIT);
-        }
     }
 }

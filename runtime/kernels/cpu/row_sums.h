@@ -52,25 +52,39 @@ class RowSums {
 
     // Columns of out [T, stride] for several vectors, on all threads.
     void add_many(const Places& places, const Coefficients& c, int64_t T, float* out, int64_t stride) {
-        const int64_t columns = places.matrix.num_columns, pieces = column_pieces(columns);
-        split(T * places.count * row_bytes(places.matrix), pieces, 1, 16,
+        const int64_t columns = places.matrix.num_columns;
+        const int64_t across = vector_pieces(T), along = column_pieces(columns, across);
+        split(T * places.count * row_bytes(places.matrix), across * along, 1, 16,
               [&](int64_t i0, int64_t i1) {
-                  for (int64_t i = i0; i < i1; ++i)
-                      add_columns(places, c, T, column_of(i, pieces, columns),
-                                  column_of(i + 1, pieces, columns), out, stride);
+                  for (int64_t i = i0; i < i1; ++i) {
+                      const int64_t k = i / across, v = i % across;
+                      add_columns(places, c, vector_of(v, across, T), vector_of(v + 1, across, T),
+                                  column_of(k, along, columns), column_of(k + 1, along, columns), out,
+                                  stride);
+                  }
               });
     }
 
     float* const part;  // [chunks or T, D]
 
   private:
-    static constexpr int64_t COLUMNS_GRAIN = 256;
+    static constexpr int64_t COLUMNS_GRAIN = 256, VECTORS_GRAIN = 8, MOST_VECTORS = 64;
 
-    // Pieces of a sum's columns: at most as long as their scales are read together, and one for each
-    // thread. The fewer there are, the less often a group's factors are computed.
-    static int64_t column_pieces(int64_t columns) {
+    // Pieces of the vectors: unpacked rows serve at most so many, whose sums then stay in L2.
+    static int64_t vector_pieces(int64_t T) {
+        const int64_t most = (T + MOST_VECTORS - 1) / MOST_VECTORS;
+        return std::max(most, std::min<int64_t>(num_threads(), T / VECTORS_GRAIN));
+    }
+
+    // The first vector of piece v: whole registers of factors.
+    static int64_t vector_of(int64_t v, int64_t pieces, int64_t T) {
+        return v == pieces ? T : T * v / pieces / VECTORS_GRAIN * VECTORS_GRAIN;
+    }
+
+    // Pieces of a sum's columns: one for each thread that has no vectors of its own.
+    static int64_t column_pieces(int64_t columns, int64_t across) {
         const int64_t most = std::max<int64_t>(1, columns / COLUMNS_GRAIN);
-        return std::min(most, std::max<int64_t>(num_threads(), (columns + 511) / 512));
+        return std::min(most, std::max<int64_t>((num_threads() + across - 1) / across, (columns + 1023) / 1024));
     }
 
     // The first column of piece i: at whole blocks of every kind.
@@ -78,19 +92,20 @@ class RowSums {
         return i == pieces ? columns : columns * i / pieces / COLUMNS_GRAIN * COLUMNS_GRAIN;
     }
 
-    // Columns d0 .. d1-1 of the sums of all vectors.
-    void add_columns(const Places& places, const Coefficients& c, int64_t T, int64_t d0, int64_t d1,
-                     float* out, int64_t stride) {
+    // Columns d0 .. d1-1 of the sums of vectors t0 .. t1-1.
+    void add_columns(const Places& places, const Coefficients& c, int64_t t0, int64_t t1, int64_t d0,
+                     int64_t d1, float* out, int64_t stride) {
         const int64_t groups = groups_of(places.count), per_chunk = groups_of_chunk(places.count);
         const int32_t kind = places.matrix.kind;
         for (int64_t g0 = 0; g0 < groups; g0 += per_chunk) {
-            for (int64_t t = 0; t < T; ++t) std::fill(part + t * D + d0, part + t * D + d1, 0.0f);
+            for (int64_t t = t0; t < t1; ++t) std::fill(part + t * D + d0, part + t * D + d1, 0.0f);
             for (int64_t g = g0; g < std::min(g0 + per_chunk, groups); ++g) {
                 const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, places.count - p0);
-                const ManySums sums = {c.value + p0, c.mask + g, part, c.stride(), c.groups, D, T, d0, d1};
+                const ManySums sums = {c.value + t0 * c.stride() + p0, c.mask + t0 * c.groups + g,
+                                       part + t0 * D, c.stride(), c.groups, D, t1 - t0, d0, d1};
                 kernels().accumulate_many[kind](places.rows(p0, count), 0, count, sums);
             }
-            for (int64_t t = 0; t < T; ++t) {
+            for (int64_t t = t0; t < t1; ++t) {
                 const float* own = part + t * D;
                 if (g0 == 0)
                     std::copy(own + d0, own + d1, out + t * stride + d0);
@@ -99,7 +114,7 @@ class RowSums {
             }
         }
         OrderSums* order_sums = kernels().order_sums[kind];
-        for (int64_t t = 0; order_sums && t < T; ++t) order_sums(out + t * stride, d0, d1);
+        for (int64_t t = t0; order_sums && t < t1; ++t) order_sums(out + t * stride, d0, d1);
     }
 
     const int64_t D;

@@ -68,6 +68,11 @@ inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_
 
 #include "k_quants_template.h"
 #include "planar_template.h"
+#ifdef LEVEL_AVX512
+#include "many_avx512.h"
+#else
+#include "many_template.h"
+#endif
 
 template <class Format>
 constexpr bool IS_BLOCKS = Format::SCALED && !IS_SUPER<Format>;
@@ -216,6 +221,8 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
         }
     } else {
         if constexpr (!Format::SCALED)
+            if (rows.then) return add_close_rows<Format>(rows, c, y, a0, a1, d0, d1);
+        if constexpr (!Format::SCALED)
             if (is_one_run(rows, rows.D * Format::VALUE_BYTES)) {
                 for (int64_t a = a0; a < a1; ++a) {
                     const uint8_t* row = row_of(rows, a);
@@ -224,8 +231,6 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
                 }
                 return;
             }
-        if constexpr (!Format::SCALED)
-            if (rows.then) return add_close_rows<Format>(rows, c, y, a0, a1, d0, d1);
         for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
                                    const uint8_t* const* next) {
             constexpr int ROWS = decltype(count)::VALUE;
