@@ -24,7 +24,7 @@ class ConvertConfig:
     `source` is a folder, a .gguf file, or the name of a checkpoint on the Hugging Face hub;
     `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
     so on, or the first file itself, `predictor_input_layer_offset` the layer whose input they read
-    (0 their own, 1 the layer before), if the folder does not say; `thresholds` is a profile whose
+    (0 their own, 1 the layer before), if the folder does not state it; `thresholds` is a profile whose
     thresholds the model is to run with, and `limits` a limits file (sparkinfer.limits): matrices
     with input limits are stored transposed. A checkpoint's own limits are taken from its folder. An
     `outtype` of None is f16 for a checkpoint and "as it is" for a model file. `tensor_types` are
@@ -94,6 +94,6 @@ class ConvertReport:
     layout: Layout
     activation: Activation
     has_predictors: bool
-    verified: str | None  # the result of a comparison with the source; None: not asked for
+    verified: str | None  # the result of a comparison with the source; None: not requested
     notes: tuple[str, ...]
     seconds: float

@@ -31,11 +31,11 @@ from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, 
 from sparkinfer.profile.thresholds import up_to
 from sparkinfer.runtime.engine import Engine
 
-SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to be saved
+SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to save
 TIMED_SHARE = 0.16  # the one whose speed is measured
 PROBE_TOKENS = 1024
 SCORE_TOKENS = 4096
-LEAST_GAIN = 0.03  # of the speed: less is not worth a rule's loss
+LEAST_GAIN = 0.03  # in speed: a smaller gain is not worth a rule's loss
 ROUNDS, STEPS = 7, 24  # of timings; dense and sparse take turns
 MIN_TOKENS = 2048
 
@@ -87,7 +87,7 @@ class Advice:
 
 
 class Adviser:
-    """The given model, its text, and what was measured of its layers."""
+    """The given model, its text, and the measurements of its layers."""
 
     def __init__(self, config: AdviseConfig, say: Callable[[str], None]) -> None:
         self.config, self.say = config, say
@@ -110,7 +110,7 @@ class Adviser:
         self.allocation = self._allocate(tune)
 
     def _texts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """A third to choose by, the rest to report on."""
+        """A third of the text, to choose limits on, and the rest, to report on."""
         windows = read_windows(
             self.config.corpora, self.engine.codec, context_length=self.engine.context_length,
             max_tokens=self.config.max_tokens, seed=self.config.seed,
@@ -185,8 +185,8 @@ def advise(
     types: Sequence[str],
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Advice, Adviser]:
-    """Measures and advises. `file_of` returns the model in a type, `with_limits` the same with
-    limits in it; `types` begins with the model's own."""
+    """Measures and advises. `file_of` returns the file of the model in a given type, `with_limits`
+    the same with limits in it; `types` begins with the model's own type."""
     adviser = Adviser(config, say)
     points: list[Point] = []
     files: dict[str, Path] = {types[0]: config.model}
@@ -243,7 +243,7 @@ def timed_points(
 
 
 def with_front(points: Sequence[Point]) -> list[Point]:
-    """Marks the points that no other beats in both closeness and speed."""
+    """Marks each point unless another is at least as close and as fast, and better in one."""
 
     def is_beaten(point: Point) -> bool:
         return any(
@@ -257,7 +257,7 @@ def with_front(points: Sequence[Point]) -> list[Point]:
 
 
 def choose(points: Sequence[Point], max_loss: float) -> tuple[Point, str]:
-    """The point to take, and why in a sentence or two."""
+    """The recommended point, and the reason in a sentence or two."""
     allowed = [p for p in points if p.close.perplexity_increase <= max_loss]
     dense = min((p for p in allowed if p.rule == "dense"), key=lambda p: p.seconds)
     rules = [p for p in allowed if p.rule != "dense"]

@@ -85,7 +85,7 @@ def memories_of(
 
 
 def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> int:
-    """Neurons whose ids a GPU stores: those of divided layers."""
+    """The number of hot neurons on a GPU, whose ids it stores."""
     if plan is None:
         return 0
     homes = placement.homes[:-1]
@@ -165,7 +165,7 @@ def with_cold_streams(
     notice: Callable[[str], None],
 ) -> tuple[Weights, int]:
     """(weights with streaming attached, maximum tokens per pass: `chunk`, or fewer if there is no
-    room for as many).
+    room for that many).
 
     Raises SparkinferError if a GPU's budget leaves no room for a token."""
     for memory in memories.values():

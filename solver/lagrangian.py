@@ -8,10 +8,10 @@ no longer compete for bytes, and for any price
                         + head seconds + price * head bytes + visit * visits]
                  - price * (room where price >= 0, need where price < 0)
 
-is at most T of any placement that uses the GPU and keeps to the budgets: such a placement is among
-those minimised over, and need <= its bytes <= room. room is the budget less the workspace, need
-what the host cannot hold; without it negative prices prove nothing and are not tried. So each price
-is a certificate, whatever search found it.
+is at most T of any placement that uses the GPU and stays within the budgets: such a placement is
+among those minimised over, and need <= its bytes <= room. room is the budget less the workspace,
+need what the host cannot hold; if it holds everything, negative prices prove nothing and are not
+tried. So each price is a certificate, whatever search found it.
 
 The bound is loosest where the best price leaves a dense block half on the GPU, since one block is
 worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and each
@@ -56,7 +56,7 @@ from sparkinfer.solver.problem import (
 from sparkinfer.solver.refine import fill
 
 FIRST_PRICES = 500
-LEAST_SHARE = 1e-6  # the lowest price but 0, as a share of the seconds to read a byte on the CPU
+LEAST_SHARE = 1e-6  # the lowest price above 0, as a share of the seconds to read a byte on the CPU
 ZOOM_PRICES, ZOOM_ROUNDS = 32, 5
 MAX_BRANCHES_TRIED = 16  # branches that get a placement, best bound first
 # The sums behind a bound have up to a few thousand terms in f64.
@@ -177,8 +177,8 @@ def least_costs(problem: Problem, price_K: np.ndarray) -> np.ndarray:
 def chain_costs(
     problem: Problem, price_K: np.ndarray, off_KL: np.ndarray, on_KL: np.ndarray, *, first: int
 ) -> np.ndarray:
-    """The same for the layers first, .. i - 1 alone for i = first, .. L, and last for these and the
-    head; f64 [L + 2 - first, K]."""
+    """Least T + price * bytes of the first i layers from `first` on, for each i from 0 to all of them,
+    and in the last row of all of them and the head; f64 [L + 2 - first, K]."""
     visit_s, off_K, on_K = problem.visit_s, np.zeros_like(price_K), np.full_like(price_K, np.inf)
     costs = [off_K]
     for layer in range(first, problem.num_layers):
@@ -250,8 +250,8 @@ def _branches(problem: Problem) -> list[_Branch]:
 
 
 def first_prices(problem: Problem) -> np.ndarray:
-    """Prices from nothing to where one neuron costs more than the whole token can save; the same
-    below zero if the host is too small."""
+    """Prices from 0 to where one neuron costs more than a whole token can save, and their negatives
+    if the host is too small."""
     cpu_s = float(problem.cpu_s_per_byte_L.max())
     most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     most_s += problem.num_layers * problem.round_trip_s
@@ -286,10 +286,10 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 
 
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
-    """The neurons to go with these dense blocks; None if the blocks alone do not fit.
+    """A placement of neurons for these dense blocks; None if none fits.
 
-    Takes the lowest price, at least 0, whose neurons fit, then `fill`; if these are too few for the
-    host, the highest price below 0 at which they are enough."""
+    Takes the neurons of the lowest price from 0 on at which they fit, then calls `fill`; if they are
+    too few for the host, takes those of the highest price up to 0 at which they suffice."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
     if room < 0:
@@ -331,8 +331,8 @@ def _balanced(
 def _priced_counts(
     problem: Problem, dense_L: np.ndarray, room: int, least: int
 ) -> np.ndarray | None:
-    """Hot neurons per layer at such a price; None if their bytes cannot be from `least` to
-    `room`."""
+    """Hot neurons per layer at the price that `place_neurons` describes; None if no price gives
+    from `least` to `room` bytes."""
 
     def counts_of(price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         _, count_2KL = priced_layers(problem, price_K)
@@ -368,8 +368,9 @@ def _priced_counts(
 def _trimmed(
     problem: Problem, num_hot_L: np.ndarray, fewer_L: np.ndarray, least: int, room: int
 ) -> np.ndarray | None:
-    """The counts without the bytes beyond `least`, no layer below its count in `fewer_L`, which is
-    that of almost the same price, so anything in between costs no more than either."""
+    """The counts, lowered until their bytes hardly exceed `least`, but no layer's below that in
+    `fewer_L`; None if they need more than `room`. `fewer_L` has the counts of almost the same price,
+    so anything in between costs no more than either."""
     num_hot_L, surplus = num_hot_L.copy(), int(num_hot_L @ problem.neuron_bytes_L) - least
     for layer in np.argsort(-num_hot_L, kind="stable"):
         floor = max(fewer_L[layer], problem.min_hot_L[layer])
@@ -381,8 +382,8 @@ def _trimmed(
 
 
 def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
-    """Counts with one neuron less, or none, where that is no slower: the relaxation rounds at
-    balance."""
+    """The counts with one neuron fewer, or none, where that is no slower: the relaxation rounds
+    where the two sides are balanced."""
 
     def seconds_L(count_L: np.ndarray) -> np.ndarray:
         touched_L = np.take_along_axis(problem.prefix_LN, count_L[:, None], axis=1)[:, 0]

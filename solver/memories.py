@@ -1,4 +1,4 @@
-"""Refusals of memories that hold no plan, with the smallest that do.
+"""Refuses memories that are too small for any plan, and names the smallest that suffice.
 
 The smallest memories are found by the same exact sums (`fullest`) that decide whether there is a
 plan, so they work, and one byte less is refused. If several modes may be planned for, the smallest
@@ -65,7 +65,7 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
 def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
     """One refusal for several modes: each memory is that of the mode that needs least of it."""
     with_cache = [e for e in errors if e.inputs.swapped_rows and e.smallest.host is not None]
-    if with_cache:  # plans were found, which main memory does not hold
+    if with_cache:  # plans exist, but main memory is too small for them
         return min(with_cache, key=lambda e: e.smallest.host or 0)
     alone = [e for e in errors if not e.smallest.together]
     if not alone:

@@ -1,6 +1,6 @@
 """model.profile.safetensors: counts of each neuron's firings, and histograms of gate magnitudes.
 
-Specified in docs/formats.md. Two profiles of one model add up.
+Specified in docs/formats.md. Two profiles of one model can be added.
 
 Letters: L layers, F neurons, B histogram bins."""
 
@@ -19,7 +19,7 @@ FORMAT = "sparkinfer.profile"
 VERSION = 3
 OLDER = (1, 2)  # without quality; without arithmetic
 # Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and the
-# last one has no end. Eight bins per octave: a threshold read from it is within 9 % of the value.
+# last one has no end. Eight bins per octave: the edges of a bin are 9 % apart.
 EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
 NUM_BINS = len(EDGES)
 
@@ -62,7 +62,7 @@ class Profile:
         return top / np.maximum(1, descending_LF.sum(axis=1))
 
     def merge(self, other: "Profile") -> "Profile":
-        """The profile of both texts; quality does not add up, and is left out.
+        """The profile of both texts, without quality, which cannot be added.
 
         Raises SparkinferError for different models or thresholds."""
         if (self.model_id, self.threshold_L) != (other.model_id, other.threshold_L):

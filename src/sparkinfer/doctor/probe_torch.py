@@ -1,4 +1,4 @@
-"""Child process: whether torch can be imported, multiplies, and sees GPUs."""
+"""Child process that checks whether torch can be imported, multiplies correctly, and sees GPUs."""
 
 import os
 from dataclasses import asdict
@@ -36,8 +36,8 @@ def main() -> None:
 
 
 def _runtime_error() -> str | None:
-    """Why the runtime cannot be imported, whatever level is forced: a library of another version
-    lacks functions."""
+    """The reason why the runtime cannot be imported, e.g. a library of another version that lacks
+    functions; a forced CPU level is ignored."""
     os.environ.pop("SPARKINFER_CPU_LEVEL", None)
     try:
         import sparkinfer.runtime.kernels.cpu.library  # noqa: F401
@@ -56,7 +56,8 @@ def _gpu(torch: Any, number: int) -> dict[str, Any]:
 
 
 def _key(torch: Any, number: int) -> dict[str, Any] | None:
-    """The configuration for which a load looks up its checks; None if no load gets that far."""
+    """The key under which a load looks up this GPU's checks; None if the runtime cannot be
+    imported."""
     try:
         from sparkinfer.runtime.check.parts import key_of
     except (ImportError, OSError, AttributeError):
