@@ -1,15 +1,16 @@
-"""Trains the predictor of each layer while the model runs: phases over the text, candidates,
-choice.
+"""Trains the predictor of each layer while the model runs, and chooses among candidates.
 
-1. moments: the second moments that the untrained starts follow from (profile.moments). 2. keep: a
-few hundred tokens are kept, for early stopping and for choosing the rank to train. 3. train: one
-low-rank predictor, of that rank (profile.training). 4. measure: every candidate is counted with
-every threshold, and the choice made
-   (profile.selection): low-rank ones of several ranks and types, trained or not, and the whole
-   gate in blocks.
-5. examine: the chosen predictor, its threshold fixed, on held-out text.
+The text is divided among five phases:
 
-No other activation is ever stored.
+- moments: collects the second moments from which the untrained predictors are computed
+  (profile.moments).
+- keep: keeps a few hundred tokens, for early stopping and for choosing the rank to train.
+- train: trains one low-rank predictor, of that rank (profile.training).
+- measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
+  trained or not, and the whole gate in blocks. The choice follows (profile.selection).
+- examine: measures the chosen predictor, its threshold fixed, on held-out text.
+
+No other activations are stored.
 
 Letters: T tokens, D model width, F neurons, R rank."""
 
@@ -33,7 +34,7 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512
-# Shares of the windows for the phases; training has the rest.
+# The phases' shares of the windows; training gets the rest.
 SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
 
 
@@ -85,7 +86,8 @@ class LayerTrainer:
         self.phase: Phase = "moments"
 
     def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
-        """Enters the phases in order; `num_steps` is the training's, `agree` as for LowRank."""
+        """Begins a phase; the phases must come in order. `num_steps` and `agree` are for training:
+        see LowRank."""
         self.phase = phase
         if phase == "train":
             self._begin_training(num_steps, agree)
@@ -211,8 +213,8 @@ class LayerTrainer:
         return choose(qualities, self.choices.target, exact)
 
     def _break_even(self, chosen: Quality) -> float:
-        """Exact reads every gate; predicted reads the predictor, and gates of over-fetch times
-        density."""
+        """The density at which both modes read as much: exact reads every gate, predicted the
+        predictor and a share of the gates, which is the density times the over-fetch."""
         gates = len(self.down_norm_F) * self.sizes.gate_row
         overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))

@@ -1,11 +1,12 @@
 """How full memories can be made: exact sums of whole blocks and whole neurons.
 
-A plan is refused if main memory cannot hold what the GPUs leave to it. Whether some plan fits all
-memories, and which memories would suffice, depends on sums of bytes alone: a layer puts none of its
-neurons on the GPU or C_l to F of them, a dense block or the head is there or not. All sums that a
-run of layers can have, up to the available room, are the set bits of one integer, in units of the
-sizes' greatest common divisor; items of equal size are entered together by doubling. The searches
-for fast plans look at few of these sums; if they find nothing that fits, this decides.
+A plan is refused if main memory cannot hold what is not on the GPUs. Whether some plan fits all
+memories, and which memories would suffice, depends on sums of bytes alone: a layer has either none
+of its neurons on the GPU or C_l to F of them; a dense block or the head is either there or not. All
+sums that a run of layers can have, up to the available room, are the set bits of one integer, in
+units of the sizes' greatest common divisor; items of equal size are added together, by doubling.
+The searches for fast plans look at few of these sums; if they find no plan that fits, these sums
+decide whether there is one.
 
 Letters: K GPUs, L layers, I = L + 1 items (the head is the last)."""
 
@@ -176,7 +177,7 @@ def _counts_below(classes: list[_Class], limit: int) -> list[int]:
 
 
 def _with_class(sums: int, size: int, counts: Intervals, mask: int) -> int:
-    """The sums after adding items of `size`, as many as any of the counts."""
+    """The sums after adding items of `size`, in any number that `counts` allows."""
     found = 0
     for low, high in counts:
         part = (sums << low * size) & mask if low * size < mask.bit_length() else 0

@@ -45,7 +45,7 @@ Notice = Callable[[str], None]
 Takes = Callable[[torch.device], Take]
 # Seconds for a part: compiling a kernel takes some on a slow machine, and so does a large graph.
 PART_S = 60.0
-ANSWER_S = 10.0  # for a device that is idle
+ANSWER_S = 10.0  # for an idle device to answer
 MOST_LETTERS = 160  # of an error
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _PLACE = re.compile(r"at \d+:\d+:$")  # the beginning of Triton's errors
@@ -90,7 +90,7 @@ class DeviceCheck:
         return True
 
     def _pinning(self, book: CheckBook, parts: DeviceParts) -> str:
-        """Why nothing can be pinned; `backend` passes it on."""
+        """The reason why nothing can be pinned, which `backend` returns; "" if pinning works."""
         why = self._try(book, parts, "pinned memory", parts.pin)
         if why:
             pinned.refuse(why)
@@ -174,7 +174,7 @@ class DeviceCheck:
     def _check_products(
         self, parts: DeviceParts, book: CheckBook, launches: Sequence[Launch]
     ) -> None:
-        """Products of prompts in the 16-bit types that tiles of the plan have."""
+        """Checks products of prompts in the 16-bit types of the plan's tiles."""
         types = {each.arguments["out_AD"].dtype for each in launches if each.kernel == "unpack"}
         for dtype in sorted(types - {torch.float32}, key=str):
             name = str(dtype).removeprefix("torch.")
@@ -194,7 +194,7 @@ class DeviceCheck:
 
     @property
     def _plan(self) -> str:
-        """A short name of everything that the step launches."""
+        """A short hash of everything that the step launches."""
         text = "\n".join([*self._variants, *sorted(self._replaced)])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -212,8 +212,8 @@ class DeviceCheck:
         *,
         is_last: bool = False,
     ) -> str:
-        """Why the part fails, "" if it does not: as stored, or by running it. With `is_last` it
-        does not matter whether the device answers afterwards."""
+        """The reason why the part fails, stored or found by running it; "" if it works. With
+        `is_last` it does not matter whether the device answers afterwards."""
         known = book.known(part)
         if known is not None:
             return known.why
@@ -253,8 +253,8 @@ def checked(
 
 
 def outcome(run: Callable[[], None], limit_s: float) -> str:
-    """Why a function fails, "" if it does not. It runs in a thread of its own, which is abandoned
-    at the limit: a call that waits for a device cannot be ended."""
+    """The reason why a function fails, "" if it does not. It runs in a thread of its own, which is
+    abandoned at the limit: a call that waits for a device cannot be ended."""
     found: list[str | _NotChecked] = []
 
     def call() -> None:
@@ -278,7 +278,7 @@ def outcome(run: Callable[[], None], limit_s: float) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The type and first line of an error; the last line if the first is a place in a source."""
+    """The type and first line of an error; the last line if the first is a place in source code."""
     lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
     text = " ".join(lines[-1 if _PLACE.match(lines[0]) else 0].split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)[:MOST_LETTERS]
@@ -287,6 +287,6 @@ def _line(error: Exception) -> str:
 
 
 def _words(parts: DeviceParts, part: str) -> str:
-    """A part in the user's words; plans have no names."""
+    """A part in the user's words, without the hash of a plan."""
     name = part.partition(" ")[0] if part.startswith(("step ", "graph ")) else part
     return f"{parts.device}: the {name}" if name != "device" else str(parts.device)

@@ -4,13 +4,14 @@ Under a plan, a GPU holds at most its budget. Whatever stays while an engine liv
 the buffers of a decode step) is cut out of one slab; temporaries of a prefill pass come from
 torch's allocator. Two things keep that within the budget:
 
-- torch refuses to reserve more than the fraction set by `limit`. It checks the
-  sum of its reservations, its own rounding included (pieces of 2 MiB, or 20 MiB for tensors of 1
-  to 10 MiB), before it asks the driver. This holds for its native allocator without expandable
-  segments; `limit` refuses any other.
-- `set_aside` reserves the budget's remainder after the slab, in one or two pieces, so that
-  temporaries are cut out of memory that the process already has: other programs on the card cannot
-  take it in the middle of a text, and small tensors do not scatter over many segments.
+- torch refuses to reserve more than the fraction set by `limit`. Before it asks the driver, it
+  checks the sum of its reservations, its own rounding included (pieces of 2 MiB, or 20 MiB for
+  tensors of 1 to 10 MiB). This holds for its native allocator without expandable segments; `limit`
+  refuses any other.
+- `set_aside` reserves memory for temporaries, at most what the budget leaves beside the slab, in
+  one or two pieces. Temporaries are then cut out of memory that the process already has: other
+  programs on the card cannot take it in the middle of a text, and small tensors are not scattered
+  over many segments.
 
 Outside the budget, and reported separately: the context, kernel code, and what libraries allocate
 from the driver directly."""
@@ -78,7 +79,7 @@ class DeviceMemory:
     def of(
         cls, device: torch.device, num_bytes: int, budget_bytes: int | None = None
     ) -> "DeviceMemory":
-        """Allocates a slab of `num_bytes`; with a budget, the process keeps to it from here on.
+        """Allocates a slab of `num_bytes`; a budget limits the process from here on.
 
         Raises SparkinferError if the device has no room for it."""
         made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
@@ -144,7 +145,8 @@ class DeviceMemory:
             self._reserve(self.aside_bytes - free)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Reserves `num_bytes`, or the budget's remainder, if that makes a segment of its own."""
+        """Reserves `num_bytes`, or what is left of the budget if that is less; nothing if that would
+        not be a segment of its own."""
         allowed = allowed_bytes(self.device)
         if allowed is not None:
             reserved = torch.cuda.memory_reserved(self.device)
@@ -179,7 +181,7 @@ class DeviceMemory:
         )
 
     def close(self) -> None:
-        """Frees the slab and raises the process's limit accordingly."""
+        """Frees the slab and sets the process's limit to that of the remaining engines."""
         _living.discard(self)
         self.slab = torch.empty(0, dtype=torch.uint8)
         if self.device.type == "cuda":
@@ -211,7 +213,7 @@ def _limit_all(device: torch.device) -> None:
 def limit(device: torch.device, budget_bytes: int) -> None:
     """Lets torch's allocator reserve at most `budget_bytes` on a CUDA device from here on.
 
-    Raises SparkinferError for an allocator that would not keep to it to the byte."""
+    Raises SparkinferError for an allocator that would not enforce it to the byte."""
     settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native" or "expandable_segments:True" in settings.replace(" ", ""):

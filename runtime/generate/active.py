@@ -1,4 +1,4 @@
-"""Selects the samplers a chain runs: those that these options do not turn off, in order."""
+"""Selects the samplers that a chain runs: those not turned off by the options, in order."""
 
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
@@ -9,8 +9,8 @@ _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
 def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...]:
     """Names of the samplers, or of Mirostat and the temperature before it, as in llama.cpp.
 
-    Nothing runs after a temperature that leaves one token, nor directly before it if it would keep
-    that token anyway."""
+    If the temperature leaves one token, the samplers after it are dropped, and so are those directly
+    before it that keep that token anyway."""
     if options.mirostat:
         names = ["temperature", f"mirostat_{options.mirostat}"]
     else:
@@ -26,7 +26,7 @@ def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...
 
 
 def is_greedy(options: SamplingOptions) -> bool:
-    """True if the temperature is among the samplers and leaves only the largest logit."""
+    """True if the temperature, where it is among the samplers, leaves only the largest logit."""
     return options.temperature <= 0 and (options.dynatemp_range == 0 or options.mirostat != 0)
 
 

@@ -2,7 +2,7 @@
 
 The container is GGUF except for its first four bytes. Names and meanings are those of its
 convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation is that of its graphs,
-since the file does not say."""
+which the file does not state."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ RENAMED = {
     "ffn_down_t.bias": "ffn_down.bias",
 }
 FIRST_POSITION = 2  # rows of OPT's learned positions that no token uses
-OPT_NORM_EPSILON = 1e-5  # torch.nn.LayerNorm's; the file does not say
+OPT_NORM_EPSILON = 1e-5  # torch.nn.LayerNorm's; the file does not state it
 
 
 def adopt(

@@ -1,7 +1,7 @@
-"""The two ends of a conversation: a terminal with line editing and history, or a pipe.
+"""The user's side of a conversation: a terminal with line editing and history, or a pipe.
 
-Each line of a pipe is a message. At a terminal Enter sends, Alt-Enter or a backslash before Enter
-makes a new line, and a paste is one message."""
+In a pipe, each line is a message. At a terminal, Enter sends, Alt-Enter or a backslash before Enter
+starts a new line, and a paste is one message."""
 
 import os
 import signal
@@ -30,8 +30,8 @@ class Lines(Protocol):
     """The source of messages."""
 
     def read(self) -> str | None:
-        """The next message; None at the end. Raises SparkinferError for one that is not UTF-8; more
-        may follow."""
+        """The next message; None at the end. Raises SparkinferError for a message that is not UTF-8;
+        others may follow it."""
 
 
 class PipedLines:
@@ -131,7 +131,7 @@ def note(line: str) -> None:
 
 
 def state_folder() -> Path:
-    """The user's state folder, by the XDG base directory specification."""
+    """The user's state folder according to the XDG base directory specification."""
     named = os.environ.get("XDG_STATE_HOME", "")
     base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
     return base / "sparkinfer"
@@ -179,7 +179,7 @@ def _bindings() -> "KeyBindings":
             buffer.validate_and_handle()
 
     @bindings.add("escape", "enter")
-    @bindings.add("escape", "c-j")  # how it arrives when typed before the line is ready
+    @bindings.add("escape", "c-j")  # what a terminal sends if it is typed before the line is ready
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 

@@ -96,7 +96,7 @@ class GgufSummary:
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
-    """Raises SparkinferError for an incomplete GGUF and for an invalid plan."""
+    """The facts in a GGUF. Raises SparkinferError for an incomplete GGUF and for an invalid plan."""
     file = open_gguf(path, "GGUF file")
     if file.keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         return SplitSummary.load(path)
