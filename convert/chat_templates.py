@@ -1,7 +1,8 @@
 """Converts a checkpoint's chat templates to the `tokenizer.chat_template*` keys of GGUF.
 
-They are looked up as in transformers: chat_template.jinja and the files beside it take precedence
-over tokenizer_config.json, and that over chat_template.json of processors."""
+They are looked up as in transformers: chat_template.jinja and the folder of further templates take
+precedence over tokenizer_config.json, which takes precedence over a processor's
+chat_template.json."""
 
 from pathlib import Path
 
@@ -15,8 +16,8 @@ OTHERS = "additional_chat_templates"
 
 
 def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
-    """The keys: the default template under GGUF's, others under their names, which another key
-    lists; and notes.
+    """(keys, notes). The default template has GGUF's key, the others have keys made of their names, and
+    one more key lists those names.
 
     Raises SparkinferError for templates that are not strings."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")

@@ -1,6 +1,6 @@
-"""Compares a model that does not fit, with predictors or thresholds, with its dense self.
+"""Compares a model too large for memory, with predictors or thresholds, with the dense model.
 
-Each model takes one pass over its weights, layer by layer; then the head runs for all.
+Each model needs one pass over its weights, layer by layer; then the head runs for all of them.
 
 Letters: N tokens of all windows, D model width."""
 
@@ -31,7 +31,7 @@ def compare_streamed(
     max_tokens: int,
     dense_shares: ShareCounter,
 ) -> list[EvalReport]:
-    """Does what quality.compare_all does, on as many windows as there is room for; [] if none."""
+    """Does what quality.compare_all does, on as many tokens as there is room for; [] if none."""
     room = room_of(plan.device, plan.max_memory_bytes)
     row_bytes = (1 + len(others)) * plan.needs.state_row_bytes
     count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / row_bytes))
@@ -76,7 +76,8 @@ def _hidden(
     observe: Observe,
     wants: Wants,
 ) -> Tensor:
-    """f32 [N, D] on the CPU, after the last layer; observed as by quality.compare_all."""
+    """Hidden states after the last layer, f32 [N, D] on the CPU; `observe` as in
+    quality.compare_all."""
     last, pieces = model.shape.num_layers - 1, []
     with LayerStream(model, plan, mode=mode) as stream:
         with stream.observe(

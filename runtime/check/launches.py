@@ -1,8 +1,8 @@
 """The kernel launches of a plan's step, found by submitting a step that runs nothing.
 
 Launches that the compiler turns into the same machine code are one variant: a kernel with the
-kinds, widths and types of its arguments, and for matrices the number of rows a program takes, which
-follows from the number of rows.
+kinds, widths and types of its arguments, and for a matrix the number of rows per Triton program,
+which follows from its number of rows.
 
 Letters: see runtime.kernels.gpu.kernels."""
 
@@ -35,7 +35,7 @@ NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}
 _SHORT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
           torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
-_WIDE_LOAD = 16  # bytes; pointers to less are another variant
+_WIDE_LOAD = 16  # bytes; pointers with a smaller alignment make another variant
 _UNPACKED_ROWS = 64
 
 
@@ -66,7 +66,7 @@ class Launch:
 
 
 def _words(name: str, value: Any) -> str:
-    """The part of an argument that distinguishes variants; "" if none does."""
+    """What distinguishes variants in an argument; "" if nothing does."""
     if isinstance(value, StoredMatrix):
         stride = "" if value.stride_bytes % _WIDE_LOAD == 0 else f"/{_gcd(value.stride_bytes)}"
         return f"{value.kind}[{value.width}]{stride}x{rows_of_program(value.num_rows)}"
@@ -136,7 +136,7 @@ def launches_of(
         prepare=lambda stream, submit: submit,
         is_pinned=False,
     )
-    with suppress(NotNative):  # such a model has no step, but prompts
+    with suppress(NotNative):  # such a model has no native step, but it reads prompts
         hybrid_builder.build(weights, placement, input_layer_offset, Traffic(), backend)
     for matrix, device in _multiplied(weights, placement):
         _note_unpack(noting, matrix, device)
@@ -166,7 +166,8 @@ def _matrices(block: NeuronBlock) -> tuple[Matrix, ...]:
 
 
 def _note_unpack(kernels: Kernels, matrix: StoredMatrix, device: torch.device) -> None:
-    """A tile of a matrix: its first rows, copied to the device if they are not there."""
+    """Notes the unpacking of a tile: the matrix's first rows, copied to the device if they are not
+    there."""
     data = matrix.data[:_UNPACKED_ROWS].to(device)
     dtype = gpu_products.tile_dtype(matrix.kind)
     tile = type(matrix)(data=data, kind=matrix.kind, width=matrix.width)

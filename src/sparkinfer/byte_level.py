@@ -19,9 +19,9 @@ class ByteLevelKind:
     other_names: tuple[str, ...] = ()  # for the same kind in third-party files
     pattern: str | None  # None: GPT-2's, which tokenizers' ByteLevel has built in
     splits_digits: bool = False  # every digit is a word, split before the pattern applies
-    whole_words_first: bool = False  # a word that is a token is not built up from its letters
+    whole_words_first: bool = False  # a word that is itself a token is not built by merges
     is_published_with_nfc: bool = False  # in its own tokenizer.json; llama.cpp never normalises
-    adds_begin: bool = False  # llama.cpp's default if the file does not say
+    adds_begin: bool = False  # llama.cpp's default if the file does not state it
 
 
 BYTE_LEVEL_KINDS = (

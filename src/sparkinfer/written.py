@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A tensor of the source as in the written file: f32, the source's orientation.
+    """A tensor of the source, as it is in the written file: f32, in the source's orientation.
 
     `rows` are the rows of the source that `values` hold, or None for all of them."""
 

@@ -78,7 +78,8 @@ def bench(
 ) -> None:  # fmt: skip
     """Measure the speed of prompts and generation on this machine.
 
-    Speeds are given against the memory's limit and, if the step is native, part by part."""
+    Speeds are compared with the limit set by the memory's speed and, if the step is native,
+    broken down by its parts."""
     from sparkinfer.bench.bench import bench as run
     from sparkinfer.bench.config import BenchConfig
     from sparkinfer.bench.fields import to_json

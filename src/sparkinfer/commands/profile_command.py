@@ -106,7 +106,7 @@ def profile(
 ) -> None:
     """Count how often each neuron fires on a text, and train predictors.
 
-    If it is stopped it leaves OUTPUT.resume, and the same command continues from there. With
+    If it is stopped, it leaves OUTPUT.resume, and the same command continues from there. With
     torchrun -m sparkinfer profile ... several processes share the text."""
     let_threads_sleep()
     if is_merge:
