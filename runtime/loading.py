@@ -196,6 +196,8 @@ class _Load:
         model, plan = self.model.row_major, self.plan
         self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
         self.resident_LN = None
+        if self.setup and self.check is not None and not self.check.check_neuron_cache():
+            self.setup = None
         if self.setup is None:
             return
         self.resident_LN = self.setup.resident(model, plan, self.gpu)

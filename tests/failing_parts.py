@@ -11,6 +11,7 @@ from sparkinfer.runtime.check import parts as device_parts
 from sparkinfer.runtime.check.parts import DeviceParts
 from sparkinfer.runtime.device.streams import HostNode, PlainStream
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
 from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
 from sparkinfer.runtime.step.hybrid_step import Backend, Prepare
 from sparkinfer.runtime.step.plain_backend import plain_backend
@@ -52,6 +53,7 @@ def fake_parts(
 
     parts = DeviceParts(
         device=CPU, key=KEY, kernels=kernels, plain_kernels=torch_kernels(), backend=backend,
+        slot_kernels=reference_slot_kernels,
         use=lambda: device_parts.use_device(CPU), pin=nothing, limit=nothing,
         multiply=lambda dtype: device_parts.multiply(CPU, dtype), wait=nothing, free=nothing,
     )  # fmt: skip
@@ -64,6 +66,12 @@ def fake_parts(
 def with_kernel(name: str, wrong: Callable[[Callable], Callable]) -> Callable[[], Kernels]:
     """The reference with one kernel changed."""
     right = reference_kernels()
+    return lambda: dataclasses.replace(right, **{name: wrong(getattr(right, name))})
+
+
+def with_slot_kernel(name: str, wrong: Callable[[Callable], Callable]) -> Callable[[], SlotKernels]:
+    """The same for the kernels of the neuron cache."""
+    right = reference_slot_kernels()
     return lambda: dataclasses.replace(right, **{name: wrong(getattr(right, name))})
 
 

@@ -107,7 +107,7 @@ def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
             for number in range(2):
                 torch.cuda.synchronize(number)
             engine.neuron_cache.slots.check()
-            assert library.text("log").count("scatter") >= 2
+            assert library.text("log").count("scatter") >= 3  # one of them is the check's
         assert not [line for line in library.text("left") if not line.startswith("pinned")]
     check_the_runtime()
     assert rel_error(got, want) < BOUNDS["f32"]

@@ -6,6 +6,7 @@ fallback, with one line of output.
     pinned memory         copies by a detour, and tokens layer by layer
     memory limit          the budget is planned with, but not enforced
     kernel ...            torch's kernels on that device, and no graph
+    neuron cache's ...    no neuron cache
     products ...          products of prompts in f32
     host function, step   tokens go through torch layer by layer
     graph                 the step is submitted kernel by kernel
@@ -28,7 +29,7 @@ import torch
 from sparkinfer.device_checks import CheckBook, Verdict
 from sparkinfer.progress import progress
 from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.check import step_check
+from sparkinfer.runtime.check import slots, step_check
 from sparkinfer.runtime.check.kernels import check_launch
 from sparkinfer.runtime.check.launches import NAMES, Launch, launches_of
 from sparkinfer.runtime.check.parts import DeviceParts
@@ -50,6 +51,10 @@ MOST_LETTERS = 160  # of an error
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _PLACE = re.compile(r"at \d+:\d+:$")  # the beginning of Triton's errors
 _MORE = "sparkinfer doctor says more"
+SLOT_PARTS = {
+    "neuron cache's copies": slots.check_scatter,
+    "neuron cache's bits": slots.check_pack_open,
+}
 
 
 class DeviceLost(Exception):
@@ -96,6 +101,24 @@ class DeviceCheck:
             pinned.refuse(why)
             why = f"{_words(parts, 'pinned memory')}: {why} (copies take a detour); {_MORE}"
         return why
+
+    def check_neuron_cache(self) -> bool:
+        """False if the kernels of the neuron cache must not be used. Raises DeviceLost."""
+        off = "the neuron cache is off"
+        for parts, book in self._books():
+            try:
+                kernels = parts.slot_kernels()
+            except ImportError as error:
+                self._say(parts, "neuron cache", _line(error), off)
+                return False
+            for part, check in SLOT_PARTS.items():
+                why = self._try(
+                    book, parts, part, partial(check, kernels, parts.device, parts.wait)
+                )
+                if why:
+                    self._say(parts, part, why, off)
+                    return False
+        return True
 
     def check_kernels(
         self, weights: Weights, placement: Placement, input_layer_offset: int, take: Takes | None

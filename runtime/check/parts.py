@@ -13,6 +13,7 @@ from sparkinfer.runtime.check.kernels import Wrong
 from sparkinfer.runtime.device import device_memory
 from sparkinfer.runtime.device.streams import CudaStream
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, triton_kernels
+from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
 from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
 from sparkinfer.runtime.step.cuda_backend import cuda_backend
 from sparkinfer.runtime.step.hybrid_device import Take
@@ -36,12 +37,13 @@ class BackendOf(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceParts:
-    """What a check tries on a device. The functions raise what goes wrong; `kernels` raises
-    ImportError without Triton."""
+    """What a check tries on a device. The functions raise what goes wrong; `kernels` and
+    `slot_kernels` raise ImportError without Triton."""
 
     device: torch.device
     key: DeviceKey
     kernels: Callable[[], Kernels]
+    slot_kernels: Callable[[], SlotKernels]
     plain_kernels: Kernels
     backend: BackendOf
     use: Callable[[], None]  # a product, a copy there and back
@@ -60,6 +62,7 @@ def parts_of(device: torch.device) -> DeviceParts | None:
         device=device,
         key=key_of(device),
         kernels=triton_kernels,
+        slot_kernels=triton_slot_kernels,
         plain_kernels=torch_kernels(),
         backend=cuda_backend,
         use=lambda: use_device(device),

@@ -31,9 +31,9 @@ def check(name: str, ranges: list[Range]) -> None:
             raise Undeclared(f"{name} {what} {size} bytes that its launch does not declare")
 
 
-def written() -> list[Range]:
-    """The memory that the launch under way declares to write."""
-    return [each for each in _open[-1] if each[2]]
+def written() -> list[Range] | None:
+    """The memory that the launch under way declares to write; None outside of such a launch."""
+    return [each for each in _open[-1] if each[2]] if _open else None
 
 
 @contextmanager

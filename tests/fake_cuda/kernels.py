@@ -61,12 +61,16 @@ def _launch(
 
 def launched_slots(kernels: SlotKernels) -> SlotKernels:
     """The kernels of the neuron cache. What `scatter` writes only its copies say: all that its launch
-    declares."""
+    declares, or, where none does, what the copies say once they are there."""
 
     def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
         ranges = [range_of(t, is_written=False) for t in (staging_B, copies_C4)]
         args = borrowed(staging_B), borrowed(copies_C4), most_bytes
-        _submit("scatter", partial(kernels.scatter, *args), ranges + declared.written())
+        writes = declared.written()
+        if writes is None:
+            torch.cuda.synchronize()
+            writes = [(target, size, True) for _, target, size, _ in args[1].tolist()]
+        _submit("scatter", partial(kernels.scatter, *args), ranges + writes)
 
     def pack_open(hidden_N: Tensor, slot_F: Tensor, open_W: Tensor) -> None:
         ranges = [range_of(t, is_written=False) for t in (hidden_N, slot_F)]

@@ -1,0 +1,141 @@
+"""The check of the neuron cache's kernels: where one fails the cache is off, with one line, and the text
+is the same."""
+
+import numpy as np
+import pytest
+import torch
+from failing_parts import CPU, failing, fake_parts, halved, idle, raising, with_slot_kernel
+from gpu_matrices import device
+from reference import rel_error
+from test_neuron_cache import with_cache
+
+from sparkinfer import Engine
+from sparkinfer.device_checks import forget_checks, stored_checks
+from sparkinfer.runtime.check import parts as device_parts
+from sparkinfer.runtime.check.device_check import SLOT_PARTS
+from sparkinfer.runtime.check.kernels import Wrong
+from sparkinfer.runtime.check.slots import check_pack_open, check_scatter
+from sparkinfer.runtime.device import pinned
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.slots import reference_slot_kernels, triton_slot_kernels
+from sparkinfer.runtime.weights import gpu_products
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+IDS = np.random.default_rng(0).integers(0, 200, 6).tolist()
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path, monkeypatch):
+    """A separate cache for the test; what earlier checks found for the process is forgotten."""
+    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gpu_products, "_replaced", set())
+    monkeypatch.setattr(gpu_products, "_in_f32_only", set())
+    monkeypatch.setattr(pinned, "_refused", [])
+
+
+def misplaced(kernel):
+    """Copies to the wrong place, by one unit."""
+
+    def scatter(staging_B, copies_C4, most_bytes):
+        kernel(staging_B, copies_C4 + torch.tensor([0, 2, 0, 0]), most_bytes)
+
+    return scatter
+
+
+def formless(kernel):
+    """Leaves blocks as they are in a file."""
+
+    def scatter(staging_B, copies_C4, most_bytes):
+        kernel(staging_B, copies_C4 * torch.tensor([1, 1, 1, 0]), most_bytes)
+
+    return scatter
+
+
+def deaf_to_nan(kernel):
+    return lambda hidden_N, *others: kernel(hidden_N.nan_to_num(), *others)
+
+
+FAILURES = {
+    "neuron cache's copies": [("scatter", wrong) for wrong in (idle, raising, misplaced, formless)],
+    "neuron cache's bits": [("pack_open", wrong) for wrong in (idle, raising, halved, deaf_to_nan)],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "wrong"), [(part, *each) for part, found in FAILURES.items() for each in found]
+)
+def test_a_wrong_kernel_is_seen(part, name, wrong):
+    with pytest.raises((Wrong, ValueError)):
+        SLOT_PARTS[part](with_slot_kernel(name, wrong)(), CPU, lambda: None)
+
+
+@pytest.mark.parametrize("kernels", [reference_slot_kernels, triton_slot_kernels])
+def test_right_kernels_pass(kernels):
+    """Triton's on a CUDA device where there is one, else in its interpreter."""
+    place = CPU if kernels is reference_slot_kernels else device()
+    wait = torch.cuda.synchronize if place.type == "cuda" else lambda: None
+    check_scatter(kernels(), place, wait)
+    check_pack_open(kernels(), place, wait)
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch, capsys):
+    """A load with these parts: (has a cache, its lines on the cache, the logits of a text). On the CPU
+    slots are joined with all rows, which the GPU's other kernels do not compute; that is left out."""
+    model = with_cache(tmp_path)
+
+    def loaded(parts):
+        monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
+        capsys.readouterr()
+        with Engine.load(model.path, tmp_path / "s.gguf", mode="exact", device="cpu") as engine:
+            lines = [x for x in capsys.readouterr().err.splitlines() if "neuron cache" in x]
+            logits = [engine._step(token, at).clone() for at, token in enumerate(IDS)]
+            return engine.neuron_cache is not None, lines, torch.stack(logits)
+
+    return loaded
+
+
+def verdicts():
+    (checks,) = stored_checks()
+    return checks.verdicts
+
+
+def test_working_kernels_are_checked_once_and_nothing_is_said(load):
+    has_cache, lines, _ = load(fake_parts())
+    assert has_cache and lines == []
+    assert all(verdicts()[part].is_fine for part in SLOT_PARTS)
+    has_cache, lines, _ = load(fake_parts(slot_kernels=with_slot_kernel("scatter", raising)))
+    assert has_cache and lines == []  # nothing was tried again
+
+
+@pytest.mark.parametrize(("name", "part"), [("scatter", "copies"), ("pack_open", "bits")])
+def test_a_kernel_that_fails_turns_the_cache_off(load, name, part):
+    _, _, want = load(fake_parts())
+    forget_checks()
+    parts = fake_parts(slot_kernels=with_slot_kernel(name, idle))
+    for _ in range(2):  # the second load finds it in the cache
+        has_cache, (line,), got = load(parts)
+        assert not has_cache and rel_error(got, want) < 3e-3
+        assert f"the neuron cache's {part}: " in line
+        assert line.endswith(" are wrong: the neuron cache is off; sparkinfer doctor says more")
+        parts = fake_parts()
+    assert not verdicts()[f"neuron cache's {part}"].is_fine
+
+
+def test_without_triton_the_cache_is_off(load):
+    def missing():
+        raise ImportError("the GPU kernels need Triton, found none: pip install triton")
+
+    has_cache, lines, _ = load(fake_parts(slot_kernels=missing))
+    assert not has_cache
+    (line,) = lines
+    assert "pip install triton: the neuron cache is off" in line
+
+
+def test_no_cache_no_check(load, monkeypatch, tmp_path):
+    monkeypatch.setattr(device_parts, "parts_of",
+                        lambda device: fake_parts(slot_kernels=failing()))  # fmt: skip
+    with Engine.load(tmp_path / "m.gguf", tmp_path / "s.gguf", mode="exact", device="cpu",
+                     neuron_cache="off") as engine:  # fmt: skip
+        assert engine.neuron_cache is None
+    assert not set(SLOT_PARTS) & set(verdicts())
