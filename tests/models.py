@@ -3,6 +3,7 @@
 Letters: L layers, D model width, F neurons, R predictor rank."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from sparkinfer.architecture import (
     ModelShape,
     PredictorKind,
     layer_shapes,
+    optional_layer_shapes,
     outer_shapes,
 )
 from sparkinfer.gguf_file import TensorEntry, Value, array_entry, type_of
@@ -92,6 +94,55 @@ def make_model(
         predictor=predictor,
         tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
         extra_keys=extra_keys or {},
+    )
+
+
+# Every order of blocks: architecture, optional tensors of a layer, whether norms come after a block.
+FAMILIES = {
+    "llama": ("llama", (), False),
+    "llama with biases": (
+        "llama",
+        ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "ffn_down.bias"),
+        False,
+    ),
+    "qwen3": ("qwen3", (), False),
+    "opt": ("opt", ("ffn_up.bias", "ffn_down.bias"), False),
+    "opt, norms after": ("opt", ("ffn_down.bias",), True),
+    "falcon": ("falcon", (), False),
+    "falcon, two norms": ("falcon", ("attn_norm_2.weight", "attn_norm_2.bias"), False),
+    "falcon, one after the other": ("falcon", ("ffn_norm.weight", "ffn_norm.bias"), False),
+}
+
+
+def family_model(
+    family: str,
+    *,
+    shape: ModelShape | None = None,
+    kind: str = "f32",
+    predictor_rank: int = 0,
+    input_layer_offset: int = 0,
+    threshold: float = 0.05,
+    seed: int = 0,
+    path: Path = Path("memory.gguf"),
+) -> ModelFile:
+    """A model like `make_model`'s with the graph of one of FAMILIES, and gates that follow ReLU."""
+    name, options, is_post_norm = FAMILIES[family]
+    shape = replace(shape or make_shape(), is_post_norm=is_post_norm)
+    model = make_model(shape=shape, kind=kind, predictor_rank=predictor_rank, seed=seed, path=path)
+    graph = ARCHITECTURES[name]
+    wanted = required_shapes(name, shape, model.predictor)
+    optional = optional_layer_shapes(graph, shape, None)
+    for layer in range(shape.num_layers):
+        wanted |= {f"blk.{layer}.{option}": optional[option] for option in options}
+    random = np.random.default_rng(seed)
+    predictor = model.predictor
+    return replace(
+        model,
+        architecture=name,
+        model_id=hashlib.sha256(f"{family} {shape} {seed}".encode()).hexdigest(),
+        threshold_L=(threshold,) * shape.num_layers,
+        predictor=predictor and replace(predictor, input_layer_offset=input_layer_offset),
+        tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
     )
 
 

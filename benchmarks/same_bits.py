@@ -1,0 +1,129 @@
+"""Compares the bits of two builds: hashes of logits over types, modes, levels, graphs and plans.
+
+    same_bits.py --hashes > before.json      with the Python of the build
+    same_bits.py before.json after.json
+
+One row a call and many; plans with both roles on the CPU, as two blocks of neurons and as a hybrid
+step. Models are those of tests/models.py. The second form names the cases that differ, and fails if
+there are any."""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from hybrid_plans import PLANS, F, L, planned, stepped
+from models import FAMILIES, family_model, make_model, make_shape
+from test_hybrid_step import hybrid, steps
+from test_limits import ALL, ATTENTION, NEURONS, STORED, Reference, model_of, stored
+from test_runtime import IDS, make_split
+
+from sparkinfer import Engine
+from sparkinfer.limits import Limits
+from sparkinfer.model_file import KINDS, ModelFile
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.step.plain_backend import plain_backend
+
+MODES = ("dense", "exact", "predicted")
+
+
+def digest(logits: torch.Tensor) -> str:
+    assert not logits.isnan().any()
+    return hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def of_engine(engine: Engine) -> list[str]:
+    """One row a step, many rows in one, and layer by layer in torch."""
+    with engine.observe(lambda n, i, t: None, lambda n, i: False):
+        plain = engine.logits(IDS)
+    return [digest(stepped(engine)), digest(engine.logits(IDS)), digest(plain)]
+
+
+def models() -> Iterator[tuple[str, ModelFile]]:
+    for kind in KINDS:
+        shape = make_shape(width=256 if kind.endswith("_k") else 64, num_layers=L, num_neurons=F)
+        model = make_model(shape=shape, kind=kind, predictor_rank=8)
+        yield kind, dataclasses.replace(model, threshold_L=(0.05,) * L)
+    shape = make_shape(num_layers=L, num_neurons=F)
+    for family in FAMILIES:
+        for offset in (0, 1):
+            yield f"{family}, offset {offset}", family_model(
+                family, kind="q8_0", shape=shape, predictor_rank=8, input_layer_offset=offset
+            )
+
+
+def hashes() -> Iterator[tuple[str, list[str]]]:
+    cases = ["two GPUs, layers on the CPU", "every kind of layer", "attention on the CPU", "random"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, (title, model) in enumerate(models()):
+            model = dataclasses.replace(model, path=folder / f"{number}.gguf")
+            model.save(model.path)
+            for level in library.usable_levels():
+                library.set_level(level)
+                for mode in MODES:
+                    with Engine.load(model.path, mode=mode) as engine:
+                        yield f"{title}, {mode}, {level}", of_engine(engine)
+            library.set_level(library.usable_levels()[0])
+            for plan in PLANS if title in ("f32", "q8_0") else cases:
+                split = planned(folder, model, plan)
+                for mode in MODES:
+                    with Engine.load(model.path, split=folder / "s.gguf", mode=mode) as engine:
+                        found = of_engine(engine)
+                        step = hybrid(engine, split, plain_backend(reference_kernels()))
+                        yield f"{title}, {mode}, {plan}", [*found, digest(steps(step))]
+        yield from of_limits(folder)
+
+
+def chosen_limits(model: ModelFile, fields: tuple[str, ...] = ALL) -> Limits:
+    reference = Reference(model, fields=fields)
+    reference.logits(IDS)
+    return reference.made()
+
+
+def of_limits(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Inputs and neurons that count as silent, with every form of storage; and divided."""
+    for way, fields in STORED.items():
+        model = stored(model_of("q8_0"), fields)
+        model = model.with_limits(chosen_limits(model), "here")
+        model = dataclasses.replace(model, path=folder / "limits.gguf")
+        model.save(model.path)
+        for mode in ("dense", "exact"):
+            with Engine.load(model.path, mode=mode) as engine:
+                yield f"limits, {way}, {mode}", of_engine(engine)
+    model = model_of("q8_0")
+    made = chosen_limits(model, (*NEURONS, *ATTENTION))
+    model = dataclasses.replace(model.with_limits(made, "here"), path=folder / "limits.gguf")
+    model.save(model.path)
+    split = make_split(model, [np.arange(5, 70), [5]], context_length=64)
+    split.save(folder / "s.gguf")
+    with Engine.load(model.path, split=folder / "s.gguf", mode="exact") as engine:
+        yield "limits, divided", of_engine(engine)
+
+
+def main() -> None:
+    if sys.argv[1:] == ["--hashes"]:
+        torch.set_num_threads(1)
+        print(json.dumps(dict(hashes()), indent=1))
+        return
+    before, after = (json.loads(Path(name).read_text()) for name in sys.argv[1:])
+    wrong = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
+    for name in wrong:
+        print(f"{name}: {before.get(name)} before, {after.get(name)} after")
+    print(f"{len(before.keys() | after.keys())} cases, {len(wrong)} differ")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
