@@ -56,8 +56,11 @@ def models() -> Iterator[tuple[str, ModelFile]]:
     shape = make_shape(num_layers=L, num_neurons=F)
     for family in FAMILIES:
         for offset in (0, 1):
-            yield f"{family}, offset {offset}", family_model(
-                family, kind="q8_0", shape=shape, predictor_rank=8, input_layer_offset=offset
+            yield (
+                f"{family}, offset {offset}",
+                family_model(
+                    family, kind="q8_0", shape=shape, predictor_rank=8, input_layer_offset=offset
+                ),
             )
 
 

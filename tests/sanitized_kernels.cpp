@@ -135,25 +135,57 @@ bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) 
     return true;
 }
 
-// The parts of the step give the whole one's result for the last position.
-bool parts(SparkStep& step, const float* want) {
-    const int64_t D = step.width, V = step.head.num_rows, token = step.context_length - 1;
+// The operations of a model of one pre-norm layer.
+std::vector<SparkOp> operations(const SparkStep& s) {
+    const int32_t none = SLOT_NONE;
+    std::vector<SparkOp> ops = {
+        {OP_EMBED, 1, 0, none, none, SLOT_X},
+        {OP_NORM, 0, NORM_ATTN, SLOT_X, none, SLOT_ATTN_IN},
+        {OP_ATTENTION, 0, 0, SLOT_ATTN_IN, none, SLOT_ATTN_OUT},
+        {OP_ADD, 0, 0, SLOT_X, SLOT_ATTN_OUT, SLOT_X},
+        {OP_NORM, 0, NORM_FFN, SLOT_X, none, SLOT_FFN_IN},
+        {OP_NEURONS, 0, 0, SLOT_FFN_IN, none, SLOT_FFN_OUT},
+        {OP_ADD, 0, 0, SLOT_X, SLOT_FFN_OUT, SLOT_X},
+        {OP_HEAD_NORM, 1, 0, SLOT_X, none, SLOT_ATTN_IN},
+        {OP_HEAD, 1, 0, SLOT_ATTN_IN, none, none},
+    };
+    if (s.layer->down_bias)
+        ops.insert(ops.begin() + 6, {OP_ADD_BIAS, 0, 0, SLOT_FFN_OUT, none, SLOT_FFN_OUT});
+    if (s.mode == MODE_PREDICTED)
+        ops.insert(ops.begin() + 5, {OP_PREDICT, 0, 0, SLOT_FFN_IN, none, none});
+    return ops;
+}
+
+// However the operations are divided into parts, and with vectors of their own, the result for the last
+// position is the whole step's.
+bool parts(SparkStep step, const float* want) {
+    const int64_t V = step.head.num_rows, token = step.context_length - 1;
     SparkPart part = {};
-    part.step = &step, part.token = part.position = &token;
-    part.x = floats(D), part.ffn_input = floats(D), part.logits = floats(V);
-    part.named = reinterpret_cast<uint32_t*>(bytes((step.num_neurons + 31) / 32 * 4));
-    part.begin = 0, part.end = 1, part.is_first = true;
-    for (int32_t number : {PART_EMBED, PART_LAYERS, PART_HEAD}) {
-        part.part = number;
-        spark_part(&part);
+    part.step = &step, part.token = part.position = &token, part.logits = floats(V);
+    part.named = words((step.num_neurons + 31) / 32);
+    for (int64_t length : {step.num_ops, int64_t{4}, int64_t{1}}) {
+        for (part.begin = 0; part.begin < step.num_ops; part.begin = part.end) {
+            part.end = std::min(part.begin + length, step.num_ops);
+            spark_part(&part);
+        }
+        if (std::memcmp(part.logits, want, V * sizeof(float))) return false;
+        for (float*& vector : step.vector) vector = floats(step.width);
+        step.max_rows = 1;
     }
-    if (std::memcmp(part.logits, want, V * sizeof(float))) return false;
-    float* out = floats(D);
-    part.ffn_out[1] = out;
-    for (int32_t number : {PART_EMBED, PART_FRONT, PART_BACK}) {
-        part.part = number;
-        spark_part(&part);
-    }
+    return true;
+}
+
+// Operations that name what is not there are refused.
+bool refuses_operations(const SparkStep& step) {
+    for (int32_t SparkOp::* field :
+         {&SparkOp::kind, &SparkOp::layer, &SparkOp::part, &SparkOp::in, &SparkOp::in_2, &SparkOp::out})
+        for (int32_t wrong : {-1, 100}) {
+            SparkStep other = step;
+            std::vector<SparkOp> ops = operations(step);
+            ops[5 + (step.mode == MODE_PREDICTED)].*field = wrong;
+            other.op = ops.data();
+            if (spark_step_bytes(&other) != -1) return false;
+        }
     return true;
 }
 
@@ -194,7 +226,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const int64_t D = is_wide ? 256 : 96, W = is_wide ? 64 : 24;
     const int64_t F = 65, H = 4, K = 2, C = 18, V = 33, R = 5;
     SparkLayer layer = {};
-    layer.attn_norm = norm(D, !is_gated), layer.ffn_norm = norm(D, !is_gated);
+    layer.norm[NORM_ATTN] = norm(D, !is_gated), layer.norm[NORM_FFN] = norm(D, !is_gated);
     layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
     layer.input[2] = matrix(kind, K * W, D, true), layer.output = matrix(kind, D, H * W, true);
     if (rank) layer.predictor_down = matrix(kind, rank, D, false);
@@ -219,6 +251,8 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.epsilon = 1e-5f, step.mode = mode;
     step.key_kind = step.value_kind = KIND_F16;
     step.activation = is_gated ? ACTIVATION_SILU : ACTIVATION_RELU;
+    const std::vector<SparkOp> ops = operations(step);
+    step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     const int64_t size = spark_step_bytes(&step);
     if (size < 0) return false;
     uint8_t* memory = bytes(size + 63);
@@ -246,6 +280,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
            spark_step(&step, &no_position, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
            spark_step(&step, rows, 3, together) == STATUS_BAD_ARGUMENT &&
            spark_step(&step, rows, R + 1, together) == STATUS_BAD_ARGUMENT && parts(step, logits) &&
+           refuses_operations(step) &&
            pages(step, layer, logits);
 }
 
@@ -257,9 +292,10 @@ struct Selecting {
     SparkStep step = {};
     double frequency[64];
     std::vector<int32_t> table;
+    std::vector<SparkOp> ops;
 
     Selecting(int32_t cache_kind, int64_t W, int64_t C) {
-        layer.attn_norm = norm(D, false), layer.ffn_norm = norm(D, false);
+        layer.norm[NORM_ATTN] = norm(D, false), layer.norm[NORM_FFN] = norm(D, false);
         layer.input[0] = matrix(KIND_F32, H * W, D, false);
         for (int i : {1, 2}) layer.input[i] = matrix(KIND_F32, K * W, D, false);
         layer.output = matrix(KIND_F32, D, H * W, false);
@@ -273,6 +309,7 @@ struct Selecting {
         step.context_length = C, step.max_rows = ROWS, step.epsilon = 1e-5f;
         step.activation = ACTIVATION_RELU;
         step.key_kind = step.value_kind = cache_kind;
+        ops = operations(step), step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     }
 
     // Rotations for every capped position, and none beyond.

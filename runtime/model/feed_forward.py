@@ -117,9 +117,9 @@ class FeedForward:
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
 
-    def forward(self, x_TD: Tensor, predictor_input_TD: Tensor) -> Tensor:
-        """Output [T, D] for normed input; the hot block, which may be on a GPU, is started first."""
-        named_TF = self._named(predictor_input_TD) if self.mode == "predicted" else None
+    def forward(self, x_TD: Tensor, named_TF: Tensor | None = None) -> Tensor:
+        """Output [T, D] for normed input; in mode "predicted" of the neurons that `named` names.
+        The hot block, which may be on a GPU, is started first."""
         is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
         if self.input_limit_D is not None:
             x_TD = without_silent(x_TD, self.input_limit_D)
@@ -142,7 +142,7 @@ class FeedForward:
             total = total + result.y_TD.to(x_TD.device)
         return total if self.down_bias_D is None else total + self.down_bias_D
 
-    def _named(self, x_TD: Tensor) -> Tensor:
+    def named(self, x_TD: Tensor) -> Tensor:
         """bool [T, F]: the predicted neurons."""
         assert self.predictor is not None
         score_TF = self.predictor.scores(x_TD)

@@ -3,18 +3,29 @@
 Letters: T tokens, R rows that want logits, D model width, V vocabulary."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
-from sparkinfer.runtime.model.attention import Turn
+from sparkinfer.runtime.model.attention import Norm, Turn
 from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.step.batch import Row, runs_of
 from sparkinfer.runtime.step.decode_step import DecodeStep
+from sparkinfer.runtime.step.forms import layer_form
 from sparkinfer.runtime.step.native_step import NativeStep
+from sparkinfer.runtime.step.program import (
+    HOST,
+    LayerForm,
+    Op,
+    ffn_in,
+    last_reads,
+    layer_ops,
+    name_of,
+)
 from sparkinfer.runtime.weights.matrix import Matrix
 
 
@@ -131,6 +142,15 @@ def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int
     return x_TD + positions.rows(positions_T).to(x_TD.device)
 
 
+@cache
+def _plain_ops(
+    index: int, form: LayerForm, input_layer_offset: int
+) -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
+    """The operations of a layer, and the values that none behind each of them reads."""
+    ops = tuple(layer_ops(index, form, input_layer_offset))
+    return ops, last_reads(ops, kept=("x", ffn_in(index)))
+
+
 def run_layer(
     index: int,
     layer: Layer,
@@ -142,37 +162,44 @@ def run_layer(
     predictor_input_TD: Tensor | None,
     observers: Observers,
 ) -> tuple[Tensor, Tensor]:
-    """Runs one layer; returns the hidden state after it and the input of its feed-forward block,
-    both [T, D].
+    """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
+    block, both [T, D].
 
-    The reference for the three layer orders: pre-norm, post-norm, and attention parallel to
-    feed-forward as in Falcon, where a second norm, if there is one, is attention's. `x_TD` is on
-    the layer's device; its cache holds the tokens before `start`. `predictor_input_TD` of None is
-    the layer's own feed-forward input."""
+    The reference for what the operations of a layer compute; program.py has their order. `x_TD` is
+    on the layer's device; its cache holds the tokens before `start`. `predictor_input_TD` of None is
+    the layer's own feed-forward input. All blocks of neurons are one operation, see FeedForward."""
+    form = replace(layer_form(layer), blocks=(("all", HOST),), has_down_bias=False)
+    ops, unread = _plain_ops(index, form, int(predictor_input_TD is not None))
+    values = {"x": x_TD}
+    if predictor_input_TD is not None:
+        values[ffn_in(index - 1)] = predictor_input_TD.to(layer.device)
+    del x_TD, predictor_input_TD
 
-    def attention(input_TD: Tensor) -> Tensor:
-        observers.show("attn_norm", index, input_TD)
-        out_TD = layer.attention.forward(input_TD, sequence, start, turn)
-        observers.show("attn_out", index, out_TD)
-        return out_TD
-
-    def feed_forward(input_TD: Tensor) -> Tensor:
-        observers.show("ffn_norm", index, input_TD)
-        named_by_TD = input_TD if predictor_input_TD is None else predictor_input_TD
-        out_TD = layer.ffn.forward(input_TD, named_by_TD.to(layer.device))
+    def run(op: Op, read: list[Tensor]) -> Tensor:
+        if op.kind == "norm":
+            norm: Norm = getattr(layer, op.part)
+            return norm.apply(read[0])
+        if op.kind == "add":
+            return read[0] + read[1]
+        if op.kind == "attention":
+            observers.show("attn_norm", index, read[0])
+            out_TD = layer.attention.forward(read[0], sequence, start, turn)
+            observers.show("attn_out", index, out_TD)
+            return out_TD
+        if op.kind == "predict":
+            observers.show("ffn_norm", index, values[ffn_in(index)])
+            return layer.ffn.named(read[0])
+        if not form.has_predictor:
+            observers.show("ffn_norm", index, read[0])
+        out_TD = layer.ffn.forward(*read)
         observers.show("ffn_out", index, out_TD)
         return out_TD
 
-    if layer.ffn_norm is None:
-        ffn_input_TD = layer.attn_norm.apply(x_TD)
-        own_TD = layer.attn_norm_2.apply(x_TD) if layer.attn_norm_2 else ffn_input_TD
-        x_TD = x_TD + attention(own_TD) + feed_forward(ffn_input_TD)
-    elif layer.is_post_norm:
-        ffn_input_TD = layer.attn_norm.apply(x_TD + attention(x_TD))
-        x_TD = layer.ffn_norm.apply(ffn_input_TD + feed_forward(ffn_input_TD))
-    else:
-        x_TD = x_TD + attention(layer.attn_norm.apply(x_TD))
-        ffn_input_TD = layer.ffn_norm.apply(x_TD)
-        x_TD = x_TD + feed_forward(ffn_input_TD)
-    observers.show("layer_out", index, x_TD)
-    return x_TD, ffn_input_TD
+    for op, last in zip(ops, unread, strict=True):
+        read = [values[name] for name in map(name_of, op.reads) if name in values]
+        for name in last:
+            values.pop(name, None)
+        (written, *_) = map(name_of, op.writes)
+        values[written] = run(op, read)
+    observers.show("layer_out", index, values["x"])
+    return values["x"], values[ffn_in(index)]

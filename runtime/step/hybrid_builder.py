@@ -1,36 +1,38 @@
-"""Builds a hybrid decode step from loaded weights and a plan, following where the hidden state is.
+"""Builds a hybrid decode step from loaded weights and a plan: the program of the step, the vectors and
+streams of each device, and the segments that the program is submitted in.
 
 Layers whose attention is on a GPU run there, their cold neurons concurrently on the CPU;
 neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence: each has its own
 graph, which starts by receiving the hidden state."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import groupby
 
 import torch
 
+from sparkinfer.runtime.device.streams import HostNode, Stream
 from sparkinfer.runtime.kernels.gpu.ranges import down_parts
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.step.hybrid_device import DeviceBuffers, DeviceProgram, DividedLayer
+from sparkinfer.runtime.step.forms import placed_form
+from sparkinfer.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
+from sparkinfer.runtime.step.hybrid_lowering import (
+    Lowering,
+    StreamKey,
+    Submission,
+    is_in_line,
+    waits,
+)
 from sparkinfer.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
 from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
+from sparkinfer.runtime.step.program import HOST, gpu, step_program
 from sparkinfer.runtime.step.step_cache import StepCache
 from sparkinfer.runtime.weights.neuron_block import by_role
-
-
-@dataclass(frozen=True)
-class Action:
-    """A submission to the streams of GPU `number` of the plan."""
-
-    number: int
-    run: Callable[[], None]
-    is_graph: bool
 
 
 def build(
@@ -57,7 +59,7 @@ class _Builder:
         backend: Backend,
         neuron_cache: NeuronCache | None,
     ) -> None:
-        self.weights, self.placement, self.offset = weights, placement, input_layer_offset
+        self.weights, self.placement = weights, placement
         # A device's buffers are all from one allocator: a second one begins where the first did.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
         num_neurons = weights.layers[0].ffn.num_neurons
@@ -69,25 +71,19 @@ class _Builder:
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
         room.allocate()
-        self.is_whole = [
-            not on_gpu and divided.hot is None
-            for on_gpu, divided in zip(placement.dense_on_gpu, self.divided, strict=True)
-        ]
-        # Tied weights are on the head's device.
-        self.has_embedding = not (
-            placement.head_on_gpu and weights.embedding is weights.head.weight
-        )
+        self.form = placed_form(weights, placement, input_layer_offset, self._bits())
+        self.program = step_program(self.form)
         self.parts = NativeParts.of(
-            weights,
-            [i for i, is_whole in enumerate(self.is_whole) if is_whole],
-            [i for i, on_gpu in enumerate(placement.dense_on_gpu)
-             if not on_gpu and not self.is_whole[i]],
-            input_layer_offset,
-            self.host,
-            has_embedding=self.has_embedding,
-            has_head=not placement.head_on_gpu,
-        )  # fmt: skip
-        self.actions: list[Action] = []
+            weights, [op for op in self.program if is_in_line(op)], self.host
+        )
+
+    def _bits(self) -> list[tuple[bool, bool]]:
+        cache = self.cache
+        if cache is None:
+            return [(False, False)] * len(self.divided)
+        return [
+            (d.hot_bits is not None, cache.bits_of_gpu(d.index) is not None) for d in self.divided
+        ]
 
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
@@ -102,7 +98,8 @@ class _Builder:
         if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
             native = NativeNeurons.of(
                 cold, layer.ffn.gate, layer.ffn.mode, layer.ffn.num_neurons,
-                x_D=self.host.ffn_input_D, named_W=named_W, y_D=self.host.cold_D,
+                x_D=self.host.ffn_in_2D[index % 2], named_W=named_W,
+                y_D=self.host.ffn_out_D if hot is None else self.host.cold_out_D,
                 room=room, fired_W=fired_W,
             )  # fmt: skip
         is_partial = hot is not None and not hot.is_whole
@@ -118,17 +115,21 @@ class _Builder:
         )
 
     def step(self) -> HybridStep:
-        homes = self.placement.numbers
-        self.programs = {number: self._program(number) for number in sorted(set(homes))}
-        self._submit_all(homes)
+        devices = {gpu(n): self._device(n) for n in sorted(set(self.placement.numbers))}
+        self.submissions = Lowering(
+            program=self.program,
+            weights=self.weights,
+            devices=devices,
+            divided=self.divided,
+            host=self.host,
+            parts=self.parts,
+            bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
+            is_whole_L=[form.is_whole_on_host for form in self.form.layers],
+        ).submissions()
         if self.cache is not None:
-            self.cache.connect({number: each.main for number, each in self.programs.items()})
-        segments = [
-            self._segment(number, is_graph, [action.run for action in actions])
-            for (number, is_graph), actions in groupby(
-                self.actions, key=lambda action: (action.number, action.is_graph)
-            )
-        ]
+            numbers = sorted(set(self.placement.numbers))
+            self.cache.connect({number: devices[gpu(number)].main for number in numbers})
+        segments = self._segments(devices)
         for segment in segments:  # kernels are compiled and loaded before anything is captured
             segment.main.follow()  # wait for weights and zeros being copied
             segment.run()
@@ -144,125 +145,74 @@ class _Builder:
             structs=[d.cold.struct for d in self.divided if d.cold] + [self.parts.step],
         )
         meter.reset()
-        is_on_gpu = self.placement.head_on_gpu
         positions = self.weights.positions
-        has_rows = positions is not None and not self.has_embedding
+        has_rows = positions is not None and self.form.embedding != HOST
+        before, after = (self._outside(kinds) for kinds in (("embed",), ("norm", "head")))
         return HybridStep(
             host=self.host,
             segments=prepared,
-            before=self.parts.embed() if self.has_embedding else None,
-            after=None if is_on_gpu else self.parts.head(),
+            before=before,
+            after=after,
             positions=positions.data.float() if positions is not None and has_rows else None,
             meter=meter,
-            kept=(self.programs, self.divided, self.actions),
+            kept=(devices, self.divided, self.submissions),
             neuron_cache=self.cache,
         )
 
-    def _segment(self, number: int, is_graph: bool, runs: Sequence[Callable[[], None]]) -> Segment:
-        program = self.programs[number]
+    def _outside(self, kinds: Sequence[str]) -> HostNode | None:
+        """The host's function before or after the work of all GPUs; None if there is none."""
+        ops = [op for op in self.parts.ranges if op.home == HOST and op.kind in kinds]
+        return self.parts.node(ops) if ops else None
 
-        def submit() -> None:
-            if is_graph:
-                program.begin()
-            for run in runs:
-                run()
+    def _segments(self, devices: Mapping[str, DeviceKernels]) -> list[Segment]:
+        """Each GPU's consecutive work. Whether a graph may copy between GPUs depends on how they are
+        connected: such copies are segments of their own."""
 
-        return Segment(main=program.main, run=submit, is_graph=is_graph)
+        def stream(key: StreamKey) -> Stream:
+            device = devices[key[0]]
+            return device.side if key[1] else device.main
 
-    def _program(self, number: int) -> DeviceProgram:
+        def ordered(each: Submission, others: Sequence[StreamKey]) -> Callable[[], None]:
+            own, before = stream(each.stream), [stream(other) for other in others]
+
+            def run() -> None:
+                for other in before:
+                    own.wait(other.record())
+                each.run()
+
+            return run
+
+        def together(runs: Sequence[Callable[[], None]]) -> Callable[[], None]:
+            def run_all() -> None:
+                for run in runs:
+                    run()
+
+            return run_all
+
+        pairs = zip(self.submissions, waits(self.submissions), strict=True)
+        return [
+            Segment(
+                main=devices[home].main,
+                run=together([ordered(*pair) for pair in group]),
+                is_graph=is_graph,
+            )
+            for (home, is_graph), group in groupby(
+                pairs, key=lambda pair: (pair[0].home, pair[0].is_graph)
+            )
+        ]
+
+    def _device(self, number: int) -> DeviceKernels:
         device = self.placement.gpu(number)
         main, side = self.backend.streams(device)
         mine = [d for d in self.divided if self.placement.numbers[d.index] == number]
-        has_head = self.placement.head_on_gpu and self.placement.numbers[-1] == number
         take = self.backend.take(device)
-        return DeviceProgram(
+        return DeviceKernels(
             kernels=self.backend.kernels,
             main=main,
             side=side,
-            buffers=DeviceBuffers.of(self.weights, mine, take, has_head=has_head),
-            host=self.host,
+            buffers=DeviceBuffers.of(
+                self.weights, mine, take, has_head=self.form.head == gpu(number)
+            ),
             rotary=self.weights.rotary.get(device),
-            input_layer_offset=self.offset,
             slot_kernels=self.backend.slot_kernels,
         )
-
-    def _submit_all(self, homes: Sequence[int]) -> None:
-        """Fills `actions`; `at` is the GPU that holds the hidden state, None is the host."""
-        at: int | None = None
-        if not self.has_embedding:
-            at = homes[-1]
-            has_positions = self.weights.positions is not None
-            program = self.programs[at]
-            self._act(
-                at, lambda: program.embed(self.weights.embedding, has_positions=has_positions)
-            )
-        index, count = 0, len(self.divided)
-        while index < count:
-            number = homes[index]
-            if self.placement.dense_on_gpu[index]:
-                at = self._to(number, at, index)
-                self._act(number, self._bound(number, self.divided[index]))
-                self._copy_bits(number, index)
-                index += 1
-                continue
-            at = self._to(None, at, index)
-            if not self.is_whole[index]:
-                self._front_and_back(number, self.divided[index])
-                self._copy_bits(number, index)
-                index += 1
-                continue
-            stop = index
-            while stop < count and self.is_whole[stop]:
-                stop += 1
-            node = self.parts.layers(index, stop - index)
-            self._act(number, partial(self.programs[number].main.host, node))
-            index = stop
-        self._to(homes[-1] if self.placement.head_on_gpu else None, at, count)
-        if self.placement.head_on_gpu:
-            last = self.programs[homes[-1]]
-            self._act(homes[-1], lambda: last.head(self.weights))
-
-    def _act(self, number: int, run: Callable[[], None], *, is_graph: bool = True) -> None:
-        self.actions.append(Action(number, run, is_graph))
-
-    def _copy_bits(self, number: int, layer: int) -> None:
-        main = self.programs[number].main
-        copy = None if self.cache is None else self.cache.copy_of_bits(layer, main)
-        if copy is not None:
-            self._act(number, copy)
-
-    def _bound(self, number: int, divided: DividedLayer) -> Callable[[], None]:
-        return lambda: self.programs[number].run(divided)
-
-    def _to(self, target: int | None, at: int | None, layer: int) -> int | None:
-        """Moves the hidden state to GPU `target`, None for the host, before `layer`."""
-        if target == at:
-            return target
-        if at is not None:
-            source = self.programs[at]
-            self._act(at, source.settle if target is not None else lambda: source.leave(layer))
-        if target is not None:
-            program = self.programs[target]
-            if at is None:
-                self._act(target, lambda: program.enter(layer))
-            else:
-                # Whether a graph may copy between GPUs depends on how they are connected.
-                self._act(target, lambda: program.receive(source, layer), is_graph=False)
-        return target
-
-    def _front_and_back(self, number: int, divided: DividedLayer) -> None:
-        """Submits a layer with attention on the host and hot neurons on a GPU."""
-        program, index, cold = self.programs[number], divided.index, divided.cold
-        is_predicted = divided.layer.ffn.mode == "predicted"
-        front = self.parts.front(index, divided.named_W)
-        back = self.parts.back(index, has_cold=cold is not None)
-
-        def run() -> None:
-            program.main.host(front)
-            done = program.start_cold(cold) if cold else None
-            program.run_hot(divided, is_predicted=is_predicted)
-            if cold:
-                program.main.wait(done)
-            program.main.host(back)
-
-        self._act(number, run)

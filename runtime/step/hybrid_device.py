@@ -1,18 +1,13 @@
-"""One GPU's part of a decode step, layer by layer, while the CPU computes the cold neurons.
-
-    main   norm  qkv  attention  norm  predictor ----- hot neurons ----- sum with the next norm
-    side                                   \\-- x, names --> cold neurons --> y --/
+"""One GPU's operations of a decode step: the kernels of each, and the vectors that they share.
 
 Every vector has a fixed address: a step allocates nothing, so that it can be captured once and
-replayed. The reference for the order of operations is decoder.run_layer. hybrid_builder.py decides
-which layers run on which device.
+replayed. program.py has the order of operations, hybrid_lowering.py submits them.
 
 Letters: D model width, F neurons of a layer, N hot ones, R predictor rank, H heads, K key-value
 heads, W head width, S partial sums, P vectors to be added up, V vocabulary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +20,6 @@ from sparkinfer.runtime.model.attention import Norm, Rotary
 from sparkinfer.runtime.model.feed_forward import FeedForward, NeuronBlock
 from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons
-from sparkinfer.runtime.step.native_parts import HostBuffers, neuron_node
 from sparkinfer.runtime.weights.matrix import Linear, Matrix
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -46,6 +40,25 @@ class DividedLayer:
     # the hot ones that a step reads, which it writes.
     hot_bits: tuple[Tensor, Tensor] | None = None
 
+    def rows(self, name: str) -> tuple[int, int]:
+        """The rows of an output in DeviceBuffers.sum_PD: those that a sum takes are adjacent."""
+        num_parts = self.num_parts
+        if name == "attn_out":
+            return 0, 1
+        if name == "hot_out" or (name == "ffn_out" and self.hot is not None):
+            return 1, 1 + num_parts
+        if name == "bias":
+            return 1 + num_parts + (self.cold is not None), 2 + num_parts + (self.cold is not None)
+        assert name in ("cold_out", "ffn_out"), name
+        return 1 + num_parts, 2 + num_parts
+
+
+# Names in the program -> fields.
+_PLAIN = {
+    "token": "token_1", "position": "position_1", "x": "x_D", "attn_in": "attn_input_D",
+    "head_in": "attn_input_D", "named": "named_W", "logits": "logits_V",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBuffers:
@@ -55,7 +68,7 @@ class DeviceBuffers:
     position_1: Tensor  # int64
     x_D: Tensor  # the hidden state
     attn_input_D: Tensor
-    ffn_input_2D: Tensor  # of this layer and the previous one, alternating
+    ffn_in_2D: Tensor  # of this layer and the previous one, alternating
     qkv: Tensor  # [(H + 2 K) W]
     heads_HW: Tensor
     scratch: Tensor  # of attention
@@ -95,7 +108,7 @@ class DeviceBuffers:
             position_1=take((1,), torch.int64),
             x_D=take((width,), real),
             attn_input_D=take((width,), real),
-            ffn_input_2D=take((2, width), real),
+            ffn_in_2D=take((2, width), real),
             qkv=take(((num_heads + 2 * num_kv) * head_width,), real),
             heads_HW=take((num_heads * head_width,), real),
             scratch=take((scratch,), real),
@@ -107,138 +120,45 @@ class DeviceBuffers:
         )
 
 
-@dataclass(kw_only=True)
-class DeviceProgram:
-    """Submits work to a GPU's two streams. `pending` are rows of sum_PD not yet added to the hidden
-    state; the next norm adds them as it reads."""
+@dataclass(frozen=True, kw_only=True)
+class DeviceKernels:
+    """Submits the operations of a GPU to its main stream. `side` is for what runs beside them."""
 
     kernels: Kernels
     main: Stream
     side: Stream
     buffers: DeviceBuffers
-    host: HostBuffers
     rotary: Rotary | None
-    input_layer_offset: int
     slot_kernels: SlotKernels | None = None
-    pending: Tensor | None = None
 
-    def begin(self) -> None:
-        """Copies the token's position to the device, before any use of it."""
-        self.main.copy(self.buffers.position_1, self.host.position_1)
+    def value(self, name: str, divided: DividedLayer | None) -> Tensor:
+        """A value by its name in the program; those of a layer's sums depend on the layer."""
+        b = self.buffers
+        base, _, number = name.partition(".")
+        if base == "ffn_in":
+            return b.ffn_in_2D[int(number)]
+        if base in _PLAIN:
+            found: Tensor = getattr(b, _PLAIN[base])
+            return found
+        assert divided is not None, name
+        return self.sums([name], divided)[0]
 
-    def enter(self, layer: int) -> None:
-        """Copies the hidden state and, for a predictor, the previous layer's input from the host."""
-        self.main.copy(self.buffers.x_D, self.host.x_D)
-        if self.input_layer_offset and layer > 0:
-            self.main.copy(self._ffn_input(layer - 1), self.host.ffn_input_D)
-
-    def leave(self, layer: int) -> None:
-        """Copies to the host what `enter` takes; `layer` is the next one."""
-        self.settle()
-        self.main.copy(self.host.x_D, self.buffers.x_D)
-        if self.input_layer_offset and layer > 0:
-            self.main.copy(self.host.ffn_input_D, self._ffn_input(layer - 1))
-
-    def receive(self, other: "DeviceProgram", layer: int) -> None:
-        """Copies the same from another GPU, which has settled; `layer` is the next one."""
-        self.main.copy(self.buffers.x_D, other.buffers.x_D)
-        if self.input_layer_offset and layer > 0:
-            self.main.copy(self._ffn_input(layer - 1), other._ffn_input(layer - 1))
+    def sums(self, names: Sequence[str], divided: DividedLayer) -> Tensor:
+        """[P, D] the rows of some outputs of a layer, which are adjacent."""
+        first, last = (divided.rows(name) for name in (names[0], names[-1]))
+        count = sum(len(range(*divided.rows(name))) for name in names)
+        assert count == last[1] - first[0], (names, first, last)
+        return self.buffers.sum_PD[first[0] : last[1]]
 
     def embed(self, embedding: Matrix, *, has_positions: bool) -> None:
-        """Embeds the token on the GPU; learned positions come from the host."""
+        """Learned positions are in the hidden state already."""
         b = self.buffers
-        self.main.copy(b.token_1, self.host.token_1)
-        if has_positions:
-            self.main.copy(b.x_D, self.host.x_D)
         self._launch(
             lambda: self.kernels.embed(embedding, b.token_1, b.x_D, is_added=has_positions),
             [b.token_1, b.x_D, embedding.data], [b.x_D],
         )  # fmt: skip
 
-    def run(self, divided: DividedLayer) -> None:
-        """Runs a layer with attention on this GPU, in any layer order of decoder.run_layer."""
-        layer, b = divided.layer, self.buffers
-        ffn_input_D = self._ffn_input(divided.index)
-        named_by_D = ffn_input_D
-        if self.input_layer_offset and divided.index > 0:
-            named_by_D = self._ffn_input(divided.index - 1)
-        attention_out = b.sum_PD[:1]
-        if layer.ffn_norm is None:
-            self._norm(layer.attn_norm, ffn_input_D)
-            own_D = ffn_input_D
-            if layer.attn_norm_2:
-                own_D = b.attn_input_D
-                self._norm(layer.attn_norm_2, own_D)
-            self._attention(layer, own_D)
-            count = self._feed_forward(divided, ffn_input_D, named_by_D)
-            self.pending = b.sum_PD[: 1 + count]
-        elif layer.is_post_norm:
-            self.settle()
-            self._attention(layer, b.x_D)
-            self.pending = attention_out
-            self._norm(layer.attn_norm, ffn_input_D, keeps_sum=False)
-            count = self._feed_forward(divided, ffn_input_D, named_by_D)
-            self._add_norm(ffn_input_D, b.sum_PD[1 : 1 + count], layer.ffn_norm, b.x_D, None)
-        else:
-            self._norm(layer.attn_norm, b.attn_input_D)
-            self._attention(layer, b.attn_input_D)
-            self.pending = attention_out
-            self._norm(layer.ffn_norm, ffn_input_D)
-            count = self._feed_forward(divided, ffn_input_D, named_by_D)
-            self.pending = b.sum_PD[1 : 1 + count]
-
-    def run_hot(self, divided: DividedLayer, *, is_predicted: bool) -> None:
-        """Runs the hot neurons of a layer with attention on the CPU: input and predicted neurons
-        come from the host, the sum goes back to it."""
-        assert divided.hot is not None
-        b, host = self.buffers, self.host
-        ffn_input_D = self._ffn_input(divided.index)
-        self.main.copy(ffn_input_D, host.ffn_input_D)
-        if is_predicted:
-            self.main.copy(b.named_W, divided.named_W)
-        self._hot(divided, divided.hot, ffn_input_D)
-        first_D, rest_PD = b.sum_PD[1], b.sum_PD[2 : 1 + divided.num_parts]
-        if len(rest_PD):
-            self._add_norm(first_D, rest_PD, None, None, first_D)
-        self.main.copy(host.hot_D, first_D)
-
-    def start_cold(self, cold: NativeNeurons) -> Any:
-        """Starts the cold neurons of such a layer; returns the event at which the host has their
-        sum."""
-        self.side.wait(self.main.record())
-        self.side.host(neuron_node(cold))
-        return self.side.record()
-
-    def head(self, weights: Weights) -> None:
-        """Computes logits; they are on the host once the stream has finished."""
-        b = self.buffers
-        if weights.output_norm:
-            self._norm(weights.output_norm, b.attn_input_D, keeps_sum=False)
-        else:
-            self.settle()
-        x_D = b.attn_input_D if weights.output_norm else b.x_D
-        self._dot(weights.head, x_D, b.logits_V)
-        self.main.copy(self.host.logits_V, b.logits_V)
-
-    def settle(self) -> None:
-        """Adds the pending rows to the hidden state."""
-        if self.pending is not None:
-            self._add_norm(self.buffers.x_D, self.pending, None, None, self.buffers.x_D)
-        self.pending = None
-
-    def _ffn_input(self, layer: int) -> Tensor:
-        return self.buffers.ffn_input_2D[layer % 2]
-
-    def _norm(self, norm: Norm, out_D: Tensor, *, keeps_sum: bool = True) -> None:
-        """Norms the hidden state plus pending rows; with `keeps_sum`, the hidden state becomes the
-        sum."""
-        x_D = self.buffers.x_D
-        kept = x_D if keeps_sum and self.pending is not None else None
-        self._add_norm(x_D, self.pending, norm, out_D, kept)
-        self.pending = None
-
-    def _add_norm(
+    def add_norm(
         self,
         x_D: Tensor,
         sum_PD: Tensor | None,
@@ -246,6 +166,7 @@ class DeviceProgram:
         out_D: Tensor | None,
         x_out_D: Tensor | None,
     ) -> None:
+        """out = the norm of x + the rows of sum, which is also written to x_out."""
         weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
         epsilon = norm.epsilon if norm else 0.0
         self._launch(
@@ -253,20 +174,20 @@ class DeviceProgram:
             [x_D, sum_PD, weight_D, bias_D], [out_D, x_out_D],
         )  # fmt: skip
 
-    def _dot(self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False) -> None:
+    def dot(self, linear: Linear, x_D: Tensor, out_N: Tensor, *, has_relu: bool = False) -> None:
         weight, bias_N = linear.weight, linear.bias_N
         self._launch(
             lambda: self.kernels.dot(weight, bias_N, x_D, out_N, has_relu=has_relu),
             [weight.data, bias_N, x_D], [out_N],
         )  # fmt: skip
 
-    def _attention(self, layer: Layer, x_D: Tensor) -> None:
+    def attention(self, layer: Layer, x_D: Tensor) -> None:
         """Writes attention's output to the first row of sum_PD."""
         b, attention = self.buffers, layer.attention
         start = 0
         for linear in attention.inputs:
             stop = start + linear.weight.num_rows
-            self._dot(linear, x_D, b.qkv[start:stop])
+            self.dot(linear, x_D, b.qkv[start:stop])
             start = stop
         rotary = self.rotary
         query, key = attention.query_norm, attention.key_norm
@@ -289,34 +210,15 @@ class DeviceProgram:
             ),
             [b.qkv, cache.key_CKW, cache.value_CKW, b.position_1], [b.scratch, b.heads_HW],
         )  # fmt: skip
-        self._dot(attention.output, b.heads_HW, b.sum_PD[0])
+        self.dot(attention.output, b.heads_HW, b.sum_PD[0])
 
-    def _feed_forward(self, divided: DividedLayer, ffn_input_D: Tensor, named_by_D: Tensor) -> int:
-        """Writes rows of sum_PD from the second on and returns their number. Cold neurons start
-        before the hot ones and are waited for after them."""
-        b, ffn = self.buffers, divided.layer.ffn
-        self._predict(ffn, named_by_D)
-        count, done = divided.num_parts, None
-        if divided.cold:
-            done = self._cold(divided.cold, ffn_input_D, b.sum_PD[1 + count])
-            count += 1
-        if divided.hot:
-            self._hot(divided, divided.hot, ffn_input_D)
-        if ffn.down_bias_D is not None:
-            self.main.copy(b.sum_PD[1 + count], ffn.down_bias_D)
-            count += 1
-        if divided.cold:
-            self.main.wait(done)
-        return count
-
-    def _predict(self, ffn: FeedForward, x_D: Tensor) -> None:
+    def predict(self, ffn: FeedForward, x_D: Tensor) -> None:
         predictor = ffn.predictor
-        if predictor is None:
-            return
+        assert predictor is not None
         b, inner = self.buffers, x_D
         if predictor.down:
             inner = b.inner_R[: predictor.down.weight.num_rows]
-            self._dot(predictor.down, x_D, inner, has_relu=predictor.kind == "relu")
+            self.dot(predictor.down, x_D, inner, has_relu=predictor.kind == "relu")
         up, activation = predictor.up, ffn.gate.activation
         self._launch(
             lambda: self.kernels.predict(
@@ -326,19 +228,10 @@ class DeviceProgram:
             [up.weight.data, up.bias_N, inner], [b.named_W],
         )  # fmt: skip
 
-    def _cold(self, cold: NativeNeurons, ffn_input_D: Tensor, out_D: Tensor) -> Any:
-        """Starts cold neurons on the side stream; returns the event at which `out_D` has their
-        sum."""
-        self.side.wait(self.main.record())
-        self.side.copy(cold.x_D, ffn_input_D)
-        if cold.named_W is not None:
-            self.side.copy(cold.named_W, self.buffers.named_W)
-        self.side.host(neuron_node(cold))
-        self.side.copy(out_D, cold.y_D)
-        return self.side.record()
-
-    def _hot(self, divided: DividedLayer, hot: NeuronBlock, x_D: Tensor) -> None:
-        b, ffn = self.buffers, divided.layer.ffn
+    def hot(self, divided: DividedLayer, x_D: Tensor) -> None:
+        """Writes the partial sums of a layer's hot neurons."""
+        b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
+        assert hot is not None
         gate, up, down = hot.gate, hot.up, hot.down
         up_weight, up_bias_N = (up.weight, up.bias_N) if up else (None, None)
         named_W = b.named_W if ffn.mode == "predicted" else None

@@ -1,13 +1,13 @@
-"""The host's parts of a hybrid decode step, each a C function that a CUDA graph calls: layers that
-are wholly on the CPU in one call, the cold neurons of a divided layer in another.
+"""The host's parts of a hybrid decode step, each a C function that a CUDA graph calls: consecutive
+operations of the step program in one call, the cold neurons of a divided layer in another.
 
-All of them share a few vectors (`HostBuffers`), which is safe because a chain of events orders
-them: one layer's part has finished when the next one's starts.
+All of them share a few vectors (`HostBuffers`), which is safe because the program orders whatever
+reads and writes them.
 
 Letters: D model width, F neurons of a layer, V vocabulary."""
 
-from collections.abc import Sequence
-from ctypes import POINTER, Structure, addressof, c_int32, c_int64, c_void_p, pointer
+from collections.abc import Iterable, Sequence
+from ctypes import POINTER, Structure, addressof, c_int64, c_void_p, pointer
 from dataclasses import dataclass
 
 import torch
@@ -18,158 +18,136 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons
 from sparkinfer.runtime.model.native_structs import NotNative
-from sparkinfer.runtime.step.native_step import LayerStruct, StepBuilder, StepStruct
-
-# The enum Part of kernels/cpu/step.h.
-_EMBED, _LAYERS, _FRONT, _BACK, _HEAD = range(5)
+from sparkinfer.runtime.step.native_ops import SLOTS, OpStruct, native_ops, overwritten
+from sparkinfer.runtime.step.native_step import StepBuilder, StepStruct
+from sparkinfer.runtime.step.program import Op, name_of
 
 
 class PartStruct(Structure):
     _fields_ = [("step", POINTER(StepStruct)), ("token", c_void_p), ("position", c_void_p),
-                ("x", c_void_p), ("ffn_input", c_void_p), ("named", c_void_p),
-                ("ffn_out", c_void_p * 2), ("logits", c_void_p),
-                ("begin", c_int64), ("end", c_int64),
-                ("part", c_int32), ("is_first", c_int32)]  # fmt: skip
+                ("named", c_void_p), ("logits", c_void_p),
+                ("begin", c_int64), ("end", c_int64)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostBuffers:
-    """Vectors on the host, pinned if there is a GPU."""
+    """Values of the program on the host, pinned if there is a GPU."""
 
     token_1: Tensor  # int64
     position_1: Tensor  # int64
-    x_D: Tensor  # the hidden state
-    ffn_input_D: Tensor  # of the latest layer
+    x_D: Tensor
+    ffn_in_2D: Tensor
     named_W: Tensor  # int32 [F / 32 rounded up]
-    cold_D: Tensor  # sum of the cold neurons
-    hot_D: Tensor  # sum of the hot ones, for a layer whose attention is on the CPU
+    ffn_out_D: Tensor
+    hot_out_D: Tensor
+    cold_out_D: Tensor
     logits_V: Tensor
 
     @classmethod
     def of(cls, width: int, num_neurons: int, vocab_size: int, *, is_pinned: bool) -> "HostBuffers":
-        def zeros(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(count, dtype=dtype, pin_memory=is_pinned)
+        def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
 
         return cls(
-            token_1=zeros(1, torch.int64),
-            position_1=zeros(1, torch.int64),
+            token_1=zeros(1, dtype=torch.int64),
+            position_1=zeros(1, dtype=torch.int64),
             x_D=zeros(width),
-            ffn_input_D=zeros(width),
-            named_W=zeros(-(-num_neurons // 32), torch.int32),
-            cold_D=zeros(width),
-            hot_D=zeros(width),
+            ffn_in_2D=zeros(2, width),
+            named_W=zeros(-(-num_neurons // 32), dtype=torch.int32),
+            ffn_out_D=zeros(width),
+            hot_out_D=zeros(width),
+            cold_out_D=zeros(width),
             logits_V=zeros(vocab_size),
         )
+
+    def value(self, name: str) -> Tensor | None:
+        """A value by its name in the program; None if no other device has it. Those whose place
+        depends on the layer are not among them."""
+        base, _, number = name.partition(".")
+        if base == "ffn_in":
+            return self.ffn_in_2D[int(number)]
+        fields = (
+            "token_1",
+            "position_1",
+            "x_D",
+            "ffn_out_D",
+            "hot_out_D",
+            "cold_out_D",
+            "logits_V",
+        )
+        found: Tensor | None = next(
+            (getattr(self, field) for field in fields if field.rpartition("_")[0] == base), None
+        )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class NativeParts:
-    """The CPU's parts of a step; `row_L` maps layers to their indices in `step`."""
+    """The CPU's parts of a step."""
 
     step: StepStruct
     host: HostBuffers
-    row_L: dict[int, int]
+    ranges: dict[Op, tuple[int, int]]  # of the operations of `step`
     kept: tuple[object, ...]
 
     @classmethod
-    def of(
-        cls,
-        weights: Weights,
-        whole: Sequence[int],
-        fronts: Sequence[int],
-        input_layer_offset: int,
-        host: HostBuffers,
-        *,
-        has_embedding: bool,
-        has_head: bool,
-    ) -> "NativeParts":
-        """Builds the parts. `whole` are the layers entirely on the CPU, `fronts` those with
-        attention there and neurons elsewhere. Raises NotNative for what the kernels do not
-        cover."""
+    def of(cls, weights: Weights, ops: Sequence[Op], host: HostBuffers) -> "NativeParts":
+        """Builds the parts for the operations that the host runs in line, in order. Raises NotNative
+        for what the kernels do not cover."""
         if not library.is_available():
             raise NotNative("the C++ kernels are not built")
         builder = StepBuilder()
-        layers: list[LayerStruct] = []
-        rows: dict[int, int] = {}
-        for index in sorted([*whole, *fronts]):
-            layer = weights.layers[index]
-            rows[index] = len(layers)
-            layers.append(builder.layer(layer, layer.ffn.blocks if index in whole else ()))
-        step = builder.frame(weights, layers, input_layer_offset)
-        if has_embedding:
+        with_neurons = {op.layer for op in ops if op.kind == "neurons"}
+        indices = sorted({op.layer for op in ops if op.layer is not None})
+        layers = [
+            builder.layer(layer, layer.ffn.blocks if index in with_neurons else ())
+            for index, layer in ((index, weights.layers[index]) for index in indices)
+        ]
+        step = builder.frame(weights, layers)
+        kinds = {op.kind for op in ops}
+        if "embed" in kinds:
             step.embedding = builder.matrix(weights.embedding)
-        if has_head:
+        if "head" in kinds:
             step.head = builder.linear(weights.head)
             step.output_norm = builder.norm(weights.output_norm)
-        step.workspace = builder.workspace(library.parts_bytes(step))
-        return cls(step=step, host=host, row_L=rows, kept=tuple(builder.kept))
+        for number, name in enumerate(SLOTS):
+            shared = host.value(name)
+            step.vector[number] = None if shared is None else shared.data_ptr()
+        ranges: dict[Op, tuple[int, int]] = {}
+        structs: list[OpStruct] = []
+        row_L = {index: row for row, index in enumerate(indices)}
+        for op, lowered in zip(ops, native_ops(ops, row_L), strict=True):
+            ranges[op] = (len(structs), len(structs) + len(lowered))
+            structs += lowered
+        builder.ops(step, structs)
+        step.workspace = builder.workspace(library.step_bytes(step))
+        return cls(step=step, host=host, ranges=ranges, kept=(*builder.kept, host))
 
-    def embed(self) -> HostNode:
-        return self._node(_EMBED, reads=("token_1", "position_1"), writes=("x_D",))
-
-    def head(self) -> HostNode:
-        return self._node(_HEAD, reads=("x_D",), writes=("logits_V",))
-
-    def layers(self, first: int, count: int) -> HostNode:
-        """The node for `count` layers from `first` on, all on the CPU."""
-        return self._node(
-            _LAYERS,
-            first,
-            count,
-            reads=("position_1", "x_D", "ffn_input_D"),
-            writes=("x_D", "ffn_input_D"),
-        )
-
-    def front(self, layer: int, named_W: Tensor) -> HostNode:
-        """The node for a layer up to its neurons' input and its predictor's output, `named_W`."""
-        return self._node(
-            _FRONT,
-            layer,
-            reads=("position_1", "x_D", "ffn_input_D"),
-            writes=("ffn_input_D",),
-            named_W=named_W,
-        )
-
-    def back(self, layer: int, *, has_cold: bool) -> HostNode:
-        """The node for the rest of a layer, from the sums of its hot and, if any, cold neurons."""
-        outs = ("hot_D", "cold_D") if has_cold else ("hot_D",)
-        return self._node(_BACK, layer, reads=outs, writes=("x_D",), outs=outs)
-
-    def _node(
-        self,
-        part: int,
-        layer: int | None = None,
-        count: int = 1,
-        *,
-        reads: tuple[str, ...],
-        writes: tuple[str, ...],
-        outs: tuple[str, ...] = (),
-        named_W: Tensor | None = None,
-    ) -> HostNode:
+    def node(self, ops: Sequence[Op], named_W: Tensor | None = None) -> HostNode:
+        """The node for consecutive operations. Predicted neurons are written to `named_W`, for
+        others to read."""
         host = self.host
-        named = [] if named_W is None else [named_W]
-        begin = 0 if layer is None else self.row_L[layer]
-        found = [getattr(host, name).data_ptr() for name in outs]
+
+        def shared(values: Iterable[str]) -> tuple[Tensor, ...]:
+            names = dict.fromkeys(map(name_of, values))
+            found = [named_W if name == "named" else host.value(name) for name in names]
+            return tuple(tensor for tensor in found if tensor is not None)
+
         struct = PartStruct(
             step=pointer(self.step),
             token=host.token_1.data_ptr(),
             position=host.position_1.data_ptr(),
-            x=host.x_D.data_ptr(),
-            ffn_input=host.ffn_input_D.data_ptr(),
-            named=(host.named_W if named_W is None else named_W).data_ptr(),
-            ffn_out=(c_void_p * 2)(*found),
+            named=None if named_W is None else named_W.data_ptr(),
             logits=host.logits_V.data_ptr(),
-            begin=begin,
-            end=begin + count,
-            part=part,
-            is_first=layer == 0,
+            begin=self.ranges[ops[0]][0],
+            end=self.ranges[ops[-1]][1],
         )
         return HostNode(
             function=library.part_function(),
             argument=addressof(struct),
-            reads=tuple(getattr(host, name) for name in reads),
-            writes=(*(getattr(host, name) for name in writes), *named),
-            kept=(struct, self, *named),
+            reads=shared(value for op in ops for value in op.reads),
+            writes=shared(value for op in ops for value in (*op.writes, *overwritten(op))),
+            kept=(struct, self) if named_W is None else (struct, self, named_W),
         )
 
 

@@ -30,13 +30,15 @@ from sparkinfer.runtime.model.native_structs import (
 )
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step.batch import Row
+from sparkinfer.runtime.step.forms import host_form
+from sparkinfer.runtime.step.native_ops import NORMS, SLOTS, OpStruct, native_ops
+from sparkinfer.runtime.step.program import step_program
 
 _PREDICTORS = ("linear", "relu", "gate")
 
 
 class LayerStruct(Structure):
-    _fields_ = [("attn_norm", NormStruct), ("attn_norm_2", NormStruct), ("ffn_norm", NormStruct),
-                ("query_norm", NormStruct), ("key_norm", NormStruct),
+    _fields_ = [("norm", NormStruct * len(NORMS)), ("query_norm", NormStruct), ("key_norm", NormStruct),
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
                 ("predictor_down", MatrixStruct), ("predictor_up", MatrixStruct),
                 ("down_bias", c_void_p), ("input_limit", c_void_p), ("output_limit", c_void_p),
@@ -62,19 +64,18 @@ class SelectStruct(Structure):
 class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
+                ("op", POINTER(OpStruct)), ("vector", c_void_p * len(SLOTS)),
                 ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
                 ("rope_magnitude", c_double),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
-                ("num_layers", c_int64), ("width", c_int64), ("num_neurons", c_int64),
+                ("num_layers", c_int64), ("num_ops", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("context_length", c_int64), ("max_rows", c_int64),
                 ("gate_bytes", c_int64), ("up_bytes", c_int64), ("down_bytes", c_int64),
                 ("predictor_bytes", c_int64), ("attention_bytes", c_int64),
                 ("epsilon", c_float),
-                ("is_adjacent", c_int32), ("is_post_norm", c_int32),
-                ("activation", c_int32), ("mode", c_int32), ("predictor_kind", c_int32),
-                ("input_layer_offset", c_int32),
-                ("key_kind", c_int32), ("value_kind", c_int32),
+                ("is_adjacent", c_int32), ("activation", c_int32), ("mode", c_int32),
+                ("predictor_kind", c_int32), ("key_kind", c_int32), ("value_kind", c_int32),
                 ("is_key_rotated", c_int32), ("is_value_rotated", c_int32),
                 ("unused", c_int32)]  # fmt: skip
 
@@ -188,17 +189,23 @@ class StepBuilder(Structs):
 
     def without_workspace(self, weights: Weights, input_layer_offset: int) -> StepStruct:
         layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
-        step = self.frame(weights, layers, input_layer_offset)
+        step = self.frame(weights, layers)
+        program = step_program(host_form(weights, input_layer_offset))
+        lowered = native_ops(program, {index: index for index in range(len(layers))})
+        self.ops(step, [struct for structs in lowered for struct in structs])
         step.max_rows = min(MAX_ROWS, step.context_length * step.table.num_sequences)
         step.embedding = self.matrix(weights.embedding)
         step.head = self.linear(weights.head)
         step.output_norm = self.norm(weights.output_norm)
         return step
 
-    def frame(
-        self, weights: Weights, layer_structs: list[LayerStruct], input_layer_offset: int
-    ) -> StepStruct:
-        """A step of these layers, without embedding, head and workspace."""
+    def ops(self, step: StepStruct, structs: list[OpStruct]) -> None:
+        ops = (OpStruct * len(structs))(*structs)
+        step.op, step.num_ops = ops, len(ops)
+        self.kept.append(ops)
+
+    def frame(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
+        """A step of these layers, without embedding, head, operations and workspace."""
         layers = (LayerStruct * len(layer_structs))(*layer_structs)
         first = weights.layers[0]
         cache, ffn = first.attention.cache, first.ffn
@@ -223,7 +230,6 @@ class StepBuilder(Structs):
             max_rows=1,
             epsilon=first.attn_norm.epsilon,
             is_adjacent=bool(rotary and rotary.is_adjacent),
-            is_post_norm=first.is_post_norm,
             key_kind=library.kind_code(cache.types.key.kind),
             value_kind=library.kind_code(cache.types.value.kind),
             is_key_rotated=cache.types.key.is_rotated,
@@ -231,7 +237,6 @@ class StepBuilder(Structs):
             activation=ACTIVATIONS.index(ffn.gate.activation),
             mode=MODES.index(ffn.mode),
             predictor_kind=0 if predictor is None else _PREDICTORS.index(predictor.kind),
-            input_layer_offset=input_layer_offset,
         )
         self.kept += [layers, rotary]
         return step
@@ -284,9 +289,7 @@ class StepBuilder(Structs):
         cache = attention.cache
         self.kept.append(blocks)
         return LayerStruct(
-            attn_norm=self.norm(layer.attn_norm),
-            attn_norm_2=self.norm(layer.attn_norm_2),
-            ffn_norm=self.norm(layer.ffn_norm),
+            norm=(NormStruct * len(NORMS))(*(self.norm(getattr(layer, name)) for name in NORMS)),
             query_norm=self.norm(attention.query_norm),
             key_norm=self.norm(attention.key_norm),
             input=(MatrixStruct * 3)(*inputs),

@@ -6,7 +6,7 @@ one copy per step and GPU brings to the host. Layers without cold neurons on the
 
 Letters: L layers, F neurons of a layer, W words of F bits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,12 +94,10 @@ class StepCache:
             return None
         return slots.slot_F, self._gpu_bits[number].device_LW[layer]
 
-    def copy_of_bits(self, layer: int, main: Stream) -> Callable[[], None] | None:
-        """A function that copies a GPU's bits to the host, if this is its last layer with bits."""
+    def bits_of_gpu(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """(on its GPU, on the host) the bits of a layer's GPU, if this is its last layer with bits."""
         bits = self._gpu_bits.get(self._placement.numbers[layer])
-        if bits is None or bits.last != layer:
-            return None
-        return lambda: main.copy(bits.host_LW, bits.device_LW)
+        return None if bits is None or bits.last != layer else (bits.device_LW, bits.host_LW)
 
     def connect(self, mains: Mapping[int, Stream]) -> None:
         """Attaches the cache to a step whose GPUs have these streams."""

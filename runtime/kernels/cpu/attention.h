@@ -56,7 +56,6 @@ class Attention {
             places[T++] = {r, row[r].position, row[r].sequence};
         }
     }
-    void place_one(int64_t position) { places[0] = {0, position, 0}, T = 1, num_copies = 0; }
 
     int64_t num_rows() const { return T; }
     int64_t position(int64_t t) const { return places[t].position; }

@@ -81,8 +81,6 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_step_bytes.restype = size
     lib.spark_step.argtypes = [pointer, pointer, size, pointer]
     lib.spark_step.restype = int32
-    lib.spark_parts_bytes.argtypes = [pointer]
-    lib.spark_parts_bytes.restype = size
     lib.spark_part.argtypes = [pointer]
     lib.spark_part.restype = None
     lib.spark_neurons_bytes.argtypes = [pointer]
@@ -244,13 +242,8 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
     assert status == _OK, status
 
 
-def parts_bytes(step: ctypes.Structure) -> int:
-    """Same as step_bytes, for a step run part by part."""
-    return int(_built().spark_parts_bytes(ctypes.addressof(step)))
-
-
 def run_part(part: ctypes.Structure) -> None:
-    """Runs a part of a step described by native_parts.py; parts_bytes has checked the step."""
+    """Runs a part of a step described by native_parts.py; step_bytes has checked the step."""
     (_lib or _built()).spark_part(ctypes.addressof(part))
 
 

@@ -1,6 +1,6 @@
-// A step of some rows, see step.h. The order of a forward pass is that of decoder.py and attention.py,
-// the feed-forward layer that of feed_forward.py; they are the reference, and bits differ only where
-// sums are taken in another order.
+// A step of some rows, see step.h: runs the operations that step/program.py declares. What each computes
+// is defined by attention.py and feed_forward.py; bits differ only where sums are taken in another
+// order.
 #include "step.h"
 
 #include <algorithm>
@@ -54,6 +54,14 @@ struct Sparse {
     int64_t inputs = 0, outputs = 0, neurons = 0, masked = 0;
 };
 
+// Operations whose input is multiplied by matrices, and those that take each row by itself.
+bool is_product(const SparkOp& op) {
+    return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS || op.kind == OP_HEAD;
+}
+bool is_of_rows(const SparkOp& op) {
+    return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
+}
+
 struct Work {
     Work(const SparkStep& step, uint8_t* memory) : Work(step, memory, Sparse(step)) {}
 
@@ -65,21 +73,27 @@ struct Work {
         const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
         const int64_t R = step.max_rows, W = step.head_width;
         num_values = (heads + 2 * step.num_kv_heads) * W;
-        x = arena.take<float>(R * D);
-        sum = arena.take<float>(R * D);
         const uint32_t forms = forms_of(step);
-        attn_input = arena.operand(D, R, forms);
-        ffn_input[0] = arena.operand(D, R, forms);
-        ffn_input[1] = arena.operand(D, R, forms);
+        for (int32_t slot = 0; slot < NUM_SLOTS; ++slot) take(step, slot, forms);
+        learned = arena.take<float>(step.positions.data ? R * D : 0);
         heads_out = arena.operand(heads * W, R, forms);
         inner = arena.operand(largest_rank(step), R, forms);
         masked = arena.operand(sparse.masked, R, sparse.masked ? forms : 0);
         qkv = arena.take<float>(R * num_values);
-        attn_out = arena.take<float>(R * D);
-        ffn_out = arena.take<float>(R * D);
         cos = arena.take<float>(R * W);
         sin = arena.take<float>(R * W);
         named = arena.take<float>(step.mode == MODE_PREDICTED ? R * F : 0);
+    }
+
+    // Allocates a slot that an operation uses.
+    void take(const SparkStep& step, int32_t slot, uint32_t forms) {
+        bool is_used = false, is_multiplied = false;
+        for (const SparkOp* op = step.op; op < step.op + step.num_ops; ++op) {
+            is_used |= op->in == slot || op->in_2 == slot || op->out == slot;
+            is_multiplied |= is_product(*op) && op->in == slot;
+        }
+        if (is_used)
+            vector[slot] = arena.operand(step.width, step.max_rows, is_multiplied ? forms : 0, step.vector[slot]);
     }
 
     Arena arena;
@@ -88,8 +102,9 @@ struct Work {
     SparseInputs inputs;
     TransposedNeurons transposed;
     int64_t num_values;
-    float *x, *sum, *qkv, *attn_out, *ffn_out, *cos, *sin, *named;
-    Operand attn_input, ffn_input[2], heads_out, inner, masked;
+    float *qkv, *cos, *sin, *named;
+    float* learned;  // positions
+    Operand vector[NUM_SLOTS + 1] = {}, heads_out, inner, masked;
 };
 
 // y [T, stride] = W x + bias of T rows, for up to three matrices with concatenated outputs.
@@ -130,60 +145,70 @@ class Step {
         : s(step), clock(step), w(step, step.workspace), D(step.width) {}
 
     void run(const SparkRow* row, int64_t count, float* logits) {
-        w.attention.place(row, count);
-        T = w.attention.num_rows();
-        rows(4 * D, [&](int64_t t) { embed(row[w.attention.number(t)].token, t); });
-        layers(0, s.num_layers);
-        int64_t wanted = 0;
-        for (int64_t t = 0; t < T; ++t)
-            if (row[w.attention.number(t)].has_logits)
-                output_norm(x(t), w.attn_input.row(wanted++));
-        clock.ended(TIMED_OTHER);
-        if (wanted) head(wanted, logits);
+        run(row, count, logits, nullptr, 0, s.num_ops);
     }
 
     void run(const SparkPart& part) {
-        T = 1;
-        w.attention.place_one(part.position ? *part.position : 0);
-        Operand& last = w.ffn_input[(part.end + 1) % 2];
-        const size_t bytes = D * sizeof(float);
-        switch (part.part) {
-            case PART_EMBED:
-                embed(*part.token, 0);
-                std::memcpy(part.x, w.x, bytes);
-                break;
-            case PART_LAYERS:
-                enter(part);
-                layers(part.begin, part.end, part.is_first);
-                std::memcpy(part.x, w.x, bytes);
-                std::memcpy(part.ffn_input, last.f32, bytes);
-                break;
-            case PART_FRONT:
-                enter(part);
-                turn();
-                front(part.begin);
-                if (s.mode == MODE_PREDICTED) {
-                    predict(s.layer[part.begin], named_by(part.begin, part.is_first));
-                    pack_named(s.layer[part.begin], w.named, part.named);
-                }
-                std::memcpy(part.ffn_input, last.f32, bytes);
-                break;
-            case PART_BACK:
-                std::fill_n(w.ffn_out, D, 0.0f);
-                for (const float* out : part.ffn_out)
-                    if (out) add(w.ffn_out, out, D);
-                if (s.layer[part.begin].down_bias) add(w.ffn_out, s.layer[part.begin].down_bias, D);
-                back(part.begin);
-                std::memcpy(part.x, w.x, bytes);
-                break;
-            case PART_HEAD:
-                output_norm(part.x, w.attn_input.f32);
-                head(1, part.logits);
-                break;
-        }
+        const SparkRow row = {part.token ? *part.token : 0, part.position ? *part.position : 0, 0, 1, -1, 0};
+        run(&row, 1, part.logits, part.named, part.begin, part.end);
     }
 
   private:
+    // Runs operations begin .. end-1. Adjacent ones of a layer that take each row by itself share a pass.
+    void run(const SparkRow* row, int64_t count, float* logits, uint32_t* named, int64_t begin, int64_t end) {
+        w.attention.place(row, count);
+        T = w.attention.num_rows();
+        for (int64_t t = num_wanted = 0; t < T; ++t)
+            if (row[w.attention.number(t)].has_logits) wanted[num_wanted++] = t;
+        for (int64_t i = begin, next; i < end; i = next) {
+            const SparkOp& op = s.op[i];
+            clock.layer(op.layer);
+            next = i + 1;
+            if (!is_of_rows(op)) {
+                run(op, row, logits, named);
+                continue;
+            }
+            while (next < end && is_of_rows(s.op[next]) && s.op[next].layer == op.layer) ++next;
+            for (int64_t j = i; j < next; ++j) w.vector[s.op[j].out].changed();
+            rows(D, [&](int64_t t) {
+                for (int64_t j = i; j < next; ++j) run_row(s.op[j], t);
+            });
+            clock.ended(TIMED_OTHER);
+        }
+    }
+
+    void run(const SparkOp& op, const SparkRow* row, float* logits, uint32_t* named) {
+        Operand &in = w.vector[op.in], &out = w.vector[op.out];
+        out.changed();
+        switch (op.kind) {
+            case OP_EMBED:
+                rows(4 * D, [&](int64_t t) { embed(row[w.attention.number(t)].token, t, out.row(t)); });
+                return clock.ended(TIMED_OTHER);
+            case OP_ATTENTION:
+                return attention(s.layer[op.layer], in, out.f32);
+            case OP_PREDICT:
+                predict(s.layer[op.layer], in);
+                if (named) pack_named(s.layer[op.layer], w.named, named);
+                return clock.ended(TIMED_PREDICTOR);
+            case OP_NEURONS:
+                return neurons(op, in, out.f32);
+            case OP_HEAD_NORM:
+                for (int64_t t = 0; t < num_wanted; ++t) output_norm(in.row(wanted[t]), out.row(t));
+                return clock.ended(TIMED_OTHER);
+            case OP_HEAD:
+                if (num_wanted) multiply(&s.head, 1, in, num_wanted, logits, s.head.num_rows);
+                return clock.ended(TIMED_HEAD);
+        }
+    }
+
+    void run_row(const SparkOp& op, int64_t t) {
+        const float* in = w.vector[op.in].row(t);
+        float* out = w.vector[op.out].row(t);
+        if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], s.epsilon, in, D, out);
+        if (in != out) std::memcpy(out, in, D * sizeof(float));
+        add(out, op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].down_bias, D);
+    }
+
     // body(t) for each row, by all threads if they touch many values.
     template <class Body>
     void rows(int64_t values, const Body& body) {
@@ -193,20 +218,22 @@ class Step {
         });
     }
 
-    void embed(int64_t token, int64_t t) {
-        unpack_row(s.embedding, token, x(t));
+    void embed(int64_t token, int64_t t, float* out) {
+        unpack_row(s.embedding, token, out);
         if (!s.positions.data) return;
-        float* learned = w.sum + t * D;
+        float* learned = w.learned + t * D;
         unpack_row(s.positions, w.attention.position(t), learned);
-        add(x(t), learned, D);
+        add(out, learned, D);
     }
 
     void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
         kernels().unpack_rows[m.kind]({m.data + row * m.stride, m.stride, D, nullptr, 1}, y, 0, 1);
     }
 
+    // Cosines and sines of the positions, once a call.
     void turn() {
-        if (!s.frequency || s.select.cos) return;
+        if (is_turned || !s.frequency || s.select.cos) return;
+        is_turned = true;
         const int64_t W = s.head_width;
         rows(100 * W, [&](int64_t t) {
             for (int64_t i = 0; i < W / 2; ++i) {
@@ -217,92 +244,12 @@ class Step {
         });
     }
 
-    // Takes over from the previous layer: the hidden state, and the input its predictor may need.
-    void enter(const SparkPart& part) {
-        std::memcpy(w.x, part.x, D * sizeof(float));
-        Operand& before = w.ffn_input[(part.begin + 1) % 2];
-        before.changed();
-        if (!part.is_first) std::memcpy(before.f32, part.ffn_input, D * sizeof(float));
-    }
-
-    void layers(int64_t begin, int64_t end, bool is_first = true) {
-        turn();
-        clock.ended(TIMED_OTHER);
-        for (int64_t i = begin; i < end; ++i) {
-            clock.layer(i);
-            front(i);
-            feed_forward(i, w.ffn_input[i % 2], named_by(i, is_first && i == begin));
-            back(i);
-            clock.ended(TIMED_OTHER);
-        }
-        clock.outside();
-    }
-
     void output_norm(const float* x, float* y) {
         if (s.output_norm.weight)
             apply(s.output_norm, s.epsilon, x, D, y);
         else
             std::memcpy(y, x, D * sizeof(float));
     }
-
-    // Logits of the first `count` rows of attn_input.
-    void head(int64_t count, float* logits) {
-        w.attn_input.changed();
-        multiply(&s.head, 1, w.attn_input, count, logits, s.head.num_rows);
-        clock.ended(TIMED_HEAD);
-    }
-
-    // The input of a layer's predictor.
-    Operand& named_by(int64_t index, bool is_first) {
-        return w.ffn_input[(index + (s.input_layer_offset && !is_first)) % 2];
-    }
-
-    // Runs a layer up to the input of its feed-forward part, and what follows that: the three orders of
-    // blocks, as in decoder.run_layer.
-    void front(int64_t index) {
-        const SparkLayer& l = s.layer[index];
-        Operand& ffn_input = w.ffn_input[index % 2];
-        ffn_input.changed();
-        w.attn_input.changed();
-        if (!l.ffn_norm.weight) {
-            Operand& own = l.attn_norm_2.weight ? w.attn_input : ffn_input;
-            rows(D, [&](int64_t t) {
-                apply(l.attn_norm, s.epsilon, x(t), D, ffn_input.row(t));
-                if (l.attn_norm_2.weight) apply(l.attn_norm_2, s.epsilon, x(t), D, own.row(t));
-            });
-            attention(l, own);
-            rows(D, [&](int64_t t) { add(x(t), w.attn_out + t * D, D); });
-        } else if (s.is_post_norm) {
-            std::memcpy(w.attn_input.f32, w.x, T * D * sizeof(float));
-            attention(l, w.attn_input);
-            rows(D, [&](int64_t t) {
-                add(x(t), w.attn_out + t * D, D);
-                apply(l.attn_norm, s.epsilon, x(t), D, ffn_input.row(t));
-            });
-        } else {
-            rows(D, [&](int64_t t) {
-                apply(l.attn_norm, s.epsilon, x(t), D, w.attn_input.row(t));
-            });
-            attention(l, w.attn_input);
-            rows(D, [&](int64_t t) {
-                add(x(t), w.attn_out + t * D, D);
-                apply(l.ffn_norm, s.epsilon, x(t), D, ffn_input.row(t));
-            });
-        }
-    }
-
-    void back(int64_t index) {
-        const SparkLayer& l = s.layer[index];
-        const bool has_norm_behind = s.is_post_norm && l.ffn_norm.weight;
-        rows(D, [&](int64_t t) {
-            float* out = w.ffn_out + t * D;
-            if (!has_norm_behind) return add(x(t), out, D);
-            add(out, w.ffn_input[index % 2].row(t), D);
-            apply(l.ffn_norm, s.epsilon, out, D, x(t));
-        });
-    }
-
-    float* x(int64_t t) const { return w.x + t * D; }
 
     void pack_named(const SparkLayer& l, const float* score, uint32_t* named) {
         const int64_t F = s.num_neurons;
@@ -330,8 +277,9 @@ class Step {
         return s.mode == MODE_PREDICTED ? Fired{} : fired;
     }
 
-    void attention(const SparkLayer& l, Operand& input) {
+    void attention(const SparkLayer& l, Operand& input, float* out) {
         const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
+        turn();
         clock.ended(TIMED_OTHER);
         project(l.input, l.input[1].data ? 3 : 1, l.is_input_transposed, input, l.input_limit, w.qkv,
                 w.num_values);
@@ -353,7 +301,7 @@ class Step {
         w.attention.run(l, w.qkv, w.num_values, w.heads_out);
         w.heads_out.changed();
         clock.ended(TIMED_ATTEND);
-        project(&l.output, 1, l.is_output_transposed, w.heads_out, l.output_limit, w.attn_out, D);
+        project(&l.output, 1, l.is_output_transposed, w.heads_out, l.output_limit, out, D);
         clock.ended(TIMED_OUTPUT);
     }
 
@@ -385,32 +333,26 @@ class Step {
         return w.masked;
     }
 
-    void feed_forward(int64_t index, Operand& input, Operand& named_by) {
-        const SparkLayer& l = s.layer[index];
-        const bool is_predicted = s.mode == MODE_PREDICTED;
-        clock.ended(TIMED_OTHER);
-        if (is_predicted) predict(l, named_by);
-        const Fired fired = fired_of(index);
-        clock.ended(TIMED_PREDICTOR);
+    // A block of a layer's neurons. The first one clears the bits, and finds the inputs that are not silent.
+    void neurons(const SparkOp& op, Operand& input, float* out) {
+        const SparkLayer& l = s.layer[op.layer];
+        const SparkBlock& block = l.block[op.part];
+        const bool is_predicted = s.mode == MODE_PREDICTED, is_first = op.part == 0;
+        if (is_first) fired = fired_of(op.layer);
         const Gate gate = {s.activation, s.mode, l.threshold};
         Named named[MAX_ROWS];
         for (int64_t t = 0; is_predicted && t < T; ++t)
             named[t] = {nullptr, w.named + t * s.num_neurons, l.predictor_threshold};
         NeuronBytes read;
-        const bool is_transposed = l.num_blocks == 1 && l.block->is_transposed;
-        if (is_transposed)
-            w.transposed.run(w.inputs, *l.block, gate, is_predicted ? named : nullptr, input.f32,
-                             applied(l.ffn_limit), T, w.ffn_out, read, fired);
-        if (is_transposed) count(read, TIMED_NEURONS);
-        Operand& seen = is_transposed ? input : without_silent(input, l.ffn_limit);
-        for (int64_t b = 0; b < l.num_blocks && !is_transposed; ++b) {
-            float* out = b == 0 ? w.ffn_out : w.sum;
-            w.neurons.run(l.block[b], gate, is_predicted ? named : nullptr, seen, T, out, read,
-                          fired);
-            if (b > 0) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, w.sum + t * D, D); });
-            count(read, b == 0 ? TIMED_NEURONS : TIMED_NEURONS_2);
+        if (block.is_transposed) {
+            w.transposed.run(w.inputs, block, gate, is_predicted ? named : nullptr, input.f32,
+                             applied(l.ffn_limit), T, out, read, fired);
+        } else {
+            Operand& seen = is_first ? without_silent(input, l.ffn_limit)
+                                     : applied(l.ffn_limit) ? w.masked : input;
+            w.neurons.run(block, gate, is_predicted ? named : nullptr, seen, T, out, read, fired);
         }
-        if (l.down_bias) rows(D, [&](int64_t t) { add(w.ffn_out + t * D, l.down_bias, D); });
+        count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
     // At the end of a block of neurons.
@@ -451,6 +393,10 @@ class Step {
     Work w;
     const int64_t D;
     int64_t T = 1;  // rows of this step that are computed
+    std::array<int64_t, MAX_ROWS> wanted;  // those of them that want logits
+    int64_t num_wanted = 0;
+    bool is_turned = false;
+    Fired fired = {};  // of the layer whose neurons are being run
 };
 
 bool fits(const SparkLayer& l, const SparkStep& s) {
@@ -460,7 +406,7 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
     for (int m = 0; m < (is_fused ? 1 : 3); ++m)
         if (!fits(l.input[m], outputs[m], s.width, l.is_input_transposed)) return false;
     if (!fits(l.output, s.width, q, l.is_output_transposed)) return false;
-    if (!l.attn_norm.weight || !l.key || !l.value) return false;
+    if (!l.key || !l.value) return false;
     if (s.mode == MODE_PREDICTED) {
         const bool is_low_rank = l.predictor_down.data != nullptr;
         const int64_t rank = is_low_rank ? l.predictor_down.num_rows : s.width;
@@ -472,6 +418,29 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
             (l.block[b].is_transposed && l.num_blocks > 1))
             return false;
     return true;
+}
+
+bool fits(const SparkOp& op, const SparkStep& s) {
+    for (int32_t slot : {op.in, op.in_2, op.out})
+        if (slot < 0 || slot > SLOT_NONE) return false;
+    const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
+    if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers)) return false;
+    const SparkLayer* l = s.layer + op.layer;
+    switch (op.kind) {
+        case OP_EMBED:
+            return s.embedding.data;
+        case OP_NORM:
+            return op.part >= 0 && op.part < NUM_NORMS && l->norm[op.part].weight;
+        case OP_ADD_BIAS:
+            return l->down_bias;
+        case OP_PREDICT:
+            return s.mode == MODE_PREDICTED;
+        case OP_NEURONS:
+            return op.part >= 0 && op.part < l->num_blocks;
+        case OP_HEAD:
+            return s.head.data;
+    }
+    return op.kind == OP_ADD || op.kind == OP_ATTENTION || op.kind == OP_HEAD_NORM;
 }
 
 bool fits(const SparkTable& t, int64_t context_length) {
@@ -510,6 +479,7 @@ bool fits(const SparkStep& s) {
         if (kind < 0 || kind >= NUM_CACHE_KINDS || s.head_width % block_values(kind)) return false;
     if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS) return false;
     if (s.num_layers < 0 || (s.num_layers > 0 && !s.layer)) return false;
+    if (s.num_ops < 0 || (s.num_ops > 0 && !s.op)) return false;
     for (const SparkMatrix& m : {s.embedding, s.head})
         if (m.data && !fits(m, m.num_rows, s.width)) return false;
     if (s.positions.data && (s.positions.num_rows < s.context_length ||
@@ -517,14 +487,9 @@ bool fits(const SparkStep& s) {
         return false;
     for (int64_t i = 0; i < s.num_layers; ++i)
         if (!fits(s.layer[i], s)) return false;
+    for (int64_t i = 0; i < s.num_ops; ++i)
+        if (!fits(s.op[i], s)) return false;
     return fits(s.select, s);
-}
-
-// True if every layer can be run from beginning to end.
-bool is_whole(const SparkStep& s) {
-    bool has_blocks = s.num_layers > 0;
-    for (int64_t i = 0; i < s.num_layers; ++i) has_blocks &= s.layer[i].num_blocks > 0;
-    return has_blocks && s.embedding.data && s.head.data;
 }
 
 }  // namespace
@@ -532,10 +497,6 @@ bool is_whole(const SparkStep& s) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT int64_t spark_step_bytes(const SparkStep* step) {
-    return fits(*step) && is_whole(*step) ? Work(*step, nullptr).arena.used() : -1;
-}
-
-EXPORT int64_t spark_parts_bytes(const SparkStep* step) {
     return fits(*step) ? Work(*step, nullptr).arena.used() : -1;
 }
 

@@ -77,8 +77,10 @@ struct SparkSelect {
     const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
 
+enum LayerNorm : int32_t { NORM_ATTN, NORM_ATTN_2, NORM_FFN, NUM_NORMS };
+
 struct SparkLayer {
-    SparkNorm attn_norm, attn_norm_2, ffn_norm, query_norm, key_norm;
+    SparkNorm norm[NUM_NORMS], query_norm, key_norm;
     SparkMatrix input[3], output, predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
     // An input at or below its limit counts as 0: of query, key and value [D], of the output projection
@@ -94,10 +96,45 @@ struct SparkLayer {
     int32_t is_input_transposed, is_output_transposed;  // one row per input, one bias per column
 };
 
+// The operations of a step, in order: lowered from the program that step/program.py declares, which alone
+// knows the order of blocks. Adjacent ones that take each row by itself share one pass over the rows.
+enum OpKind : int32_t {
+    OP_EMBED,      // out = the rows of the tokens
+    OP_NORM,       // out = norm `part` of in
+    OP_ADD,        // out = in + in_2
+    OP_ADD_BIAS,   // out = in + the bias of the down projection
+    OP_ATTENTION,  // out = attention of in; appends to the cache
+    OP_PREDICT,    // scores of all neurons from in
+    OP_NEURONS,    // out = block `part` of the neurons, from in
+    OP_HEAD_NORM,  // out = the output norm, if any, of the rows of in that want logits
+    OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
+    NUM_OP_KINDS
+};
+enum Slot : int32_t {
+    SLOT_X,  // the hidden state
+    SLOT_ATTN_IN,
+    SLOT_FFN_IN,  // alternating by layer: a predictor may take the previous layer's
+    SLOT_FFN_IN_2,
+    SLOT_ATTN_OUT,
+    SLOT_FFN_OUT,
+    SLOT_HOT_OUT,  // of a layer whose neurons are divided
+    SLOT_COLD_OUT,
+    SLOT_NONE,  // of an operation that takes or gives no vector
+    NUM_SLOTS = SLOT_NONE
+};
+struct SparkOp {
+    int32_t kind, layer;  // outside of the layers: num_layers
+    int32_t part;
+    int32_t in, in_2, out;  // slots
+};
+
 struct SparkStep {
     SparkMatrix embedding, positions, head;
     SparkNorm output_norm;
     const SparkLayer* layer;
+    const SparkOp* op;
+    // [max_rows, D] where the rest of a model reads and writes them. Null: in the workspace.
+    float* vector[NUM_SLOTS];
     SparkTable table;
     SparkSelect select;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
@@ -110,12 +147,12 @@ struct SparkStep {
     // order: mode predicted, the predicted neurons; otherwise those whose row of `down` is read (dense:
     // all). Null: nothing is written.
     uint32_t* fired;
-    int64_t num_layers, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
+    int64_t num_layers, num_ops, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
     int64_t attention_bytes;  // of query, key, value and output projection
     float epsilon;
-    int32_t is_adjacent, is_post_norm, activation, mode, predictor_kind, input_layer_offset;
+    int32_t is_adjacent, activation, mode, predictor_kind;
     int32_t key_kind, value_kind, is_key_rotated, is_value_rotated;  // of the cache
     int32_t unused;
 };
@@ -130,26 +167,14 @@ struct SparkRow {
     int32_t unused;
 };
 
-// A part of a step, for the parts of a model that are not on a GPU. The layers of `step` are then those
-// with attention on the CPU, in order; its `embedding` and `head` may be missing. Vectors are where the
-// rest of the model reads and writes them; intermediate results stay in the step's workspace.
-enum Part : int32_t {
-    PART_EMBED,   // x = the row of *token
-    PART_LAYERS,  // layers begin .. end-1: x -> x
-    PART_FRONT,   // layer begin up to its feed-forward part: x -> ffn_input, named
-    PART_BACK,    // the rest of it: x from ffn_out[0] + ffn_out[1]
-    PART_HEAD     // logits of x
-};
+// Consecutive operations of a step, for one token of the first sequence: what a hybrid step runs on the
+// host in one go. Vectors that others read or write are those of SparkStep's `vector`.
 struct SparkPart {
     SparkStep* step;
-    const int64_t *token, *position;
-    float* x;          // [D]
-    float* ffn_input;  // [D] the last layer's, written; with input_layer_offset also read
-    uint32_t* named;   // [F / 32 rounded up] written by PART_FRONT of a predicted layer
-    const float* ffn_out[2];  // [D] or null: nothing to add
-    float* logits;            // [V]
+    const int64_t *token, *position;  // null if no operation takes it
+    uint32_t* named;  // [F / 32 rounded up] written by OP_PREDICT, a bit per neuron; or null
+    float* logits;    // [V] or null
     int64_t begin, end;
-    int32_t part, is_first;  // of the model: it is the first layer
 };
 
 // A block of neurons of one layer, for T tokens.
@@ -168,16 +193,13 @@ struct SparkNeurons {
 };
 
 extern "C" {
-// The workspace bytes of a step, or -1 if sizes, kinds or pointers are inconsistent.
+// The workspace bytes of a step, or -1 if sizes, kinds, pointers or operations are inconsistent.
 int64_t spark_step_bytes(const SparkStep* step);
 // Appends keys and values of `count` rows at their positions and writes logits [rows that have them, V].
 // The same bits for any number of threads, and for a row whatever other rows are in the step (if weights
 // are finite). STATUS_INDEX_OUT_OF_RANGE for an impossible token or position, or if the sequence has no
 // block there; STATUS_BAD_ARGUMENT for too many rows or rows out of order.
 int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
-// The workspace bytes of a step's parts, or -1; layers may be without blocks if only PART_FRONT and
-// PART_BACK run them.
-int64_t spark_parts_bytes(const SparkStep* step);
 // Runs a part; `data` is a SparkPart*. The signature of a CUDA graph's host function; token and position
 // are not checked again.
 void spark_part(void* data);

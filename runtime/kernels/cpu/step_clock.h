@@ -10,12 +10,9 @@ class StepClock {
     explicit StepClock(const SparkStep& step) : step_(step) {
         if (!step.times) return;
         time_ = now(), bytes_ = bytes();
-        outside();
     }
 
-    void layer(int64_t index) { layer_ = index; }
-
-    void outside() { layer_ = step_.num_layers; }
+    void layer(int64_t index) { layer_ = index; }  // num_layers: what belongs to none
 
     void ended(int32_t part) {
         if (!step_.times) return;

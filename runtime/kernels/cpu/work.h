@@ -44,9 +44,9 @@ class Arena {
         return base_ ? reinterpret_cast<T*>(base_ + start) : nullptr;
     }
 
-    // Allocates the packed forms in `forms`, one bit each.
-    Operand operand(int64_t size, int64_t capacity, uint32_t forms) {
-        Operand operand = {take<float>(capacity * size), {}, {}, size, capacity};
+    // Allocates the packed forms in `forms`, one bit each, and the values unless they are at `f32`.
+    Operand operand(int64_t size, int64_t capacity, uint32_t forms, float* f32 = nullptr) {
+        Operand operand = {f32 ? f32 : take<float>(capacity * size), {}, {}, size, capacity};
         for (int form = 0; form < NUM_FORMS; ++form)
             if (forms >> form & 1)
                 operand.packed[form] = take<uint8_t>(capacity * packed_bytes(size));

@@ -1,0 +1,81 @@
+"""The form of a step from its loaded weights: on the host alone, or placed on GPUs and the host."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sparkinfer.runtime.model.layers import Layer, Weights
+from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.step.program import HOST, LayerForm, Order, StepForm, gpu
+
+
+def order_of(layer: Layer) -> Order:
+    if layer.ffn_norm is None:
+        return "parallel"
+    return "post-norm" if layer.is_post_norm else "pre-norm"
+
+
+def layer_form(
+    layer: Layer, *, device: str = HOST, home: str = HOST, has_bits: bool = False,
+    copies_bits: bool = False,
+) -> LayerForm:  # fmt: skip
+    """`device` is attention's; hot neurons are on `home`, cold ones on the host."""
+    places = {"hot": home, "cold": HOST}
+    blocks = layer.ffn.blocks
+    is_divided = len(blocks) > 1
+    return LayerForm(
+        order=order_of(layer),
+        has_second_norm=layer.attn_norm_2 is not None,
+        has_predictor=layer.ffn.mode == "predicted",
+        has_down_bias=layer.ffn.down_bias_D is not None,
+        device=device,
+        home=home,
+        blocks=tuple((b.role if is_divided else "all", places[b.role]) for b in blocks),
+        has_bits=has_bits,
+        copies_bits=copies_bits,
+    )
+
+
+def host_form(weights: Weights, input_layer_offset: int) -> StepForm:
+    """Everything on the host."""
+    layers = [layer_form(layer) for layer in weights.layers]
+    return StepForm(
+        layers=tuple(layers),
+        input_layer_offset=input_layer_offset,
+        has_positions=weights.positions is not None,
+        has_output_norm=weights.output_norm is not None,
+    )
+
+
+def placed_form(
+    weights: Weights,
+    placement: Placement,
+    input_layer_offset: int,
+    bits: Sequence[tuple[bool, bool]],
+) -> StepForm:
+    """The form of a hybrid step. `bits` of each layer: whether its GPU writes the bits of its hot
+    neurons, and whether they are copied to the host after it."""
+    layers: list[LayerForm] = []
+    for index, layer in enumerate(weights.layers):
+        home = gpu(placement.numbers[index])
+        device = home if placement.dense_on_gpu[index] else HOST
+        has_bits, copies_bits = bits[index]
+        form = layer_form(
+            layer, device=device, home=home, has_bits=has_bits, copies_bits=copies_bits
+        )
+        # Neighbours that are wholly on the host are submitted together.
+        if layers and layers[-1].is_whole_on_host and form.is_whole_on_host:
+            form = replace(form, home=layers[-1].home)
+        layers.append(form)
+    embedding, head_home = HOST, gpu(placement.numbers[-1])
+    # Tied weights are on the head's device.
+    if placement.head_on_gpu and weights.embedding is weights.head.weight:
+        embedding = head_home
+    return StepForm(
+        layers=tuple(layers),
+        input_layer_offset=input_layer_offset,
+        embedding=embedding,
+        head=head_home if placement.head_on_gpu else HOST,
+        head_home=head_home,
+        has_positions=weights.positions is not None,
+        has_output_norm=weights.output_norm is not None,
+    )

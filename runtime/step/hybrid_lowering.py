@@ -1,0 +1,304 @@
+"""Lowers a step program to what is submitted to the streams of GPUs, and to functions of the host.
+
+One submission is one operation or more: a sum on a GPU waits for the norm that reads it, which adds as
+it reads; consecutive operations of the host become one function. A submission reads and writes what its
+operations do together, and `waits` derives from that which streams wait for which."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from sparkinfer.runtime.model.layers import Weights
+from sparkinfer.runtime.step.hybrid_device import DeviceKernels, DividedLayer
+from sparkinfer.runtime.step.native_ops import overwritten
+from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts, neuron_node
+from sparkinfer.runtime.step.program import HOST, Op, device_of, edges, name_of
+
+StreamKey = tuple[str, bool]  # a GPU, and whether it is the stream beside its kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """Work for a stream of GPU `home`, in the order of the program."""
+
+    name: str
+    home: str
+    is_beside: bool = False
+    is_graph: bool = True
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    run: Callable[[], None]
+
+    @property
+    def stream(self) -> StreamKey:
+        return self.home, self.is_beside
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sum:
+    """A sum on a GPU that has not been taken yet."""
+
+    target: str
+    base: str
+    terms: tuple[str, ...]
+    layer: int
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.base, *self.terms)
+
+    def is_touched_by(self, op: Op) -> bool:
+        return self.target in op.reads or not {self.target, *self.reads}.isdisjoint(op.writes)
+
+
+@dataclass(kw_only=True)
+class Lowering:
+    program: Sequence[Op]
+    weights: Weights
+    devices: Mapping[str, DeviceKernels]
+    divided: Sequence[DividedLayer]
+    host: HostBuffers
+    parts: NativeParts
+    bits_of_gpu: Callable[[int], tuple[Tensor, Tensor] | None]
+    is_whole_L: Sequence[bool]  # layers that are wholly on the host
+
+    def submissions(self) -> list[Submission]:
+        self.found: list[Submission] = []
+        self.pending: dict[str, _Sum] = {}
+        ops = [op for op in self.program if op.home != HOST]
+        index = 0
+        while index < len(ops):
+            op, stop = ops[index], index + 1
+            self._settle_before(op)
+            if is_in_line(op):
+                while stop < len(ops) and self._are_together(op, ops[stop]):
+                    stop += 1
+                self._host(ops[index:stop])
+            elif op.kind == "add":
+                self._add(op)
+            elif op.kind == "norm":
+                self._norm(op, ops[stop:])
+            else:
+                self._submit(op, self._run(op))
+            index = stop
+        assert not self.pending, self.pending
+        return self.found
+
+    def _are_together(self, op: Op, other: Op) -> bool:
+        if not is_in_line(other) or other.home != op.home:
+            return False
+        layers = (op.layer, other.layer)
+        return op.layer == other.layer or all(self.is_whole_L[i] for i in layers if i is not None)
+
+    def _submit(self, op: Op, run: Callable[[], None]) -> None:
+        self.found.append(
+            Submission(
+                name=op.kind,
+                home=op.home,
+                is_beside=op.is_beside,
+                is_graph=not op.is_between_gpus,
+                reads=op.reads,
+                writes=op.writes,
+                run=run,
+            )
+        )
+
+    def _host(self, ops: Sequence[Op]) -> None:
+        layer = ops[0].layer
+        assert layer is not None
+        has_named = any(op.kind == "predict" for op in ops) and not self.is_whole_L[layer]
+        node = self.parts.node(ops, self.divided[layer].named_W if has_named else None)
+        main = self.devices[ops[0].home].main
+        reads = {value: None for op in ops for value in op.reads}
+        writes = {value: None for op in ops for value in (*op.writes, *overwritten(op))}
+        self.found.append(
+            Submission(
+                name="host",
+                home=ops[0].home,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                run=partial(main.host, node),
+            )
+        )
+
+    def _add(self, op: Op) -> None:
+        """Puts a sum off until it is read; sums into the same value are taken together."""
+        base, *terms = op.reads
+        assert op.layer is not None
+        before = self.pending.get(op.device)
+        if before is not None and before.target == base:
+            assert op.writes == (base,), op
+            base, terms = before.base, [*before.terms, *terms]
+        self.pending[op.device] = _Sum(
+            target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer
+        )
+
+    def _settle_before(self, op: Op) -> None:
+        """Takes the sums that an operation needs and does not take itself."""
+        for device, pending in list(self.pending.items()):
+            takes_it = op.kind in ("add", "norm") and op.reads[0] == pending.target
+            if takes_it or not pending.is_touched_by(op):
+                continue
+            del self.pending[device]
+            x_D, sum_PD = self._of_sum(pending)
+            target_D = self._tensor(pending.target, pending.layer)
+            self.found.append(
+                Submission(
+                    name="add",
+                    home=device,
+                    reads=pending.reads,
+                    writes=(pending.target,),
+                    run=partial(self.devices[device].add_norm, x_D, sum_PD, None, None, target_D),
+                )
+            )
+
+    def _norm(self, op: Op, later: Sequence[Op]) -> None:
+        """A norm takes a sum that is put off, and keeps it if it is read again."""
+        ((value,), (out,)) = op.reads, op.writes
+        pending = self.pending.pop(op.device, None)
+        norm = self.weights.output_norm
+        if op.layer is not None:
+            norm = getattr(self.weights.layers[op.layer], op.part)
+        out_D = self._tensor(out, op.layer)
+        x_D, sum_PD, kept_D = self._tensor(value, op.layer), None, None
+        reads, writes = op.reads, op.writes
+        if pending is not None:
+            assert pending.target == value, (pending, op)
+            reads = pending.reads
+            if value != out and _is_read(value, later):
+                kept_D, writes = x_D, (*writes, value)
+            x_D, sum_PD = self._of_sum(pending)
+        self.found.append(
+            Submission(
+                name="norm",
+                home=op.home,
+                reads=reads,
+                writes=writes,
+                run=partial(self.devices[op.device].add_norm, x_D, sum_PD, norm, out_D, kept_D),
+            )
+        )
+
+    def _of_sum(self, pending: _Sum) -> tuple[Tensor, Tensor]:
+        device = self.devices[device_of(pending.target)]
+        names = [name_of(value) for value in pending.terms]
+        rows_PD = device.sums(names, self.divided[pending.layer])
+        return self._tensor(pending.base, pending.layer), rows_PD
+
+    def _run(self, op: Op) -> Callable[[], None]:
+        """The calls of an operation that is submitted by itself."""
+        device, weights = self.devices[op.home], self.weights
+        if op.kind == "copy":
+            return self._copy(op)
+        if op.kind == "embed":
+            return partial(device.embed, weights.embedding, has_positions=len(op.reads) > 1)
+        if op.kind == "head":
+            x_D, logits_V = (self._tensor(value, None) for value in (*op.reads, *op.writes))
+            return partial(device.dot, weights.head, x_D, logits_V)
+        assert op.layer is not None
+        layer, divided = weights.layers[op.layer], self.divided[op.layer]
+        if op.kind == "bias":
+            bias_D = layer.ffn.down_bias_D
+            assert bias_D is not None
+            return partial(device.main.copy, self._tensor(op.writes[0], op.layer), bias_D)
+        if op.is_beside:
+            assert op.kind == "neurons" and divided.cold is not None, op
+            return partial(device.side.host, neuron_node(divided.cold))
+        x_D = self._tensor(op.reads[0], op.layer)
+        if op.kind == "attention":
+            return partial(device.attention, layer, x_D)
+        if op.kind == "predict":
+            return partial(device.predict, layer.ffn, x_D)
+        assert op.kind == "neurons", op
+        return partial(device.hot, divided, x_D)
+
+    def _copy(self, op: Op) -> Callable[[], None]:
+        ((source,), (target,)) = op.reads, op.writes
+        device = self.devices[op.home]
+        stream = device.side if op.is_beside else device.main
+        if name_of(source) == "bits":
+            assert op.layer is not None
+            found = self.bits_of_gpu(op.layer)
+            assert found is not None
+            return partial(stream.copy, found[1], found[0])
+        copy = partial(stream.copy, self._tensor(target, op.layer), self._tensor(source, op.layer))
+        is_sum = device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out")
+        if not is_sum:
+            return copy
+        assert op.layer is not None
+        rows_PD = device.sums([name_of(source)], self.divided[op.layer])
+        if len(rows_PD) == 1:
+            return copy
+
+        def run() -> None:
+            device.add_norm(rows_PD[0], rows_PD[1:], None, None, rows_PD[0])
+            copy()
+
+        return run
+
+    def _tensor(self, value: str, layer: int | None) -> Tensor:
+        name, device = name_of(value), device_of(value)
+        divided = None if layer is None else self.divided[layer]
+        if device != HOST:
+            return self.devices[device].value(name, divided)
+        if name == "named":
+            assert divided is not None
+            return divided.named_W
+        found = self.host.value(name)
+        assert found is not None, value
+        return found
+
+
+def is_in_line(op: Op) -> bool:
+    """True for what the host runs as a part of the native step."""
+    return op.device == HOST and op.kind != "copy" and not op.is_beside and op.part != "positions"
+
+
+def _is_read(value: str, later: Sequence[Op]) -> bool:
+    """True if the value is read before it is written again."""
+    for op in later:
+        if value in op.reads:
+            return True
+        if value in op.writes:
+            return False
+    return False
+
+
+def waits(submissions: Sequence[Submission]) -> list[list[StreamKey]]:
+    """The streams that each submission's stream waits for before it, as far as they have got: no more
+    than what it reads and writes demands. Each segment, a GPU's consecutive work, begins after the one
+    before it has ended."""
+    needed: dict[int, list[int]] = {}
+    for first, second in edges([(each.reads, each.writes) for each in submissions]):
+        needed.setdefault(second, []).append(first)
+    count: Counter[StreamKey] = Counter()
+    seen: dict[StreamKey, Counter[StreamKey]] = {}
+    numbers: list[int] = []  # of the submissions within their streams
+    found = []
+
+    def join(stream: StreamKey, other: StreamKey) -> None:
+        known = seen.setdefault(stream, Counter())
+        known |= seen.get(other, Counter())
+        known[other] = count[other]
+        seen[stream] = known
+
+    before: Submission | None = None
+    for number, each in enumerate(submissions):
+        main = (each.home, False)
+        if before is not None and (before.home, before.is_graph) != (each.home, each.is_graph):
+            join(main, (before.home, False))
+        before, own = each, []
+        for first in needed.get(number, ()):
+            other = submissions[first].stream
+            if other == each.stream or seen.get(each.stream, Counter())[other] > numbers[first]:
+                continue
+            source = other if other[0] == each.home else main
+            join(each.stream, source)
+            own.append(source)
+            assert seen[each.stream][other] > numbers[first], (each, submissions[first])
+        numbers.append(count[each.stream])
+        count[each.stream] += 1
+        found.append(own)
+    return found

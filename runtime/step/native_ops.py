@@ -1,0 +1,74 @@
+"""Lowers the host's operations of a step program to those of kernels/cpu/step.h."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from ctypes import Structure, c_int32
+
+from sparkinfer.runtime.step.program import Op, name_of
+
+# In the order of the enums of step.h.
+OP_KINDS = (
+    "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head"
+)  # fmt: skip
+NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
+SLOTS = ("x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out")
+_SLOT = {name: number for number, name in enumerate(SLOTS)} | {"head_in": SLOTS.index("attn_in")}
+_NONE = len(SLOTS)
+
+
+class OpStruct(Structure):
+    _fields_ = [("kind", c_int32), ("layer", c_int32), ("part", c_int32),
+                ("in", c_int32), ("in_2", c_int32), ("out", c_int32)]  # fmt: skip
+
+
+def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpStruct]]:
+    """The operations of each of `ops`, none for biases, which sums add themselves. `row_L`: the
+    layers' places in the step."""
+    for op in ops:
+        names = [name_of(value) for value in op.reads]
+        out = name_of(op.writes[0])
+        layer = len(row_L) if op.layer is None else row_L[op.layer]
+        if op.kind == "add":
+            yield list(_sum(layer, names, out))
+        elif op.kind == "norm" and op.layer is None:
+            yield [_op("head norm", layer, names[0], out=out)]
+        elif op.kind == "norm":
+            yield [_op("norm", layer, names[0], out=out, part=NORMS.index(op.part))]
+        elif op.kind == "head":  # without an output norm, rows are only gathered
+            gather = [] if names[0] == "head_in" else [_op("head norm", layer, "x", out="head_in")]
+            yield [*gather, _op("head", layer, "head_in")]
+        elif op.kind == "neurons":
+            yield [_op("neurons", layer, names[0], out=out, part=int(op.part == "cold"))]
+        elif op.kind == "attention":
+            yield [_op("attention", layer, names[0], out=out)]
+        elif op.kind == "predict":
+            yield [_op("predict", layer, names[0])]
+        elif op.kind == "embed":
+            yield [_op("embed", layer, out=out)]
+        else:
+            assert op.kind == "bias", op
+            yield []
+
+
+def overwritten(op: Op) -> tuple[str, ...]:
+    """Values that an operation of the host uses as scratch: a longer sum is taken in its second
+    term."""
+    return op.reads[1:2] if op.kind == "add" and len(op.reads) > 2 else ()
+
+
+def _sum(layer: int, terms: list[str], out: str) -> Iterator[OpStruct]:
+    """The first term + the sum of the others, which is taken in the second."""
+    first, second, *others = terms
+    for term in others:
+        if term == "bias":
+            yield _op("add bias", layer, second, out=second)
+        else:
+            yield _op("add", layer, second, term, second)
+    yield _op("add", layer, first, second, out)
+
+
+def _op(
+    kind: str, layer: int, x: str | None = None, y: str | None = None, out: str | None = None,
+    part: int = 0,
+) -> OpStruct:  # fmt: skip
+    slots = [_NONE if name is None else _SLOT[name] for name in (x, y, out)]
+    return OpStruct(OP_KINDS.index(kind), layer, part, *slots)
