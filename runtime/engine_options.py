@@ -2,7 +2,7 @@
 
 Each function raises a one-line SparkinferError for options that cannot be met."""
 
-import sys
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from sparkinfer.system_memory import free_memory_bytes
 # left to the page cache, which loading uses.
 FREE_SHARE = 0.9
 Notice = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 def residence_of(
@@ -43,10 +44,9 @@ def residence_of(
     on_cpu = [items for role, items in bytes_by_role.items() if role == "cpu" or gpu.type == "cpu"]
     wanted, free = sum(sum(items.values()) for items in on_cpu), free_memory_bytes()
     if is_resident is None and wanted > FREE_SHARE * free:
-        print(
+        log.warning(
             f"{model.path}: the CPU needs {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are"
-            " free: the weights stay in the file, where reading them is slower",
-            file=sys.stderr,
+            " free: the weights stay in the file, where reading them is slower"
         )
         return None
     return Residence()
@@ -58,28 +58,34 @@ def mode_of(
     plan: Split | None = None,
     max_loss: float = MAX_LOSS,
     notice: Notice = lambda line: None,
+    warn: Notice = lambda line: None,
 ) -> Mode:
     """The mode asked for, else the plan's, else the one that reads least at a loss of at most
-    `max_loss`; `notice` gets messages for the user.
+    `max_loss`. `notice` gets the reason for the choice, `warn` a warning of a larger loss.
 
     Raises SparkinferError for a mode the model or the plan does not support."""
-    if mode is None:
-        choice = choose_mode(model, max_loss)
-        line = choice.line
-        if plan is not None and plan.mode != choice.mode:
-            line = loss_line(model, plan.mode, max_loss)
-        elif plan is not None and line is not None:
-            line += (
-                f"; the plan is for mode {plan.mode}: for another mode, run sparkinfer solve again with"
-                " --mode or --max-loss"
-            )
-        found = choice.mode if plan is None else plan.mode
-    else:
-        line, found = loss_line(model, mode, max_loss), mode
-    _check_mode(model, found, plan)
+    choice = choose_mode(model, max_loss) if mode is None else None
+    asked = mode if plan is None else mode or plan.mode
+    if choice is not None and asked in (None, choice.mode):
+        _check_mode(model, choice.mode, plan)
+        if choice.line is not None:
+            notice(choice.line + _of_plan(plan))
+        return choice.mode
+    assert asked is not None
+    _check_mode(model, asked, plan)
+    line = loss_line(model, asked, max_loss)
     if line is not None:
-        notice(line)
-    return found
+        warn(line)
+    return asked
+
+
+def _of_plan(plan: Split | None) -> str:
+    if plan is None:
+        return ""
+    return (
+        f"; the plan is for mode {plan.mode}: for another mode, run sparkinfer solve again with"
+        " --mode or --max-loss"
+    )
 
 
 def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:

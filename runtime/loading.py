@@ -5,7 +5,7 @@ placement, sequences and cache, bytes, neuron cache, memory on the CPU and on GP
 of cold weights, decode step. If a GPU is lost on the way, the whole load is done again on the
 CPU."""
 
-import sys
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,6 +54,8 @@ from sparkinfer.runtime.step.hybrid_step import Backend
 from sparkinfer.split_file import Split
 from sparkinfer.thresholds import with_thresholds
 
+log = logging.getLogger(__name__)
+
 StepOf = Callable[[Weights], DecodeStep | str]
 
 
@@ -96,7 +98,7 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
         return _Load(model, plan, config).run()
     except DeviceLost as lost:
         why = str(lost)
-    _notice(model, why)  # past the handler, which would keep the lost weights
+    _warn(model, why)  # past the handler, which would keep the lost weights
     return _Load(model, plan, replace(config, device="cpu")).run()
 
 
@@ -122,7 +124,7 @@ class _Load:
 
     def __init__(self, model: ModelFile, plan: Split | None, config: EngineConfig) -> None:
         self.model, self.plan, self.config = model, plan, config
-        self.notice = partial(_notice, model)
+        self.notice, self.warn = partial(_notice, model), partial(_warn, model)
         self.observers, self.traffic = Observers(), Traffic()
         self.offset = model.predictor.input_layer_offset if model.predictor else 0
         self.chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
@@ -155,13 +157,15 @@ class _Load:
 
     def _choose_mode(self) -> None:
         asked, max_loss = self.config.mode, self.config.max_loss
-        self.mode = mode_of(self.model.row_major, asked, self.plan, max_loss, self.notice)
+        self.mode = mode_of(
+            self.model.row_major, asked, self.plan, max_loss, self.notice, self.warn
+        )
 
     def _check_devices(self) -> None:
         """Everything runs on the CPU if a device fails."""
         gpu, plan = device_of(self.config.device), self.plan
         gpus = (gpu,) if plan is None else gpus_of(plan, gpu)
-        self.check = checked(gpus, self.notice, has_budget=plan is not None)
+        self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpu = torch.device("cpu") if self.check is None else gpu
         check_rules(self.model, plan, self.gpu)
 
@@ -211,20 +215,20 @@ class _Load:
             is_resident = self.residence is not None
             self.setup.check(model.row_major, plan, self.mode, is_resident=is_resident)
         self.memories = memories_of(
-            model, plan, self.placement, self.bytes_by_role, self.context_length, self.notice,
+            model, plan, self.placement, self.bytes_by_role, self.context_length, self.warn,
             keeps_budget=check is None or check.keeps_budget,
         )  # fmt: skip
 
     def _load_weights(self) -> None:
-        with uploading(self.memories, self.residence, self.notice) as uploaders:
+        with uploading(self.memories, self.residence, self.warn) as uploaders:
             self.weights = load_weights(
                 self.model, self.placement, self.mode, self.context_length, self.observers,
                 self.traffic, self.notice, self.residence, uploaders, self.num_sequences,
                 self.cache_types, self.resident_LN, self.gpu.type == "cpu",
             )  # fmt: skip
         if not library.is_available():
-            self.notice("the C++ kernels are not built; torch computes in their place, many times"
-                        " slower; run make build")  # fmt: skip
+            self.warn("the C++ kernels are not built; torch computes in their place, many times"
+                      " slower; run make build")  # fmt: skip
 
     def _stream_cold_weights(self) -> None:
         """Checks the kernels that the weights need, and what a pass of a prompt has room for."""
@@ -233,7 +237,7 @@ class _Load:
             self.check.check_kernels(self.weights, self.placement, self.offset, takes)
         self.weights, self.chunk = with_cold_streams(
             self.model, self.weights, self.memories, self.placement, self.mode,
-            self.context_length, self.bytes_by_role, self.chunk, self.notice,
+            self.context_length, self.bytes_by_role, self.chunk, self.warn,
         )  # fmt: skip
 
     def _make_neuron_cache(self) -> None:
@@ -255,7 +259,7 @@ class _Load:
         step = self.step_of(self.weights)
         set_aside(self.memories)
         if isinstance(step, str) and self.check is not None:
-            self.notice(f"{step}: tokens go through torch layer by layer, several times slower")
+            self.warn(f"{step}: tokens go through torch layer by layer, several times slower")
         return self._decoder_with(step, self.observers, chunk=self.chunk)
 
     def _backend(self, step_by: Callable[..., DecodeStep | str]) -> Backend | str | None:
@@ -281,5 +285,10 @@ class _Load:
 
 
 def _notice(model: ModelFile, line: str) -> None:
-    """Prints a notice for the user."""
-    print(f"{model.path}: {line}", file=sys.stderr)
+    """Says why the load does what it does."""
+    log.info(f"{model.path}: {line}")
+
+
+def _warn(model: ModelFile, line: str) -> None:
+    """Says what is slower or worse than the model and the machine allow."""
+    log.warning(f"{model.path}: {line}")

@@ -32,6 +32,7 @@ from test_runtime import IDS, make_split
 from sparkinfer import Engine
 from sparkinfer.device_checks import DIED, stored_checks
 from sparkinfer.doctor import gpu as doctor
+from sparkinfer.log_lines import lines_on_stderr
 from sparkinfer.runtime.check import device_check
 from sparkinfer.runtime.check import parts as device_parts
 from sparkinfer.runtime.check.launches import NAMES
@@ -83,7 +84,10 @@ class Loaded:
         given = iter([parts, None])  # after a lost device, the load goes on without one
         monkeypatch.setattr(device_parts, "parts_of", lambda device: next(given))
         capsys.readouterr()
-        with Engine.load(path, split=split, mode="predicted", device="cpu", **options) as engine:
+        with (
+            lines_on_stderr(),
+            Engine.load(path, split=split, mode="predicted", device="cpu", **options) as engine,
+        ):
             self.lines = capsys.readouterr().err.splitlines()
             self.step = engine._live.native
             self.error = rel_error(stepped(engine), want)
@@ -328,6 +332,7 @@ BROKEN = {
 @pytest.mark.slow
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
 @pytest.mark.parametrize("part", [None, *BROKEN])
+@lines_on_stderr()
 def test_the_parts_themselves_on_a_runtime_that_runs_late(planned, capsys, part):
     """Streams, graphs, pinned memory and limits as on a GPU; only kernels are the reference."""
     path, split, want = planned

@@ -17,6 +17,7 @@ from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
+from sparkinfer.log_lines import lines_on_stderr
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 
@@ -60,6 +61,7 @@ def check_the_runtime():
 
 
 @pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
+@lines_on_stderr()
 def test_a_plan_on_devices_gives_what_the_cpu_gives(tmp_path, plan, capsys):
     model = make(tmp_path)
     model.save(model.path)

@@ -15,6 +15,7 @@ from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.engine_config import EngineConfig
 from sparkinfer.errors import SparkinferError
+from sparkinfer.log_lines import lines_on_stderr
 from sparkinfer.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
 from sparkinfer.mode_quality import ModeQuality, is_recordable
 from sparkinfer.model_file import ModelFile, PredictorInfo
@@ -112,9 +113,9 @@ def test_the_limit_is_the_users():
 def test_a_requested_mode_is_used_with_a_warning():
     model = a_model(exact=(0.18, 0.76))
     for mode, count in (("dense", 0), ("exact", 1), ("predicted", 0)):
-        lines = []
-        assert mode_of(model, mode, notice=lines.append) == mode
-        assert len(lines) == count
+        lines, others = [], []
+        assert mode_of(model, mode, notice=others.append, warn=lines.append) == mode
+        assert len(lines) == count and not others
     assert "+18 %" in loss_line(model, "exact", 0.01) and loss_line(model, "exact", 0.18) is None
     assert refusal(model, "dense", 0.0) is None
 
@@ -266,6 +267,7 @@ def test_thresholds_of_another_run_drop_the_record_of_the_predictors(artifacts):
 # ---- the engine ------------------------------------------------------------------------------
 
 
+@lines_on_stderr()
 def test_the_engine_says_why_it_runs_dense(tmp_path, capsys):
     model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
     model.save(tmp_path / "m.gguf")

@@ -11,6 +11,7 @@ from test_runtime import IDS, PATTERNS, decoded, make_split
 
 from sparkinfer import Engine, system_memory
 from sparkinfer.errors import SparkinferError
+from sparkinfer.log_lines import lines_on_stderr
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime import engine_options
 from sparkinfer.runtime.device import huge_pages
@@ -135,6 +136,7 @@ def test_zeros_in_huge_pages_are_zeros(dtype, rows):
     assert not is_large or found.data_ptr() % huge_pages.HUGE_PAGE_BYTES == 0
 
 
+@lines_on_stderr()
 def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys):
     monkeypatch.setattr(engine_options, "free_memory_bytes", lambda: 1 << 20)
     with Engine.load(model, mode="exact") as engine:
@@ -145,6 +147,7 @@ def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys)
         assert any(m.stride_bytes > m.row_bytes for ms in neurons(engine) for m in ms)
 
 
+@lines_on_stderr()
 def test_without_the_kernels_weights_cannot_be_arranged(model, monkeypatch, capsys):
     monkeypatch.setattr(library, "_lib", None)
     with pytest.raises(SparkinferError, match=r"only the C\+\+ kernels, which are not built"):

@@ -2,8 +2,8 @@
 
 The kernels' threads sleep while torch computes and vice versa, so both may have all cores."""
 
+import logging
 import os
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.kernels.cpu import library
 
 MOST_THREADS = 1024
+log = logging.getLogger(__name__)
 
 
 def use_threads(count: int | None) -> int:
@@ -34,9 +35,11 @@ def use_threads(count: int | None) -> int:
 
 @cache
 def _note_too_many(count: int, here: int) -> None:
-    """Prints a note, once for each count: `run` sets the threads for its stages and for the text."""
-    print(f"note: {count} threads on {here} processors wait for each other; --threads {here} or"
-          " fewer is faster", file=sys.stderr)  # fmt: skip
+    """Warns, once for each count: `run` sets the threads for its stages and for the text."""
+    log.warning(
+        f"note: {count} threads on {here} processors wait for each other; --threads {here} or fewer"
+        " is faster"
+    )
 
 
 def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:

@@ -48,13 +48,15 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
     import click
 
     from sparkinfer.commands.all_commands import Stopped, cli
+    from sparkinfer.log_lines import lines_on_stderr
 
     if is_program:
         from sparkinfer import mapped_files
 
         mapped_files.guard()
     try:
-        code = cli.main(arguments, prog_name="sparkinfer", standalone_mode=False)
+        with lines_on_stderr():
+            code = cli.main(arguments, prog_name="sparkinfer", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except Stopped as error:

@@ -14,8 +14,8 @@ If the C++ is not built, `is_available()` is False and the caller uses torch.
 Shapes: F rows of the matrix, D values in a row, A chosen rows."""
 
 import ctypes
+import logging
 import os
-import sys
 from importlib.util import find_spec
 from typing import NamedTuple, NoReturn
 
@@ -26,6 +26,7 @@ from sparkinfer.errors import SparkinferError
 
 LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")  # instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
+log = logging.getLogger(__name__)
 
 
 class _Layout(NamedTuple):
@@ -101,10 +102,9 @@ def _load() -> ctypes.CDLL | None:
     lib.spark_set_threads.restype = int32
     faulty = lib.spark_faulty_level()
     if faulty is not None:
-        print(
+        log.warning(
             f"the processor advertises {faulty.decode()} but its instructions fail here;"
-            f" using {lib.spark_level().decode()}",
-            file=sys.stderr,
+            f" using {lib.spark_level().decode()}"
         )
     return lib
 
