@@ -140,10 +140,11 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
     rows.append(("in all", *(format_bytes(sum(side.values())) for side in (*gpus, cpu))))
     rows.append(("granted", *map(format_bytes, split.budgets),
                  format_bytes(split.host_budget_bytes) if split.host_budget_bytes else NONE))  # fmt: skip
+    texts = f"{split.num_sequences} texts of " if split.num_sequences > 1 else ""
     head = ("", *(f"GPU {number}" for number in range(len(gpus))), "CPU")
     return Section(
         name="bytes", title="Where each byte goes",
-        lead=f"{lead} The cache is for {split.context_length:,} tokens.",
+        lead=f"{lead} The cache is for {texts}{split.context_length:,} tokens.",
         plots=(plots.plot_bytes(gpus, cpu),),
         tables=(Table(caption="Bytes by device", head=head, rows=tuple(rows)),),
     )  # fmt: skip

@@ -229,17 +229,16 @@ def context_of(
     return asked
 
 
-def sequences_of(asked: int, plan: Split | None, device: torch.device) -> int:
-    """The number of texts the cache is for."""
-    if asked > 1 and plan is not None:
+def sequences_of(asked: int, plan: Split | None) -> int:
+    """The number of texts the cache is for: the plan's, if there is one."""
+    if plan is None:
+        return asked
+    if asked > plan.num_sequences:
         raise SparkinferError(
-            f"{asked} sequences asked for, but a plan budgets the cache of one; leave one of the two out"
+            f"{asked} sequences asked for, but the plan budgets the cache of {plan.num_sequences};"
+            f" run sparkinfer solve with --sequences {asked}"
         )
-    if asked > 1 and device.type != "cpu":
-        raise SparkinferError(
-            f"{asked} sequences asked for, which run only on the CPU so far; use device cpu"
-        )
-    return asked
+    return plan.num_sequences
 
 
 def cache_types_of(

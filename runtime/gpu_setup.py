@@ -168,12 +168,13 @@ def with_cold_streams(
     room for that many).
 
     Raises SparkinferError if a GPU's budget leaves no room for a token."""
+    num_sequences = weights.cache.table.num_sequences
     for memory in memories.values():
-        chunk = _most_tokens(model, memory, mode, context_length, chunk)
+        chunk = _most_tokens(model, memory, mode, context_length, chunk, num_sequences)
     for device, memory in memories.items():
         room = memory.room_bytes
         workspace_bytes = items["gpu"]["workspace"] // len(memories)
-        wanted = pass_bytes(model, chunk, context_length, mode)
+        wanted = pass_bytes(model, chunk, context_length, mode, num_sequences)
         blocks = cold_blocks(weights, placement, device)
         piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
         piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
@@ -193,14 +194,18 @@ def with_cold_streams(
 
 
 def _most_tokens(
-    model: ModelFile, memory: DeviceMemory, mode: Mode, context_length: int, chunk: int
+    model: ModelFile,
+    memory: DeviceMemory,
+    mode: Mode,
+    context_length: int,
+    chunk: int,
+    num_sequences: int = 1,
 ) -> int:
     """Maximum tokens per pass such that its temporaries fit outside the slab."""
     room = int(memory.room_bytes * (1 - GAPS))
     tokens = chunk
-    while pass_bytes(model, tokens, context_length, mode) > room:
+    while (wanted := pass_bytes(model, tokens, context_length, mode, num_sequences)) > room:
         if tokens == 1:
-            wanted = pass_bytes(model, 1, context_length, mode)
             raise SparkinferError(
                 f"{memory.device}: {format_bytes(room)} left after weights and cache, one token"
                 f" takes {format_bytes(wanted)}; run sparkinfer solve with a larger --vram-budget or"

@@ -175,7 +175,7 @@ class _Load:
 
     def _size_cache(self) -> None:
         model, plan, config = self.model, self.plan, self.config
-        self.num_sequences = sequences_of(config.num_sequences, plan, self.gpu)
+        self.num_sequences = sequences_of(config.num_sequences, plan)
         self.cache_types = cache_types_of(
             model.row_major, config.cache_type_k, config.cache_type_v, config.kv_offload,
             has_plan=plan is not None, device=self.gpu,

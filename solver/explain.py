@@ -4,7 +4,7 @@ It reads the written plan and its model file, not the solver's data."""
 
 from dataclasses import dataclass
 
-from sparkinfer.budget import ITEMS, Items, kv_bytes_per_layer, layer_bytes
+from sparkinfer.budget import ITEMS, Items, kv_bytes_per_layer, kv_positions, layer_bytes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.solve import SolveConfig
@@ -54,11 +54,12 @@ def explain(config: SolveConfig) -> Explanation:
 def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
     sizes, num_hot = layer_bytes(split.held(model), layer), len(split.hot[layer])
     is_there = split.dense_on_gpu[layer]
+    positions = kv_positions(split.context_length, split.num_sequences)
     return LayerUse(
         layer=layer,
         gpu=split.home[layer] if split.home else 0,
         dense_bytes=(sizes.attention + sizes.predictor) * is_there,
-        kv_bytes=kv_bytes_per_layer(model, split.context_length) * is_there,
+        kv_bytes=kv_bytes_per_layer(model, positions) * is_there,
         neuron_bytes=num_hot * sizes.neuron,
         num_hot=num_hot,
         num_neurons=model.shape.num_neurons,

@@ -4,7 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparkinfer.budget import DEFAULT_CONTEXT, CacheSize, embedding_bytes
+from sparkinfer.budget import (
+    DEFAULT_CONTEXT,
+    CacheSize,
+    embedding_bytes,
+    kv_bytes_per_layer,
+    kv_positions,
+)
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Figure, Gpu, Machine
 from sparkinfer.mode_choice import mode_meant
@@ -41,6 +47,7 @@ class Inputs:
     budgets: tuple[int, ...]  # of each GPU used
     host_budget: int
     swapped_rows: int = 0  # of a neuron cache, in a step at most; 0: the plan has none
+    num_sequences: int = 1  # texts at a time
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -59,12 +66,18 @@ class Inputs:
                 mode=self.mode,
                 gpu=gpu,
                 workspace=self.workspace + cache_bytes,
+                num_sequences=self.num_sequences,
             )
             for gpu, budget in zip(self.gpus, self.budgets, strict=True)
         )
         for_host = self.host_budget - self.always_on_host
         need_bytes = max(0, problems[0].placeable_bytes - for_host)
         return Pipeline(problems=problems, need_bytes=0 if self.swapped_rows else need_bytes)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The keys and values of a layer, of all texts."""
+        return kv_bytes_per_layer(self.model, kv_positions(self.context_length, self.num_sequences))
 
     @property
     def cache_size(self) -> CacheSize | None:
@@ -93,6 +106,7 @@ def load_inputs(
     mode: PlanMode | None,
     workspace: Workspace,
     swapped_rows: int = 0,
+    num_sequences: int = 1,
 ) -> Inputs:
     """Raises SparkinferError for files that do not belong together or lack something required."""
     files = (ModelFile.load(model), Profile.load(profile), Machine.load(machine))
@@ -112,6 +126,7 @@ def load_inputs(
         budgets=budgets,
         host_budget=files[2].memory_bytes if host_budget is None else host_budget,
         swapped_rows=swapped_rows,
+        num_sequences=num_sequences,
     )
     _check_profile(inputs)
     _check_machine(inputs)

@@ -85,7 +85,7 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
 def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
     """The GPU of each layer from `first` on, and of the head; None if they do not fit."""
     model, homes = inputs.model, list[int]()
-    kv = kv_bytes_per_layer(model, inputs.context_length)
+    kv = inputs.kv_bytes
     layers = range(first, model.shape.num_layers)
     sizes = [kv + sum(e.num_bytes for e in _weights(inputs, layer)) for layer in layers]
     sizes += [head_bytes(model)] * has_head

@@ -59,6 +59,7 @@ from sparkinfer.budget import (
     is_dense,
     is_predictor,
     kv_bytes_per_layer,
+    kv_positions,
     layer_bytes,
     layer_tensors,
     transposed_kind,
@@ -192,21 +193,23 @@ def build_problem(
     gpu: Gpu | None = None,
     need_bytes: int = 0,
     workspace: int | None = None,
+    num_sequences: int = 1,
 ) -> Problem:
     """The numbers of a problem, with every byte count from `sparkinfer.budget`.
 
     The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
-    estimate of `budget`."""
+    estimate of `budget`. A token reads the keys and values of one of `num_sequences` texts."""
     gpu = machine.gpus[0] if gpu is None else gpu
     gpu_s, shape = 1e-9 / gpu.bandwidth_gb_per_s.best, model.shape
     sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
-    kv = kv_bytes_per_layer(model, context_length)
+    kv_read = kv_bytes_per_layer(model, context_length) / 2
+    kv = kv_bytes_per_layer(model, kv_positions(context_length, num_sequences))
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
     if mode == "dense":
         frequency_LF = np.ones_like(frequency_LF)
     has_predictor = mode == "predicted"
-    read_L = np.array([s.attention + kv / 2 for s in sizes])
+    read_L = np.array([s.attention + kv_read for s in sizes])
     named_LF = np.ones_like(frequency_LF)
     if mode == "predicted":
         read_L += np.array([s.predictor for s in sizes])
@@ -234,7 +237,7 @@ def build_problem(
         min_hot_L=np.minimum(num_too_few_L + 1, shape.num_neurons),
         dense_bytes_L=np.array([s.attention + s.predictor * has_predictor + kv for s in sizes]),
         dense_gpu_s_L=read_L * gpu_s + _dense_launches(model, mode) * gpu.launch_s.best,
-        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, kv / 2),
+        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, kv_read),
         head_bytes=head,
         head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,

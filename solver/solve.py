@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 
 from sparkinfer.budget import Items, workspace_bytes
+from sparkinfer.engine_config import MAX_SEQUENCES
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
 from sparkinfer.machine_file import Machine
@@ -53,6 +54,7 @@ class SolveConfig:
     max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
     time_limit_s: float = 30.0  # of the integer program
     neuron_cache: CacheOptions | None = None  # None: hot neurons stay as planned
+    num_sequences: int = 1  # texts at a time, each with a context of its own
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -63,6 +65,10 @@ class SolveConfig:
             )
         if self.context_length is not None and self.context_length < 1:
             raise SparkinferError(f"a context of {self.context_length} tokens; wanted 1 or more")
+        if not 1 <= self.num_sequences <= MAX_SEQUENCES:
+            raise SparkinferError(
+                f"a plan for {self.num_sequences} sequences; wanted 1 to {MAX_SEQUENCES}"
+            )
         if self.mode is not None and self.mode not in get_args(PlanMode):
             raise SparkinferError(f"mode {self.mode!r}; wanted one of {get_args(PlanMode)}")
         if not self.max_loss >= 0:
@@ -108,6 +114,7 @@ class SolveReport:
     status: str  # see optimise.Answer
     mode: PlanMode
     context_length: int
+    num_sequences: int  # texts at a time
     objective_s: float  # predicted seconds per token
     bound_s: float  # lower bound on placements of single neurons
     gap: float
@@ -177,6 +184,7 @@ def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs
         mode=config.mode,
         workspace=workspace or estimated_workspace,
         swapped_rows=config.neuron_cache.most_rows if config.neuron_cache else 0,
+        num_sequences=config.num_sequences,
     )
 
 
@@ -228,6 +236,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         profile_sha256=sha256_of(profile_path),
         machine_sha256=sha256_of(machine_path),
         cache=planned_cache(inputs, pipeline, placement),
+        num_sequences=inputs.num_sequences,
     )
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
@@ -315,6 +324,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         status=split.status,
         mode=split.mode,
         context_length=split.context_length,
+        num_sequences=split.num_sequences,
         objective_s=split.objective_s,
         bound_s=split.bound_s,
         gap=split.gap,

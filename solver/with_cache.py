@@ -128,6 +128,7 @@ def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:
     return plan_bytes(
         inputs.model if is_predicted else without_predictors(inputs.model),
         context_length=inputs.context_length,
+        num_sequences=inputs.num_sequences,
         num_hot=placement.num_hot_L.tolist(),
         dense_on_gpu=placement.dense_L.tolist(),
         head_on_gpu=placement.head,

@@ -27,8 +27,9 @@ def saved(tmp_path, **options):
 
 
 def make_split(
-    model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None
-):
+    model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None,
+    num_sequences=1,
+):  # fmt: skip
     """`dense_on_gpu` is one value or one per layer; `home` is the GPU of each layer and the head."""
     num_layers = model.shape.num_layers
     is_one = isinstance(dense_on_gpu, bool)
@@ -42,6 +43,7 @@ def make_split(
         head_on_gpu=head_on_gpu,
         home=home or (),
         neuron_cache=cache and CacheSize(most_rows=cache.most_rows, packs_bits=is_exact),
+        num_sequences=num_sequences,
     )
     gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(
@@ -61,6 +63,7 @@ def make_split(
         home=tuple(home or ()),
         gpu_budget_bytes=tuple(sum(items.values()) for items in gpus) if home else (),
         cache=cache,
+        num_sequences=num_sequences,
     )
 
 

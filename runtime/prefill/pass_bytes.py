@@ -9,7 +9,13 @@ available for streaming cold weights (runtime.prefill.cold_stream).
 Letters: T tokens, D model width, H heads, K key-value heads, W head width, C positions, F
 neurons."""
 
-from sparkinfer.budget import FLOAT_BYTES, LOGITS_CHUNK, part_neurons
+from sparkinfer.budget import (
+    FLOAT_BYTES,
+    LOGITS_CHUNK,
+    kv_bytes_per_layer,
+    kv_positions,
+    part_neurons,
+)
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
 from sparkinfer.runtime.model.attention import SCORE_BYTES
@@ -21,7 +27,9 @@ _MOST_PARTS = 32
 _DECODE_TENSORS = 64  # upper bound on their number; each may have an alignment gap
 
 
-def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mode) -> int:
+def pass_bytes(
+    model: ModelFile, num_tokens: int, context_length: int, mode: Mode, num_sequences: int = 1
+) -> int:
     """Upper bound on temporary bytes of a pass over `num_tokens` at the end of the context."""
     shape, tokens = model.shape, num_tokens
     width, neurons = shape.width, shape.num_neurons
@@ -31,6 +39,8 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
     of_token = FLOAT_BYTES * group * context_length
     scores = 3 * of_token * min(tokens, max(1, SCORE_BYTES // of_token))
     one_head = FLOAT_BYTES * 2 * context_length * shape.head_width + 16 * context_length
+    if num_sequences > 1:
+        one_head += _gathered(model, context_length)
     hidden = tokens * 5 * width  # before, between and after the blocks, and their inputs
     attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
     part = 6 * min(neurons, part_neurons(width, tokens))
@@ -45,6 +55,13 @@ def pass_bytes(model: ModelFile, num_tokens: int, context_length: int, mode: Mod
         FLOAT_BYTES * attention + scores + one_head,
         FLOAT_BYTES * max(attention, feed_forward, head) + tile,
     )
+
+
+def _gathered(model: ModelFile, context_length: int) -> int:
+    """Upper bound on the bytes of a sequence's keys and values that are copied out of their blocks:
+    both, and one of them a second time while its blocks are joined."""
+    positions = kv_positions(context_length, 2) // 2
+    return 3 * kv_bytes_per_layer(model, positions) // 2 + 16 * positions
 
 
 def decode_bytes(model: ModelFile, context_length: int) -> int:

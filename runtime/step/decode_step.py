@@ -36,6 +36,8 @@ def decode_step(
         return native_step.build(weights, input_layer_offset, traffic, neuron_cache)
     if isinstance(backend, str):
         return backend
+    if weights.cache.table.num_sequences > 1:
+        return "several sequences have no step on a GPU so far"
     try:
         return hybrid_builder.build(
             weights, placement, input_layer_offset, traffic, backend, neuron_cache

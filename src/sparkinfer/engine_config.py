@@ -78,8 +78,8 @@ class EngineConfig:
     cpu_ffn: in place of a plan, puts all feed-forward neurons on the CPU and everything else on the
     device.
 
-    num_sequences: texts kept at a time, each of up to context_length tokens; more than one on the
-    CPU only.
+    num_sequences: texts kept at a time, each of up to context_length tokens. With a plan as many as
+    it budgets, and no more.
 
     max_loss: the rise of the perplexity, as a share, that the choice of a mode accepts.
 

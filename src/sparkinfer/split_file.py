@@ -49,6 +49,7 @@ class Split:
     profile_sha256: str = UNKNOWN  # of the files that it was made from
     machine_sha256: str = UNKNOWN
     cache: CachePlan | None = None  # of hot neurons; None: they stay as planned
+    num_sequences: int = 1  # texts at a time, each with a context of its own in the cache
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -104,6 +105,7 @@ class Split:
                 profile_sha256=read.text("profile_sha256"),
                 machine_sha256=read.text("machine_sha256"),
                 cache=cache,
+                num_sequences=_sequences(read),
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
@@ -122,6 +124,8 @@ class Split:
         if self.home:
             keys[_PREFIX + "home"] = list(self.home)
             keys[_PREFIX + "gpu_budget_bytes"] = [str(n) for n in self.gpu_budget_bytes]
+        if self.num_sequences > 1:
+            keys[_PREFIX + _SEQUENCES] = np.uint32(self.num_sequences)
         for side in ("gpu_bytes", "cpu_bytes"):
             for item, count in getattr(self, side).items():
                 keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)
@@ -210,6 +214,7 @@ class Split:
             workspace=self.cpu_bytes["workspace"],
             home=self.home,
             neuron_cache=self.cache_size,
+            num_sequences=self.num_sequences,
         )
 
     def check_files(self, plan: Path, *, profile: Path, machine: Path | None = None) -> None:
@@ -283,6 +288,7 @@ _SCALARS = {
     "machine_sha256": str,
 }
 _OF_GPUS = {"home", "gpu_budget_bytes"}  # if there are several
+_SEQUENCES = "num_sequences"  # if there are several
 
 
 def without_predictors(model: ModelFile) -> ModelFile:
@@ -314,13 +320,18 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
     known |= {
         f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)
     }
-    known |= set(KEYS) if version == VERSION else set()
+    known |= {*KEYS, _SEQUENCES} if version == VERSION else set()
     own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
     if not own <= known:
         raise SparkinferError(f"key {shown(min(own - known))} is unknown")
     if own & _OF_GPUS and not own >= _OF_GPUS:
         raise SparkinferError(f"{' and '.join(sorted(_OF_GPUS))}: one of them is missing")
     refuse_half(own)
+
+
+def _sequences(read: Fields) -> int:
+    """The number of texts at a time; a plan for one does not say it."""
+    return read.count(_SEQUENCES, least=2) if _SEQUENCES in read.values else 1
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:

@@ -172,6 +172,9 @@ def calibrate(as_json: bool, **options: Any) -> None:
                    " beside it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Context length to reserve KV cache for. [default: the model's, up to 4,096]")  # fmt: skip
+@click.option("--sequences", "num_sequences", default=1, show_default=True,
+              help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
+                   " and --kept of serve together, or the prompts of generate.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
               help="Mode to plan for. [default: the fastest without loss of quality]")  # fmt: skip
 @max_loss_option

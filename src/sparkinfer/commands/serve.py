@@ -103,6 +103,7 @@ def serve(
     address as soon as the server is ready."""
     _check_packages()
     from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.engine_options import device_of
     from sparkinfer.runtime.kernels.threads import use_threads
     from sparkinfer.serve.config import ServeConfig
     from sparkinfer.serve.request_log import start_log
@@ -110,9 +111,8 @@ def serve(
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     sampling = take_sampling_options(options)
-    is_single = _single_reason(split, device, cpu_ffn=cpu_ffn)
-    if is_single:
-        options |= {"parallel": 1, "kept": 0}
+    if split is not None:
+        options |= _places_of(split, options["parallel"], options["kept"])
     config = ServeConfig(model=model, sampling=sampling, **options)
     num_places = config.parallel + config.num_kept
     start_log(is_json=config.log_json)
@@ -120,7 +120,7 @@ def serve(
     def open_engine() -> "Engine":
         use_threads(threads)
         say(f"{model}: loading")
-        if not is_single:
+        if split is None and device_of(device).type == "cpu" and not cpu_ffn:
             _check_memory(
                 model, context_length, num_places, (cache_type_k, cache_type_v, kv_offload),
                 (rope_scaling, rope_scale),
@@ -131,7 +131,7 @@ def serve(
             max_loss=max_loss, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
             kv_offload=kv_offload, rope_scaling=rope_scaling, rope_scale=rope_scale,
         )  # fmt: skip
-        _say_loaded(engine, config, is_single)
+        _say_loaded(engine, config, has_plan=split is not None)
         return engine
 
     def on_ready(url: str, served: "ServedModel") -> None:
@@ -155,14 +155,23 @@ def _check_packages() -> None:
             ) from error
 
 
-def _single_reason(split: Path | None, device: str | None, *, cpu_ffn: bool) -> str | None:
-    """The reason why the engine takes only one text at a time, if it does."""
-    import torch
+def _places_of(split: Path, parallel: int, kept: int | None) -> dict[str, int]:
+    """--parallel and --kept for the texts that a plan budgets: as asked for, else as many as there
+    are. Raises SparkinferError for more."""
+    from sparkinfer.split_file import Split
 
-    if split is not None:
-        return "a plan budgets the cache of one text"
-    is_cuda = torch.cuda.is_available() if device is None else not device.startswith("cpu")
-    return "several texts at a time run only on the CPU so far" if is_cuda or cpu_ffn else None
+    places = Split.load(split).num_sequences
+    source = click.get_current_context().get_parameter_source("parallel")
+    if source == click.core.ParameterSource.DEFAULT:
+        parallel = max(1, min(parallel, places - (kept or 0)))
+    kept = max(0, places - parallel) if kept is None else kept
+    if parallel + kept > places:
+        raise SparkinferError(
+            f"{split}: budgets the cache of {places} texts, and --parallel {parallel} with --kept"
+            f" {kept} takes {parallel + kept}; run sparkinfer solve with --sequences"
+            f" {parallel + kept}"
+        )
+    return {"parallel": parallel, "kept": kept}
 
 
 def _check_memory(
@@ -200,7 +209,7 @@ def _cache_bytes(engine: "Engine") -> int:
     return sum(items.get("kv_cache", 0) for items in engine.bytes_by_role.values())
 
 
-def _say_loaded(engine: "Engine", config: "ServeConfig", single: str | None) -> None:
+def _say_loaded(engine: "Engine", config: "ServeConfig", *, has_plan: bool) -> None:
     """Reports the memory that the server holds."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
@@ -208,8 +217,9 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", single: str | None) -> 
         f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))}, allocated now, are for {places} texts"
         f" of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)")  # fmt: skip
-    if single:
-        say(f"note: {single}: requests are answered one at a time")
+    if has_plan and places == 1:
+        say("note: the plan budgets the cache of one text: requests are answered one at a time;"
+            " sparkinfer solve with --sequences budgets more")  # fmt: skip
     elif not engine.has_equal_rows:
         say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
             " are answered one at a time")  # fmt: skip

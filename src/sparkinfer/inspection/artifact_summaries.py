@@ -159,6 +159,7 @@ class SplitSummary:
     host_budget_bytes: int  # 0: not limited
     gpus: tuple[GpuShare, ...]
     context_length: int
+    num_sequences: int
     head_on_gpu: bool
     home: tuple[int, ...]  # the GPU of each layer and of the head; () if there is one
     dense_on_gpu: tuple[bool, ...]
@@ -187,6 +188,7 @@ class SplitSummary:
             host_budget_bytes=split.host_budget_bytes,
             gpus=tuple(GpuShare.of(split, gpu) for gpu in range(len(split.budgets))),
             context_length=split.context_length,
+            num_sequences=split.num_sequences,
             head_on_gpu=split.head_on_gpu,
             home=split.home,
             dense_on_gpu=split.dense_on_gpu,

@@ -231,6 +231,10 @@ def _cache_facts(summary: SplitSummary) -> list[Row]:
     return [("neuron cache", f"up to {summary.cache.most_rows:,} swaps a token; {words}")]
 
 
+def _texts(num_sequences: int) -> str:
+    return f"{num_sequences} texts of " if num_sequences > 1 else ""
+
+
 def _split_facts(summary: SplitSummary) -> list[Row]:
     used, dense = sum(summary.gpu_bytes.values()), sum(summary.dense_on_gpu)
     held, host = sum(summary.cpu_bytes.values()), summary.host_budget_bytes
@@ -240,7 +244,7 @@ def _split_facts(summary: SplitSummary) -> list[Row]:
         ("made from profile", f"sha256 {summary.profile_sha256}"),
         ("made from machine file", f"sha256 {summary.machine_sha256}"),
         ("mode", summary.mode),
-        ("context", f"{summary.context_length:,} tokens"),
+        ("context", f"{_texts(summary.num_sequences)}{summary.context_length:,} tokens"),
         ("VRAM budget", f"{format_bytes(summary.vram_budget_bytes)}, used {format_bytes(used)}"),
         (
             "main memory",

@@ -1,0 +1,221 @@
+"""Plans for several sequences: the bytes of their cache, the file, and engines and commands that use
+them."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.budget import kv_bytes_per_layer, kv_positions
+from sparkinfer.cli import main
+from sparkinfer.commands.serve import _places_of
+from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import read_gguf, write_gguf
+from sparkinfer.inspection.inspect_file import inspect_file
+from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.solver.solve import SolveConfig, check, solve
+from sparkinfer.split_file import Split
+
+native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CONTEXT, WORKSPACE = 100, 100 << 10
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sequences")
+    model = make_model(shape=make_shape(num_layers=3, context_length=128), kind="f16",
+                       predictor_rank=8)  # fmt: skip
+    model.save(folder / "m.gguf")
+    make_profile(model).save(folder / "p")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
+        folder / "c"
+    )
+    return folder
+
+
+def config(files, output, **changes) -> SolveConfig:
+    values = {
+        "model": files / "m.gguf", "profile": files / "p", "machine": files / "c", "force": True,
+        "vram_budget_bytes": WORKSPACE + (400 << 10), "mode": "exact", "output": output,
+        "context_length": CONTEXT,
+    }  # fmt: skip
+    return SolveConfig(**values | changes)
+
+
+def solved(files, output, **changes):
+    return solve(config(files, output, **changes), lambda *given: WORKSPACE)
+
+
+def small_plan(folder, num_sequences, **options):
+    """A model and a plan by hand, every kind of layer."""
+    path = folder / "m.gguf"
+    keys, num_tokens = byte_level_keys()
+    shape = make_shape(num_layers=3, context_length=128, vocab_size=num_tokens)
+    model = replace(make_model(shape=shape, kind="f16", extra_keys=keys), path=path)
+    model.save(path)
+    num_layers, neurons = model.shape.num_layers, np.arange(model.shape.num_neurons)
+    hot = [neurons[::3], *[neurons[:0]] * (num_layers - 1)]
+    split = make_split(model, hot, dense_on_gpu=[1] + [0] * (num_layers - 1),
+                       context_length=CONTEXT, num_sequences=num_sequences, **options)  # fmt: skip
+    split.save(folder / "s.gguf")
+    return path, folder / "s.gguf"
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_cache_of_all_sequences_is_in_the_budget_to_the_byte(files, tmp_path, count):
+    report = solved(files, tmp_path / "plan", num_sequences=count)
+    split, model = Split.load(tmp_path / "plan"), ModelFile.load(files / "m.gguf")
+    positions = CONTEXT if count == 1 else count * 128  # whole blocks of 64
+    assert kv_positions(CONTEXT, count) == positions
+    wanted = 3 * kv_bytes_per_layer(model, positions)
+    assert split.gpu_bytes["kv_cache"] + split.cpu_bytes["kv_cache"] == wanted
+    assert split.num_sequences == report.num_sequences == count
+    assert sum(split.gpu_bytes.values()) <= split.vram_budget_bytes
+    assert check(config(files, tmp_path / "plan")).num_sequences == count
+    with Engine.load(files / "m.gguf", tmp_path / "plan", device="cpu") as engine:
+        caches = [layer.attention.cache for layer in engine.layers]
+        held = sum(c.key_BKPX.nbytes + c.value_BKPX.nbytes for c in caches)
+        assert held == wanted == sum(items["kv_cache"] for items in engine.bytes_by_role.values())
+        assert caches[0].table.num_sequences == count
+
+
+def test_more_sequences_leave_less_room_for_neurons(files, tmp_path):
+    reports = [
+        solved(files, tmp_path / "plan", num_sequences=count, vram_budget_bytes=WORKSPACE + (200 << 10))
+        for count in (1, 8)
+    ]  # fmt: skip
+    assert reports[0].num_hot > reports[1].num_hot or reports[0].num_dense_on_gpu > (
+        reports[1].num_dense_on_gpu
+    )
+    assert reports[0].objective_s < reports[1].objective_s
+
+
+def test_a_plan_for_one_sequence_is_written_as_before(files, tmp_path):
+    solved(files, tmp_path / "plan")
+    keys, _ = read_gguf(tmp_path / "plan", "plan")
+    assert "sparkinfer.split.num_sequences" not in keys
+    solved(files, tmp_path / "plan", num_sequences=3)
+    keys, _ = read_gguf(tmp_path / "plan", "plan")
+    assert keys["sparkinfer.split.num_sequences"] == 3
+
+
+@pytest.mark.parametrize("wrong", [0, 1, -1])
+def test_a_number_that_no_plan_has_is_refused(files, tmp_path, wrong):
+    solved(files, tmp_path / "plan", num_sequences=3)
+    keys, tensors = read_gguf(tmp_path / "plan", "plan")
+    keys = {k: v for k, v in keys.items() if k.startswith("sparkinfer.")}
+    keys["sparkinfer.split.num_sequences"] = np.int32(wrong)
+    write_gguf(tmp_path / "other", SPLIT_ARCHITECTURE, keys, tensors)
+    with pytest.raises(SparkinferError, match="num_sequences"):
+        Split.load(tmp_path / "other")
+
+
+def test_bytes_for_another_number_are_refused(files, tmp_path):
+    solved(files, tmp_path / "plan", num_sequences=3)
+    split, model = Split.load(tmp_path / "plan"), ModelFile.load(files / "m.gguf")
+    wrong = replace(split, num_sequences=2)
+    with pytest.raises(SparkinferError, match="kv_cache takes"):
+        wrong.check_against(model, tmp_path / "plan")
+
+
+@pytest.mark.parametrize("count", [0, 1025])
+def test_the_command_wants_a_number_of_sequences(files, tmp_path, capsys, count):
+    arguments = ["solve", files / "m.gguf", "--profile", files / "p", "--machine", files / "c",
+                 "-vb", "500KiB", "-o", tmp_path / "plan", "--sequences", count]  # fmt: skip
+    assert main([str(each) for each in arguments]) == 1
+    assert "wanted 1 to 1024" in capsys.readouterr().err
+
+
+def test_the_command_and_inspect_say_the_number(files, tmp_path, capsys):
+    arguments = ["solve", files / "m.gguf", "--profile", files / "p", "--machine", files / "c",
+                 "-vb", "2MiB", "-o", tmp_path / "plan", "--sequences", 4, "-c", CONTEXT,
+                 "--mode", "exact", "--json"]  # fmt: skip
+    assert main([str(each) for each in arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
+    assert inspect_file(tmp_path / "plan").num_sequences == 4
+    assert main(["inspect", str(tmp_path / "plan")]) == 0
+    assert "4 texts of 100 tokens" in capsys.readouterr().out
+
+
+def test_more_than_the_plan_has_is_refused_with_the_command_that_helps(tmp_path):
+    path, plan = small_plan(tmp_path, 2)
+    with pytest.raises(SparkinferError, match="budgets the cache of 2; run sparkinfer solve with"
+                       " --sequences 3"):  # fmt: skip
+        Engine.load(path, plan, device="cpu", num_sequences=3)
+    with Engine.load(path, plan, device="cpu") as engine:
+        texts = [engine.sequence(), engine.sequence()]
+        with pytest.raises(SparkinferError, match="all 2 sequences"):
+            engine.sequence()
+        assert texts[0].length == 0
+
+
+@native
+def test_sequences_of_a_plan_get_what_each_gets_alone(tmp_path):
+    path, plan = small_plan(tmp_path, 3)
+    ids = [[5, 9, 2], [7] * 70, [1, 2, 3, 4]]
+    with Engine.load(path, plan, device="cpu") as engine:
+        texts = [engine.sequence() for _ in ids]
+        parts = [Part(sequence=t, tokens=each) for t, each in zip(texts, ids, strict=True)]
+        together = engine.run(parts)
+    (tmp_path / "one").mkdir()
+    path, plan = small_plan(tmp_path / "one", 1)
+    with Engine.load(path, plan, device="cpu") as engine:
+        for each, got in zip(ids, together, strict=True):
+            assert torch.equal(got[-1], engine.logits(each)[-1])
+
+
+@pytest.mark.parametrize(
+    ("given", "parallel", "kept", "found"),
+    [
+        ((), 4, None, {"parallel": 4, "kept": 2}),
+        ((), 4, 0, {"parallel": 4, "kept": 0}),
+        ((), 4, 5, {"parallel": 1, "kept": 5}),
+        (("parallel",), 2, None, {"parallel": 2, "kept": 4}),
+        (("parallel",), 6, None, {"parallel": 6, "kept": 0}),
+    ],
+)
+def test_a_server_takes_the_places_of_a_plan(tmp_path, given, parallel, kept, found):
+    _, plan = small_plan(tmp_path, 6)
+    with asked(given):
+        assert _places_of(plan, parallel, kept) == found
+
+
+@pytest.mark.parametrize(("parallel", "kept", "wanted"), [(7, None, 7), (6, 1, 7)])
+def test_a_server_refuses_more_places_than_a_plan_has(tmp_path, parallel, kept, wanted):
+    _, plan = small_plan(tmp_path, 6)
+    with asked(("parallel",)), pytest.raises(SparkinferError, match=f"--sequences {wanted}$"):
+        _places_of(plan, parallel, kept)
+
+
+def asked(names):
+    """A command's context in which these options were given."""
+    import click
+
+    context = click.Context(click.Command("serve"))
+    for name in ("parallel", "kept"):
+        source = "COMMANDLINE" if name in names else "DEFAULT"
+        context.set_parameter_source(name, click.core.ParameterSource[source])
+    return context
+
+
+def test_generate_writes_several_prompts_with_a_plan(tmp_path, capsys):
+    path, plan = small_plan(tmp_path, 3)
+    (tmp_path / "prompts").write_text("abc\nde\nabcd\n")
+    arguments = ["generate", path, "--split", plan, "--prompts", tmp_path / "prompts", "-n", 6,
+                 "--device", "cpu", "--temp", 0, "--json"]  # fmt: skip
+    assert main([str(each) for each in arguments]) == 0
+    many = json.loads(capsys.readouterr().out)["texts"]
+    with Engine.load(path, plan, device="cpu") as engine:
+        for prompt, found in zip(("abc", "de", "abcd"), many, strict=True):
+            alone = engine.generate(prompt, max_tokens=6, temperature=0.0)
+            assert found["text"] == "".join(token.text for token in alone)
+    (tmp_path / "prompts").write_text("a\nb\nc\nd\n")
+    assert main([str(each) for each in arguments]) == 1
+    assert "run sparkinfer solve with --sequences 4" in capsys.readouterr().err
