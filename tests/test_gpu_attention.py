@@ -95,6 +95,27 @@ def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
     assert torch.equal(got_cache[position, 1].flatten(), got[6 * width :].to(dtype))
 
 
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_magnitude_of_a_rotation(kernels, num_rows):
+    """YaRN's: queries and keys are multiplied by it, values are not."""
+    found = {}
+    for magnitude in (1.0, 1.25):
+        for which in (kernels, REFERENCE):
+            qkv = vector(num_rows * 8 * 64).view(num_rows, -1)
+            cache = torch.zeros(2, 9, 2, 64, device=device())
+            qkv = qkv[0] if num_rows == 1 else qkv
+            position = torch.arange(5, 5 + num_rows, device=device())
+            which.rotate_append(
+                qkv, frequencies(64), True, None, None, 0.0, position, *cache, 4,
+                magnitude=magnitude,
+            )  # fmt: skip
+            found[which is REFERENCE, magnitude] = torch.cat([qkv.flatten(), cache.flatten()])
+    want = found[True, 1.25]
+    assert_close(found[False, 1.25], want, 32 * EPS * want.abs().max())
+    is_scaled = (want != found[True, 1.0]).sum()
+    assert is_scaled == num_rows * (4 + 2) * 64  # of the queries, and of the cached keys
+
+
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_angles_of_late_positions(kernels, position):
     """Thousands of turns, of which the fraction counts: a unit vector by both, each value to 1e-6."""

@@ -159,12 +159,14 @@ def test_down_and_add_norm(skips_zeros):
 # ---- attention -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_adjacent", [False, True])
-def test_attention(is_adjacent):
+@pytest.mark.parametrize(("is_adjacent", "magnitude"), [(False, 1.0), (True, 1.0), (True, 1.25)])
+def test_attention(is_adjacent, magnitude):
     """A token with norms of the heads, then another without; 4 heads share 2 keys."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent)
+    rotary = attention.Rotary(
+        frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude
+    )
     norms = [attention.Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
     key_BKPX, value_BKPX = got_cache.clone().transpose(1, 2).contiguous()[:, None]
@@ -183,8 +185,9 @@ def test_attention(is_adjacent):
         weights = [norm.weight_D if has_norms else None for norm in norms]
         position, got = torch.tensor([start]), torch.empty(num_heads, width)
         reference.rotate_append(
-            qkv, frequency, is_adjacent, *weights, 1e-5, position, *got_cache, num_heads
-        )
+            qkv, frequency, is_adjacent, *weights, 1e-5, position, *got_cache, num_heads,
+            magnitude=magnitude,
+        )  # fmt: skip
         reference.attend(qkv, *got_cache, position, num_heads, torch.empty(0), got)
         assert rel_error(qkv[: num_heads * width], turn.apply(query).flatten()) < BOUND
         assert rel_error(got_cache[0], want_cache.key_CKW) < BOUND

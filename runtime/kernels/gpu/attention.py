@@ -46,6 +46,7 @@ def _rotate_append(
     IS_ADJACENT: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
+    MAGNITUDE: tl.constexpr,
 ):
     """One program per head and row. Values are loaded in pairs, whether or not they are rotated. A
     row that repeats the one before it appends nothing."""
@@ -93,7 +94,7 @@ def _rotate_append(
                     first, second, key_weight, first_at, second_at, in_head, epsilon, WIDTH
                 )
         if frequency is not None:
-            first, second = _turn(first, second, frequency, pair, in_head, at)
+            first, second = _turn(first, second, frequency, pair, in_head, at, MAGNITUDE)
         if head < NUM_HEADS:
             tl.debug_barrier()  # in place: a thread may store where another one has loaded
             tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
@@ -114,8 +115,8 @@ def _head_norm(first, second, weight, first_at, second_at, in_head, epsilon, WID
 
 
 @triton.jit
-def _turn(first, second, frequency, pair, in_head, position):
-    """Rotates by position times frequency. The angle is in f64, as it may be 100,000 turns of which
+def _turn(first, second, frequency, pair, in_head, position, MAGNITUDE: tl.constexpr):
+    """Rotates by position times frequency, and multiplies by the magnitude. The angle is in f64, as it may be 100,000 turns of which
     only the fraction counts; cosine and sine of that fraction are in f32, as f64 ones cost a
     laptop's GPU some microseconds a layer."""
     turns = position.to(tl.float64) * tl.load(frequency + pair, mask=in_head, other=0.0)
@@ -123,6 +124,8 @@ def _turn(first, second, frequency, pair, in_head, position):
     turns -= tl.floor(turns + 0.5)
     angle = (turns * 6.283185307179586).to(tl.float32)
     cos, sin = tl.cos(angle), tl.sin(angle)
+    if MAGNITUDE != 1.0:
+        cos, sin = cos * MAGNITUDE, sin * MAGNITUDE
     return first * cos - second * sin, first * sin + second * cos
 
 
@@ -286,6 +289,7 @@ def rotate_append(
     num_heads: int,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
+    magnitude: float = 1.0,
 ) -> None:
     cache = _Cache(key_CKW, value_CKW, sequence_1, table_SN)
     num_rows, num_kv, width = step_rows(qkv), *key_CKW.shape[-2:]
@@ -310,6 +314,7 @@ def rotate_append(
         IS_ADJACENT=is_adjacent,
         NUM_ROWS=num_rows,
         BLOCK_LENGTH=cache.block_length,
+        MAGNITUDE=magnitude,
         num_warps=1,
     )
 

@@ -89,8 +89,10 @@ class RotateAppend(Protocol):
         num_heads: int,
         sequence_1: Tensor | None = None,
         table_SN: Tensor | None = None,
+        magnitude: float = 1.0,
     ) -> None:
         """RMS norm of each head of q and k, and rotation by f64 [W / 2] frequencies; both optional.
+        Rotated values are multiplied by `magnitude`.
         `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or
         f16, at `position_1` (int64 on the device) of `sequence_1` (int32)."""
 

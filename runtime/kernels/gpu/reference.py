@@ -73,6 +73,7 @@ def rotate_append(
     num_heads: int,
     sequence_1: Tensor | None = None,
     table_SN: Tensor | None = None,
+    magnitude: float = 1.0,
 ) -> None:
     num_kv, width = key_CKW.shape[-2:]
     query, key, value = (
@@ -84,7 +85,8 @@ def rotate_append(
         key = _rms_norm(key, key_weight_W, epsilon)
     if frequency_W2 is not None:
         angle_W2 = position_1 * frequency_W2.double()
-        query, key = _turn(query, angle_W2, is_adjacent), _turn(key, angle_W2, is_adjacent)
+        query = _turn(query, angle_W2, is_adjacent) * magnitude
+        key = _turn(key, angle_W2, is_adjacent) * magnitude
     qkv[: num_heads * width].copy_(query.flatten())
     for cache, row in ((key_CKW, key), (value_CKW, value)):
         place = int(position_1)
