@@ -16,7 +16,7 @@ from sparkinfer.runtime.cache.block_table import NO_BLOCK, BlockTable
 from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step.batch import Row, rows_of
-from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.runtime.step.sequences import Part, Sequence
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT = 300
@@ -38,6 +38,50 @@ class Alone:
         return self.known[key]
 
 
+def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]]:
+    """A tree of drafts, as the token of each node on the way to each of up to `most` leaves: paths
+    share a beginning of random length with an earlier one, and nothing behind it."""
+    paths = [[chance.randrange(50) for _ in range(chance.randint(1, depth))]]
+    for _ in range(chance.randint(1, most) - 1):
+        stem = chance.choice(paths)
+        shared = stem[: chance.randrange(len(stem))]
+        following = {path[len(shared)] for path in paths if path[: len(shared)] == shared
+                     and len(path) > len(shared)}  # fmt: skip
+        rest = [chance.randrange(50) for _ in range(chance.randint(1, depth - len(shared)))]
+        if rest[0] not in following:
+            paths.append(shared + rest)
+    return paths
+
+
+def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequence) -> int:
+    """Computes a random tree of drafts in one step, whose branches copy what they share, and
+    compares each node with its path alone; the root keeps its length."""
+    start, places = root.length, engine._sequences.cache.table.num_sequences
+    taken = len(engine._sequences._open)
+    paths = random_paths(chance, min(6, root.room), places - taken + 1)
+    texts = [root, *(root.fork() for _ in paths[1:])]
+    cache = engine._live.weights.cache
+    rows, number_of, wanted = [], {}, []
+    for text, path in zip(texts, paths, strict=True):
+        cache.reserve(text.number, start, start + len(path))
+        for depth, token in enumerate(path):
+            node = tuple(path[: depth + 1])
+            source = number_of.get(node)
+            row = Row(token=token, position=start + depth, sequence=text.number, source=source,
+                      has_logits=source is None)  # fmt: skip
+            if source is None:
+                number_of[node] = len(rows)
+                wanted.append(list(node))
+            rows.append(row)
+    with torch.inference_mode():
+        got = engine._live.run(rows)
+    want = torch.stack([alone.logits(root.ids + node)[-1] for node in wanted])
+    assert torch.equal(got, want), (root.ids, paths)
+    for text in texts[1:]:
+        text.close()
+    return len(got)
+
+
 def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) -> int:
     """Takes up to ROOM sequences through random operations; returns the number of rows compared."""
     texts = [engine.sequence()]
@@ -53,6 +97,10 @@ def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) ->
         elif deed < 0.4:
             text = chance.choice(texts)
             text.rollback(chance.randint(0, text.length))
+        elif deed < 0.55 and len(texts) < ROOM:
+            text = chance.choice(texts)
+            if text.room >= 2:
+                compared += draft_tree(engine, alone, chance, text)
         parts = []
         for text in chance.sample(texts, chance.randint(1, len(texts))):
             count = min(text.room, chance.choice((1, 1, 1, 2, 3, 7, 20, 70)))
