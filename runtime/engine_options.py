@@ -122,12 +122,6 @@ def placement_of(
 ) -> Placement:
     """The device of each part of the model."""
     num_layers = model.shape.num_layers
-    is_divided = plan is not None or device.type != "cpu"
-    if is_divided and model.shape.rope_scaling.kind == "yarn":
-        raise SparkinferError(
-            f"{model.path}: YaRN runs only on the CPU and without a plan so far; leave the plan out"
-            " and use device cpu, or --rope-scaling none for texts of the trained length"
-        )
     if plan is not None and cpu_ffn:
         raise SparkinferError(
             "a plan says where the neurons go, and so does --cpu-ffn (cpu_ffn): leave one out"

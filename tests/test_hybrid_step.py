@@ -64,6 +64,21 @@ def test_every_division_gives_what_the_undivided_model_gives(tmp_path, plan, mod
         assert rel_error(steps(step), want) < BOUNDS["f32"]
 
 
+@pytest.mark.parametrize("plan", ["every kind of layer", "random"])
+def test_scaled_rotary_embeddings(tmp_path, plan):
+    """YaRN's magnitude reaches the kernels of both sides."""
+    model = make(tmp_path)
+    model.save(model.path)
+    split = planned(tmp_path, model, plan)
+    scaled = {"rope_scaling": "yarn", "rope_scale": 4.0}
+    with Engine.load(model.path) as plain, Engine.load(model.path, **scaled) as whole:
+        unscaled, want = stepped(plain), stepped(whole)
+    with Engine.load(model.path, split=tmp_path / "s.gguf", **scaled) as engine:
+        got = steps(hybrid(engine, split, plain_backend(reference_kernels())))
+    assert rel_error(got, want) < BOUNDS["f32"]
+    assert rel_error(unscaled, want) > 100 * BOUNDS["f32"]
+
+
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
 @pytest.mark.parametrize("kind", [kind for kind in BOUNDS if kind != "f32"])

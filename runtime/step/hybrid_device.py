@@ -199,6 +199,7 @@ class DeviceKernels:
                 b.qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
                 query.epsilon if query else 0.0,
                 b.position_1, cache.key_CKW, cache.value_CKW, num_heads,
+                magnitude=rotary.magnitude if rotary else 1.0,
             ),
             [b.qkv, frequency_W, query_W, key_W, b.position_1],
             [b.qkv, cache.key_CKW, cache.value_CKW],
