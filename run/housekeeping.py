@@ -23,7 +23,8 @@ PARTIAL = re.compile(r".+\.[0-9a-f]{8}\.(partial|old)")
 
 @dataclass(frozen=True, kw_only=True)
 class Shelved:
-    """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" if unknown."""
+    """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" if unknown, `file`,
+    the one that other commands take, if it is not ready."""
 
     name: str
     kind: str
@@ -31,6 +32,7 @@ class Shelved:
     num_bytes: int
     last_used: float
     source: str
+    file: str
     is_in_use: bool
 
 
@@ -114,7 +116,8 @@ def _shelved(folder: Path) -> Shelved:
             times.append(stat.st_mtime)
     return Shelved(
         name=folder.name, kind=kind, state=state, num_bytes=sum(sizes), last_used=max(times),
-        source=entry.source if entry else "", is_in_use=_is_in_use(folder),
+        source=entry.source if entry else "",
+        file=STAGES[kind].file if state == "ready" else "", is_in_use=_is_in_use(folder),
     )  # fmt: skip
 
 

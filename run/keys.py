@@ -28,36 +28,49 @@ class Stage:
     what: str  # for messages
     version: tuple[int, ...]
     files: tuple[str, ...]  # patterns of file names that it may write
+    file: str  # the one that other commands take
     facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and their minimum
 
 
 STAGES = {
-    "corpus": Stage(what="the default text", version=(1,), files=("*.txt",)),
+    "corpus": Stage(what="the default text", version=(1,), files=("*.txt",), file="default.txt"),
     "model": Stage(
-        what="the converted model", version=(1, model_keys.VERSION), files=("model.gguf",)
+        what="the converted model",
+        version=(1, model_keys.VERSION),
+        files=("model.gguf",),
+        file="model.gguf",
     ),
     "look": Stage(
         what="a first look at the model",
         version=(1, profile_file.VERSION),
         files=("look.*",),
+        file="look.safetensors",
         facts=(("density", 0.0), ("tokens_per_s", 1e-9)),
     ),
     "profile": Stage(
         what="the profile and the predictors",
         version=(1, profile_file.VERSION, predictor_file.VERSION),
         files=("model.profile.*", "predictors", "predictors/*"),
+        file="model.profile.safetensors",
     ),
     "full": Stage(
         what="the model with its predictors",
         version=(1, model_keys.VERSION, predictor_file.VERSION),
         files=("model.gguf",),
+        file="model.gguf",
     ),
     "machine": Stage(
         what="the figures of this machine",
         version=(1, machine_file.VERSION),
         files=("machine.json",),
+        file="machine.json",
     ),
-    "plan": Stage(what="the plan", version=(1, split_file.VERSION), files=("model.split.gguf",)),
+    "plan": Stage(
+        what="the plan",
+        version=(1, split_file.VERSION),
+        files=("model.split.gguf",),
+        file="model.split.gguf",
+    ),
 }
 
 

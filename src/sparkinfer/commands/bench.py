@@ -6,6 +6,7 @@ import click
 
 from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.cache_replay import check_replay, run_replay
+from sparkinfer.commands.kept_files import bench_line
 from sparkinfer.commands.neuron_cache_option import neuron_cache_option
 from sparkinfer.commands.shared import (
     FILE,
@@ -16,6 +17,7 @@ from sparkinfer.commands.shared import (
     json_option,
     max_loss_option,
     mode_option,
+    say,
     split_option,
     threads_option,
 )
@@ -98,6 +100,9 @@ def bench(
     config = BenchConfig(**options)
     with progress("measuring", config.num_runs, "tests") as advance:
         report = run(config, advance)
+    kept = bench_line(config.model) if config.split is None else None
+    if kept and not as_json:
+        say(kept)
     if as_markdown:
         click.echo(markdown_of(report))
         finish({}, False, [f"note: {note}" for note in report.notes])

@@ -41,9 +41,9 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
     if as_json:
         finish(content, True, [])
         return
-    rows = [("what", "size", "last use", "state", "from")]
+    rows = [("what", "file", "size", "last use", "state", "from")]
     rows += [
-        (s.name, format_bytes(s.num_bytes), ago(time.time() - s.last_used),
+        (s.name, s.file or "-", format_bytes(s.num_bytes), ago(time.time() - s.last_used),
          "in use" if s.is_in_use else s.state, _printable(s.source) or "-")
         for s in found
     ]  # fmt: skip
@@ -52,6 +52,8 @@ def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) 
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         click.echo("  ".join(cells).rstrip())
     say(f"{len(found)} in {folder}, {format_bytes(total)}")
+    if any(s.file for s in found):
+        say(f"other commands take a file by its path: {folder}/WHAT/FILE")
 
 
 def _printable(text: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from sparkinfer.commands.kept_files import report_line
 from sparkinfer.commands.shared import (
     FILE,
     FileCommand,
@@ -48,6 +49,8 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
         absent = [f"--{name}" for name in ("profile", "machine", "split") if not options[name]]
         wanted = f" (give {', '.join(absent)}; the page says which command makes each)"
         lines.append(f"no input for: {', '.join(summary.missing)}{wanted if absent else ''}")
+        kept = report_line(options["model"], config.output, {n for n in options if options[n]})
+        lines += [kept] if kept else []
     lines.append(
         f"wrote {summary.output}: {summary.num_plots} plots, {format_bytes(summary.num_bytes)}"
     )

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from sparkinfer.commands.help_groups import write_options
+from sparkinfer.commands.kept_files import with_copy
 from sparkinfer.commands.llamacpp_flags import translate
 from sparkinfer.engine_config import MODES, EngineConfig
 from sparkinfer.errors import SparkinferError
@@ -68,7 +69,13 @@ class FileCommand(click.Command):
         makes = any(isinstance(p.type, OutputPath | FolderPath) for p in self.params)
         new = [] if ctx.params.get("force") else [p for p in outputs if not os.path.lexists(p)]
         with reading(*inputs, new=new) if makes else nullcontext():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except SparkinferError as error:
+                model = ctx.params.get("model")
+                if model is None:
+                    raise
+                raise with_copy(error, ctx.command_path, model) from error.__cause__
 
 
 def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Path], list[Path]]:

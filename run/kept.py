@@ -1,0 +1,78 @@
+"""What `sparkinfer run` has kept for a model: files that other commands take."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from sparkinfer.cache_place import cache_folder
+from sparkinfer.convert.options import Outtype
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile_file import Profile
+from sparkinfer.run.cache_folder import Cache
+from sparkinfer.run.housekeeping import Shelved, list_cache
+from sparkinfer.run.keys import STAGES, identity_of_source
+from sparkinfer.split_file import Split
+
+Load = Callable[[Path], ModelFile | Profile | Split]
+_PROFILES = ("profile", "look")  # the better kind first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Files that belong together. `model` is a copy of the given one in another type, or with
+    predictors; None if there is none."""
+
+    model: Path | None = None
+    profile: Path | None = None
+    split: Path | None = None
+    machine: Path | None = None
+
+
+def kept_for(model: Path) -> Kept:
+    """What is kept for a model file, or for a source of `run`. Damaged files are left out."""
+    try:
+        cache = Cache(cache_folder())
+        ready = [each for each in list_cache(cache.folder) if each.state == "ready"]
+        own, copy = _id(ModelFile.load, model), None
+        if own is None:
+            copy = _converted(cache, model)
+            own = copy and _id(ModelFile.load, copy)
+    except (SparkinferError, OSError):
+        return Kept()
+
+    def first(kinds: tuple[str, ...], load: Load) -> Path | None:
+        paths = [_path(cache, each) for kind in kinds for each in ready if each.kind == kind]
+        return next((path for path in paths if own and _id(load, path) == own), None)
+
+    split = first(("plan",), Split.load)
+    machines = [_path(cache, each) for each in ready if each.kind == "machine"]
+    return Kept(
+        model=first(("full",), ModelFile.load) or copy,
+        profile=first(_PROFILES, Profile.load),
+        split=split,
+        machine=machines[0] if machines and split else None,
+    )
+
+
+def _converted(cache: Cache, source: Path) -> Path | None:
+    """What `run` converted a source to: the type may be any, the activation is the source's own."""
+    identity = identity_of_source(source)
+    for outtype in (None, *get_args(Outtype)):
+        key = {"source": identity, "outtype": outtype, "activation": None}
+        if (found := cache.find("model", key)) is not None:
+            return found.path(STAGES["model"].file)
+    return None
+
+
+def _path(cache: Cache, shelved: Shelved) -> Path:
+    return cache.folder / shelved.name / shelved.file
+
+
+def _id(load: Load, path: Path) -> str | None:
+    """The model that a file is of, or made for; None if it cannot be loaded."""
+    try:
+        return load(path).model_id
+    except (SparkinferError, OSError):
+        return None

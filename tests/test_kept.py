@@ -1,0 +1,87 @@
+"""Commands point to what `run` has made of a model, and the commands that they print work."""
+
+import shlex
+import shutil
+
+import pytest
+
+from sparkinfer.cli import main
+from sparkinfer.run import stages
+from sparkinfer.run.kept import Kept, kept_for
+
+pytest_plugins = ("run_fixtures",)
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def run(model, *words):
+    assert main(["run", str(model), "-p", "the", "-n", "1", "--no-verify", *map(str, words)]) == 0
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """The commands of this program at the ends of lines."""
+    lines = [line for line in text.splitlines() if ": sparkinfer " in line]
+    return [shlex.split(line.rpartition(": sparkinfer ")[2]) for line in lines]
+
+
+def test_a_source_that_cannot_be_loaded_has_its_copy_named(silu, capsys, tmp_path):
+    """A checkpoint folder, which `bench` does not take; before `run` there is nothing to name."""
+    for command in ("bench", "report -o r.html", "generate -p x", "chat"):
+        words = command.split()
+        assert main([words[0], str(silu), *words[1:]]) == 1
+        assert "run has made one" not in capsys.readouterr().err
+    run(silu)
+    for command in ("bench", "report -o r.html", "generate -p x", "chat", "serve"):
+        words = command.split()
+        capsys.readouterr()
+        assert main([words[0], str(silu), *words[1:]]) == 1
+        (found,) = commands_in(capsys.readouterr().err)
+        assert found[0] == words[0] and found[1].endswith("model.gguf")
+    assert kept_for(silu) == Kept(model=kept_for(silu).model)
+    assert main(["bench", found[1], "-p", "8", "-n", "2", "-r", "1", "-t", "1"]) == 0
+    assert "run " not in capsys.readouterr().err.replace("run in", "")
+
+
+def test_a_changed_source_has_no_copy(relu, tmp_path, capsys):
+    own = tmp_path / "own"
+    shutil.copytree(relu, own)
+    run(own)
+    assert kept_for(own).model is not None
+    weights = own / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert kept_for(own).model is None and kept_for(tmp_path / "none").model is None
+
+
+def test_a_profile_that_run_made_goes_into_the_page(relu, text, tmp_path, capsys):
+    model = tmp_path / "m.gguf"
+    assert main(["convert", str(relu), "-o", str(model), "--no-verify"]) == 0
+    run(model, "--mode", "predicted", "--tokens", 1408, "--corpus", text)
+    page = tmp_path / "page.html"
+    capsys.readouterr()
+    assert main(["report", str(model), "-o", str(page)]) == 0
+    (found,) = commands_in(capsys.readouterr().err)
+    assert found[found.index("--profile") + 1].endswith(stages.PROFILE)
+    before = page.read_bytes()
+    assert main(found) == 0
+    assert not commands_in(capsys.readouterr().err)
+    assert len(page.read_bytes()) > len(before)
+    words = ["-p", "8", "-n", "2", "-r", "1", "-t", "1"]
+    assert main(["bench", str(model), *words]) == 0
+    (found,) = commands_in(capsys.readouterr().err)
+    assert main([*found, *words]) == 0
+    assert not commands_in(capsys.readouterr().err)
+
+
+def test_the_list_says_which_file_other_commands_take(silu, cache, capsys):
+    run(silu)
+    capsys.readouterr()
+    assert main(["cache", "list"]) == 0
+    shown = capsys.readouterr()
+    what, file = shown.out.splitlines()[1].split()[:2]
+    assert (cache / what / file).is_file()
+    assert shown.err.endswith(f"by its path: {cache}/WHAT/FILE\n")
+    assert main(["cache", "clear"]) == 0
+    capsys.readouterr()
+    assert main(["cache", "list"]) == 0
+    assert "WHAT/FILE" not in capsys.readouterr().err
