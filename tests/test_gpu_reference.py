@@ -164,9 +164,7 @@ def test_attention(is_adjacent, magnitude):
     """A token with norms of the heads, then another without; 4 heads share 2 keys."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    rotary = attention.Rotary(
-        frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude
-    )
+    rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)
     norms = [attention.Norm(weight_D=vector(width, s), bias_D=None, epsilon=1e-5) for s in (8, 9)]
     got_cache = vector(6 * 2 * num_kv * width, 5).view(2, 6, num_kv, width)
     key_BKPX, value_BKPX = got_cache.clone().transpose(1, 2).contiguous()[:, None]
