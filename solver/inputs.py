@@ -12,6 +12,7 @@ from sparkinfer.budget import (
     kv_positions,
 )
 from sparkinfer.errors import SparkinferError
+from sparkinfer.longer_texts import with_rope_scaling
 from sparkinfer.machine_file import Figure, Gpu, Machine
 from sparkinfer.mode_choice import mode_meant
 from sparkinfer.model_file import ModelFile
@@ -107,9 +108,11 @@ def load_inputs(
     workspace: Workspace,
     swapped_rows: int = 0,
     num_sequences: int = 1,
+    rope: tuple[str | None, float | None] = (None, None),
 ) -> Inputs:
     """Raises SparkinferError for files that do not belong together or lack something required."""
-    files = (ModelFile.load(model), Profile.load(profile), Machine.load(machine))
+    file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
+    files = (file, Profile.load(profile), Machine.load(machine))
     if files[0].has_limits:
         raise SparkinferError(
             f"{model}: has limits, which run only on the CPU so far and which the solver does not"
@@ -165,7 +168,7 @@ def _check_profile(inputs: Inputs) -> None:
     if inputs.context_length > model.shape.context_length:
         raise SparkinferError(
             f"a context of {inputs.context_length} tokens; {model_path} was made for"
-            f" {model.shape.context_length}"
+            f" {model.shape.context_length}{'; --rope-scaling yarn stretches it' if model.graph.rotary else ''}"
         )
 
 

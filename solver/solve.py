@@ -21,6 +21,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.outputs import check_output
 from sparkinfer.profile_file import Profile
+from sparkinfer.rope import check_scaling
 from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.advice import Advice, advise
 from sparkinfer.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
@@ -55,6 +56,8 @@ class SolveConfig:
     time_limit_s: float = 30.0  # of the integer program
     neuron_cache: CacheOptions | None = None  # None: hot neurons stay as planned
     num_sequences: int = 1  # texts at a time, each with a context of its own
+    rope_scaling: str | None = None  # as in EngineConfig: for a context above the trained one
+    rope_scale: float | None = None
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class SolveConfig:
             raise SparkinferError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
         if self.output in (self.model, self.profile, self.machine):
             raise SparkinferError(f"{self.output}: is an input; give the plan another name")
+        check_scaling(self.rope_scaling, self.rope_scale)
         self._check_cache()
 
     def _check_cache(self) -> None:
@@ -185,6 +189,7 @@ def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs
         workspace=workspace or estimated_workspace,
         swapped_rows=config.neuron_cache.most_rows if config.neuron_cache else 0,
         num_sequences=config.num_sequences,
+        rope=(config.rope_scaling, config.rope_scale),
     )
 
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_llama, random_model
+from hybrid_plans import SOME, L, make
 from test_families import GATED, OPT
+from test_runtime import make_split
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from sparkinfer import Engine
@@ -128,6 +130,18 @@ def test_useless_scalings_are_refused_in_a_line(model, words):
     with pytest.raises(SparkinferError, match=words) as caught:
         with_rope_scaling(model, *REFUSED[words])
     assert "\n" not in str(caught.value)
+
+
+def test_a_plan_for_longer_texts_wants_the_scaling_that_it_was_made_with(tmp_path):
+    model = make(tmp_path)
+    model.save(model.path)
+    length = model.shape.context_length
+    scaled = with_rope_scaling(model, None, 2.0, None)
+    make_split(scaled, [SOME] * L, context_length=2 * length).save(tmp_path / "s.gguf")
+    with pytest.raises(SparkinferError, match="give the --rope-scaling that it was made with"):
+        Engine.load(model.path, tmp_path / "s.gguf", device="cpu")
+    with Engine.load(model.path, tmp_path / "s.gguf", device="cpu", rope_scale=2.0) as engine:
+        assert engine.context_length == 2 * length
 
 
 def test_the_command_line_says_what_it_did(model, capfd):

@@ -238,7 +238,8 @@ class Split:
         if self.context_length > model.shape.context_length:
             raise SparkinferError(
                 f"{path}: for a context of {self.context_length} tokens, {model.path} has up to"
-                f" {model.shape.context_length}; run sparkinfer solve again"
+                f" {model.shape.context_length}; give the --rope-scaling that it was made with, or run"
+                " sparkinfer solve again"
             )
         num_neurons = model.shape.num_neurons
         ids = np.concatenate(self.hot)

@@ -21,6 +21,7 @@ from sparkinfer.commands.help_command import completion, help_command
 from sparkinfer.commands.outtype import OUTTYPE
 from sparkinfer.commands.profile_command import profile
 from sparkinfer.commands.report import report
+from sparkinfer.commands.rope_options import rope_options
 from sparkinfer.commands.run import run as run_command
 from sparkinfer.commands.serve import serve
 from sparkinfer.commands.shared import (
@@ -172,6 +173,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
                    " beside it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Context length to reserve KV cache for. [default: the model's, up to 4,096]")  # fmt: skip
+@rope_options
 @click.option("--sequences", "num_sequences", default=1, show_default=True,
               help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
                    " and --kept of serve together, or the prompts of generate.")  # fmt: skip
