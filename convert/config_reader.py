@@ -1,6 +1,6 @@
-"""Typed reads of a checkpoint's config.json, each with its own error.
+"""Reads values of a checkpoint's config.json with their types; each read has its own error.
 
-Keys are in the spelling of transformers 4 or 5."""
+Keys may be spelt as in transformers 4 or 5."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,8 +30,8 @@ UNGATED = {"relu": "relu", "fatrelu": "fatrelu", "silu": "silu"} | GELUS
 
 class ConfigReader:
     """`values` are those in the file, `defaults` those of transformers' config class for missing
-    keys. `max_rows` is the size of the largest dimension of any tensor, and `prefix` precedes a
-    key's name in an error."""
+    keys. `max_rows` is the size of the largest dimension of any tensor, and `prefix` precedes the
+    name of a numeric key in an error."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class ConfigReader:
         return value
 
     def is_tied(self) -> bool | None:
-        """True if the output head is the embedding; None if only transformers' default says so: it
-        then still uses a head that the file has."""
+        """True if the output head is the embedding; None if that is only transformers' default, with
+        which transformers still uses a head that the file has."""
         is_tied = self.flag("tie_word_embeddings")
         return None if is_tied and "tie_word_embeddings" not in self.said else is_tied
 
@@ -177,7 +177,7 @@ class ConfigReader:
     def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
         """The context length, cut to a sliding window, and a note if it is cut.
 
-        Within one window, attention is the same with and without it."""
+        Within one window's length, attention is the same with and without a window."""
         window = self.values.get("sliding_window")
         self._check_layer_types(has_window=is_used and window is not None)
         if not is_used or window is None:
@@ -215,8 +215,8 @@ def _number(value: object) -> float | None:
 
 
 def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
-    """The shape with YaRN's constants (transformers, modeling_rope_utils.py) and the context that they
-    stretch the original one to, if it is not longer anyway."""
+    """The shape with YaRN's constants (transformers, modeling_rope_utils.py) and the context to which
+    they stretch the original one, unless it is longer already."""
     for key in ("mscale", "mscale_all_dim"):
         rope.refuse(key, None, 0, 0.0)
     rope.refuse("truncate", True)
@@ -242,9 +242,9 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
-    """f32 [W / 2]: long waves are slowed by `factor`, short ones are not, and between them the
-    inverse is interpolated (transformers, modeling_rope_utils.py; llama.cpp stores the divisors of
-    the frequencies as rope_freqs.weight)."""
+    """The divisors of the frequencies, f32 [W / 2]: `factor` for long waves, 1 for short ones; between
+    them the reciprocal is interpolated (transformers, modeling_rope_utils.py; llama.cpp stores these
+    divisors as rope_freqs.weight)."""
     factor = rope.positive("factor")
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     context = rope.positive("original_max_position_embeddings")

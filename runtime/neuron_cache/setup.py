@@ -23,12 +23,12 @@ from sparkinfer.split_file import Split
 @dataclass(frozen=True, kw_only=True)
 class CacheSetup:
     """`policy_of` makes the policy of a model from the neurons in each layer's slots, in order (none
-    if a layer has no slots), and the number of neurons of a layer; it decides on `most_rows` swaps at
-    most.
+    if a layer has no slots), and the number of neurons of a layer; the policy decides on at most
+    `most_rows` swaps.
 
-    share: without a plan, the share of each layer's neurons that has a slot, at first those with the
-    lowest numbers; with one, the plan's hot neurons are in the slots. copy_bytes_per_s: where
-    memories do not differ, the rate that copies are slowed down to."""
+    share: without a plan, the share of each layer's neurons that have a slot, at first those with the
+    lowest ids; with one, the plan's hot neurons are in the slots. copy_bytes_per_s: where both
+    memories are equally fast, the rate to which copies are slowed down."""
 
     policy_of: Callable[[Sequence[np.ndarray], int], Policy]
     most_rows: int
@@ -63,7 +63,7 @@ class CacheSetup:
     def resident(
         self, model: ModelFile, plan: Split | None, device: torch.device
     ) -> tuple[np.ndarray, ...]:
-        """The neurons in the slots of each layer at first; none in layers without a division."""
+        """The neurons in each layer's slots at first; none in layers that are not divided."""
         shape = model.shape
         if plan is not None:
             if self.share is not None:
@@ -90,8 +90,8 @@ class CacheSetup:
     def cache(
         self, weights: Weights, resident_LN: Sequence[np.ndarray], *, is_joined: bool
     ) -> NeuronCache:
-        """The cache of loaded weights; unless the slots are joined with the rows, the decode step
-        provides them."""
+        """The cache for loaded weights. If `is_joined`, its slots are rows of the weights; otherwise
+        the decode step provides them."""
         num_neurons = weights.layers[0].ffn.num_neurons
         residency = Residency(resident_LN, num_neurons)
         policy = self.policy_of(resident_LN, num_neurons)
@@ -139,7 +139,7 @@ class CacheSetup:
 def setup_of(
     asked: CacheOptions | OwnPolicy | Off | None, plan: Split | None, mode: str
 ) -> CacheSetup | None:
-    """The setup asked for. Unless something is asked for, a plan's cache is used in the plan's mode."""
+    """The requested setup. By default, a plan's cache is used in the plan's mode."""
     if asked is None and plan is not None and plan.cache is not None and mode == plan.mode:
         return CacheSetup.of(CacheOptions(), plan)
     if asked is None or asked == OFF:

@@ -4,7 +4,7 @@ from signal import SIGINT
 
 
 class SparkinferError(Exception):
-    """Wrong input: a message with what, where, what was wanted, and the next step."""
+    """Wrong input. The message says what is wrong and where, what was wanted, and what to do next."""
 
 
 class Interrupted(KeyboardInterrupt):

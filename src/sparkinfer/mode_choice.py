@@ -2,8 +2,8 @@
 
 A mode is allowed by default if it cannot change what the model says (dense, and exact if neurons
 are zero by themselves), or if the file's own record (mode_quality) says that it costs no more than
-a given share of the perplexity. Among those, the one whose token reads the fewest bytes is chosen.
-A line explains the choice if it needs explaining.
+a given share of the perplexity. The one that reads the fewest bytes per token is chosen, with a
+line that explains the choice if it is not the expected one.
 
 The solver chooses by seconds instead."""
 
@@ -161,7 +161,7 @@ def _costly_line(
 
 
 def _no_gain_line(model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...]) -> str | None:
-    """The line for parts of the file that save nothing."""
+    """The line for predictors, thresholds or limits that save nothing."""
     own = dense_bytes(model) if mode == "dense" else bytes_per_token(model, mode)
     first = bytes_per_token(model, modes[0])
     if own is None or first is None:

@@ -1,7 +1,7 @@
 """Attention of a step's rows: rotation, cache append, and softmax(q k) v split over the context.
 
-Each row has programs of its own, with the instructions of a single one. Rows of one sequence find
-each other's keys and values in the GPU's cache.
+Each row has its own programs, with the same instructions as a single row. Rows of one sequence read
+each other's keys and values from the GPU's cache.
 
 Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, B its
 blocks, P positions of a tile or block, G queries of a key-value head, S sequences, N blocks of a
@@ -16,7 +16,7 @@ from torch import Tensor
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
 from sparkinfer.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
-# Positions whose keys and values are in registers at once: 16 KiB of f16 at a width of 128.
+# Positions whose keys and values are in registers at once: 16 KiB of f16 each at a width of 128.
 _TILE = 64
 
 

@@ -1,4 +1,4 @@
-"""`sparkinfer doctor`: must work if torch is broken, so it imports none of the stages."""
+"""`sparkinfer doctor`: must work even if torch is broken, so it imports none of the stages."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ def doctor(
 ) -> None:
     """Show what works on this machine, what does not, and what to do about it.
 
-    Looks at the processor and its kernels, memory, torch, Triton, NVIDIA's driver and GPUs. Ends
+    Looks at the processor and its kernels, memory, torch, Triton, NVIDIA's driver and GPUs. Exits
     with 1 if something is wrong."""
     from sparkinfer.doctor.examine import examine
     from sparkinfer.doctor.finding import report_of

@@ -22,12 +22,12 @@ _PROMPTS = ("prompt", "prompt_file", "prompts_file")
 
 
 def has_prompt(options: dict[str, Any]) -> bool:
-    """True if a text is to be written; otherwise there will be a conversation."""
+    """True if a prompt is given; otherwise there will be a conversation."""
     return any(options[name] is not None for name in _PROMPTS)
 
 
 def check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: bool) -> None:
-    """Checks the options without the model, and reads the prompt, perhaps from stdin."""
+    """Checks the options without the model, and reads the prompt, possibly from stdin."""
     from sparkinfer.runtime.engine_options import device_of
 
     take_sampling_options(dict(options))
@@ -70,8 +70,8 @@ def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:
 
 
 def check_model(job: "Job", options: dict[str, Any], *, dry_run: bool) -> None:
-    """Checks what depends on the model: whether it can talk, the chat template, and the syntax of a
-    constraint."""
+    """Checks what depends on the model: whether it can hold a conversation, the chat template, and
+    the constraint."""
     from sparkinfer.run.source import has_template
     from sparkinfer.runtime.text.chat_template import chat_template_of
     from sparkinfer.runtime.text.codec import TextCodec
