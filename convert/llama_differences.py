@@ -1,4 +1,4 @@
-"""Text that llama.cpp splits differently than a tokenizer.json does, though it knows the tokenizer.
+"""Text that llama.cpp splits differently from a tokenizer.json, although it has the tokenizer.
 
 These differences are noted when a file for llama.cpp is written; they do not affect our runtime."""
 
@@ -56,9 +56,9 @@ def _sentencepiece_differences(tokenizer: Json) -> list[str]:
 
 
 def _pairs_joined_otherwise(tokenizer: Json) -> list[tuple[str, str]]:
-    """Pairs that llama.cpp joins, but the merges do not, or elsewhere in the order. It joins any
-    two tokens whose texts make a third; the merges may lack such a pair, or have the pairs of one
-    token at several places."""
+    """Pairs of tokens that llama.cpp joins although no merge does, or in another order than the
+    merges. llama.cpp joins any two tokens whose texts make a third; the merges may lack such a
+    pair, or have the pairs of one token at several places."""
     vocabulary, added = tables_of(tokenizer)
     specials = {token["content"] for token in added}
     merges = cast(list, cast(Json, tokenizer["model"])["merges"])

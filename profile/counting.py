@@ -111,9 +111,10 @@ class Counter:
 
 
 def histogram(value: Tensor) -> Tensor:
-    """int64 [B]: how many |values| (f32) lie in each bin of profile_file.EDGES; NaN in the last.
+    """int64 [B]: the number of |values| (f32) in each bin of profile_file.EDGES; NaN is in the last.
 
-    By torch, for GPUs: nothing here synchronises, as bincount would for the largest bin."""
+    Written with torch, for GPUs. Nothing here synchronises; bincount would, to find the largest
+    bin."""
     size_A = value.abs().flatten()
     bucket_A = (size_A.view(torch.int32) >> 16).long()
     first, edge = (table.to(size_A.device) for table in _tables())

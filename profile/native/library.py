@@ -41,8 +41,8 @@ def count(
     count_F: Tensor,
     histogram_B: Tensor,
 ) -> None:
-    """Adds to `count_F` the tokens for which each value (or |value|) is above the threshold, and
-    to `histogram_B` |value| of those; the others are in bin 0.
+    """Adds to `count_F` the number of tokens for which each value (or |value|) is above the
+    threshold, and to `histogram_B` |value| of those; the others go into bin 0.
 
     value_TF: f32; first: uint8 and edge: f32, of each bucket; the sums: int64; all on the CPU."""
     value_TF = value_TF.contiguous()

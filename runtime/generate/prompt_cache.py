@@ -1,8 +1,8 @@
 """Saves the state of a text to a file: its tokens, and the keys and values of every layer.
 
-A text with the same beginning need not compute it again. The state depends on the model, on how it
-is run and on the processor's arithmetic; a file made under other conditions is refused, as its
-numbers would differ from those computed here."""
+A text with the same beginning then need not be computed from its start. The state depends on the
+model, on how it is run and on the processor's arithmetic; a file made under other conditions is
+refused, as its numbers would differ from those computed here."""
 
 import hashlib
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class PromptKey:
     vocab_size: int
     cache: str  # storage types of keys and values
     thresholds: tuple[float, ...] = ()
-    rope_scaling: str = ""  # what a user may ask for in place of the model's own
+    rope_scaling: str = ""  # the user's, if it replaces the model's own
 
 
 def weights_digest(model: ModelFile) -> str:

@@ -34,7 +34,7 @@ class NeuronsStruct(Structure):
 
 
 class SharedWorkspace:
-    """Scratch shared by several blocks, no two of which run at the same time."""
+    """Scratch memory shared by several blocks, no two of which run at the same time."""
 
     def __init__(self) -> None:
         self._structs: list[NeuronsStruct] = []
@@ -81,7 +81,7 @@ class NativeNeurons:
     ) -> "NativeNeurons":
         """Makes a call. `num_neurons` is the layer's F; vectors that are not given are allocated.
         With a `room`, the call can run only once that is allocated. Raises NotNative for what the
-        kernels do not cover, and ImportError if they are not built."""
+        kernels do not support, and ImportError if they are not built."""
         structs = Structs()
         width = block.down.width
         x_D = torch.zeros(width) if x_D is None else x_D
@@ -129,10 +129,10 @@ def add_neurons(
     y_TD: Tensor, block: NeuronBlock, gate: Gate, mode: Mode, x_TD: Tensor, named_TN: Tensor | None
 ) -> tuple[int, int, int]:
     """Adds a block's output for each token; `named_TN` are the predicted neurons, None in other
-    modes. Returns bytes of gates, ups and downs, each row counted once per call.
+    modes. Returns bytes of gates, ups and downs, each row counted once per native call.
 
     A token's bits do not depend on the other tokens. Raises NotNative for what the kernels do not
-    cover."""
+    support."""
     if not len(x_TD):
         return 0, 0, 0
     structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)

@@ -3,8 +3,8 @@
 It covers the tensors alive at once in attention, the feed-forward layer and the head, in a pass
 without observers. It is tested against what torch reports (tests/test_device_memory.py);
 `measure_workspace`, which plans use, measures the pass on the CPU, where the keys of the whole
-context are unpacked at once and observers' values of all neurons are kept. The difference is
-available for streaming cold weights (runtime.prefill.cold_stream).
+context are unpacked at once and observers' values of all neurons are kept. What is measured beyond
+this bound is available for streaming cold weights (runtime.prefill.cold_stream).
 
 Letters: T tokens, D model width, H heads, K key-value heads, W head width, C positions, F
 neurons."""
