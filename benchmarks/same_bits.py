@@ -1,11 +1,11 @@
-"""Compares the bits of two builds: hashes of logits over types, modes, levels, graphs and plans.
+"""Compares the logits of two builds bit by bit, over types, modes, levels, graphs and plans.
 
-    same_bits.py --hashes > before.json      with the Python of the build
+    same_bits.py --hashes > before.json      with the Python of each build
     same_bits.py before.json after.json
 
-One row a call and many; plans with both roles on the CPU, as two blocks of neurons and as a hybrid
-step. Models are those of tests/models.py. The second form names the cases that differ, and fails if
-there are any."""
+Each case runs one row per step, and many rows in one. Plans have both roles on the CPU, as two
+blocks of neurons and as a hybrid step. The models are those of tests/models.py. The second form
+names the cases that differ, and fails if there are any."""
 
 import dataclasses
 import hashlib
@@ -42,7 +42,7 @@ def digest(logits: torch.Tensor) -> str:
 
 
 def of_engine(engine: Engine) -> list[str]:
-    """One row a step, many rows in one, and layer by layer in torch."""
+    """One row per step, many rows in one step, and layer by layer in torch."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):
         plain = engine.logits(IDS)
     return [digest(stepped(engine)), digest(engine.logits(IDS)), digest(plain)]
@@ -94,7 +94,7 @@ def chosen_limits(model: ModelFile, fields: tuple[str, ...] = ALL) -> Limits:
 
 
 def of_limits(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Inputs and neurons that count as silent, with every form of storage; and divided."""
+    """Limits, below which inputs and neurons count as silent, in every form of storage; and divided."""
     for way, fields in STORED.items():
         model = stored(model_of("q8_0"), fields)
         model = model.with_limits(chosen_limits(model), "here")

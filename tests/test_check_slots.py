@@ -1,5 +1,5 @@
-"""The check of the neuron cache's kernels: where one fails the cache is off, with one line, and the text
-is the same."""
+"""The check of the neuron cache's kernels: if one fails, the cache is turned off, with one line, and
+the text stays the same."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ IDS = np.random.default_rng(0).integers(0, 200, 6).tolist()
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
-    """A separate cache for the test; what earlier checks found for the process is forgotten."""
+    """A separate cache for the test, in a process without results of earlier checks."""
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_products, "_replaced", set())
     monkeypatch.setattr(gpu_products, "_in_f32_only", set())
@@ -34,7 +34,7 @@ def clean(tmp_path, monkeypatch):
 
 
 def misplaced(kernel):
-    """Copies to the wrong place, by one unit."""
+    """Copies to a place that is off by one unit."""
 
     def scatter(staging_B, copies_C4, most_bytes):
         kernel(staging_B, copies_C4 + torch.tensor([0, 2, 0, 0]), most_bytes)
@@ -43,7 +43,7 @@ def misplaced(kernel):
 
 
 def formless(kernel):
-    """Leaves blocks as they are in a file."""
+    """Copies blocks without converting them from the file's layout."""
 
     def scatter(staging_B, copies_C4, most_bytes):
         kernel(staging_B, copies_C4 * torch.tensor([1, 1, 1, 0]), most_bytes)
@@ -64,14 +64,14 @@ FAILURES = {
 @pytest.mark.parametrize(
     ("part", "name", "wrong"), [(part, *each) for part, found in FAILURES.items() for each in found]
 )
-def test_a_wrong_kernel_is_seen(part, name, wrong):
+def test_a_wrong_kernel_is_detected(part, name, wrong):
     with pytest.raises((Wrong, ValueError)):
         SLOT_PARTS[part](with_slot_kernel(name, wrong)(), CPU, lambda: None)
 
 
 @pytest.mark.parametrize("kernels", [reference_slot_kernels, triton_slot_kernels])
 def test_right_kernels_pass(kernels):
-    """Triton's on a CUDA device where there is one, else in its interpreter."""
+    """Triton's run on a CUDA device, or in its interpreter if there is none."""
     place = CPU if kernels is reference_slot_kernels else device()
     wait = torch.cuda.synchronize if place.type == "cuda" else lambda: None
     check_scatter(kernels(), place, wait)
@@ -80,8 +80,7 @@ def test_right_kernels_pass(kernels):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch, capsys):
-    """A load with these parts: (has a cache, its lines on the cache, the logits of a text). On the CPU
-    slots are joined with all rows, which the GPU's other kernels do not compute; that is left out."""
+    """Loads with the given parts; (has a cache, its lines about the cache, the logits of a text)."""
     model = with_cache(tmp_path)
 
     def loaded(parts):
@@ -100,7 +99,7 @@ def verdicts():
     return checks.verdicts
 
 
-def test_working_kernels_are_checked_once_and_nothing_is_said(load):
+def test_working_kernels_are_checked_once_and_print_nothing(load):
     has_cache, lines, _ = load(fake_parts())
     assert has_cache and lines == []
     assert all(verdicts()[part].is_fine for part in SLOT_PARTS)
@@ -132,7 +131,7 @@ def test_without_triton_the_cache_is_off(load):
     assert "pip install triton: the neuron cache is off" in line
 
 
-def test_no_cache_no_check(load, monkeypatch, tmp_path):
+def test_without_a_cache_its_kernels_are_not_checked(load, monkeypatch, tmp_path):
     monkeypatch.setattr(device_parts, "parts_of",
                         lambda device: fake_parts(slot_kernels=failing()))  # fmt: skip
     with Engine.load(tmp_path / "m.gguf", tmp_path / "s.gguf", mode="exact", device="cpu",

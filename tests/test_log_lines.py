@@ -1,4 +1,4 @@
-"""Library code says what it has to say through loggers; the command line shows it as plain lines."""
+"""Library code reports through loggers; the command line shows the messages as plain lines."""
 
 import ast
 import io
@@ -39,7 +39,7 @@ LIBRARY = sorted(
 
 
 def prints_in(text: str) -> list[str]:
-    """The calls that write to the terminal past the package's loggers."""
+    """The calls that write to the terminal without the package's loggers."""
     calls = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
     names = (ast.unparse(call.func) for call in calls)
     return [name for name in names if name in WRITERS]
@@ -73,7 +73,7 @@ def test_the_lines_are_plain(capsys):
     assert said.err == "m.gguf: 100 % of this is slow\nm.gguf: mode dense\n" and not said.out
 
 
-def test_lines_are_not_repeated_for_the_callers_handlers(capsys, caplog):
+def test_a_callers_handlers_do_not_repeat_the_lines(capsys, caplog):
     log = logging.getLogger("sparkinfer.runtime.some_module")
     with lines_on_stderr(), lines_on_stderr():
         log.warning("once")
@@ -90,7 +90,7 @@ def test_a_closed_stderr_loses_lines_and_nothing_else(monkeypatch):
         logging.getLogger("sparkinfer.runtime.some_module").warning("for nobody")
 
 
-def test_a_line_is_above_a_progress_bar():
+def test_a_line_appears_above_a_progress_bar():
     terminal = io.StringIO()
     console = Console(file=terminal, force_terminal=True, width=60)
     with lines_on_stderr(), Progress(console=console, auto_refresh=False) as bar:
@@ -117,8 +117,8 @@ def model(tmp_path_factory):
     return path
 
 
-def told(first: str, path: Path) -> str:
-    """What a program that loads the model after this line has on stderr."""
+def stderr_of(first: str, path: Path) -> str:
+    """The stderr of a program that executes this line and then loads the model."""
     text = (
         f"import logging\nfrom sparkinfer import Engine\n{first}\n"
         "from sparkinfer.runtime import engine_options\n"
@@ -133,18 +133,18 @@ def told(first: str, path: Path) -> str:
 
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-def test_a_program_sees_warnings_and_asks_for_the_rest(model):
-    """Python's own default: warnings as plain lines, no information."""
-    (warned,) = told("", model).splitlines()
+def test_a_program_shows_warnings_by_default_and_the_rest_on_request(model):
+    """By Python's own default, warnings are plain lines and information is not shown."""
+    (warned,) = stderr_of("", model).splitlines()
     assert warned.startswith(f"{model}: ") and WARNED in warned
-    asked = told("logging.basicConfig(level='INFO', format='%(name)s|%(message)s')", model)
+    asked = stderr_of("logging.basicConfig(level='INFO', format='%(name)s|%(message)s')", model)
     names = dict(line.split("|", 1)[::-1] for line in asked.splitlines())
     assert sum(EXPLAINED in line for line in names) == sum(WARNED in line for line in names) == 1
     assert {"sparkinfer.runtime.loading", "sparkinfer.runtime.engine_options"} <= {*names.values()}
 
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-def test_a_command_shows_both(model, capsys, monkeypatch):
+def test_a_command_shows_warnings_and_information(model, capsys, monkeypatch):
     monkeypatch.setattr(engine_options, "free_memory_bytes", lambda: 1)
     given = ["generate", str(model), "-p", "a", "-n", "1", "--device", "cpu", "--kv-offload", SIZES]
     assert main(given) == 0

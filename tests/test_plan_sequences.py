@@ -54,7 +54,7 @@ def solved(files, output, **changes):
 
 
 def small_plan(folder, num_sequences, **options):
-    """A model and a plan by hand, every kind of layer."""
+    """A model, and a plan made by hand with a divided layer and layers on the CPU."""
     path = folder / "m.gguf"
     keys, num_tokens = byte_level_keys()
     shape = make_shape(num_layers=3, context_length=128, vocab_size=num_tokens)
@@ -69,7 +69,7 @@ def small_plan(folder, num_sequences, **options):
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_the_cache_of_all_sequences_is_in_the_budget_to_the_byte(files, tmp_path, count):
+def test_the_budget_includes_the_cache_of_all_sequences_to_the_byte(files, tmp_path, count):
     report = solved(files, tmp_path / "plan", num_sequences=count)
     split, model = Split.load(tmp_path / "plan"), ModelFile.load(files / "m.gguf")
     positions = CONTEXT if count == 1 else count * 128  # whole blocks of 64
@@ -97,7 +97,7 @@ def test_more_sequences_leave_less_room_for_neurons(files, tmp_path):
     assert reports[0].objective_s < reports[1].objective_s
 
 
-def test_a_plan_for_one_sequence_is_written_as_before(files, tmp_path):
+def test_only_plans_for_several_sequences_record_their_number(files, tmp_path):
     solved(files, tmp_path / "plan")
     keys, _ = read_gguf(tmp_path / "plan", "plan")
     assert "sparkinfer.split.num_sequences" not in keys
@@ -107,7 +107,7 @@ def test_a_plan_for_one_sequence_is_written_as_before(files, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])
-def test_a_number_that_no_plan_has_is_refused(files, tmp_path, wrong):
+def test_an_impossible_number_of_sequences_is_refused(files, tmp_path, wrong):
     solved(files, tmp_path / "plan", num_sequences=3)
     keys, tensors = read_gguf(tmp_path / "plan", "plan")
     keys = {k: v for k, v in keys.items() if k.startswith("sparkinfer.")}
@@ -117,7 +117,7 @@ def test_a_number_that_no_plan_has_is_refused(files, tmp_path, wrong):
         Split.load(tmp_path / "other")
 
 
-def test_bytes_for_another_number_are_refused(files, tmp_path):
+def test_cache_bytes_for_another_number_of_sequences_are_refused(files, tmp_path):
     solved(files, tmp_path / "plan", num_sequences=3)
     split, model = Split.load(tmp_path / "plan"), ModelFile.load(files / "m.gguf")
     wrong = replace(split, num_sequences=2)
@@ -126,14 +126,14 @@ def test_bytes_for_another_number_are_refused(files, tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 1025])
-def test_the_command_wants_a_number_of_sequences(files, tmp_path, capsys, count):
+def test_the_command_checks_the_number_of_sequences(files, tmp_path, capsys, count):
     arguments = ["solve", files / "m.gguf", "--profile", files / "p", "--machine", files / "c",
                  "-vb", "500KiB", "-o", tmp_path / "plan", "--sequences", count]  # fmt: skip
     assert main([str(each) for each in arguments]) == 1
     assert "wanted 1 to 1024" in capsys.readouterr().err
 
 
-def test_the_command_and_inspect_say_the_number(files, tmp_path, capsys):
+def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path, capsys):
     arguments = ["solve", files / "m.gguf", "--profile", files / "p", "--machine", files / "c",
                  "-vb", "2MiB", "-o", tmp_path / "plan", "--sequences", 4, "-c", CONTEXT,
                  "--mode", "exact", "--json"]  # fmt: skip
@@ -144,7 +144,7 @@ def test_the_command_and_inspect_say_the_number(files, tmp_path, capsys):
     assert "4 texts of 100 tokens" in capsys.readouterr().out
 
 
-def test_more_than_the_plan_has_is_refused_with_the_command_that_helps(tmp_path):
+def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):
     path, plan = small_plan(tmp_path, 2)
     with pytest.raises(SparkinferError, match="budgets the cache of 2; run sparkinfer solve with"
                        " --sequences 3"):  # fmt: skip
@@ -157,7 +157,7 @@ def test_more_than_the_plan_has_is_refused_with_the_command_that_helps(tmp_path)
 
 
 @native
-def test_sequences_of_a_plan_get_what_each_gets_alone(tmp_path):
+def test_sequences_of_a_plan_have_the_same_bits_as_alone(tmp_path):
     path, plan = small_plan(tmp_path, 3)
     ids = [[5, 9, 2], [7] * 70, [1, 2, 3, 4]]
     with Engine.load(path, plan, device="cpu") as engine:
@@ -181,7 +181,7 @@ def test_sequences_of_a_plan_get_what_each_gets_alone(tmp_path):
         (("parallel",), 6, None, {"parallel": 6, "kept": 0}),
     ],
 )
-def test_a_server_takes_the_places_of_a_plan(tmp_path, given, parallel, kept, found):
+def test_a_server_takes_its_places_from_the_plan(tmp_path, given, parallel, kept, found):
     _, plan = small_plan(tmp_path, 6)
     with asked(given):
         assert _places_of(plan, parallel, kept) == found
@@ -195,7 +195,7 @@ def test_a_server_refuses_more_places_than_a_plan_has(tmp_path, parallel, kept, 
 
 
 def asked(names):
-    """A command's context in which these options were given."""
+    """The context of a command to which these options were given."""
     import click
 
     context = click.Context(click.Command("serve"))
