@@ -1,5 +1,5 @@
-"""The check of the neuron cache's kernels: if one fails, the cache is turned off, with one line, and
-the text stays the same."""
+"""The check of the neuron cache's kernels: if one fails, the cache is turned off, with one line,
+and the text stays the same."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ def test_right_kernels_pass(kernels):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch, capsys):
-    """Loads with the given parts; (has a cache, its lines about the cache, the logits of a text)."""
+    """Loads with given parts; (has a cache, its lines about the cache, the logits of a text)."""
     model = with_cache(tmp_path)
 
     def loaded(parts):

@@ -1,5 +1,5 @@
-"""Plans for several sequences: the bytes of their cache, the file, and engines and commands that use
-them."""
+"""Plans for several sequences: the bytes of their cache, the file, and engines and commands that
+use them."""
 
 import json
 from dataclasses import replace
