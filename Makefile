@@ -69,9 +69,11 @@ SOURCES := CMakeLists.txt $(shell find src $(STAGES) -name '*.py' \
 setup: build  ## .venv with sparkinfer in it, editable, and all it needs
 
 .venv/ready: pyproject.toml constraints.txt
-	@echo "== set-up: a virtual environment in .venv (a few minutes, once)"
+	@echo "== set-up: a virtual environment in .venv (all of the set-up takes a few minutes, once)"
 	@$(PYTHON) -m venv .venv
+	@echo "== set-up: cmake, ninja and scikit-build-core, which build the C++"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja scikit-build-core
+	@echo "== set-up: PyTorch and the other packages (fetched, if they are not here), then the C++ is compiled"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
 	  -e '.[dev]'
 	@[ "$$(uname)" != Linux ] || $(BIN)/python -c "import triton" 2>/dev/null || \
@@ -80,6 +82,7 @@ setup: build  ## .venv with sparkinfer in it, editable, and all it needs
 
 build/installed: $(SOURCES) | .venv/ready
 	@mkdir -p build
+	@echo "== build: the C++ that changed, and new files"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -38,7 +38,7 @@ def kept_for(model: Path) -> Kept:
         own, copy = _id(ModelFile.load, model), None
         if own is None:
             copy = _converted(cache, model)
-            own = copy and _id(ModelFile.load, copy)
+            own = None if copy is None else _id(ModelFile.load, copy)
     except (SparkinferError, OSError):
         return Kept()
 

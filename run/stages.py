@@ -119,11 +119,16 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
         activation=source.activation, force=True,
     )  # fmt: skip
     with reading(source.path), progress("converting", None, "MB") as advance:
+
+        def check(written: Written) -> list[str]:
+            advance.begin("verifying")
+            return [verify(written).line]
+
         report = convert(
             config,
             on_bytes=lambda count: advance(count / 1e6),
             on_total=lambda count: advance.set_total(count / 1e6),
-            verify=_verify if job.is_verified else None,
+            verify=check if job.is_verified else None,
         )
     for line in (*(f"note: {note}" for note in report.notes), report.verified or ""):
         if line:
@@ -136,10 +141,6 @@ def conversion_name(job: Job) -> str:
     """The name under which a conversion's rate is stored."""
     more = " and verify" if job.is_verified else ""
     return f"convert {job.source.own_type} to {job.choice.outtype}{more}"
-
-
-def _verify(written: Written) -> list[str]:
-    return [verify(written).line]
 
 
 def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:

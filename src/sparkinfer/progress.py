@@ -33,7 +33,7 @@ class Advance:
         if self.console is not None:
             self._line(self.console)
             return
-        speed = self.bar.tasks[0].speed
+        speed = self.bar.tasks[-1].speed
         self.bar.update(self.task, rate="" if speed is None else f"{speed:,.0f} {self.unit}/s")
 
     def _line(self, console: Console) -> None:
@@ -41,13 +41,17 @@ class Advance:
         if time.monotonic() - self.said_at < LINE_EVERY_S:
             return
         self.said_at = time.monotonic()
-        task = self.bar.tasks[0]
+        task = self.bar.tasks[-1]
         elapsed = task.finished_time or task.elapsed or 0.0
         line = f"{task.description}: {task.completed:,.0f} {self.unit}"
         if task.total and task.completed:
             left = elapsed * (task.total / task.completed - 1)
             line += f" of {task.total:,.0f} ({task.completed / task.total:.0%}), {left:,.0f} s left"
         console.print(line, highlight=False, soft_wrap=True)
+
+    def begin(self, label: str) -> None:
+        """Another part of the work follows, of unknown length, with a bar of its own."""
+        self.task = self.bar.add_task(label, total=None, rate="")
 
     def set_total(self, total: float) -> None:
         self.bar.update(self.task, total=total)

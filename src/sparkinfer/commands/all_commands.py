@@ -115,6 +115,7 @@ def convert(
         from sparkinfer.profile.predictor_check import check_predictors
         from sparkinfer.profile.verify import verify as compare
 
+        advance.begin("verifying")
         check = check_predictors(written.path)
         warnings = [check.line] if check and check.is_near_chance else []
         return [compare(written).line, *warnings]

@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -41,6 +44,8 @@ class FolderPath(click.Path):
     """A folder in which the command writes files; the command checks those itself."""
 
 
+WIDEST = 100  # columns of a note
+_COMMAND = ": sparkinfer "
 FILE = click.Path(path_type=Path)
 OUTPUT = OutputPath(path_type=Path)
 ENDINGS = (".gguf", ".safetensors", ".json")  # of files that commands write
@@ -188,7 +193,28 @@ def let_threads_sleep() -> None:
 
 
 def say(line: str) -> None:
-    click.echo(line, err=True)
+    """Writes a line for people, wrapped on a terminal. Not click.echo, which writes past a bar of
+    progress that is on the terminal, so that both are garbled."""
+    if sys.stderr is not None:
+        is_terminal = sys.stderr.isatty()
+        print(wrapped(line, terminal_width()) if is_terminal else line, file=sys.stderr, flush=True)
+
+
+def terminal_width() -> int:
+    return min(WIDEST, shutil.get_terminal_size().columns)
+
+
+def wrapped(line: str, width: int) -> str:
+    """A long line in several; tables stay, and a command at the end gets a line of its own, whole, so
+    that it can be copied."""
+    if len(line) <= width or "  " in line.strip() or "\n" in line:
+        return line
+    words, mark, command = line.rpartition(_COMMAND)
+    if not mark:
+        words, command = line, ""
+    lines = textwrap.wrap(words + mark[:1], width, subsequent_indent="  ",
+                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return "\n".join([*lines, *([f"  {mark[2:]}{command}"] if mark else [])])
 
 
 def finish(report: Any, as_json: bool, lines: list[str]) -> None:
