@@ -98,7 +98,7 @@ def all_ids(vocab_size: int) -> np.ndarray:
 
 def as_array(logits_V: Tensor) -> np.ndarray:
     """The logits as float32 on the CPU, without a copy if they already are."""
-    return logits_V.detach().to("cpu", torch.float32).contiguous().numpy()
+    return np.ascontiguousarray(logits_V.float().numpy(force=True))
 
 
 def allowed_ids(mask: Mask, vocab_size: int) -> np.ndarray:

@@ -116,20 +116,24 @@ class NativeStep:
             struct.source = -1 if row.source is None else row.source
             num_logits += row.has_logits
         logits = torch.empty(num_logits, self.vocab_size, dtype=torch.float32)
-        before = self._bytes()
         if self.neuron_cache is not None:
             self.neuron_cache.before_step()
         library.run_step(self.step, structs, logits)
         if self.neuron_cache is not None:
             self.neuron_cache.after_step(_decoded(rows))
-        for name, read in self._bytes().items():
-            setattr(self.traffic, name, getattr(self.traffic, name) + read - before[name])
+        self._count()
         return logits
 
-    def _bytes(self) -> dict[str, int]:
-        """Bytes read by all steps so far, keyed by Traffic's fields."""
-        names = ("gate", "up", "down", "predictor", "attention")
-        return {name: getattr(self.step, f"{name}_bytes") for name in names}
+    def _count(self) -> None:
+        """Moves the bytes that were read from the step to `traffic`."""
+        step, traffic = self.step, self.traffic
+        traffic.gate += step.gate_bytes
+        traffic.up += step.up_bytes
+        traffic.down += step.down_bytes
+        traffic.predictor += step.predictor_bytes
+        traffic.attention += step.attention_bytes
+        step.gate_bytes = step.up_bytes = step.down_bytes = 0
+        step.predictor_bytes = step.attention_bytes = 0
 
 
 def _decoded(rows: Sequence[Row]) -> list[bool]:
