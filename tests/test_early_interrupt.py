@@ -1,0 +1,78 @@
+"""Ctrl-C from the first moment of a command on: one line, or, before any of our code runs, what Python
+itself does. Its start (the interpreter, site, the .pth files of other packages) is not ours to change."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(sys.executable).parent / "sparkinfer"
+LINE = "sparkinfer: interrupted; nothing half-written was left"
+OURS = ("sparkinfer", "re/__init__", "enum.py")  # frames of our script, or imported for it
+
+
+def interrupted_after(seconds: float, *words: str) -> tuple[int, str]:
+    """(exit code, stderr) of a command that is interrupted so long after its start."""
+    process = subprocess.Popen(
+        [PROGRAM, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    return process.returncode, error
+
+
+def frames(error: str) -> list[str]:
+    """The files of a traceback, apart from Python's own start."""
+    files = [line.split('"')[1] for line in error.splitlines() if line.startswith('  File "')]
+    return [file for file in files if "_editable_skbc" not in file]
+
+
+def check(seconds: float, *words: str) -> None:
+    code, error = interrupted_after(seconds, *words)
+    if "KeyboardInterrupt" in error or not error:
+        assert code in (-signal.SIGINT, 1, 130), (seconds, code)
+        ours = [file for file in frames(error) if any(name in file for name in OURS)]
+        assert not ours, (seconds, error)
+    else:
+        assert error.splitlines()[-1].startswith("sparkinfer: "), (seconds, error)
+        assert len(error.splitlines()) == 1 and code in (1, 130), (seconds, error)
+        assert (code == 130) == (error.strip() == LINE), (seconds, code, error)
+
+
+@pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed beside Python")
+@pytest.mark.parametrize("seconds", [0.02, 0.05, 0.1, 0.2, 0.4])
+def test_an_interrupt_of_a_start_is_one_line(seconds):
+    check(seconds, "generate", "/nonexistent/model.gguf", "-p", "x")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed beside Python")
+@pytest.mark.parametrize("command", ["generate -p x", "serve"])
+def test_an_interrupt_at_any_time_of_a_start_is_one_line(command):
+    name, *more = command.split()
+    for number in range(41):
+        check(0.05 * number, name, "/nonexistent/model.gguf", *more)
+    for number in range(60):  # where our own code begins
+        check(0.002 * number, name, "/nonexistent/model.gguf", *more)
+
+
+def test_the_check_sees_a_traceback_of_ours(monkeypatch):
+    text = (
+        'Traceback (most recent call last):\n  File "/x/bin/sparkinfer", line 3\nKeyboardInterrupt'
+    )
+    monkeypatch.setattr(f"{__name__}.interrupted_after", lambda *words: (-2, text))
+    with pytest.raises(AssertionError):
+        check(0.0)
+
+
+def test_the_script_imports_nothing_before_it_can_answer():
+    """An interrupt within its imports ends in the code of a signal, without a traceback."""
+    text = PROGRAM.read_text() if PROGRAM.exists() else ""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and line[0] != "#"]
+    assert lines[:2] == ["try:", "from sparkinfer.cli import main"]
