@@ -1,5 +1,5 @@
-"""The check of a GPU: on a fake one, each part that fails on purpose leaves a working generation and
-one line, is remembered, and is not tried again."""
+"""The check of a GPU, here a fake one. Generation still works when any part fails, one line reports
+the failure, and the part is not tried again."""
 
 import dataclasses
 import os
@@ -51,7 +51,7 @@ HOT = [np.arange(0, F, 2), np.arange(F)]
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
-    """A separate cache for the test; what earlier checks found for the process is forgotten."""
+    """A separate cache for the test, in a process without results of earlier checks."""
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_products, "_replaced", set())
     monkeypatch.setattr(gpu_products, "_in_f32_only", set())
@@ -98,7 +98,7 @@ def load(planned, monkeypatch, capsys):
     return lambda parts, **options: Loaded(planned, monkeypatch, capsys, parts, **options)
 
 
-def test_a_device_on_which_all_works_is_checked_once_and_says_nothing(load):
+def test_a_device_that_works_is_checked_once_and_prints_nothing(load):
     calls = []
     parts = fake_parts(use=lambda: calls.append("use"), multiply=lambda dtype: calls.append(dtype))
     found = load(parts)
@@ -164,7 +164,7 @@ def check_fallback(load, name):
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_a_part_that_fails_leaves_a_generation_and_one_line(load, name):
+def test_generation_works_and_one_line_is_printed_when_a_part_fails(load, name):
     found, failed = check_fallback(load, name)
     kind = {"device": NativeStep, "pinned memory": str, "host function": str, "step": str}
     assert isinstance(found.step, kind.get(name, HybridStep))
@@ -174,11 +174,11 @@ def test_a_part_that_fails_leaves_a_generation_and_one_line(load, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAILURES if name not in TRIED])
-def test_every_kernel_that_fails_in_every_way(load, name):
+def test_generation_works_when_a_kernel_fails_in_any_way(load, name):
     check_fallback(load, name)
 
 
-def test_torch_computes_a_kernel_that_failed_and_no_other(load, monkeypatch):
+def test_torch_computes_only_the_kernel_that_failed(load, monkeypatch):
     used, plain = [], torch_kernels()
     noting = {
         name: lambda *a, _name=name, **o: (used.append(_name), getattr(plain, _name)(*a, **o))
@@ -193,7 +193,7 @@ def test_torch_computes_a_kernel_that_failed_and_no_other(load, monkeypatch):
     assert gpu_products._replaced == {"predict"}
 
 
-def test_without_triton_torch_computes_all(load):
+def test_without_triton_torch_computes_everything(load):
     def missing():
         raise ImportError("the GPU kernels need Triton, found none: pip install triton")
 
@@ -206,7 +206,7 @@ def test_without_triton_torch_computes_all(load):
     assert stored_checks()[0].verdicts.keys() & {f"kernel {name}" for name in NAMES} == set()
 
 
-def test_one_reason_for_many_kernels_is_one_line(load):
+def test_kernels_that_fail_for_one_reason_share_a_line(load):
     def without_compiler():
         return dataclasses.replace(reference_kernels(), **{name: raising(None) for name in NAMES})
 
@@ -216,7 +216,7 @@ def test_one_reason_for_many_kernels_is_one_line(load):
     assert "and much more" not in line and found.error < 1e-4
 
 
-def test_without_a_graph_none_is_checked(load):
+def test_without_a_graph_no_graph_is_checked(load):
     found = load(fake_parts(prepare=failing()), graph=False)
     assert found.lines == []
     assert not [name for name in stored_checks()[0].verdicts if name.startswith("graph")]
@@ -225,7 +225,7 @@ def test_without_a_graph_none_is_checked(load):
 # ---- time limits, lost devices, ended processes -------------------------------------------------
 
 
-def test_a_part_that_takes_too_long_has_failed(load, monkeypatch):
+def test_a_part_that_takes_too_long_fails(load, monkeypatch):
     monkeypatch.setattr(device_check, "PART_S", 0.2)
     release = threading.Event()
     found = load(fake_parts(multiply=lambda dtype: release.wait(20)))
@@ -234,7 +234,7 @@ def test_a_part_that_takes_too_long_has_failed(load, monkeypatch):
     assert "takes longer than 0.2 s" in line and found.error < 1e-4
 
 
-def test_a_device_that_no_longer_answers_is_left(load):
+def test_a_device_that_no_longer_answers_is_not_used(load):
     uses = []
 
     def use():
@@ -266,7 +266,7 @@ Engine.load(sys.argv[2], split=sys.argv[3], device="cpu")
 """
 
 
-def test_a_process_that_ends_in_a_check_leaves_a_mark(planned, load):
+def test_the_next_load_reports_a_check_that_ended_its_process(planned, load):
     here = os.path.dirname(__file__)
     done = subprocess.run([sys.executable, "-c", KILLED, here, planned[0], planned[1]], check=False)
     assert done.returncode == -9
@@ -278,7 +278,7 @@ def test_a_process_that_ends_in_a_check_leaves_a_mark(planned, load):
     assert stored_checks()[0].started is None
 
 
-def test_an_interrupted_check_leaves_no_mark(load):
+def test_an_interrupted_check_records_nothing(load):
     def interrupt():
         raise KeyboardInterrupt
 
@@ -289,7 +289,7 @@ def test_an_interrupted_check_leaves_no_mark(load):
     assert stored_checks()[0].started is None and not stored_checks()[0].verdicts
 
 
-def test_no_memory_for_a_check_says_nothing_about_the_part(load):
+def test_a_check_without_memory_has_no_result(load):
     parts = fake_parts(kernels=with_kernel("down", lambda kernel: failing("CUDA out of memory")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_check.DeviceCheck, "backend", lambda self, *a, **o: "not now")
@@ -300,7 +300,7 @@ def test_no_memory_for_a_check_says_nothing_about_the_part(load):
     assert not [name for name in stored_checks()[0].verdicts if name.startswith("kernel down")]
 
 
-def test_an_errors_line_says_what_is_wrong():
+def test_an_error_is_reported_in_one_line():
     def fail(text):
         raise RuntimeError(text)
 
@@ -333,8 +333,8 @@ BROKEN = {
 @pytest.mark.skipif(not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux")
 @pytest.mark.parametrize("part", [None, *BROKEN])
 @lines_on_stderr()
-def test_the_parts_themselves_on_a_runtime_that_runs_late(planned, capsys, part):
-    """Streams, graphs, pinned memory and limits as on a GPU; only kernels are the reference."""
+def test_on_the_fake_runtime_a_broken_part_takes_its_fallback(planned, capsys, part):
+    """Streams, graphs, pinned memory and limits as on a GPU; the kernels are the reference's."""
     path, split, want = planned
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
         if part is not None:
@@ -349,7 +349,7 @@ def test_the_parts_themselves_on_a_runtime_that_runs_late(planned, capsys, part)
     assert [name.split()[0] for name in failed] == ([part.split()[0]] if part else [])
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_the_check_goes_on(load, tmp_path, monkeypatch):
+def test_the_check_goes_on_and_reports_a_cache_that_cannot_be_written(load, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "file"))
     found = load(fake_parts())

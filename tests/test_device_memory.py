@@ -1,5 +1,5 @@
-"""A GPU's memory, simulated on the CPU: a slab of the plan's bytes, filled from the file; the limit on
-torch's allocator; products as on tensor cores; the memory that a pass takes."""
+"""A GPU's memory, simulated on the CPU: a slab of the plan's bytes, filled from the file; the limit
+on torch's allocator; products as on tensor cores; the memory that a pass takes."""
 
 import dataclasses
 import os
@@ -480,7 +480,7 @@ def test_tiles_unpacked_by_triton(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_measure_rejects_wrong_products(as_on_a_gpu, wrong):
+def test_the_bound_rejects_wrong_products(as_on_a_gpu, wrong):
     matrix, exact_ND = random_matrix("q4_0")
     x_TD = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
     assert not is_right(wrong(matrix.product(x_TD)), x_TD, exact_ND.T, eps_of("q4_0"))

@@ -1,5 +1,5 @@
-"""`sparkinfer doctor` finds what is broken: torch, Triton, the compiler, the library, the level, a
-GPU; and its report has no names and paths."""
+"""`sparkinfer doctor` finds what is broken: torch, Triton, the compiler, the library, the level or
+a GPU. Its report contains no names or paths."""
 
 import json
 import os
@@ -29,8 +29,8 @@ def cache(tmp_path, monkeypatch):
 
 
 class Doctor:
-    """A run of the command in a process: its code, findings by what they are about, and processor
-    seconds, of which a machine at rest needs no more by the clock."""
+    """A run of the command in a process: its exit code, its findings, and its seconds of processor
+    time; on an idle machine it takes no longer by the clock."""
 
     def __init__(self, *arguments, **environment):
         began = os.times()
@@ -54,7 +54,7 @@ class Doctor:
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """Puts modules before the installed ones, in every process."""
+    """Places modules in front of the installed ones, in every process."""
     folder = tmp_path / "broken"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -73,7 +73,7 @@ def light(broken):
 
 
 def current(**changes):
-    """The key of a check by the versions that are installed here."""
+    """The key of a check with the versions installed here."""
     here = {name: gpu._version(name) for name in ("torch", "triton")}
     values = {**here, "package": version("sparkinfer")} | changes
     return DeviceKey(**{**vars(KEY), **values})
@@ -94,7 +94,7 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
     assert str(Path.home()) not in text and "/" not in text.replace("with/without", "")
 
 
-def test_where_torch_and_triton_are_missing_and_there_is_no_compiler(light):
+def test_missing_torch_triton_and_compiler_are_reported(light):
     """A container without a compiler, from which torch was removed, looks like this."""
     found = Doctor(PATH="/nonexistent", CC="")
     assert found.code == 1 and found.wrong() == ["torch"]
@@ -114,13 +114,13 @@ def test_where_torch_and_triton_are_missing_and_there_is_no_compiler(light):
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "crashed by SIGILL (at import"),
     ],
 )
-def test_torch_that_fails_or_crashes(broken, text, said):
+def test_a_torch_that_fails_or_crashes_is_reported(broken, text, said):
     broken("torch", text)
     (finding,) = gpu.torch(Child("sparkinfer.doctor.probe_torch").result())
     assert finding.state == "wrong" and said in finding.text
 
 
-def test_a_lying_level_is_named_and_does_not_stop_it(light):
+def test_an_unusable_forced_level_is_reported_and_the_rest_is_checked(light):
     missing = [name for name in library.LEVELS if name not in library.usable_levels()]
     for name in [*missing[:1], "nothing"]:
         found = Doctor(SPARKINFER_CPU_LEVEL=name)
@@ -130,7 +130,7 @@ def test_a_lying_level_is_named_and_does_not_stop_it(light):
         assert "agree with numpy" in found.of("kernels")[0]["text"]
 
 
-def test_a_level_that_is_forced_and_works_is_said():
+def test_a_forced_level_that_works_is_reported():
     done = {"is_built": True, "level": "avx2", "usable": ["avx2", "generic"], "faulty": "avx512",
             "forced": "generic", "wrong": [], "num_tried": 20, "num_threads": 2}  # fmt: skip
     lines = [each.line for each in machine.processor(Result(done=done))]
@@ -161,7 +161,7 @@ util.find_spec = find_spec
         ("__import__('os').kill(__import__('os').getpid(), 4)", "crashed by SIGILL"),
     ],
 )
-def test_a_library_that_is_missing_broken_or_of_another_processor(broken, spec, said):
+def test_a_library_that_is_missing_broken_or_for_another_processor_is_reported(broken, spec, said):
     broken("sitecustomize", LIBRARY.replace("SPEC", spec))
     result = Child("sparkinfer.doctor.probe_kernels").result()
     (finding,) = [each for each in machine.processor(result) if each.about == "kernels"]
@@ -199,7 +199,7 @@ def test_a_child_that_hangs_is_ended(broken, monkeypatch):
     )
 
 
-def test_an_interrupt_ends_it_with_one_line(broken):
+def test_an_interrupt_ends_the_command_with_one_line(broken):
     broken("torch", "import time; time.sleep(60)")
     command = [sys.executable, "-c", PROGRAM, "doctor"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

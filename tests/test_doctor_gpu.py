@@ -52,7 +52,7 @@ def test_drivers(driver, torch, said):
     assert said in lines(gpu.driver(Result(done=driver), Result(done=torch)))
 
 
-def test_a_library_of_another_version(broken):  # noqa: F811
+def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
     """After an update without a build, a function is missing."""
     assert lines(gpu.torch(Result(done=TORCH))) == "ok    torch: 2.13.0, for CUDA 12.8"
     broken("sitecustomize", "import ctypes\nclass CDLL(ctypes.CDLL):\n"
@@ -122,7 +122,7 @@ int cuDriverGetVersion(int* n) { *n = 12080; return 0; }
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
-def test_a_driver_is_asked_without_torch(tmp_path, monkeypatch):
+def test_the_driver_is_queried_without_torch(tmp_path, monkeypatch):
     (tmp_path / "nvml.c").write_text(NVML)
     for name in ("libnvidia-ml.so.1", "libcuda.so.1"):
         command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "nvml.c"]
@@ -135,7 +135,7 @@ def test_a_driver_is_asked_without_torch(tmp_path, monkeypatch):
 # ---- checks of GPUs ------------------------------------------------------------------------------
 
 
-def test_what_failed_in_a_check_is_named(light):  # noqa: F811
+def test_parts_that_failed_a_check_are_named(light):  # noqa: F811
     with CheckBook(current()) as book:
         book.finish(Verdict(part="device", why="", seconds=1.0))
         book.finish(Verdict(part="kernel dot f16[64]x1", why="out is off by 1", seconds=1.0))
@@ -149,7 +149,7 @@ def test_what_failed_in_a_check_is_named(light):  # noqa: F811
     assert not Doctor("--again").of("check of Fake GPU, number 0")
 
 
-def test_a_check_of_other_versions_is_no_fault():
+def test_a_check_of_other_versions_is_only_a_note():
     with CheckBook(current(torch="1.0")) as book:
         book.finish(Verdict(part="device", why="bad", seconds=1.0))
         book.start("graph x")
@@ -159,7 +159,7 @@ def test_a_check_of_other_versions_is_no_fault():
 
 
 def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
-    """In this process and on the CPU; the parts are those that a plan's first load checks."""
+    """In this process and on the CPU; the parts are those that the first load of a plan checks."""
     parts = fake_parts(key=current(), kernels=with_kernel("predict", halved))
     monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
     monkeypatch.setattr("sparkinfer.runtime.weights.gpu_products._replaced", set())
@@ -173,7 +173,7 @@ def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
 
 
 class Started:
-    """Instead of a child: what would be started."""
+    """Records what would be started, in place of a child process."""
 
     arguments: list[tuple[str, ...]] = []
 
@@ -217,8 +217,8 @@ def test_only_gpus_without_results_are_checked(started):
     [({"driver": "9.9"}, "driver"), ({"triton": "9"}, "Triton"),
      ({"memory_bytes": 1, "torch": "9"}, "amount of memory, torch")],
 )  # fmt: skip
-def test_after_an_update_results_are_those_of_another_configuration(started, changes, words):
-    """A load checks anew, and so does the doctor."""
+def test_after_an_update_old_results_count_for_another_configuration(started, changes, words):
+    """A load repeats the checks, and so does the doctor."""
     with CheckBook(current()) as book:
         book.finish(Verdict(part="device", why="", seconds=1.0))
         book.finish(Verdict(part="graph 0123456789ab", why="no", seconds=1.0))
@@ -231,7 +231,7 @@ def test_after_an_update_results_are_those_of_another_configuration(started, cha
     assert [each.state for each in found] == ["ok", "wrong"]
 
 
-def test_results_that_a_load_would_use_are_shown_though_others_are_newer(started):
+def test_results_that_a_load_would_use_are_shown_even_if_others_are_newer(started):
     for key in (current(), current(driver="9.9")):
         with CheckBook(key) as book:
             book.finish(Verdict(part="device", why="", seconds=1.0))

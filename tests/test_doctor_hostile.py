@@ -1,4 +1,4 @@
-"""The doctor where children hang, are interrupted or leave processes, and where files are odd."""
+"""The doctor when child processes hang, are interrupted or leave processes, and with odd files."""
 
 import re
 import signal
@@ -14,8 +14,8 @@ from sparkinfer.doctor.children import Child
 from sparkinfer.doctor.finding import HIDDEN, ok, scrubbed
 
 
-def test_a_child_that_ended_in_time_is_not_late_because_another_is(broken):  # noqa: F811
-    """It is asked for only after the other's limit."""
+def test_a_child_that_ends_in_time_is_not_late_because_of_another(broken):  # noqa: F811
+    """Its result is read only after the other's limit."""
     broken("torch", "raise ImportError('some reason')")
     child = Child("sparkinfer.doctor.probe_torch", limit_s=5.0)
     child._process.wait()
@@ -23,7 +23,7 @@ def test_a_child_that_ended_in_time_is_not_late_because_another_is(broken):  # n
     assert "some reason" in gpu.torch(child.result())[0].text
 
 
-def test_a_process_that_a_child_leaves_does_not_hide_what_it_found(broken):  # noqa: F811
+def test_a_process_left_by_a_child_does_not_hide_its_result(broken):  # noqa: F811
     broken("torch", "import os, time\nif os.fork() == 0:\n    time.sleep(9)\n    os._exit(0)\n"
            "print('{\"done\": 5}', flush=True)\nraise ImportError('some reason')")  # fmt: skip
     began = time.monotonic()
@@ -31,7 +31,7 @@ def test_a_process_that_a_child_leaves_does_not_hide_what_it_found(broken):  # n
     assert "some reason" in finding.text and time.monotonic() - began < 8
 
 
-def test_an_interrupt_ends_the_children(broken, monkeypatch):  # noqa: F811
+def test_an_interrupt_ends_the_child_processes(broken, monkeypatch):  # noqa: F811
     broken("torch", "import time; time.sleep(60)")
     started = []
 
@@ -46,19 +46,19 @@ def test_an_interrupt_ends_the_children(broken, monkeypatch):  # noqa: F811
     assert started[0]._process.wait(timeout=10) == -signal.SIGKILL
 
 
-def test_a_path_with_spaces_and_codes_for_a_terminal():
+def test_paths_are_hidden_and_terminal_codes_replaced():
     text = scrubbed("No such file: '/opt/my own/x', '/opt/my own/libx.so.1' isn't, 'a' and 'b/c'")
     assert text == f"No such file: '{HIDDEN}', 'libx.so.1' isn't, 'a' and 'b/c'"
     assert ok("a", "\x1b[31mred\u202e").line == "ok    a: ?[31mred?"
 
 
-def test_a_cache_that_rights_allow_but_nothing_can_be_written_to(monkeypatch):
+def test_a_cache_that_looks_writable_but_is_not_is_reported(monkeypatch):
     monkeypatch.setenv("SPARKINFER_CACHE", "/proc/sparkinfer")
     (finding,) = machine.cache()
     assert finding.state == "wrong"
 
 
-def test_links_to_nothing_and_odd_parts_hide_no_results(tmp_path):
+def test_dangling_links_and_odd_parts_hide_no_results(tmp_path):
     with CheckBook(current()) as book:
         for part in ("", "kernel ", "kernel  ", "step "):
             book.finish(Verdict(part=part, why="no", seconds=1.0))
@@ -67,8 +67,8 @@ def test_links_to_nothing_and_odd_parts_hide_no_results(tmp_path):
     assert [each.state for each in found] == ["ok", "wrong"]
 
 
-def test_what_is_waited_for_is_said(broken, monkeypatch):  # noqa: F811
-    """Torch hangs at its import; the wait is as long as before."""
+def test_the_wait_for_a_child_is_announced(broken, monkeypatch):  # noqa: F811
+    """Torch hangs while it is imported; the announcement does not lengthen the wait."""
     broken("torch", "import time; time.sleep(60)")
     monkeypatch.setattr(children, "QUIET_S", 0.5)
     monkeypatch.setattr(children, "LIMIT_S", 2.0)

@@ -1,4 +1,4 @@
-"""The report of `sparkinfer doctor` has no names and no paths."""
+"""The report of `sparkinfer doctor` contains no names or paths."""
 
 import getpass
 import socket
@@ -11,7 +11,7 @@ from sparkinfer.doctor import examine as examining
 from sparkinfer.doctor.finding import HIDDEN, ok, report_of, scrubbed
 
 
-def test_a_report_has_no_names_and_no_paths(monkeypatch, tmp_path):
+def test_a_report_contains_no_names_or_paths(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/home/Mary Ann")
     monkeypatch.setenv("USER", "maryann")
     monkeypatch.setattr(socket, "gethostname", lambda: "marys-box.example.org")

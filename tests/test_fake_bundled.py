@@ -1,5 +1,5 @@
-"""The bundled model on a fake CUDA device in mode predicted, with half of each layer's neurons on the
-device: executed PTX, host functions and a captured graph together."""
+"""The bundled model on a fake CUDA device in mode predicted, with half of each layer's neurons on
+the device: executes PTX, host functions and a captured graph together."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def planned(tmp_path_factory):
     return folder
 
 
-def test_the_bundled_model_by_executed_ptx(planned, monkeypatch):
+def test_executed_ptx_gives_the_bundled_models_logits(planned, monkeypatch):
     monkeypatch.setenv("SPARKINFER_CACHE", str(planned / "cache"))
     options = {"split": planned / "s.gguf", "mode": "predicted", "device": "cuda"}
     with Engine.load(planned / "m.gguf", mode="predicted", device="cpu") as engine:

@@ -1,5 +1,5 @@
-"""The fake CUDA runtime: it rejects every planted misuse with its line and accepts right uses; what
-it runs late and in any order gives the results of running in order."""
+"""The fake CUDA runtime rejects every planted misuse with its own message and accepts correct use;
+work that it runs late and in any allowed order gives the results of running in order."""
 
 import re
 
@@ -41,8 +41,9 @@ def cuda():
 
 
 @pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__)
-def test_a_misuse_is_rejected_with_its_line(cuda, misuse):
-    """The wrong call raises, or the next one; destructors cannot, so the first recorded line counts."""
+def test_a_misuse_is_rejected_with_its_message(cuda, misuse):
+    """The wrong call or the next one raises; destructors cannot, so the first recorded message
+    counts."""
     try:
         misuse(cuda)
     except (RuntimeError, SparkinferError) as error:
@@ -52,16 +53,16 @@ def test_a_misuse_is_rejected_with_its_line(cuda, misuse):
     assert re.search(MISUSES[misuse], lines[0]), lines
 
 
-def test_there_are_more_than_forty_lines_of_their_own():
+def test_misuses_have_more_than_forty_different_messages():
     assert len(set(MISUSES.values())) > 40
 
 
-def test_a_kernel_beyond_its_declaration_is_rejected(cuda):
+def test_a_kernel_that_writes_beyond_its_declaration_is_rejected(cuda):
     with pytest.raises(Undeclared, match="add_norm writes 256 bytes that its launch does not"):
         a_kernel_beyond_its_declaration(cuda)
 
 
-def test_a_kernels_own_error_is_raised_where_it_is_waited_for(cuda):
+def test_a_kernels_error_is_raised_when_it_is_waited_for(cuda):
     def fail():
         raise ArithmeticError("a kernel's own error")
 
@@ -79,7 +80,7 @@ def accepted(cuda):
     assert not library.text("violations")
 
 
-def test_a_fork_that_is_joined_is_a_graph(accepted):
+def test_streams_that_fork_and_join_are_captured_as_a_graph(accepted):
     x, y, host = zeros(), zeros(), pinned()
 
     def submit(main, side):
@@ -101,7 +102,7 @@ def test_a_fork_that_is_joined_is_a_graph(accepted):
     assert names == ["torch's add_", "torch's add_", "copy"]
 
 
-def test_a_capture_runs_nothing(accepted):
+def test_a_capture_executes_nothing(accepted):
     x, (main, _) = zeros(), streams()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=main.stream):
@@ -111,7 +112,7 @@ def test_a_capture_runs_nothing(accepted):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_events_order_what_runs_late(accepted, seed):
+def test_events_order_work_that_runs_late(accepted, seed):
     library.load().fakeSeed(seed)
     x, host, (main, side) = zeros(), pinned(), streams()
     seen = []
@@ -127,7 +128,7 @@ def test_events_order_what_runs_late(accepted, seed):
     assert seen == list(range(1, 11))
 
 
-def test_without_an_event_orders_differ(cuda):
+def test_without_an_event_the_order_is_random(cuda):
     """Without the race check, either of two writers may be the last."""
     library.load().fakeCheckRaces(0)
     found = set()
@@ -142,7 +143,7 @@ def test_without_an_event_orders_differ(cuda):
     assert found == {1.0, 2.0}
 
 
-def test_host_memory_is_used_until_its_copies_are_done(accepted):
+def test_pinned_memory_is_copied_from_and_unregistered_in_the_end(accepted):
     mapping, memory = huge_pages.untouched(4096)
     memory.fill_(7)
     mapping.pin(memory.data_ptr(), 4096)
@@ -155,7 +156,7 @@ def test_host_memory_is_used_until_its_copies_are_done(accepted):
     assert "registered 4096" not in library.text("left")
 
 
-def test_rows_go_through_two_buffers(accepted):
+def test_rows_are_copied_through_two_buffers(accepted):
     stream = CudaStream(GPU)
     staging = Staging(256, stream, is_pinned=True)
     targets = [torch.empty(256, dtype=torch.uint8, device=GPU) for _ in range(5)]
@@ -166,7 +167,7 @@ def test_rows_go_through_two_buffers(accepted):
     assert [set(target.tolist()) for target in targets] == [{0}, {1}, {2}, {3}, {4}]
 
 
-def test_a_freed_tensors_memory_serves_its_stream_again(accepted):
+def test_a_freed_tensors_memory_is_reused_on_its_stream(accepted):
     x = zeros() + 1
     address = x.data_ptr()
     y = x * 2
@@ -186,7 +187,7 @@ def test_devices_have_their_own_memory_and_streams(accepted):
         x + there
 
 
-def test_the_allocator_keeps_to_its_limit_and_the_device_to_its_size(accepted):
+def test_the_allocators_limit_and_the_devices_size_are_enforced(accepted):
     torch.cuda.set_per_process_memory_fraction(0.5)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         zeros(count=10 << 20)
@@ -198,7 +199,7 @@ def test_the_allocator_keeps_to_its_limit_and_the_device_to_its_size(accepted):
     assert torch.cuda.memory_reserved() == 0
 
 
-def test_the_product_finds_the_runtime(accepted):
+def test_sparkinfer_uses_the_fake_runtime(accepted):
     raw()
     found = cuda_runtime.load()
     assert "libcudart_fake" in found.library._name

@@ -1,5 +1,5 @@
-"""A GPU's memory as sparkinfer manages it, on a fake CUDA device: a slab and a budget that torch's
-allocator keeps, prompts with streamed cold weights, and the tests for real devices."""
+"""A GPU's memory as sparkinfer manages it, on a fake CUDA device: a slab, a budget enforced on
+torch's allocator, prompts with streamed cold weights, and the tests for real devices."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_budget_is_kept_to_the_byte():
+def test_a_budget_is_enforced_to_the_byte():
     budget = 160 * MIB + 12345
     with fake_cuda():
         memory = DeviceMemory.of(GPU, 40 * MIB, budget)
@@ -50,24 +50,24 @@ def test_a_budget_is_kept_to_the_byte():
         assert memory.report().peak_reserved <= budget
         del held
         memory.close()
-        torch.empty(200 * MIB, dtype=torch.uint8, device=GPU)  # the limit is gone with it
+        torch.empty(200 * MIB, dtype=torch.uint8, device=GPU)  # closing removes the limit
     assert not library.text("violations")
 
 
-def test_a_card_that_is_too_small_is_told_in_one_line():
+def test_a_card_that_is_too_small_is_refused_in_one_line():
     with (
         fake_cuda(total_bytes=256 * MIB),
         pytest.raises(
             SparkinferError, match="cuda:0: 300.00 MiB wanted, 256.00 MiB of 256"
-        ) as told,
+        ) as refused,
     ):
         DeviceMemory.of(GPU, 300 * MIB)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("is_resident", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, is_resident):
-    """Pinned weights are copied directly, those of a mapped file through two buffers."""
+    """Pinned weights are copied directly, a mapped file's through two buffers."""
     monkeypatch.setattr(gpu_setup, "least_tokens_of", lambda *arguments: 1)
     shape = make_shape(num_layers=2, width=256, num_neurons=1024, context_length=64)
     model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
@@ -100,7 +100,7 @@ def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, is_resident):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [None, "mixed", "every kind of layer", "attention on the CPU"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tests_of_a_device_pass(tmp_path, kind, plan):
+def test_the_tests_for_real_devices_pass(tmp_path, kind, plan):
     from gpu import test_step
 
     with fake_cuda():

@@ -1,5 +1,6 @@
-"""A captured step is replayed in random orders that its graph allows. Each of its edges is needed
-unless others imply it: without it, two operations race, and some order changes the logits."""
+"""A captured step is replayed in random orders that its graph allows. Every edge that is not
+implied by others is needed: without it, two operations race, and for most edges some order changes
+the logits."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ def omit(loaded):
 
 
 def ran(engine):
-    """(logits of the tokens, the names of the operations in the order they ran in)."""
+    """(logits of the tokens, the names of the operations in the order in which they ran)."""
     before = len(library.text("log"))
     logits = stepped(engine, TOKENS)
     return logits, tuple(library.text("log")[before:])
@@ -75,7 +76,7 @@ def test_every_order_that_the_graph_allows_gives_the_same_bits(loaded):
     assert len(orders) > ALL_ORDERS // 2
 
 
-def test_the_graph_is_that_of_the_step(loaded):
+def test_the_graph_has_the_steps_operations(loaded):
     """Two divided layers and two on the CPU: copies in both directions, and host functions."""
     names = Counter(node.name for node in loaded.graph.nodes)
     assert names["gate_up"] == names["down"] == 2 and names["attend"] == 2
@@ -126,7 +127,7 @@ def changed_bits(loaded, omit, numbers, seeds):
 
 
 def test_without_an_edge_some_order_gives_other_logits(loaded, omit):
-    """The races are real."""
+    """So the races reported are real."""
     streams = [node.stream for node in loaded.graph.nodes]
     events = [n for n, (a, b) in enumerate(loaded.graph.edges) if streams[a] != streams[b]]
     assert len(changed_bits(loaded, omit, events, 4)) >= 0.75 * len(events)

@@ -1,5 +1,5 @@
-"""An engine on fake CUDA devices (fake_cuda): memory as planned, uploads, captured steps, prompts
-with streamed weights, all with the code that a GPU would run; the logits equal the CPU's."""
+"""An engine on fake CUDA devices (fake_cuda): planned memory, uploads, captured steps and prompts
+with streamed weights use the code for a real GPU, and give the CPU's logits."""
 
 import dataclasses
 
@@ -54,7 +54,8 @@ def on_the_device(path, split, mode, ids=TOKENS, **options):
 
 
 def check_the_runtime():
-    """No violation, no memory left, and every host function's memory is declared."""
+    """Asserts that there was no violation, that no memory is left, and that every host function
+    declares its memory."""
     assert not library.text("violations")
     assert not [line for line in library.text("left") if not line.startswith("pinned")]
     assert not library.load().fakeNumUndeclared()
@@ -62,7 +63,7 @@ def check_the_runtime():
 
 @pytest.mark.parametrize("plan", slow_unless(PLANS, QUICK))
 @lines_on_stderr()
-def test_a_plan_on_devices_gives_what_the_cpu_gives(tmp_path, plan, capsys):
+def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, capsys):
     model = make(tmp_path)
     model.save(model.path)
     planned(tmp_path, model, plan)
@@ -77,7 +78,7 @@ def test_a_plan_on_devices_gives_what_the_cpu_gives(tmp_path, plan, capsys):
 
 
 @pytest.mark.parametrize("seed", slow_unless(range(4), [0]))
-def test_captured_or_submitted_and_in_any_order_the_bits_are_the_same(tmp_path, seed):
+def test_captured_and_submitted_steps_give_the_same_bits_in_any_order(tmp_path, seed):
     model = make(tmp_path)
     model.save(model.path)
     planned(tmp_path, model, "every kind of layer")
@@ -93,7 +94,7 @@ def test_captured_or_submitted_and_in_any_order_the_bits_are_the_same(tmp_path, 
 @pytest.mark.parametrize("mode", slow_unless(["exact", "predicted"], ["exact"]))
 @pytest.mark.parametrize("plan", slow_unless(["random", "two GPUs"], ["random"]))
 def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
-    """Staging and slots lie in the slab beside the step's vectors, and are gone with the engine."""
+    """Staging and slots are in the slab with the step's vectors, and are freed with the engine."""
     model = make(tmp_path)
     model.save(model.path)
     planned(tmp_path, model, plan)
@@ -125,7 +126,7 @@ def small(tmp_path, kind="q4_0"):
     return model
 
 
-def test_executed_ptx_host_functions_and_a_graph_give_what_the_cpu_gives(tmp_path):
+def test_executed_ptx_host_functions_and_a_graph_give_the_cpus_logits(tmp_path):
     """The kernels' machine code, the C++ of the cold neurons and a captured graph together."""
     model = small(tmp_path)
     ids = [3, 17, 4]
@@ -152,7 +153,7 @@ def test_executed_ptx_host_functions_and_a_graph_give_what_the_cpu_gives(tmp_pat
 
 
 @pytest.mark.parametrize("wrong", slow_unless(["down", "predict", "attend"], ["down"]))
-def test_the_comparison_sees_a_kernel_that_does_nothing(tmp_path, wrong):
+def test_the_comparison_notices_a_kernel_that_does_nothing(tmp_path, wrong):
     model = small(tmp_path)
     want, _ = on_the_cpu(model.path, "predicted", [3, 17, 4])
     with fake_cuda():  # its checks pass and are not repeated

@@ -1,5 +1,5 @@
-"""The GPU kernels of norms and attention against their float64 reference, on a CUDA device where
-there is one, else in Triton's interpreter."""
+"""The GPU kernels for norms and attention, compared with a float64 reference on a CUDA device, or
+in Triton's interpreter if there is none."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_angles_of_late_positions(kernels, position):
-    """Thousands of turns, of which the fraction counts: a unit vector by both, each value to 1e-6."""
+    """Angles of thousands of turns, of which only the fraction matters; values are within 6e-7."""
     width = 64
     rows = torch.zeros(2, 1, 1, width, device=device())
     caches = rows.expand(2, position + 1, 1, width)  # one row each for all positions
@@ -165,13 +165,14 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
 
 
 def assert_attention(kernels, position, **options):
-    """A score is off by a sum of `width` terms of size `by`, over the root of their number, and so
-    is, relatively, its weight; a weighted mean of values up to 4 by twice that."""
+    """A score's error is that of a sum of `width` terms of size `by`, divided by the root of their
+    number; its weight has the same relative error, and a weighted mean of values up to 4 twice
+    that."""
     width, by = options.get("width", 32), options.get("by", 1.0)
     bound = 4 * 2 * (rounding(width) * by * width**0.5 + rounding(position + 1))
     got, want = attention(kernels, position, **options), attention(REFERENCE, position, **options)
     assert_close(got, want, bound)
-    assert bound < 1e-3  # which the tests of the measure know
+    assert bound < 1e-3  # the tests of the bound rely on this
 
 
 @pytest.mark.parametrize("position", [0, 1, 62, 63, 64, 65, 127, 128, 199])
@@ -191,12 +192,12 @@ def test_attend_of_one_head_and_of_groups_of_three(kernels, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_attend_to_one_position_of_many(kernels, dtype):
-    """Scores up to hundreds: the weights of all but one underflow."""
+def test_attend_with_one_dominant_position(kernels, dtype):
+    """With scores in the hundreds, the weights of all positions but one underflow."""
     assert_attention(kernels, 130, dtype=dtype, by=6.0)
 
 
-def test_parts_of_long_contexts_are_of_several_tiles(kernels, monkeypatch):
+def test_parts_of_long_contexts_have_several_tiles(kernels, monkeypatch):
     monkeypatch.setattr(ranges, "_LEAST_SPLIT", 256)
     assert ranges.attend_split(600) == 256
     for position in (0, 64, 255, 256, 400):
@@ -211,7 +212,7 @@ def test_parts_cover_the_context(context):
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(0)])
-def test_the_measures_reject_wrong_results(wrong):
+def test_the_bounds_reject_wrong_results(wrong):
     want = attention(REFERENCE, 70)
     with pytest.raises(AssertionError):
         assert_close(wrong(want), want, 1e-3)
@@ -221,7 +222,7 @@ def test_the_measures_reject_wrong_results(wrong):
         assert_close(wrong(want), want, norm_bound(want, x, None))
 
 
-def test_the_measure_rejects_one_position_too_few():
+def test_the_bound_rejects_one_position_too_few():
     want = attention(REFERENCE, 199)
     with pytest.raises(AssertionError):
         assert_close(attention(REFERENCE, 198), want, 1e-3)

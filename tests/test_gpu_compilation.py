@@ -1,7 +1,6 @@
-"""Every GPU kernel, for every kind of matrix, through Triton's compiler and ptxas to machine code.
-
-The interpreter knows nothing of types, layouts and registers; the compiler needs no device. See
-gpu_compilation.py, which does it in a process of its own."""
+"""Compiles every GPU kernel, for every kind of matrix, to machine code with Triton and ptxas.
+The interpreter does not check types, layouts and registers; the compiler needs no device.
+gpu_compilation.py does the work in a separate process."""
 
 import json
 import os
@@ -29,20 +28,20 @@ def compiled(arch: int, *kinds: str) -> list[dict]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    for record in records:  # shown where the test fails, and with -rP
+    for record in records:  # shown if the test fails, and with -rP
         print(*(f"{name} {value}" for name, value in record.items()))
     return records
 
 
 def assert_good(records: list[dict]) -> None:
-    """No program needs more than a device has, and only known kernels spill."""
+    """Asserts that no program needs more than a device has, and that only known kernels spill."""
     for record in records:
         assert record["registers"] <= 255 and record["shared_bytes"] <= 48 << 10, record
         assert record["stack_bytes"] <= STACK_BYTES.get(record["kernel"], 16), record
 
 
 def assert_wide_loads(records: list[dict]) -> None:
-    """Matrices are read 16 bytes at a time wherever they are read in bulk."""
+    """Asserts that matrices are read 16 bytes at a time wherever they are read in bulk."""
     hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] != "_unpack"]
     assert hot
     for record in hot:
@@ -55,7 +54,7 @@ def _is_narrow(record: dict) -> bool:
     return record["kind"] == "q6_k_planar" and record["kernel"] == "_predict"
 
 
-def test_a_kind_with_blocks_and_one_without():
+def test_kernels_compile_for_a_kind_with_blocks_and_one_without():
     records = compiled(HOPPER, "none", "f16", "q4_k")
     found = Counter(r["kernel"] for r in records)
     assert found == Counter(FOR_VECTORS) + Counter(FOR_MATRICES) + Counter(FOR_MATRICES)
@@ -65,7 +64,7 @@ def test_a_kind_with_blocks_and_one_without():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [HOPPER, ADA])
-def test_everything(arch):
+def test_every_kernel_compiles_for_every_kind(arch):
     records = compiled(arch, "none", *KINDS, *FILE_KINDS)
     want = Counter(FOR_VECTORS) + Counter({"_unpack": len(FILE_KINDS)})
     for _ in KINDS:
@@ -75,14 +74,14 @@ def test_everything(arch):
     assert_wide_loads([r for r in records if r["kind"] not in FILE_KINDS])
 
 
-def test_the_kinds_are_those_of_the_other_tests():
+def test_the_kinds_match_the_other_tests():
     assert {*FLOATS} < {*KINDS} and not {*FILE_KINDS} & {*KINDS}
 
 
 @pytest.mark.parametrize(
     "wrong", [{"registers": 300}, {"stack_bytes": 400}, {"shared_bytes": 1 << 18}]
 )
-def test_the_check_rejects_what_spills(wrong):
+def test_the_check_rejects_kernels_that_spill(wrong):
     good = {"kernel": "_dot", "registers": 90, "stack_bytes": 0, "shared_bytes": 512}
     assert_good([good])
     with pytest.raises(AssertionError):

@@ -1,7 +1,7 @@
-"""The GPU kernels of rows and predictors against their float64 reference.
+"""The GPU kernels for rows and predictors, compared with a float64 reference.
 
-They run on a CUDA device where there is one, else in Triton's interpreter; without Triton they
-fail. Other kernels: test_gpu_neurons.py, test_gpu_attention.py."""
+They run on a CUDA device, or in Triton's interpreter if there is none; without Triton they fail.
+Other kernels: test_gpu_neurons.py, test_gpu_attention.py."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_dot(kernels, kind, blocks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dot_of_a_long_row(kernels, kind):
-    """Longer than a tile, and no multiple of one."""
+    """Longer than a tile, and not a multiple of one."""
     matrix = make_matrix(kind, 2, 4864 if kind in ("q4_0_planar", "q4_k") else 2304)
     x = vector(matrix.width)
     got, want = both(kernels, "dot", vector(2), matrix, None, x)
@@ -74,7 +74,7 @@ def test_dot_of_a_long_row(kernels, kind):
 @pytest.mark.parametrize("width", [1, 8, 40, 100])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_rows_of_floats_may_have_any_width(kernels, kind, width):
-    """Ranks of predictors may be anything; values after a row are NaN here."""
+    """Predictors may have any rank; the values after a row are NaN here."""
     matrix, inner = make_matrix(kind, 37, width), vector(width)
     whole = torch.full((37, width + 9), NAN, dtype=matrix.data.dtype, device=device())
     whole[:, :width] = matrix.data
@@ -96,20 +96,20 @@ def test_dot_of_any_number_of_rows(kernels, num_rows):
 
 
 @pytest.mark.parametrize("kind", ["bf16", "q4_0_planar", "q5_k"])
-def test_dot_by_single_rows(kernels, one_row, kind):
+def test_dot_with_one_row_per_program(kernels, one_row, kind):
     matrix = make_matrix(kind, 3, 3 * block_width(kind))
     x = vector(matrix.width)
     got, want = both(kernels, "dot", vector(3), matrix, None, x)
     assert_close(got, want, product_bound(matrix, x, None))
 
 
-def test_few_rows_get_programs_of_their_own(one_row):
+def test_programs_take_more_rows_of_larger_matrices(one_row):
     found = [launch.rows_of_program(count) for count in (1, 1023, 1024, 2047, 2048, 1 << 20)]
     assert found == [1, 1, 2, 2, 4, 4]
     assert launch.rows_of_program(1 << 20, 2) == 2
 
 
-def test_dot_leaves_alone_what_is_not_its_own(kernels):
+def test_dot_writes_only_its_own_values(kernels):
     matrix, out = make_matrix("q8_0_planar", 5, 64), torch.full((9,), 7.0, device=device())
     kernels.dot(matrix, None, vector(64), out[2:7])
     assert out[:2].tolist() == [7, 7] and out[7:].tolist() == [7, 7]
@@ -135,14 +135,14 @@ def test_embed(kernels, kind, is_added):
 
 @pytest.mark.parametrize("kind", [*KINDS, *FILE_KINDS])
 def test_unpack(kernels, kind):
-    """f32 to the last bits of a product and a difference."""
+    """In f32, up to the rounding of a product and a difference."""
     matrix = make_matrix(kind, 9, 3 * block_width(kind))
     got, want = both(kernels, "unpack", torch.empty(9, matrix.width, device=device()), matrix)
     assert_close(got, want, 2 * EPS * sizes(matrix))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *FILE_KINDS])
-def test_unpack_of_chosen_rows_that_lie_apart(kernels, kind):
+def test_unpack_of_chosen_rows_with_gaps(kernels, kind):
     matrix = make_matrix(kind, 9, 9 * block_width(kind), lies_apart=True)
     index = torch.tensor([8, 0, 8], device=device(), dtype=torch.int32)
     out = torch.empty(3, matrix.width + 32, device=device(), dtype=torch.bfloat16)
@@ -150,7 +150,7 @@ def test_unpack_of_chosen_rows_that_lie_apart(kernels, kind):
     assert_close(got, want, torch.finfo(torch.bfloat16).eps * sizes(matrix)[index.long()])
 
 
-def test_unpack_to_f16_into_rows_that_lie_apart(kernels):
+def test_unpack_to_f16_into_rows_with_gaps(kernels):
     matrix, out = make_matrix("q8_0", 3, 64), torch.full((3, 80), 7.0, device=device()).half()
     kernels.unpack(matrix, out[:, :64])
     want = torch.empty(3, 64, device=device())
@@ -180,7 +180,7 @@ def test_predict(kernels, kind, blocks):
 
 @pytest.mark.parametrize("num_neurons", [1, 8, 9, 32, 33])
 def test_bits_past_the_last_neuron_are_zero(kernels, num_neurons):
-    """All are predicted, by a threshold below every score and by scores that are NaN."""
+    """All neurons are named, by a threshold below every score or by NaN scores."""
     matrix = make_matrix("f16", num_neurons, 32)
     for inner in (vector(32), torch.full_like(vector(32), NAN)):
         got, want = predicted(kernels, matrix, None, inner, -1e9)
@@ -197,7 +197,7 @@ def test_predict_of_a_gate(kernels, activation):
     assert 20 < unpack_bits(got).sum() < 60
 
 
-def test_a_score_at_the_threshold_does_not_name(kernels):
+def test_a_score_at_the_threshold_names_no_neuron(kernels):
     """Scores 0, 1, 2, ... in exact arithmetic, and one NaN."""
     matrix = make_matrix("f32", 8, 32)
     matrix.data.zero_()
@@ -218,7 +218,7 @@ def test_a_score_at_the_threshold_does_not_name(kernels):
     "wrong",
     [torch.zeros_like, lambda t: 0.5 * t, lambda t: t.flip(0), lambda t: t + 1e-3, lambda t: -t],
 )
-def test_the_measure_rejects_wrong_products(kind, wrong):
+def test_the_bound_rejects_wrong_products(kind, wrong):
     matrix, x = make_matrix(kind, 8, 256), vector(256)
     want = torch.empty(8, device=device())
     REFERENCE.dot(matrix, None, x, want)
@@ -228,7 +228,7 @@ def test_the_measure_rejects_wrong_products(kind, wrong):
         assert_close(wrong(want), want, bound)
 
 
-def test_the_measure_rejects_one_nan_and_one_wrong_value():
+def test_the_bound_rejects_one_nan_and_one_wrong_value():
     want = vector(64)
     for value in (NAN, float(want[9]) * 1.001):
         got = want.clone()
@@ -238,7 +238,7 @@ def test_the_measure_rejects_one_nan_and_one_wrong_value():
 
 
 @pytest.mark.parametrize("bit", [0, 5, 31])
-def test_the_measure_rejects_one_flipped_bit(bit):
+def test_the_bound_rejects_one_flipped_bit(bit):
     want = pack_bits(torch.arange(64, device=device()) % 3 == 0)
     assert_same_bits(want.clone(), want)
     got = want.clone()

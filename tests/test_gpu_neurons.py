@@ -1,5 +1,5 @@
-"""The GPU kernels of a block of neurons against their float64 reference, on a CUDA device where
-there is one, else in Triton's interpreter."""
+"""The GPU kernels for a block of neurons, compared with a float64 reference on a CUDA device, or in
+Triton's interpreter if there is none."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def several_rows(monkeypatch):
 
 
 def hidden_bound(gate, gate_bias, up, up_bias, x, hidden):
-    """Activations have slopes below 1.13; act(g) u is off by du |act(g)| + 1.13 dg |u|."""
+    """Activations have slopes below 1.13, so the error of act(g) u is du |act(g)| + 1.13 dg |u|."""
     gate_off = 1.2 * product_bound(gate, x, gate_bias) + 8 * EPS
     gate_size = sizes(gate) @ x.double().abs() + (0 if gate_bias is None else gate_bias.abs())
     if up is None:
@@ -89,14 +89,14 @@ def test_gate_up_of_every_activation(kernels, activation, is_gated, is_dense):
     got = assert_hidden(kernels, gate, up, x, activation, threshold, is_dense=is_dense, **biases)
     num_zeros = int((got == 0).sum())
     if is_dense and activation in SMOOTH:
-        assert num_zeros == 0 or activation == "gelu"  # which is 0 in f32 far to the left
+        assert num_zeros == 0 or activation == "gelu"  # 0 in f32 for very negative values
     else:
         assert 1 < num_zeros < 12
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_gate_up_of_nan_and_large_values(kernels):
-    """NaN fires and stays; extreme values leave no NaN behind."""
+    """NaN fires and stays NaN; extreme values do not become NaN."""
     gate, up = make_matrix("f32", 6, 32), make_matrix("f32", 6, 32, seed=5)
     gate.data.zero_()
     gate.data[:, 0] = torch.tensor([NAN, -200.0, 200.0, -3e18, 3e18, 1.0])
@@ -114,7 +114,7 @@ def test_gate_up_of_nan_and_large_values(kernels):
 
 
 @pytest.mark.parametrize("num_neurons", [1, 2, 19])
-def test_neurons_are_looked_up_by_their_numbers(kernels, num_neurons):
+def test_named_neurons_are_looked_up_by_their_ids(kernels, num_neurons):
     gate, up = (make_matrix("f16", num_neurons, 32, seed=seed) for seed in (0, 5))
     ids = torch.randperm(200, generator=torch.Generator().manual_seed(3))[:num_neurons]
     is_named = torch.rand(200, generator=torch.Generator().manual_seed(4)) < 0.5
@@ -127,8 +127,8 @@ def test_neurons_are_looked_up_by_their_numbers(kernels, num_neurons):
 
 
 def test_rows_that_are_not_needed_are_not_read(kernels):
-    """They hold NaN, which any use of them would spread: both rows of neurons that are not
-    predicted, and the `up` row of those that do not fire."""
+    """Both rows of neurons that are not named, and the `up` row of those that do not fire, are
+    NaN here, which any use of them would spread."""
     gate, up = make_matrix("f32", 16, 32), make_matrix("f32", 16, 32, seed=5)
     x = vector(32)
     fires = (gate.data @ x) > 0
@@ -140,7 +140,7 @@ def test_rows_that_are_not_needed_are_not_read(kernels):
     assert torch.equal(got != 0, is_named & fires) and (is_named & fires).any()
 
 
-def test_no_neuron_is_named(kernels):
+def test_without_named_neurons_the_result_is_zero(kernels):
     gate, got = make_matrix("q4_0_planar", 40, 32), torch.full((40,), NAN, device=device())
     named = torch.zeros(2, dtype=torch.int32, device=device())
     kernels.gate_up(gate, None, gate, None, None, named, vector(32), "silu", 0.0, False, got)
@@ -164,7 +164,7 @@ def down_bound(matrix, hidden):
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_down(kernels, kind, is_wide, skips_zeros):
-    """In less than one tile of columns, and in one and a piece: super-blocks are one each."""
+    """Less than one tile of columns, and a tile and a piece; for super-blocks, one tile and two."""
     blocks = (2 if block_width(kind) == 256 else 9) if is_wide else 1
     matrix = make_matrix(kind, 70, blocks * block_width(kind), lies_apart=not is_wide)
     hidden = hidden_with_zeros(70, 1.0)
@@ -176,10 +176,10 @@ def test_down(kernels, kind, is_wide, skips_zeros):
 @pytest.mark.parametrize("num_neurons", [1, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize("skips_zeros", [False, True])
 def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
-    """Into as many parts as are made for it, into one, and into more than there are neurons."""
+    """In the number of parts chosen for it, in one, and in more than there are neurons."""
     matrix = make_matrix("f16", num_neurons, 32)
     hidden = hidden_with_zeros(num_neurons, 0.5)
-    hidden[255:257] = 0.5  # on both sides of the end of a scan
+    hidden[255:257] = 0.5  # on either side of the end of a scan
     hidden[-1] = 1.5
     for num_parts in (down_parts(num_neurons, 32), 1, 3):
         parts = torch.full((num_parts, 32), NAN, device=device())
@@ -190,7 +190,7 @@ def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
 @pytest.mark.parametrize("skips_zeros", [False, True])
 @pytest.mark.parametrize("width", [8, 40])
 def test_down_of_rows_of_any_width(kernels, width, skips_zeros):
-    """The last unit of a row is not whole."""
+    """The last unit of a row is incomplete."""
     matrix, hidden = make_matrix("f16", 37, width), hidden_with_zeros(37, 1.0)
     parts = torch.full((2, width), NAN, device=device())
     got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
@@ -206,7 +206,7 @@ def test_empty_parts_are_zeros(kernels):
 
 
 def test_rows_of_zeros_are_not_read(kernels):
-    """NaN is not 0: it must show in the result."""
+    """A NaN is not 0, so it must appear in the result."""
     matrix, hidden = make_matrix("f32", 300, 32), hidden_with_zeros(300, 1.0)
     matrix.data[hidden == 0] = NAN
     parts = torch.empty(2, 32, device=device())
@@ -222,7 +222,7 @@ def test_rows_of_zeros_are_not_read(kernels):
 
 
 @pytest.mark.parametrize(("num_neurons", "width"), [(1, 32), (11008, 4096), (28672, 8192)])
-def test_parts_are_not_too_many_for_one_program_to_add_up(num_neurons, width):
+def test_one_program_can_add_up_the_parts(num_neurons, width):
     assert 1 <= down_parts(num_neurons, width) <= 32
     assert down_parts(num_neurons, width) * width <= 1 << 17
 
@@ -230,7 +230,7 @@ def test_parts_are_not_too_many_for_one_program_to_add_up(num_neurons, width):
 # ---- the measure rejects wrong results ------------------------------------------------------
 
 
-def test_the_measure_rejects_wrong_sums_of_rows():
+def test_the_bound_rejects_wrong_sums_of_rows():
     matrix, hidden = make_matrix("q4_k", 70, 256), hidden_with_zeros(70, 1.0)
     want = torch.empty(2, 256, device=device())
     REFERENCE.down(matrix, hidden, want, skips_zeros=True)

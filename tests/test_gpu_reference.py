@@ -1,5 +1,5 @@
-"""The reference of the GPU kernels, and planar rows, against the runtime's other code and the gguf
-package: in f32, so within its rounding."""
+"""The reference of the GPU kernels, and planar rows, compared with the runtime's other code and the
+gguf package in f32, within its rounding."""
 
 import sys
 
@@ -29,8 +29,8 @@ ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Runs the reference on the CPU, like the code it is compared with; the kernels' tests run it on
-    their device."""
+    """Runs the reference on the CPU, like the code that it is compared with; the kernels' tests
+    run it on their device."""
     monkeypatch.setattr(gpu_matrices, "device", lambda: torch.device("cpu"))
 
 
@@ -39,7 +39,7 @@ def on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("kind", PLANAR_KIND)
 def test_planar_rows_have_the_values_of_the_file(kind):
-    """The gguf package is the oracle. The number of bytes is the same, and the way back is
+    """The gguf package gives the values. The number of bytes is unchanged, and converting back is
     exact."""
     raw = make_matrix(kind, 3, 768).data.cpu()
     rows, made = planar(raw, kind)
@@ -50,7 +50,7 @@ def test_planar_rows_have_the_values_of_the_file(kind):
     assert back_kind == kind and torch.equal(back, raw)
 
 
-def test_planes_of_a_row_lie_behind_one_another():
+def test_the_planes_of_a_row_follow_one_another():
     blocks = torch.arange(2 * 34, dtype=torch.uint8)[None]
     rows, _ = planar(blocks, "q8_0")
     assert rows[0, :4].tolist() == [0, 1, 34, 35]
@@ -58,13 +58,13 @@ def test_planes_of_a_row_lie_behind_one_another():
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "q4_k", "q5_k"])
-def test_other_kinds_are_left_as_they_are(kind):
+def test_other_kinds_are_unchanged(kind):
     data = make_matrix(kind, 2, 256).data
     assert planar(data, kind) == (data, kind) == from_planar(data, kind)
 
 
 @pytest.mark.parametrize("kind", FILE_KIND)
-def test_unpack_would_not_pass_for_raw_rows(kind):
+def test_unpack_of_raw_rows_gives_wrong_values(kind):
     raw = make_matrix(FILE_KIND[kind], 3, 512).data
     assert rel_error(unpack(raw, kind).nan_to_num(), unpack(raw, FILE_KIND[kind])) > 0.1
 
@@ -118,7 +118,7 @@ def test_gate_up(activation, is_gated, is_dense):
     ("kind", "activation"), [("linear", "relu"), ("relu", "silu"), ("gate", "gelu_tanh")]
 )
 def test_predict(kind, activation):
-    """With both matrices of a predictor; `dot` applies the first."""
+    """With both matrices of a predictor, of which `dot` applies the first."""
     down, up = make_matrix("f32", 32, 64), make_matrix("f32", 45, 32, seed=5)
     x, inner, named = vector(64), vector(32), torch.empty(2, dtype=torch.int32)
     reference.dot(down, None, x, inner, has_relu=kind == "relu")
@@ -161,7 +161,7 @@ def test_down_and_add_norm(skips_zeros):
 
 @pytest.mark.parametrize(("is_adjacent", "magnitude"), [(False, 1.0), (True, 1.0), (True, 1.25)])
 def test_attention(is_adjacent, magnitude):
-    """A token with norms of the heads, then another without; 4 heads share 2 keys."""
+    """A token with norms of the heads, then another without; 4 query heads share 2 key heads."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)
@@ -196,7 +196,7 @@ def test_attention(is_adjacent, magnitude):
 # ---- the records ---------------------------------------------------------------------------
 
 
-def test_both_records_have_functions_of_their_own():
+def test_the_two_records_have_different_functions():
     first, second = triton_kernels(), reference_kernels()
     for name in Kernels.__dataclass_fields__:
         assert getattr(first, name) is not getattr(second, name)

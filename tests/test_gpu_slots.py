@@ -1,5 +1,5 @@
-"""The neuron cache's GPU kernels against their definition, byte by byte, on a CUDA device where there is
-one, else in Triton's interpreter."""
+"""The neuron cache's GPU kernels, compared byte by byte with their definition on a CUDA device, or
+in Triton's interpreter if there is none."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def kernels():
 
 
 def scattered(run, rows, slots, target, form):
-    """A target matrix (uint8, rows maybe apart) with rows copied to slots; the staging is odd."""
+    """A copy of the target matrix (uint8) with rows copied into slots."""
     place = device() if run is not scatter_ref else torch.device("cpu")
     whole = target.to(place, copy=True)
     offset = 48 + torch.arange(len(rows)) * (-(-rows.shape[1] // 16) * 16)
@@ -42,7 +42,7 @@ def scattered(run, rows, slots, target, form):
 @pytest.mark.parametrize("blocks", [1, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_reach_their_slots(kernels, kind, blocks):
-    """Both as a GPU has them, and as a file has them."""
+    """Both in the GPU's layout and in the file's."""
     source = make_matrix(kind, 5, blocks * block_width(kind))
     own = source.data.cpu().view(torch.uint8)
     before = torch.full((7, own.shape[1]), 255, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def test_rows_of_every_kind_reach_their_slots(kernels, kind, blocks):
 
 
 def test_copies_of_different_lengths_in_one_launch(kernels):
-    """Rows, biases and ids of several layers; nothing beside them is touched."""
+    """Rows, biases and ids of several layers; nothing else is written."""
     random = np.random.default_rng(0)
     sizes = [4, 4, 34, 2 * 1024 * 2 - 2, 2 * 1024 * 2 + 2, 8706]
     place = device()
@@ -91,14 +91,14 @@ def test_bits_of_open_neurons(kernels, num_neurons):
         assert torch.equal(unpack_bits(open_W.cpu()), want)
 
 
-def test_forms_are_those_that_the_kernel_knows():
+def test_the_kernel_supports_only_these_forms():
     assert FORMS == ("", "q4_0", "q8_0", "q6_k")
     with pytest.raises(ValueError):  # there is no such kernel
         form_of("q4_k", "f16")
 
 
 @pytest.mark.parametrize("wrong", ["form", "slot"])
-def test_the_comparison_sees_a_wrong_copy(wrong):
+def test_the_comparison_notices_a_wrong_copy(wrong):
     source = make_matrix("q8_0_planar", 3, 64)
     own = source.data.cpu()
     before = torch.zeros_like(own)

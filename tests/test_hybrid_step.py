@@ -1,6 +1,6 @@
-"""The decode step over a GPU and the CPU, both roles on the CPU: against dense and the ordinary
-path, for every division of the neurons, graph of layers, type and mode; and no order of events that
-the streams allow changes a bit."""
+"""The decode step over a GPU and the CPU, with both roles on the CPU.
+Its logits equal the ordinary path's for every division of the neurons, graph of layers, type and
+mode, and have the same bits in every order that the events allow."""
 
 import dataclasses
 import gc
@@ -53,7 +53,7 @@ def steps(step, ids=IDS):
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_division_gives_what_the_undivided_model_gives(tmp_path, plan, mode):
+def test_every_division_gives_the_logits_of_the_undivided_model(tmp_path, plan, mode):
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, plan)
@@ -122,7 +122,7 @@ def test_predictors_of_every_kind_and_of_the_layer_before(tmp_path, plan, offset
         step = hybrid(engine, split, plain_backend(reference_kernels()))
         assert rel_error(steps(step), want) < BOUNDS["f32"]
     with Engine.load(model.path, mode="dense") as engine:
-        assert rel_error(stepped(engine), want) > 1e-3  # the predictors decide something
+        assert rel_error(stepped(engine), want) > 1e-3  # the predictors make a difference
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "llama-mqa-tied", "qwen3-biases-tied", "opt",
@@ -162,7 +162,7 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
 
 
 @pytest.mark.parametrize("plan", ["mixed", "every kind of layer", "two GPUs, layers on the CPU"])
-def test_no_event_could_be_left_out(tmp_path, plan):
+def test_every_event_is_needed(tmp_path, plan):
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, plan)
@@ -179,8 +179,8 @@ def test_no_event_could_be_left_out(tmp_path, plan):
                 step.run(IDS[0], 0)
 
 
-def test_a_divided_layer_goes_there_and_back_once(tmp_path):
-    """Submit, copy, host function, copy, join; an undivided layer costs nothing."""
+def test_each_layer_with_cold_neurons_takes_one_round_trip(tmp_path):
+    """Copies, the host function, and the copy back; a layer wholly on the GPU needs none."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "mixed")  # divided, all on the CPU, all on the GPU, divided
@@ -197,7 +197,7 @@ def test_a_divided_layer_goes_there_and_back_once(tmp_path):
         assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS
 
 
-def test_tied_weights_are_embedded_where_the_head_is(tmp_path):
+def test_tied_weights_are_embedded_on_the_heads_gpu(tmp_path):
     model = make(tmp_path, is_tied=True)
     model.save(model.path)
     split = planned(tmp_path, model, "two GPUs")
@@ -210,8 +210,8 @@ def test_tied_weights_are_embedded_where_the_head_is(tmp_path):
         assert first.stream == 2  # the main stream of the second GPU
 
 
-def test_the_cpu_works_while_the_gpu_does(tmp_path):
-    """Nothing orders the cold neurons and the hot ones of a layer."""
+def test_the_cpu_and_the_gpu_compute_a_layer_at_the_same_time(tmp_path):
+    """A layer's hot and cold neurons do not wait for each other."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "random")
@@ -242,8 +242,8 @@ def test_nan_reaches_the_logits(tmp_path):
             assert step.run(IDS[0], 0).isnan().all()
 
 
-def test_a_score_that_is_no_number_names_its_neuron(tmp_path):
-    """Wherever the predictor runs."""
+def test_a_nan_score_names_its_neuron(tmp_path):
+    """On whichever device the predictor runs."""
     model = make(tmp_path)
     for layer in range(L):
         name = f"blk.{layer}.ffn_pred_up.weight"
@@ -262,7 +262,7 @@ def test_a_score_that_is_no_number_names_its_neuron(tmp_path):
             step = hybrid(engine, split, plain_backend(reference_kernels()))
             assert rel_error(steps(step), want) < BOUNDS["f32"]
     gone = dataclasses.replace(model, tensors=dict(model.tensors))
-    for layer in range(L):  # without its name the neuron is missed
+    for layer in range(L):  # if the neuron is not named, the logits change
         name = f"blk.{layer}.ffn_pred_up.weight"
         values = np.nan_to_num(np.array(gone.tensors[name].read()))
         gone.tensors[name] = array_entry(values, "f32")
@@ -272,7 +272,8 @@ def test_a_score_that_is_no_number_names_its_neuron(tmp_path):
 
 
 def test_all_neurons_on_the_cpu(tmp_path):
-    """cpu_ffn equals a plan with no neuron on the GPU, bytes too; together they are refused."""
+    """cpu_ffn gives the logits and the bytes of a plan with no neuron on the GPU; it is refused
+    with a plan."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "no neuron on the GPU")
@@ -304,7 +305,7 @@ def test_traffic_of_the_cpu_is_counted(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["names", "cold", "hot"])
-def test_the_comparison_sees_a_missing_part(tmp_path, wrong):
+def test_the_comparison_notices_a_missing_part(tmp_path, wrong):
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "random")
@@ -325,8 +326,8 @@ def test_the_comparison_sees_a_missing_part(tmp_path, wrong):
         assert rel_error(steps(step), want) > 1e-2
 
 
-def test_what_a_graph_has_the_addresses_of_stays(tmp_path):
-    """A captured graph does not know the functions that submitted it."""
+def test_memory_that_a_graph_refers_to_is_kept(tmp_path):
+    """A captured graph holds no references to the functions that submitted it."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "every kind of layer")
@@ -368,7 +369,7 @@ class WaitedFor:
         self.is_finished = True
 
 
-def test_an_interrupt_leaves_nothing_running():
+def test_after_an_interrupt_nothing_is_left_running():
     def interrupted():
         raise KeyboardInterrupt
 
@@ -394,7 +395,7 @@ def test_no_garbage_is_collected_during_a_capture():
     assert gc.isenabled()
 
 
-def test_triton_kernels_give_what_the_reference_gives(tmp_path):
+def test_triton_kernels_give_the_references_logits(tmp_path):
     """In Triton's interpreter, with the matrices of the CPU."""
     shape = make_shape(num_layers=2, width=32, num_neurons=24, vocab_size=20)
     model = make(tmp_path, kind="q4_0", shape=shape)

@@ -1,5 +1,5 @@
-"""The decode step in one native call: against the ordinary path and the float64 decoder, for every
-graph and mode, and independent of threads and levels. It refuses what it does not cover."""
+"""The decode step in one native call, compared with the ordinary path and the float64 decoder for
+every graph and mode, and independent of threads and levels. It refuses what it does not support."""
 
 import dataclasses
 import os
@@ -17,14 +17,14 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step import native_step
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-# Sums in another order move an f16 of the KV cache, and a 16-bit value, by one at most here and
-# there; seen: 3e-6 for f32, 3e-4 for the others.
+# Sums in another order change some f16 values of the KV cache, and some 16-bit values, by one unit
+# in the last place; seen: 3e-6 for f32, 3e-4 for the others.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3,
           "q4_k": 1e-3, "q5_k": 1e-3, "q6_k": 1e-3}  # fmt: skip
 
 
 def watched(engine, ids):
-    """Runs `decoded` on the ordinary path, which an observer that wants nothing selects."""
+    """Runs `decoded` on the ordinary path, which is used because an observer is present."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):
         return decoded(engine, ids)
 
@@ -47,7 +47,7 @@ def test_it_agrees_with_the_ordinary_path(tmp_path, mode, kind, activation):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_divided_layers_agree_too(tmp_path, mode, pattern):
+def test_divided_layers_agree_with_the_ordinary_path(tmp_path, mode, pattern):
     model = saved(tmp_path, kind="q8_0", predictor_rank=8)
     make_split(model, PATTERNS[pattern]).save(tmp_path / "s.gguf")
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
@@ -64,7 +64,7 @@ def test_divided_layers_agree_too(tmp_path, mode, pattern):
 @pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
 @pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0", "q4_k", "q6_k"])
 def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, name, kind):
-    """Large enough that every product and every chunk of neurons is divided."""
+    """The model is large enough that every product and every chunk of neurons is divided."""
     library.set_level(name)
     shape = make_shape(width=256, num_neurons=1056, num_heads=8, vocab_size=500)
     model = saved(tmp_path, shape=shape, kind=kind, predictor_rank=64)
@@ -81,7 +81,7 @@ def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, na
 
 @pytest.mark.parametrize("num_neurons", [15, 48, 77])
 def test_neurons_with_nan_scores_are_named(tmp_path, level, num_neurons):
-    """Whole vectors of scores, and what is left of them."""
+    """Both in whole vectors of scores and in the remainder."""
     shape = make_shape(num_neurons=num_neurons)
     model = saved(tmp_path, shape=shape, predictor_rank=8)
     with Engine.load(model.path, mode="exact") as engine:
@@ -117,8 +117,8 @@ def test_long_contexts_agree(tmp_path):
 def test_attention_over_parts_of_the_cache(
     tmp_path, restore_library, num_heads, num_kv_heads, head_width, kind, name
 ):
-    """Heads of any width and number, positions round the edges of tiles and parts; the same bits by
-    any number of threads."""
+    """Heads of any width and number, positions around the edges of tiles and parts; any number of
+    threads gives the same bits."""
     library.set_level(name)
     shape = make_shape(num_layers=1, width=64, num_heads=num_heads, num_kv_heads=num_kv_heads,
                        head_width=head_width, context_length=600)  # fmt: skip
@@ -140,7 +140,7 @@ def test_attention_over_parts_of_the_cache(
 @pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
 @pytest.mark.parametrize("factor", [300.0, -torch.inf, torch.inf])
 def test_parts_of_the_cache_with_scores_far_apart(tmp_path, restore_library, name, factor):
-    """Peaks of the parts differ by hundreds, or one part has minus infinity alone."""
+    """The parts' maxima differ by hundreds, or one part has only minus infinity."""
     library.set_level(name)
     shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
     model = saved(tmp_path, shape=shape, kind="f32")
@@ -167,14 +167,14 @@ def test_a_part_of_minus_infinity_adds_nothing(tmp_path):
     assert sorted(found) == [False, True]  # plus infinity becomes NaN in the end
 
 
-def test_heads_that_are_too_wide_are_noticed(tmp_path):
+def test_heads_that_are_too_wide_are_refused(tmp_path):
     shape = make_shape(num_heads=1, num_kv_heads=1, head_width=544)
     model = saved(tmp_path, shape=shape)
     with Engine.load(model.path, mode="exact") as engine:
         assert "do not fit" in engine.not_native
 
 
-def test_without_the_library_it_says_so_and_torch_gives_the_same(tmp_path, monkeypatch, caplog):
+def test_without_the_library_a_line_says_so_and_torch_agrees(tmp_path, monkeypatch, caplog):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
         want = decoded(engine, IDS)
@@ -197,7 +197,7 @@ def test_a_model_on_another_device_is_not_native(tmp_path):
     assert reason == "a part of it is on meta"
 
 
-def test_sizes_that_do_not_fit_together_are_noticed(tmp_path):
+def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
         weights = engine._live.weights
@@ -207,7 +207,7 @@ def test_sizes_that_do_not_fit_together_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize("token, position", [(-1, 0), (50, 0), (0, -1), (0, 32)])
-def test_what_is_outside_the_model_is_refused(tmp_path, token, position):
+def test_tokens_and_positions_outside_the_model_are_refused(tmp_path, token, position):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine, pytest.raises(IndexError, match="outside the model"):
         engine._step(token, position)

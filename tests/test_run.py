@@ -1,4 +1,4 @@
-"""`sparkinfer run` and `sparkinfer cache`: made once, kept, shared, resumed, and removed.
+"""`sparkinfer run` and `sparkinfer cache`: files are made once, kept, shared, resumed and removed.
 
 GPUs are simulated: their figures are those of models.make_machine, and the engine runs plans on
 the CPU."""
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose memory is as much as --vram says."""
+    """A GPU with as much memory as --vram says."""
 
     def room_here(wishes):
         return Room(main=1 << 34, gpus=wishes.vram or ())
@@ -44,7 +44,7 @@ def gpu(monkeypatch):
 
 
 def run(capsys, *words: object) -> dict:
-    """The report of a run that ends well."""
+    """The report of a run that succeeds."""
     argv = ["run", *map(str, words), "-p", "the", "-n", "3", "--seed", "0", "--json", "-t", "1"]
     code = main(argv)
     shown = capsys.readouterr()
@@ -53,7 +53,7 @@ def run(capsys, *words: object) -> dict:
 
 
 def refused(capsys, *words: object) -> str:
-    """The line of a run that is refused."""
+    """The error line of a run that is refused."""
     capsys.readouterr()
     assert main(["run", *map(str, words)]) == 1
     shown = capsys.readouterr()
@@ -72,7 +72,7 @@ def partials(folder: Path) -> list[Path]:
 # ---- made once ----------------------------------------------------------------------------------
 
 
-def test_a_second_run_makes_nothing_and_says_the_same(capsys, silu, cache):
+def test_a_second_run_makes_nothing_and_gives_the_same_text(capsys, silu, cache):
     first = run(capsys, silu, "--no-verify")
     second = run(capsys, silu)
     assert made(first) == ["model"] and made(second) == []
@@ -85,7 +85,7 @@ def test_a_converted_model_is_compared_with_its_source(capsys, silu):
     assert "verified: logits equal transformers'" in capsys.readouterr().err
 
 
-def test_a_model_file_of_ours_is_run_where_it_lies(capsys, cache, tmp_path):
+def test_a_sparkinfer_model_file_is_run_in_place(capsys, cache, tmp_path):
     keys_, vocab_size = byte_level_keys()
     model = make_model(shape=make_shape(vocab_size=vocab_size), activation="silu",
                        extra_keys=keys_)  # fmt: skip
@@ -94,21 +94,21 @@ def test_a_model_file_of_ours_is_run_where_it_lies(capsys, cache, tmp_path):
     assert housekeeping.list_cache(cache) == ()
 
 
-def test_a_stock_file_becomes_one_of_ours(capsys, silu, tmp_path):
+def test_a_stock_file_is_converted(capsys, silu, tmp_path):
     assert main(["convert", str(silu), "-o", str(tmp_path / "s.gguf"), "--layout", "stock",
                  "--outtype", "q8_0", "--no-verify"]) == 0  # fmt: skip
     report = run(capsys, tmp_path / "s.gguf", "--no-verify")
     assert made(report) == ["model"] and report["run"]["outtype"] == "q8_0"
 
 
-def test_without_being_asked_a_look_decides(capsys, relu):
+def test_by_default_a_short_look_at_the_model_decides(capsys, relu):
     """Half of a random model's neurons fire, and the package's own text is enough for that."""
     report = run(capsys, relu, "--no-verify")
     assert made(report) == ["model", "look"] and report["mode"] == "exact"
     assert made(run(capsys, relu)) == []
 
 
-def test_a_changed_source_redoes_what_is_made_of_it(capsys, silu, tmp_path):
+def test_a_changed_source_is_converted_again(capsys, silu, tmp_path):
     own = Path(shutil.copytree(silu, tmp_path / "own"))
     first = run(capsys, own, "--no-verify")
     weights = own / "model.safetensors"
@@ -122,7 +122,7 @@ def test_a_changed_source_redoes_what_is_made_of_it(capsys, silu, tmp_path):
     assert made(again) == [] and again["text"] == first["text"]
 
 
-def test_other_text_redoes_the_profile_and_what_follows(capsys, relu, text, tmp_path):
+def test_other_text_repeats_the_profile_and_the_stages_after_it(capsys, relu, text, tmp_path):
     asked = (relu, "--no-verify", "--mode", "predicted", "--tokens", 1408, "--corpus")
     first = run(capsys, *asked, text)
     assert made(first) == ["model", "profile", "full"] and first["mode"] == "predicted"
@@ -131,7 +131,7 @@ def test_other_text_redoes_the_profile_and_what_follows(capsys, relu, text, tmp_
     assert made(run(capsys, *asked, other)) == ["profile", "full"]
 
 
-def test_a_dense_model_that_does_not_fit_gets_a_plan_by_a_short_look(capsys, silu, text, gpu):
+def test_a_dense_model_that_does_not_fit_gets_a_plan_from_a_short_look(capsys, silu, text, gpu):
     report = run(capsys, silu, "--corpus", text, "--no-verify", "--vram", "1100KiB", "-c", 32)
     assert made(report) == ["model", "look", "machine", "plan"] and report["mode"] == "dense"
 
@@ -173,10 +173,11 @@ FIVE = (  # a stage, how often it reports before Ctrl-C, what the run before tha
 )
 
 
-def test_a_run_interrupted_in_five_places_and_then_by_other_budgets(
+def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
     monkeypatch, capsys, relu, text, gpu, cache
 ):
-    """Each time the same command goes on; at the end a budget or a context only redoes the plan."""
+    """Each time the same command continues; in the end, another budget or context only repeats the
+    plan."""
     asked = (relu, "--corpus", text, "--no-verify", "--mode", "predicted", "--tokens", 1408)
     short = ("--vram", "1500000B", "-c", 32)
     there: list[str] = []
@@ -198,13 +199,13 @@ def test_a_run_interrupted_in_five_places_and_then_by_other_budgets(
     assert made(run(capsys, *asked, *short)) == []
     assert made(run(capsys, *asked, "--vram", "1504096B", "-c", 32)) == ["plan"]
     assert made(run(capsys, *asked, "--vram", "1500000B", "-c", 31)) == ["plan"]
-    # What only went into others may go: nothing of it is read again.
+    # Files from which others were made may be removed: they are not read again.
     assert main(["cache", "clear", "model", "profile", "machine"]) == 0
     assert made(run(capsys, *asked, *short)) == []
     assert housekeeping.clear(cache).kept == ()
 
 
-def test_a_profile_goes_on_where_it_stood(monkeypatch, capsys, relu, text, cache):
+def test_a_profile_continues_where_it_stopped(monkeypatch, capsys, relu, text, cache):
     monkeypatch.setattr("sparkinfer.profile.run.SAVE_SHARE", 1e9)  # saved after every window
     asked = (relu, "--corpus", text, "--no-verify", "--mode", "predicted", "--tokens", 1408)
     profile = stages.profile
@@ -220,14 +221,14 @@ def test_a_profile_goes_on_where_it_stood(monkeypatch, capsys, relu, text, cache
     monkeypatch.setattr(stages, "profile", lambda config, tick, *args: profile(
         saved(config), lambda count: (seen.append(count), tick(count)), *args))  # fmt: skip
     run(capsys, *asked)
-    assert max(seen) > 3 * 128  # what the first run had done, told at once
+    assert max(seen) > 3 * 128  # what the first run had done, reported at once
     assert not list(cache.rglob("*.resume"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [3.0, 5.0, 7.0, 9.0, 11.0])
-def test_a_real_ctrl_c_at_any_time(capsys, cache, delay_s):
-    """A process of its own, on the bundled model; then the same command, to its end."""
+def test_after_ctrl_c_at_any_time_the_same_command_completes(capsys, cache, delay_s):
+    """In a separate process, on the bundled model; then the same command runs to its end."""
     program = "import sys; from sparkinfer.cli import main; sys.exit(main())"
     source = Path(__file__).parent.parent / "examples" / "tiny-relu"
     words = [source, "--tokens", "6144", "-p", "def", "-n", "3", "--seed", "0", "--json"]
@@ -245,7 +246,7 @@ def test_a_real_ctrl_c_at_any_time(capsys, cache, delay_s):
 # ---- refusals -----------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_before_the_work(monkeypatch, capsys, silu, cache):
+def test_a_full_disk_is_reported_before_the_work(monkeypatch, capsys, silu, cache):
     usage = shutil.disk_usage(silu)._replace(free=estimate.SPARE_BYTES + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     line = refused(capsys, silu, "-p", "the")
@@ -253,7 +254,7 @@ def test_a_full_disk_is_told_before_the_work(monkeypatch, capsys, silu, cache):
     assert housekeeping.list_cache(cache) == ()
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch, capsys, silu, tmp_path):
+def test_a_cache_that_cannot_be_written_is_refused_in_one_line(monkeypatch, capsys, silu, tmp_path):
     (tmp_path / "file").write_text("mine")
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "file"))
     line = refused(capsys, silu, "-p", "the")
@@ -261,7 +262,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch, capsys, silu, t
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("words, told", [
+@pytest.mark.parametrize("words, line", [
     (["{}", "--mode", "predicted", "-p", "the"], "nothing to predict"),
     (["{}"], "no chat template"),
     (["{}", "-p", ""], "the prompt is empty"),
@@ -273,9 +274,9 @@ def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch, capsys, silu, t
     (["{}", "-p", "the", "-c", "1000", "--kv-offload"], "the model has up to 128"),
     (["{}", "-p", "the", "--corpus", "{}/none"], "no such file or folder"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_before_anything_is_made(capsys, silu, cache, words, told):
+def test_impossible_options_are_refused_before_anything_is_made(capsys, silu, cache, words, line):
     filled = [word.format(silu) for word in words]
-    assert told in refused(capsys, *filled)
+    assert line in refused(capsys, *filled)
     assert housekeeping.list_cache(cache) == ()
 
 

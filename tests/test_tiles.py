@@ -71,7 +71,7 @@ def test_products_over_several_tokens(tile, kind):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_the_measure_rejects_wrong_products(tile, wrong):
+def test_the_bound_rejects_wrong_products(tile, wrong):
     W, exact_ND = random_matrix("f16")
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
     assert not is_right(wrong(W.product(x_TD)), x_TD, exact_ND.T, eps_of(tile, "f16", D))
