@@ -333,7 +333,7 @@ class Step {
         return w.masked;
     }
 
-    // A block of a layer's neurons. The first one clears the bits, and finds the inputs that are not silent.
+    // A block of a layer's neurons. The first one clears their bits.
     void neurons(const SparkOp& op, Operand& input, float* out) {
         const SparkLayer& l = s.layer[op.layer];
         const SparkBlock& block = l.block[op.part];
@@ -348,9 +348,8 @@ class Step {
             w.transposed.run(w.inputs, block, gate, is_predicted ? named : nullptr, input.f32,
                              applied(l.ffn_limit), T, out, read, fired);
         } else {
-            Operand& seen = is_first ? without_silent(input, l.ffn_limit)
-                                     : applied(l.ffn_limit) ? w.masked : input;
-            w.neurons.run(block, gate, is_predicted ? named : nullptr, seen, T, out, read, fired);
+            w.neurons.run(block, gate, is_predicted ? named : nullptr, without_silent(input, l.ffn_limit),
+                          T, out, read, fired);
         }
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }

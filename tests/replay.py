@@ -1,0 +1,158 @@
+"""Runs the operations of a step one by one on the CPU, in random orders that their declared reads and
+writes allow. Values are poisoned before a run, so that a missing read or write shows in the logits."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.forms import host_form
+from sparkinfer.runtime.step.native_ops import overwritten
+from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
+from sparkinfer.runtime.step.plain_backend import plain_backend
+from sparkinfer.runtime.step.program import HOST, edges, step_program
+
+ORDERS = 3  # tried for each pair whose order nothing keeps any longer
+
+
+@dataclass(frozen=True)
+class Operation:
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    run: Callable[[], None]
+
+    def without(self, value: str, *, is_read: bool) -> "Operation":
+        """The same work, with one read or write left out of its declaration."""
+        if is_read:
+            return replace(self, reads=tuple(v for v in self.reads if v != value))
+        return replace(self, writes=tuple(v for v in self.writes if v != value))
+
+
+@dataclass
+class Replay:
+    """The operations of a step, and the memory of the values that they exchange."""
+
+    operations: list[Operation]
+    host: HostBuffers
+    memory: list[Tensor]  # poisoned before each run
+    kept: object
+
+    @classmethod
+    def of_host(cls, weights, offset):
+        """Every operation of the native step as a call of its own."""
+        program = step_program(host_form(weights, offset))
+        host = HostBuffers.of(
+            weights.embedding.width,
+            weights.layers[0].ffn.num_neurons,
+            weights.head.weight.num_rows,
+            is_pinned=False,
+        )
+        parts = NativeParts.of(weights, program, host)
+        operations = [
+            Operation(op.kind, op.reads, (*op.writes, *overwritten(op)), parts.node([op]).run)
+            for op in program
+            if parts.ranges[op][0] < parts.ranges[op][1]
+        ]
+        memory = [t for t in parts.kept if isinstance(t, Tensor) and holds(t, parts.step.workspace)]
+        assert len(memory) == 1
+        return cls(operations, host, [*memory, *written(host)], parts)
+
+    @classmethod
+    def of_plan(cls, weights, placement, offset):
+        """The submissions of a hybrid step, both roles on the CPU; and what the host does before
+        and after them."""
+        builder = hybrid_builder._Builder(
+            weights, placement, offset, Traffic(), plain_backend(reference_kernels()), None
+        )
+        step = builder.step()
+        operations = [Operation(s.name, s.reads, s.writes, s.run) for s in builder.submissions]
+        outside = [op for op in builder.program if op.home == HOST]
+        for op in outside:
+            if op.part == "positions":
+                run = lambda: builder.host.x_D.copy_(step.positions[builder.host.position_1[0]])
+                operations.insert(0, Operation(op.kind, op.reads, op.writes, run))
+        if step.before:
+            (embed,) = (op for op in outside if op.kind == "embed")
+            operations.insert(0, Operation("embed", embed.reads, embed.writes, step.before.run))
+        if step.after:
+            operations.append(Operation("head", ("x@host",), ("logits@host",), step.after.run))
+        memory = written(builder.host)
+        for device in step.kept[0].values():
+            memory += list(vars(device.buffers).values())
+        return cls(operations, builder.host, memory, step)
+
+    def logits(self, order: Sequence[int]) -> Tensor:
+        for tensor in self.memory:
+            tensor.view(torch.uint8).fill_(255)  # NaN, and every neuron
+        for tensor in self.memory:
+            if tensor.dtype == torch.int64:  # another token, another position
+                tensor.fill_(1)
+        for number in order:
+            self.operations[number].run()
+        return self.host.logits_V.clone()
+
+    def order(self, seed: int, among: Sequence[tuple[int, int]]) -> list[int]:
+        """A random order in which each of these pairs of operations keeps its own."""
+        chooser, count = random.Random(seed), len(self.operations)
+        waiting = [0] * count
+        behind: list[list[int]] = [[] for _ in range(count)]
+        for first, second in among:
+            waiting[second] += 1
+            behind[first].append(second)
+        ready = [number for number in range(count) if not waiting[number]]
+        found = []
+        while ready:
+            number = ready.pop(chooser.randrange(len(ready)))
+            found.append(number)
+            for other in behind[number]:
+                waiting[other] -= 1
+                if not waiting[other]:
+                    ready.append(other)
+        assert len(found) == count, "a circle"
+        return found
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        return edges([(operation.reads, operation.writes) for operation in self.operations])
+
+    def changes(self, number: int, value: str, want: Tensor, *, is_read: bool) -> bool | None:
+        """Whether some order that is allowed once a read or write is not declared changes the logits;
+        None if that allows no new order. Each pair whose order is lost is tried the other way round."""
+        right = self.edges
+        was = self.operations[number]
+        self.operations[number] = was.without(value, is_read=is_read)
+        try:
+            left = self.edges
+        finally:
+            self.operations[number] = was
+        after = reachable(left, len(self.operations))
+        lost = [(a, b) for a, b in right if b not in after[a]]
+        for pair in lost:
+            for seed in range(ORDERS):
+                order = self.order(seed, [*left, pair[::-1]])
+                if not torch.equal(self.logits(order), want):
+                    return True
+        return False if lost else None
+
+
+def written(host: HostBuffers) -> list[Tensor]:
+    """All but the inputs of a step."""
+    return [t for name, t in vars(host).items() if name not in ("token_1", "position_1")]
+
+
+def holds(tensor: Tensor, address: int) -> bool:
+    return 0 <= address - tensor.data_ptr() < tensor.nbytes
+
+
+def reachable(pairs: Sequence[tuple[int, int]], count: int) -> list[set[int]]:
+    """The operations behind each one."""
+    found: list[set[int]] = [set() for _ in range(count)]
+    for first, second in sorted(pairs, reverse=True):  # pairs go up
+        found[first] |= {second} | found[second]
+    return found
