@@ -4,6 +4,7 @@ writes allow. Values are poisoned before a run, so that a missing read or write 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ class Replay:
         outside = [op for op in builder.program if op.home == HOST]
         for op in outside:
             if op.part == "positions":
-                run = lambda: builder.host.x_D.copy_(step.positions[builder.host.position_1[0]])
+                run = partial(embed_position, builder.host, step.positions)
                 operations.insert(0, Operation(op.kind, op.reads, op.writes, run))
         if step.before:
             (embed,) = (op for op in outside if op.kind == "embed")
@@ -139,6 +140,10 @@ class Replay:
                 if not torch.equal(self.logits(order), want):
                     return True
         return False if lost else None
+
+
+def embed_position(host: HostBuffers, positions: Tensor) -> None:
+    host.x_D.copy_(positions[host.position_1[0]])
 
 
 def written(host: HostBuffers) -> list[Tensor]:

@@ -3,6 +3,7 @@ bits, on the host alone and with plans; a read or write that is not declared is 
 from files and from weights agree."""
 
 import dataclasses
+import json
 from collections import Counter
 
 import pytest
@@ -13,17 +14,23 @@ from replay import Replay
 from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
+from sparkinfer.budget import plan_bytes_of_gpus
+from sparkinfer.cli import main
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.step.file_form import file_form
+from sparkinfer.runtime.step.forms import host_form, placed_form
 from sparkinfer.runtime.step.program import (
     HOST,
     LayerForm,
     StepForm,
     edges,
+    gpu,
     last_reads,
     layer_ops,
     step_program,
 )
+from sparkinfer.runtime.step.program_summary import lines_of, summarise_program
 
 needs_kernels = pytest.mark.skipif(
     not library.is_available(), reason="the C++ kernels are not built"
@@ -124,3 +131,156 @@ def test_the_replay_sees_a_value_that_nothing_writes(loaded):
     for left_out in order[2:-2]:
         assert not torch.equal(replay.logits([n for n in order if n != left_out]), want)
     assert torch.equal(replay.logits(order), want)
+
+
+def files(tmp_path, family, plan, predictor_rank=8):
+    shape = make_shape(num_layers=3, num_neurons=len(ALL))
+    model = family_model(family, shape=shape, predictor_rank=predictor_rank, input_layer_offset=1)
+    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    if PLANS[plan] is None:
+        return model, None
+    hot, dense, head, home = PLANS[plan]
+    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+    split.save(tmp_path / "s.gguf")
+    return model, split
+
+
+@needs_kernels
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_program_of_the_files_is_that_of_the_weights(tmp_path, family, plan):
+    model, split = files(tmp_path, family, plan)
+    options = {} if split is None else {"split": tmp_path / "s.gguf"}
+    with Engine.load(model.path, mode="predicted", **options) as engine:
+        weights = engine._live.weights
+        if split is None:
+            form = host_form(weights, 1)
+        else:
+            placement = Placement.of_split(split, (CPU,) * len(split.budgets))
+            form = placed_form(weights, placement, 1, [(False, False)] * 3)
+    found = [
+        dataclasses.replace(op, weight_bytes=0) for op in step_program(file_form(model, split))
+    ]
+    assert found == list(step_program(form))
+    assert {layer.order for layer in form.layers} == {ORDERS[family]}
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_each_device_are_the_bytes_that_plans_count(tmp_path, family, plan, rank):
+    model, split = files(tmp_path, family, plan, rank)
+    summary = summarise_program(model.path, None if split is None else tmp_path / "s.gguf")
+    none = [NONE] * 3, [0] * 3, False, None
+    hot, dense, head, home = PLANS[plan] or none
+    gpus, host = plan_bytes_of_gpus(
+        model,
+        context_length=32,
+        num_hot=[len(ids) for ids in hot],
+        dense_on_gpu=dense,
+        head_on_gpu=head,
+        home=home or (),
+    )
+    items = ("attention", "predictor", "neurons", "head")
+    want = {gpu(n): sum(each[item] for item in items) for n, each in enumerate(gpus)}
+    rows = sum(
+        entry.row_bytes for name, entry in model.tensors.items() if "_embd" in name
+    )  # of the embedding and the positions, one each
+    want = {HOST: sum(host[item] for item in items) + rows, **want}
+    assert summary.weight_bytes == {device: count for device, count in want.items() if count}
+
+
+def test_a_neuron_caches_bits_are_copied_once_a_gpu(tmp_path):
+    """They are written beside the sums, and behind the last layer that writes them."""
+    model, split = files(tmp_path, "llama", "divided", 0)
+    form = file_form(model, split)
+    with_bits = [
+        dataclasses.replace(layer, has_bits=index < 2, copies_bits=index == 1)
+        for index, layer in enumerate(form.layers)
+    ]
+    ops = step_program(dataclasses.replace(form, layers=tuple(with_bits)))
+    writers = [op.layer for op in ops if "bits@gpu0" in op.writes]
+    (copy,) = [op for op in ops if op.writes == ("bits@host",)]
+    assert writers == [0, 1] and copy.layer == 1 and copy.home == "gpu0"
+
+
+def test_many_equal_layers_are_one_run(tmp_path):
+    shape = make_shape(num_layers=30, num_neurons=len(ALL))
+    model = family_model("llama", shape=shape, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    layers = [[SOME] * 12, [NONE] * 6, [SOME[:9]] * 12]
+    split = make_split(model, [ids for run in layers for ids in run])
+    split.save(tmp_path / "s.gguf")
+    for path, labels in ((None, ["0-29"]), (tmp_path / "s.gguf", ["0-11", "12-17", "18-29"])):
+        summary = summarise_program(model.path, path)
+        lines = lines_of(summary)
+        assert [line.layers for line in lines if line.layers] == labels and len(lines) < 30
+        assert len(summary.operations) > 180
+        again = lines[-1 if path is None else -4]
+        assert path is None or again.operation == "as 0-11"
+        counts = Counter(op.operation for op in summary.operations)
+        assert counts["attention"] == 30 and counts["head"] == 1
+
+
+def test_layers_with_other_bytes_are_one_run_too(tmp_path):
+    model, _ = files(tmp_path, "llama", "host")
+    make_split(model, [SOME, SOME[:5], SOME[:9]]).save(tmp_path / "s.gguf")
+    lines = lines_of(summarise_program(model.path, tmp_path / "s.gguf"))
+    # The first layer's predictor takes its own input.
+    _, hot = (line for line in lines if line.operation == "neurons hot")
+    assert hot.least_bytes * 9 == hot.most_bytes * 5
+
+
+def test_inspect_shows_the_program(tmp_path, capsys):
+    model, _ = files(tmp_path, "falcon, two norms", "two GPUs")
+    command = ["inspect", str(model.path), "--graph", "--split", str(tmp_path / "s.gguf")]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    for word in ("norm attn_norm_2", "neurons hot", "host, beside", "x@gpu0"):
+        assert word in text
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    summary = summarise_program(model.path, tmp_path / "s.gguf")
+    assert found["kind"] == "step program" and found["weight_bytes"] == summary.weight_bytes
+    assert len(found["operations"]) == len(summary.operations)
+    assert found["operations"][0]["reads"] == ["token@host"]
+
+
+def test_inspect_refuses_the_program_of_other_files(tmp_path, capsys):
+    model, _ = files(tmp_path, "llama", "divided")
+    (tmp_path / "text").write_text("no model")
+    (tmp_path / "other").mkdir()
+    other, _ = files(tmp_path / "other", "qwen3", "divided")
+    plan = str(tmp_path / "s.gguf")
+    for arguments in (
+        [plan, "--graph"],
+        [str(tmp_path / "text"), "--graph"],
+        [str(tmp_path / "none"), "--graph"],
+        [str(tmp_path), "--graph"],
+        [str(other.path), "--graph", "--split", plan],
+        [str(model.path), "--graph", "--split", str(model.path)],
+        [str(model.path), "--split", plan],
+    ):
+        assert main(["inspect", *arguments]) in (1, 2)
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1, err
+
+
+def test_edges_keep_reads_behind_writes_and_writes_behind_reads():
+    reads_and_writes = [((), ("a",)), (("a",), ("b",)), (("a",), ("a",)), (("a", "b"), ())]
+    assert edges(reads_and_writes) == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
+
+
+def test_a_value_is_dropped_behind_its_last_read():
+    ops = list(layer_ops(0, LayerForm(order="pre-norm"), 0))
+    last = dict(zip((op.kind for op in ops), last_reads(ops, kept=("x",)), strict=True))
+    assert "attn_in" in last["attention"] and last["neurons"] == ("ffn_in.0",)
+
+
+def test_a_step_is_its_layers_between_embedding_and_head():
+    layer = LayerForm(order="parallel", has_second_norm=True, has_down_bias=True)
+    ops = step_program(StepForm(layers=(layer,) * 2))
+    kinds = ["norm", "norm", "attention", "add", "neurons", "bias", "add"]
+    assert [op.kind for op in ops] == ["embed", *kinds, *kinds, "norm", "head"]
+    assert ops[-2].reads == ("x@host",) and not any(op.is_beside for op in ops)

@@ -1,11 +1,10 @@
 """The form of a step from its loaded weights: on the host alone, or placed on GPUs and the host."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.program import HOST, LayerForm, Order, StepForm, gpu
+from sparkinfer.runtime.step.program import HOST, LayerForm, Order, StepForm, gpu, in_line
 
 
 def order_of(layer: Layer) -> Order:
@@ -62,16 +61,13 @@ def placed_form(
         form = layer_form(
             layer, device=device, home=home, has_bits=has_bits, copies_bits=copies_bits
         )
-        # Neighbours that are wholly on the host are submitted together.
-        if layers and layers[-1].is_whole_on_host and form.is_whole_on_host:
-            form = replace(form, home=layers[-1].home)
         layers.append(form)
     embedding, head_home = HOST, gpu(placement.numbers[-1])
     # Tied weights are on the head's device.
     if placement.head_on_gpu and weights.embedding is weights.head.weight:
         embedding = head_home
     return StepForm(
-        layers=tuple(layers),
+        layers=in_line(layers),
         input_layer_offset=input_layer_offset,
         embedding=embedding,
         head=head_home if placement.head_on_gpu else HOST,

@@ -14,7 +14,7 @@ one again, and must come after all that read it before (`edges`).
     ffn_out     the neurons' output; of a layer whose neurons are divided, hot_out and cold_out"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Order = Literal["pre-norm", "post-norm", "parallel"]
@@ -96,6 +96,16 @@ class StepForm:
     has_positions: bool = False  # learned ones, which are on the host
     has_output_norm: bool = True
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # embedding, output_norm, head
+
+
+def in_line(layers: Iterable[LayerForm]) -> tuple[LayerForm, ...]:
+    """The layers, with neighbours that are wholly on the host submitted to one GPU's streams."""
+    found: list[LayerForm] = []
+    for form in layers:
+        if found and found[-1].is_whole_on_host and form.is_whole_on_host:
+            form = replace(form, home=found[-1].home)
+        found.append(form)
+    return tuple(found)
 
 
 def layer_ops(index: int, form: LayerForm, input_layer_offset: int) -> Iterator[Op]:

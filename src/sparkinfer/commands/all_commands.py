@@ -255,12 +255,26 @@ cli.add_command(report)
 @click.option(
     "--tensors", "all_tensors", is_flag=True, help="List all tensors, not only those of one layer."
 )
+@click.option(
+    "--graph",
+    "is_graph",
+    is_flag=True,
+    help="Show the operations of a model's decode step: what each reads and writes, and where.",
+)
+@click.option("--split", type=FILE, help="With --graph: place the operations by this plan.")
 @json_option
-def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
+def inspect_command(
+    file: Path, all_tensors: bool, is_graph: bool, split: Path | None, as_json: bool
+) -> None:
     """Show what a file or a checkpoint folder holds.
 
     FILE is any GGUF, a profile, predictors, a plan or a machine file, or a checkpoint folder; for a
     folder it also says whether convert would accept it."""
+    if is_graph:
+        _inspect_graph(file, split, as_json)
+        return
+    if split is not None:
+        raise click.UsageError("--split places the operations that --graph shows; add --graph")
     if (file / "config.json").is_file():
         _inspect_checkpoint(file, as_json)
         return
@@ -273,6 +287,22 @@ def inspect_command(file: Path, all_tensors: bool, as_json: bool) -> None:
         click.echo(to_json(summary))
     else:
         print_summary(summary, all_tensors=all_tensors)
+
+
+def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
+    from sparkinfer.inspection.tables import print_facts, print_table
+    from sparkinfer.inspection.to_json import to_json
+    from sparkinfer.runtime.step.program_summary import facts_of, lines_of, summarise_program
+
+    summary = summarise_program(file, split)
+    if as_json:
+        click.echo(to_json(summary))
+        return
+    print_facts(summary.kind, facts_of(summary))
+    columns = ["layers", "device", "operation", "reads", "writes", "weights a layer"]
+    print_table("operations, in order", columns, [line.row for line in lines_of(summary)])
+    rows = [(device, format_bytes(count)) for device, count in summary.weight_bytes.items()]
+    print_table("weights", ["device", "bytes"], rows)
 
 
 def _inspect_checkpoint(folder: Path, as_json: bool) -> None:

@@ -59,6 +59,7 @@ EVAL = _examples(
 INSPECT = _examples(
     "sparkinfer inspect model.gguf --tensors",
     "sparkinfer inspect CHECKPOINT --json",
+    "sparkinfer inspect model.gguf --graph --split plan.gguf",
 )
 EXPORT = _examples(
     "sparkinfer export plan.gguf --profile p.safetensors --format gpuidx -o out.gpuidx",

@@ -28,6 +28,10 @@ def print_facts(title: str, rows: Iterable[Row]) -> None:
     _console().print(_facts(title, rows))
 
 
+def print_table(title: str, columns: list[str], rows: Sequence[Row]) -> None:
+    _console().print(_table(title, columns, list(rows)))
+
+
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
     """Prints on stdout. `all_tensors` is for a GGUF; without it one layer's tensors represent
     all."""
@@ -368,11 +372,14 @@ def _facts(title: str, rows: Iterable[Row]) -> Table:
     return table
 
 
+_TEXTS = ("type", "shape", "part", "device", "operation", "reads", "writes")
+
+
 def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
     """The first column is left-aligned, numbers are right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for number, column in enumerate(columns):
-        is_text = number == 0 or column in ("type", "shape", "part")
+        is_text = number == 0 or column in _TEXTS
         table.add_column(column, justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(_printable, row))

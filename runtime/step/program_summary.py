@@ -1,0 +1,159 @@
+"""A step program for display: operations one by one, runs of layers alike, and bytes by device."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from sparkinfer.mode_choice import mode_meant
+from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.step.file_form import file_form
+from sparkinfer.runtime.step.program import HOST, Op, at, device_of, name_of, step_program
+from sparkinfer.sizes import format_bytes
+from sparkinfer.split_file import Split, without_predictors
+
+# Parts that an operation's name does not say.
+_SHOWN_PARTS = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm", "positions", "hot", "cold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpFact:
+    operation: str
+    part: str
+    layer: int | None
+    device: str
+    beside: str | None  # the GPU beside whose kernels it runs
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    weight_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSummary:
+    kind: str = "step program"
+    path: Path
+    split: Path | None
+    mode: str
+    operations: tuple[OpFact, ...]
+    weight_bytes: dict[str, int]  # by device
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table: an operation of one layer or of several, or a reference to other layers."""
+
+    layers: str
+    device: str
+    operation: str
+    reads: str
+    writes: str
+    least_bytes: int
+    most_bytes: int
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        least, most = format_bytes(self.least_bytes), format_bytes(self.most_bytes)
+        weights = "" if not self.most_bytes else most if least == most else f"{least} to {most}"
+        return self.layers, self.device, self.operation, self.reads, self.writes, weights
+
+
+def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
+    """Raises SparkinferError for anything but a model file, and for a plan of another model."""
+    model = ModelFile.load(path)
+    split = None if split_path is None else Split.load(split_path)
+    if split is not None and split_path is not None:
+        split.check_against(model, split_path)
+    mode = mode_meant(model) if split is None else split.mode
+    held = model if mode == "predicted" else without_predictors(model)
+    ops = step_program(file_form(held, split))
+    devices = dict.fromkeys([HOST, *sorted({op.device for op in ops} - {HOST})])
+    return ProgramSummary(
+        path=path,
+        split=split_path,
+        mode=mode,
+        operations=tuple(map(_fact, ops)),
+        weight_bytes={
+            device: sum(op.weight_bytes for op in ops if op.device == device) for device in devices
+        },
+    )
+
+
+def _fact(op: Op) -> OpFact:
+    return OpFact(
+        operation=op.kind,
+        part=op.part,
+        layer=op.layer,
+        device=op.device,
+        beside=op.home if op.is_beside else None,
+        reads=op.reads,
+        writes=op.writes,
+        weight_bytes=op.weight_bytes,
+    )
+
+
+def facts_of(summary: ProgramSummary) -> list[tuple[str, object]]:
+    sparse = ", which reads fewer of the neurons' weights" if summary.mode != "dense" else ""
+    return [
+        ("file", summary.path),
+        ("plan", summary.split or "none: all on the host"),
+        ("mode", summary.mode + sparse),
+        ("operations a token", len(summary.operations)),
+    ]
+
+
+def lines_of(summary: ProgramSummary) -> list[Line]:
+    """Neighbouring layers with the same operations are shown once, later ones by reference."""
+    found: list[Line] = []
+    shown: dict[tuple[object, ...], str] = {}
+    sections = [list(ops) for _, ops in groupby(summary.operations, key=lambda op: op.layer)]
+    for shape, same in groupby(sections, key=_shape):
+        run = list(same)
+        first, last = run[0][0].layer, run[-1][0].layer
+        if first is None:
+            found += [_line("", [op]) for section in run for op in section]
+            continue
+        label = str(first) if first == last else f"{first}-{last}"
+        if shape in shown:
+            sums = [sum(op.weight_bytes for op in section) for section in run]
+            found.append(Line(label, "", f"as {shown[shape]}", "", "", min(sums), max(sums)))
+            continue
+        shown[shape] = label
+        for number, ops in enumerate(zip(*run, strict=True)):
+            found.append(_line(label if number == 0 else "", ops))
+    return found
+
+
+def _shape(ops: Sequence[OpFact]) -> tuple[object, ...]:
+    """What two layers have in common whose operations are the same."""
+    return tuple(
+        (op.operation, op.part, op.device, op.beside, _values(op, op.reads), _values(op, op.writes))
+        for op in ops
+    ) + ((ops[0].layer is None,),)
+
+
+def _line(layers: str, ops: Sequence[OpFact]) -> Line:
+    op, sizes = ops[0], [each.weight_bytes for each in ops]
+    return Line(
+        layers,
+        op.device + (", beside" if op.beside else ""),
+        f"{op.operation} {op.part}" if op.part in _SHOWN_PARTS else op.operation,
+        _values(op, op.reads),
+        _values(op, op.writes),
+        min(sizes),
+        max(sizes),
+    )
+
+
+def _values(op: OpFact, values: Sequence[str]) -> str:
+    """Names without what the line says anyway: its layer, and its device unless it is a copy."""
+    found = []
+    for value in values:
+        name = name_of(value)
+        if op.layer is not None and (parity := re.fullmatch(r"ffn_in\.(\d)", name)):
+            is_own = int(parity[1]) == op.layer % 2
+            name = "ffn_in" if is_own else "ffn_in of the layer before"
+        name = re.sub(r"^cache\.\d+$", "cache", name)
+        is_plain = op.operation != "copy" and device_of(value) == op.device
+        found.append(name if is_plain else at(name, device_of(value)))
+    return ", ".join(found)
