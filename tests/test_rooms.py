@@ -2,6 +2,7 @@
 function."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -49,6 +50,11 @@ def test_every_module_is_in_a_room_or_on_top():
         "gpu_setup",
         "loading",
     }
+
+
+def test_the_picture_shows_the_rooms():
+    picture = (RUNTIME.parent / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
+    assert tuple(re.findall(r'<text class="left"[^>]*>(\w+)</text>', picture)) == ROOMS[::-1]
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
