@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.runtime.kernels.cpu import signatures
 
 LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")  # instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
@@ -60,46 +61,7 @@ def _load() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     lib = ctypes.CDLL(spec.origin)
-    pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.spark_dot_rows.argtypes = [
-        int32, pointer, size, size, size, pointer, size, pointer, size, pointer,
-    ]  # fmt: skip
-    lib.spark_accumulate_rows.argtypes = [
-        int32, pointer, size, size, size, pointer, pointer, size, pointer,
-    ]  # fmt: skip
-    lib.spark_dot_rows.restype = lib.spark_accumulate_rows.restype = int32
-    lib.spark_pack_rows.argtypes = [
-        int32, int32, pointer, size, size, pointer, size, pointer, size,
-    ]  # fmt: skip
-    lib.spark_pack_rows.restype = int32
-    lib.spark_unpack_rows.argtypes = [int32, pointer, size, size, size, pointer, size, pointer]
-    lib.spark_unpack_rows.restype = int32
-    lib.spark_level.restype = lib.spark_faulty_level.restype = ctypes.c_char_p
-    for function in (lib.spark_level_status, lib.spark_set_level):
-        function.argtypes = [ctypes.c_char_p]
-        function.restype = int32
-    lib.spark_step_bytes.argtypes = [pointer]
-    lib.spark_step_bytes.restype = size
-    lib.spark_step.argtypes = [pointer, pointer, size, pointer]
-    lib.spark_step.restype = int32
-    lib.spark_part.argtypes = [pointer]
-    lib.spark_part.restype = None
-    lib.spark_neurons_bytes.argtypes = [pointer]
-    lib.spark_neurons_bytes.restype = size
-    lib.spark_neurons.argtypes = [pointer]
-    lib.spark_neurons.restype = None
-    lib.spark_copy_rows.argtypes = [pointer]
-    lib.spark_copy_rows.restype = None
-    lib.spark_copier_new.argtypes = []
-    lib.spark_copier_new.restype = pointer
-    lib.spark_copier_start.argtypes = [pointer, pointer, ctypes.c_double]
-    for function in (lib.spark_copier_finish, lib.spark_copier_free):
-        function.argtypes = [pointer]
-    for function in (lib.spark_copier_start, lib.spark_copier_finish, lib.spark_copier_free):
-        function.restype = None
-    lib.spark_num_threads.restype = int32
-    lib.spark_set_threads.argtypes = [int32]
-    lib.spark_set_threads.restype = int32
+    signatures.declare(lib)
     faulty = lib.spark_faulty_level()
     if faulty is not None:
         log.warning(

@@ -1,0 +1,45 @@
+"""The C functions of the CPU kernels: what each returns and takes, as its header declares it."""
+
+import ctypes
+from typing import Any
+
+_POINTER, _SIZE, _STATUS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+_INT, _NAME, _SECONDS = ctypes.c_int32, ctypes.c_char_p, ctypes.c_double
+# A stored matrix: kind, data, bytes from row to row, rows, columns.
+_MATRIX = (_INT, _POINTER, _SIZE, _SIZE, _SIZE)
+
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    # kernels.h
+    "spark_dot_rows": (_STATUS, (*_MATRIX, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER)),
+    "spark_accumulate_rows": (_STATUS, (*_MATRIX, _POINTER, _POINTER, _SIZE, _POINTER)),
+    "spark_pack_rows": (
+        _STATUS,
+        (_INT, _INT, _POINTER, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE),
+    ),
+    "spark_unpack_rows": (_STATUS, (*_MATRIX, _POINTER, _SIZE, _POINTER)),
+    "spark_level": (_NAME, ()),
+    "spark_faulty_level": (_NAME, ()),
+    "spark_level_status": (_STATUS, (_NAME,)),
+    "spark_set_level": (_STATUS, (_NAME,)),
+    "spark_num_threads": (_INT, ()),
+    "spark_set_threads": (_STATUS, (_INT,)),
+    # step.h
+    "spark_step_bytes": (_SIZE, (_POINTER,)),
+    "spark_step": (_STATUS, (_POINTER, _POINTER, _SIZE, _POINTER)),
+    "spark_part": (None, (_POINTER,)),
+    "spark_neurons_bytes": (_SIZE, (_POINTER,)),
+    "spark_neurons": (None, (_POINTER,)),
+    # row_copies.h
+    "spark_copy_rows": (None, (_POINTER,)),
+    "spark_copier_new": (_POINTER, ()),
+    "spark_copier_start": (None, (_POINTER, _POINTER, _SECONDS)),
+    "spark_copier_finish": (None, (_POINTER,)),
+    "spark_copier_free": (None, (_POINTER,)),
+}
+
+
+def declare(lib: ctypes.CDLL) -> None:
+    """Gives the library's functions their types."""
+    for name, (returned, taken) in SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = returned, list(taken)
