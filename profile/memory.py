@@ -11,8 +11,8 @@ import torch
 from sparkinfer.budget import (
     LOGITS_CHUNK,
     SHORT_CHUNK,
+    bytes_on_one_side,
     kv_bytes_per_layer,
-    plan_bytes,
     workspace_bytes,
 )
 from sparkinfer.errors import SparkinferError
@@ -79,16 +79,7 @@ def needs_of(
 ) -> Needs:
     """`window` tokens are run at a time; `choices` are those of predictors to train, if any."""
     shape, layers = model.shape, model.shape.num_layers
-    whole = dict(
-        plan_bytes(
-            model,
-            context_length=context_length,
-            num_hot=[0] * layers,
-            dense_on_gpu=[False] * layers,
-            head_on_gpu=False,
-        )[1],
-        predictor=0,  # not run
-    )
+    whole = dict(bytes_on_one_side(model, context_length), predictor=0)  # predictors are not run
     lasting, passing = (
         (0, 0) if choices is None else trainer_bytes(shape.width, shape.num_neurons, choices)
     )

@@ -9,7 +9,7 @@ from typing import get_args
 
 import torch
 
-from sparkinfer.budget import head_bytes, layer_bytes, plan_bytes, workspace_bytes
+from sparkinfer.budget import bytes_on_one_side, head_bytes, layer_bytes, workspace_bytes
 from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.key_selection import KeySelection
@@ -149,12 +149,7 @@ def _check_cache(
 
 def run_bytes(model: ModelFile, context_length: int) -> int:
     """Bytes of a model on one device: weights, keys and values, temporaries."""
-    layers = model.shape.num_layers
-    _, items = plan_bytes(
-        model.row_major, context_length=context_length, num_hot=[0] * layers,
-        dense_on_gpu=[False] * layers, head_on_gpu=False,
-    )  # fmt: skip
-    return sum(items.values())
+    return sum(bytes_on_one_side(model.row_major, context_length).values())
 
 
 # ---- the type -----------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def check_rules(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
 
 
 def placement_of(
-    model: ModelFile, plan: Split | None, device: torch.device, *, cpu_ffn: bool
+    model: ModelFile, plan: Split | None, gpus: tuple[torch.device, ...], *, cpu_ffn: bool
 ) -> Placement:
     """The device of each part of the model."""
     num_layers = model.shape.num_layers
@@ -127,10 +127,10 @@ def placement_of(
             "a plan says where the neurons go, and so does --cpu-ffn (cpu_ffn): leave one out"
         )
     if plan is not None:
-        return Placement.of_split(plan, gpus_of(plan, device))
+        return Placement.of_split(plan, gpus)
     if cpu_ffn:
-        return Placement.without_neurons(num_layers, device)
-    return Placement.on_one_device(num_layers, device)
+        return Placement.without_neurons(num_layers, gpus[0])
+    return Placement.on_one_device(num_layers, gpus[0])
 
 
 def bytes_by_role_of(
@@ -167,11 +167,13 @@ def bytes_by_role_of(
     return {"gpu" if device.type == "cuda" else "cpu": cpu_bytes}
 
 
-def gpus_of(plan: Split, first: torch.device) -> tuple[torch.device, ...]:
-    """The devices of a plan's GPUs: the CPU for all of them, or consecutive ones from `first`."""
+def gpus_of(plan: Split | None, first: torch.device) -> tuple[torch.device, ...]:
+    """The devices of a plan's GPUs, of one without a plan: the CPU for all of them, or consecutive
+    ones from `first`."""
+    wanted = 1 if plan is None else len(plan.budgets)
     if first.type == "cpu":
-        return (first,) * len(plan.budgets)
-    start, wanted = first.index or 0, len(plan.budgets)
+        return (first,) * wanted
+    start = first.index or 0
     if start + wanted > torch.cuda.device_count():
         raise SparkinferError(
             f"the plan is for {wanted} GPUs, but the number of GPUs from {first} on is"

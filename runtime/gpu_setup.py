@@ -173,13 +173,13 @@ def with_cold_streams(
         chunk = _most_tokens(model, memory, mode, context_length, chunk, num_sequences)
     for device, memory in memories.items():
         room = memory.room_bytes
-        workspace_bytes = items["gpu"]["workspace"] // len(memories)
+        planned = items["gpu"]["workspace"] // len(memories)
         wanted = pass_bytes(model, chunk, context_length, mode, num_sequences)
         blocks = cold_blocks(weights, placement, device)
         piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
         piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
                                default=0) + SEGMENT_BYTES)  # fmt: skip
-        memory.aside_bytes = max(workspace_bytes, wanted + 2 * max(0, piece))
+        memory.aside_bytes = max(planned, wanted + 2 * max(0, piece))
         if not blocks:
             continue
         if piece < max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values())):

@@ -163,15 +163,16 @@ class _Load:
 
     def _check_devices(self) -> None:
         """Everything runs on the CPU if a device fails."""
-        gpu, plan = device_of(self.config.device), self.plan
-        gpus = (gpu,) if plan is None else gpus_of(plan, gpu)
+        plan = self.plan
+        gpus = gpus_of(plan, device_of(self.config.device))
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
-        self.gpu = torch.device("cpu") if self.check is None else gpu
+        self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
+        self.gpu = self.gpus[0]
         check_rules(self.model, plan, self.gpu)
 
     def _place(self) -> None:
         cpu_ffn = self.config.cpu_ffn
-        self.placement = placement_of(self.model, self.plan, self.gpu, cpu_ffn=cpu_ffn)
+        self.placement = placement_of(self.model, self.plan, self.gpus, cpu_ffn=cpu_ffn)
 
     def _size_cache(self) -> None:
         model, plan, config = self.model, self.plan, self.config

@@ -11,7 +11,7 @@ from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
 
 from sparkinfer import Engine
-from sparkinfer.budget import CacheSize, staging_bytes
+from sparkinfer.budget import CacheSize, bytes_in_staging, staging_bytes
 from sparkinfer.cli import main
 from sparkinfer.errors import SparkinferError
 from sparkinfer.machine_file import Machine
@@ -23,7 +23,6 @@ from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.neuron_cache import device_slots
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 from sparkinfer.runtime.neuron_cache.row_copies import RowTable
 from sparkinfer.runtime.prefill import workspace
@@ -247,7 +246,10 @@ def test_staging_is_what_the_runtime_allocates(kind):
         blocks = [layer.ffn.blocks[0] for layer in engine.layers]
         table = RowTable.of([tensors_of(block) for block in blocks])
         for most_rows in (1, 3, 256):
-            want = device_slots.staging_bytes(table, most_rows)
+            num_parts = table.size_LM.shape[1]
+            # By hand: 4 int64 per copy of a part or a number, the rows, and 3 numbers.
+            want = most_rows * (8 * 4 * (num_parts + 3) + table.neuron_bytes + 4 * 3)
+            assert bytes_in_staging(table.neuron_bytes, num_parts, most_rows) == want
             assert staging_bytes(model, most_rows) == want
 
 

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkinfer.budget import NUMBER_BYTES, bytes_in_staging, staged
 from sparkinfer.runtime.device.streams import HostNode, Stream
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.slots import COPY, SlotKernels, form_of
 from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.runtime.neuron_cache.row_copies import ALIGNMENT, RowCopies, RowTable
+from sparkinfer.runtime.neuron_cache.row_copies import RowCopies, RowTable
 from sparkinfer.runtime.weights.neuron_block import NeuronBlock
 from sparkinfer.runtime.weights.slot_rows import matrices_of, tensors_of
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
-_ID_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,8 @@ class SlotDevice:
             self._form_LM[layer, : len(forms)] = forms
         self._has_slot_F = any(slots.slot_F is not None for slots in layers.values())
         self._written = [tensor for slots in layers.values() for tensor in _written(slots)]
-        size = staging_bytes(self._source, most_rows)
+        source = self._source
+        size = bytes_in_staging(source.neuron_bytes, source.size_LM.shape[1], most_rows)
         self._host_B = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
         self._device_B = take((size,), torch.uint8)
         self._pending: tuple[np.ndarray, int, Any] | None = None
@@ -104,20 +105,20 @@ class SlotDevice:
         size_SM, num_swaps = source.size_LM[layer_S], len(swaps_S)
         id_S3, value_S3 = self._ids(swaps_S)
         num_copies = num_swaps * (size_SM.shape[1] + id_S3.shape[1])
-        first = _aligned(8 * COPY * num_copies)
+        first = staged(8 * COPY * num_copies)
         ids_at = first + num_swaps * source.neuron_bytes
         row_SM = (
             first + np.arange(num_swaps)[:, None] * source.neuron_bytes + source.offset_LM[layer_S]
         )
-        id_at_S3 = ids_at + _ID_BYTES * np.arange(id_S3.size).reshape(id_S3.shape)
+        id_at_S3 = ids_at + NUMBER_BYTES * np.arange(id_S3.size).reshape(id_S3.shape)
         parts = (
             (row_SM, target.addresses(layer_S, slot_S), size_SM, self._form_LM[layer_S]),
-            (id_at_S3, id_S3, np.full_like(id_S3, _ID_BYTES), np.zeros_like(id_S3)),
+            (id_at_S3, id_S3, np.full_like(id_S3, NUMBER_BYTES), np.zeros_like(id_S3)),
         )
         copies_C4 = np.concatenate(
             [np.stack([number.ravel() for number in part], axis=1) for part in parts]
         )
-        used = ids_at + _ID_BYTES * id_S3.size
+        used = ids_at + NUMBER_BYTES * id_S3.size
         assert used <= len(self._host_B), (used, len(self._host_B))
         staging = self._host_B.numpy()
         staging[: copies_C4.nbytes] = copies_C4.reshape(-1).view(np.uint8)
@@ -137,7 +138,9 @@ class SlotDevice:
             if self._has_slot_F:
                 assert slots.slot_F is not None
                 changes += [(slots.slot_F, comes, slot), (slots.slot_F, goes, -1)]
-            address.append([tensor.data_ptr() + _ID_BYTES * index for tensor, index, _ in changes])
+            address.append(
+                [tensor.data_ptr() + NUMBER_BYTES * index for tensor, index, _ in changes]
+            )
             value.append([number for *_, number in changes])
         return np.array(address, np.int64), np.array(value, np.int64)
 
@@ -189,18 +192,6 @@ class DeviceSlots:
                     assert (slots.slot_F.cpu().numpy() == self._residency.slot_LF[layer]).all()
 
 
-def staging_bytes(rows: RowTable, most_rows: int) -> int:
-    """Bytes of staging for this many neurons: their rows, copies and ids."""
-    num_tensors = rows.size_LM.shape[1] + 3
-    return _aligned(8 * COPY * num_tensors * most_rows) + most_rows * (
-        rows.neuron_bytes + 3 * _ID_BYTES
-    )
-
-
 def _written(slots: SlotLayer) -> list[Tensor]:
     more = [] if slots.slot_F is None else [slots.slot_F]
     return [*tensors_of(slots.hot), slots.hot_id_N, *more]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

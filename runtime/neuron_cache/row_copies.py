@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from sparkinfer.budget import STAGED_ALIGNMENT
 from sparkinfer.runtime.kernels.cpu import library
-
-ALIGNMENT = 16  # of the parts of a neuron in staging
 
 
 class CopiesStruct(Structure):
@@ -68,14 +67,17 @@ class RowTable:
     @property
     def offset_LM(self) -> np.ndarray:
         """The places of the parts of a neuron in staging."""
-        padded_LM = -(-self.size_LM // ALIGNMENT) * ALIGNMENT
+        padded_LM = self._padded_LM
         return padded_LM.cumsum(axis=1) - padded_LM
 
     @property
     def neuron_bytes(self) -> int:
         """Bytes of the largest neuron in staging."""
-        padded_LM = -(-self.size_LM // ALIGNMENT) * ALIGNMENT
-        return int(padded_LM.sum(axis=1).max())
+        return int(self._padded_LM.sum(axis=1).max())
+
+    @property
+    def _padded_LM(self) -> np.ndarray:
+        return -(-self.size_LM // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
 
 
 class Copier:

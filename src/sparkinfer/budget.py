@@ -173,10 +173,14 @@ def staging_bytes(model: ModelFile, most_rows: int) -> int:
     """Bytes of a neuron cache's staging, on the GPU and in main memory alike: the rows and biases of
     `most_rows` of the largest neurons, and each swap's copies and numbers."""
     parts_L = [_parts(model, layer) for layer in range(model.shape.num_layers)]
-    row = max(sum(map(_staged, parts)) for parts in parts_L)
-    num_copies = max(map(len, parts_L)) + NUMBERS_OF_SWAP
-    copies = _staged(COPY_BYTES * num_copies * most_rows)
-    return copies + most_rows * (row + NUMBER_BYTES * NUMBERS_OF_SWAP)
+    row = max(sum(map(staged, parts)) for parts in parts_L)
+    return bytes_in_staging(row, max(map(len, parts_L)), most_rows)
+
+
+def bytes_in_staging(row_bytes: int, num_parts: int, most_rows: int) -> int:
+    """Bytes of staging for neurons that have `num_parts` parts of `row_bytes` together there."""
+    copies = staged(COPY_BYTES * (num_parts + NUMBERS_OF_SWAP) * most_rows)
+    return copies + most_rows * (row_bytes + NUMBER_BYTES * NUMBERS_OF_SWAP)
 
 
 def _parts(model: ModelFile, layer: int) -> list[int]:
@@ -188,7 +192,8 @@ def _parts(model: ModelFile, layer: int) -> list[int]:
     return [*rows, sizes.down_row, *biases]
 
 
-def _staged(num_bytes: int) -> int:
+def staged(num_bytes: int) -> int:
+    """Bytes of a part in staging, with the gap before the next one."""
     return -(-num_bytes // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
 
 
@@ -246,6 +251,19 @@ def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
         for layer, hot in enumerate(num_hot)
         if is_cached(hot, model.shape.num_neurons)
     )
+
+
+def bytes_on_one_side(model: ModelFile, context_length: int) -> Items:
+    """Itemised bytes of a whole model on one device, with the temporaries of short passes."""
+    layers = model.shape.num_layers
+    _, items = plan_bytes(
+        model,
+        context_length=context_length,
+        num_hot=[0] * layers,
+        dense_on_gpu=[False] * layers,
+        head_on_gpu=False,
+    )
+    return items
 
 
 def plan_bytes(
