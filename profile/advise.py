@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import Limits
+from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.mode_quality import ModeQuality, is_recordable
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.corpus import read_windows
@@ -29,6 +29,7 @@ from sparkinfer.profile.limit_meter import Closeness, LimitMeter, fitting
 from sparkinfer.profile.limit_scores import LayerScores, sample_scores
 from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, num_probes
 from sparkinfer.profile.thresholds import up_to
+from sparkinfer.progress import progress
 from sparkinfer.runtime.engine import Engine
 
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to save
@@ -133,7 +134,14 @@ class Adviser:
         probe = LimitMeter(self.engine, up_to(tune, PROBE_TOKENS))
         count = num_probes(len(self.scores))
         self.say(f"probing {len(self.scores)} layers: {count} runs of {PROBE_TOKENS} tokens")
-        return allocate(self.scores, self.bytes_of, probe.kl)
+        with progress("probing", count, "runs") as advance:
+
+            def kl_of(limits: tuple[LayerLimits, ...]) -> float:
+                found = probe.kl(limits)
+                advance(1)
+                return found
+
+            return allocate(self.scores, self.bytes_of, kl_of)
 
     def limits(self, rule: str, share: float) -> Limits | None:
         """Limits by a rule; None if the rule cannot save that much."""
@@ -162,6 +170,8 @@ class Adviser:
         total = self.dense_bytes[kind] = Bytes.of(engine.model).total
         close = self.meter.measure(self.meter.no_limits, engine)
         points = [Point(type=kind, rule="dense", share=0.0, bytes_per_token=total, close=close)]
+        if engine is not self.engine:  # it is compared with itself
+            self.say(_line(points[-1]))
         for rule in rules:
             for share in self.config.shares:
                 choice = self.allocation.best(rule, share)

@@ -10,7 +10,7 @@ from models import make_model, make_shape
 from serving import TOKENIZER
 from test_profile_corpus import text_of
 
-from sparkinfer import Engine
+from sparkinfer import Engine, progress
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import Limits
@@ -59,12 +59,18 @@ def test_advise_measures_rules_and_recommends_one(files):
     assert (files / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_limits_of_a_point_record_their_cost_in_a_model_file(files):
+def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     config = advise_module.AdviseConfig(
         model=files / "m.gguf", corpora=(files / "t.txt",), max_tokens=2048, rules=("mixed",),
         shares=(0.16,),
     )  # fmt: skip
-    adviser = advise_module.Adviser(config, lambda line: None)
+    said = []
+    adviser = advise_module.Adviser(config, said.append)
+    (line,) = said
+    runs = [x for x in capsys.readouterr().err.splitlines() if x.startswith("probing: ")]
+    assert line.endswith(f"{len(runs)} runs of {advise_module.PROBE_TOKENS} tokens")
+    assert "(100%)" in runs[-1]
     _, point = adviser.points_of("f16", adviser.engine, config.rules)
     adviser.limits_of(point).save(files / "l.safetensors")
     quality = Limits.load(files / "l.safetensors").quality["exact"]
