@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from sparkinfer.cli import main
+from sparkinfer.commands import shared
 from sparkinfer.log_lines import NAME, lines_on_stderr
 from sparkinfer.runtime import engine_options
 from sparkinfer.runtime.kernels.cpu import library
@@ -141,6 +142,14 @@ def test_a_program_shows_warnings_by_default_and_the_rest_on_request(model):
     names = dict(line.split("|", 1)[::-1] for line in asked.splitlines())
     assert sum(EXPLAINED in line for line in names) == sum(WARNED in line for line in names) == 1
     assert {"sparkinfer.runtime.loading", "sparkinfer.runtime.engine_options"} <= {*names.values()}
+
+
+def test_a_command_says_them_as_its_own_notes(model, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(shared, "say", said.append)
+    given = ["generate", str(model), "-p", "a", "-n", "1", "--device", "cpu", "--kv-offload", SIZES]
+    assert main(given) == 0
+    assert sum(EXPLAINED in line for line in said) == 1
 
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")

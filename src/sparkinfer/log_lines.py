@@ -7,26 +7,33 @@ warnings, and the rest if the program asks for it."""
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 NAME = "sparkinfer"
 
 
-class _Lines(logging.Handler):
+def to_stderr(line: str) -> None:
     """Prints to what stderr is at the moment, which a progress bar redirects to above itself."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr)
+
+
+class _Lines(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        if sys.stderr is not None:
-            print(self.format(record), file=sys.stderr)
+        self._say(self.format(record))
 
 
 @contextmanager
-def lines_on_stderr() -> Iterator[None]:
-    """Prints information and warnings of the package as plain lines on stderr."""
+def lines_on_stderr(say: Callable[[str], None] = to_stderr) -> Iterator[None]:
+    """Prints information and warnings of the package as plain lines, by `say`."""
     logger = logging.getLogger(NAME)
     kept = logger.handlers, logger.level, logger.propagate
-    logger.handlers, logger.propagate = [_Lines()], False
+    logger.handlers, logger.propagate = [_Lines(say)], False
     logger.setLevel(logging.INFO)
     try:
         yield

@@ -48,6 +48,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
     import click
 
     from sparkinfer.commands.all_commands import Stopped, cli
+    from sparkinfer.commands.shared import say
     from sparkinfer.log_lines import lines_on_stderr
 
     if is_program:
@@ -55,7 +56,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
 
         mapped_files.guard()
     try:
-        with lines_on_stderr():
+        with lines_on_stderr(say):
             code = cli.main(arguments, prog_name="sparkinfer", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
