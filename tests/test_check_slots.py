@@ -11,6 +11,7 @@ from test_neuron_cache import with_cache
 
 from sparkinfer import Engine
 from sparkinfer.device_checks import forget_checks, stored_checks
+from sparkinfer.log_lines import lines_on_stderr
 from sparkinfer.runtime.check import parts as device_parts
 from sparkinfer.runtime.check.device_check import SLOT_PARTS
 from sparkinfer.runtime.check.kernels import Wrong
@@ -86,7 +87,10 @@ def load(tmp_path, monkeypatch, capsys):
     def loaded(parts):
         monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
         capsys.readouterr()
-        with Engine.load(model.path, tmp_path / "s.gguf", mode="exact", device="cpu") as engine:
+        with (
+            lines_on_stderr(),
+            Engine.load(model.path, tmp_path / "s.gguf", mode="exact", device="cpu") as engine,
+        ):
             lines = [x for x in capsys.readouterr().err.splitlines() if "neuron cache" in x]
             logits = [engine._step(token, at).clone() for at, token in enumerate(IDS)]
             return engine.neuron_cache is not None, lines, torch.stack(logits)

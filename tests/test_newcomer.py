@@ -29,6 +29,7 @@ from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.errors import SparkinferError
+from sparkinfer.log_lines import lines_on_stderr
 from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import LayerPredictor, Predictors
@@ -146,7 +147,7 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
     config = ConvertConfig(source=tmp_path / "f32.gguf", output=tmp_path / "m.gguf",
                            outtype="q8_0", layout="stock")  # fmt: skip
     convert(config)
-    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu"):
+    with lines_on_stderr(), sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu"):
         pass
     told = [line for line in capsys.readouterr().err.splitlines() if "transposed" in line]
     assert len(told) == 1 and "of 3 layers" in told[0] and "sparkinfer convert" in told[0]
