@@ -11,11 +11,13 @@ import click
 LEAST = 20  # options, from which a command's help is grouped
 REST = "Other options"
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("Input and output", "prompt prompt_file prompts_file corpora output text_key is_merge plots"
+    ("Input and output", "prompt prompt_file prompts_file corpora profile machine output heat_map explained text_key is_merge plots"
      " num_logprobs is_shown json_lines as_json as_markdown force prompt_cache dry_run yes save_checkpoint"
      " start_from log_json"),
+    ("Memory", "budgets host_budget_bytes"),
+    ("Search", "time_limit_s sweep_range sweep_points is_check"),
     ("Chat", "is_chat system system_file template variables"),
-    ("Length", "max_tokens context_length shifts drops_oldest stops ignores_end keep tokens held_out_tokens"
+    ("Length", "max_tokens context_length rope_scaling rope_scale num_sequences shifts drops_oldest stops ignores_end keep tokens held_out_tokens"
      " check_tokens"),
     ("Preparing the model", "vram outtype activation is_verified"),
     ("What is measured", "prompt_lengths gen_lengths depths repetitions text"),
