@@ -11,30 +11,54 @@ import click
 LEAST = 20  # options, from which a command's help is grouped
 REST = "Other options"
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("Input and output", "prompt prompt_file prompts_file corpora profile machine output heat_map explained text_key is_merge plots"
-     " num_logprobs is_shown json_lines as_json as_markdown force prompt_cache dry_run yes save_checkpoint"
-     " start_from log_json"),
-    ("Memory", "budgets host_budget_bytes"),
-    ("Search", "time_limit_s sweep_range sweep_points is_check"),
-    ("Chat", "is_chat system system_file template variables"),
-    ("Length", "max_tokens context_length rope_scaling rope_scale num_sequences shifts drops_oldest stops ignores_end keep tokens held_out_tokens"
-     " check_tokens"),
-    ("Preparing the model", "vram outtype activation is_verified"),
-    ("What is measured", "prompt_lengths gen_lengths depths repetitions text"),
-    ("Comparison with llama.cpp", "compare compare_model compare_gpu_layers"),
-    ("Neuron cache", "neuron_cache cache_replay cache_tokens cache_plot"),
-    ("Predictors", "train_predictors predictor_rank predictor_form predictor_type predictor_format"
-     " target_contribution target_lost_norm target_precision input_layer_offset"),
-    ("Thresholds of SiLU and GELU models", "target_sparsity perplexity_budget"),
-    ("Sparsity", "shares rule allocation rank"),
-    ("Training", "learning_rate layer_weight window batch_tokens micro_tokens precision held_out checks"),
-    ("Address and access", "host port api_key origins hosts alias"),
-    ("Load", "parallel kept queue timeout_s drain_s read_s max_body_bytes"),
-    ("Sampling", "temperature top_k top_p min_p repeat_penalty seed help_sampling"),
-    ("Form of the output", "json_schema json_schema_file grammar grammar_file regex"),
-    ("Guessing ahead", "spec_type model_draft draft_max"),
-    ("Cache of keys and values", "cache_type_k cache_type_v kv_offload"),
-    ("How it is computed", "split cpu_ffn mode max_loss thresholds threads device max_memory_bytes"),
+    ("Input and output",
+     "prompt prompt_file prompts_file corpora profile machine output "
+     "heat_map explained text_key is_merge plots num_logprobs is_shown "
+     "json_lines as_json as_markdown force prompt_cache dry_run yes "
+     "save_checkpoint start_from log_json"),
+    ("Memory",
+     "budgets host_budget_bytes"),
+    ("Search",
+     "time_limit_s sweep_range sweep_points is_check"),
+    ("Chat",
+     "is_chat system system_file template variables"),
+    ("Length",
+     "max_tokens context_length rope_scaling rope_scale num_sequences shifts "
+     "drops_oldest stops ignores_end keep tokens held_out_tokens "
+     "check_tokens"),
+    ("Preparing the model",
+     "vram outtype activation is_verified"),
+    ("What is measured",
+     "prompt_lengths gen_lengths depths repetitions text"),
+    ("Comparison with llama.cpp",
+     "compare compare_model compare_gpu_layers"),
+    ("Neuron cache",
+     "neuron_cache cache_replay cache_tokens cache_plot"),
+    ("Predictors",
+     "train_predictors predictor_rank predictor_form predictor_type "
+     "predictor_format target_contribution target_lost_norm target_precision "
+     "input_layer_offset"),
+    ("Thresholds of SiLU and GELU models",
+     "target_sparsity perplexity_budget"),
+    ("Sparsity",
+     "shares rule allocation rank"),
+    ("Training",
+     "learning_rate layer_weight window batch_tokens micro_tokens precision "
+     "held_out checks"),
+    ("Address and access",
+     "host port api_key origins hosts alias"),
+    ("Load",
+     "parallel kept queue timeout_s drain_s read_s max_body_bytes"),
+    ("Sampling",
+     "temperature top_k top_p min_p repeat_penalty seed help_sampling"),
+    ("Form of the output",
+     "json_schema json_schema_file grammar grammar_file regex"),
+    ("Guessing ahead",
+     "spec_type model_draft draft_max"),
+    ("Cache of keys and values",
+     "cache_type_k cache_type_v kv_offload"),
+    ("How it is computed",
+     "split cpu_ffn mode max_loss thresholds threads device max_memory_bytes"),
 )  # fmt: skip
 _TITLES = {name: title for title, names in reversed(GROUPS) for name in names.split()}
 
