@@ -1,7 +1,7 @@
 """The headings under which the help of a command with many options lists them.
 
-An option belongs to the first heading that names its parameter. One that none names, or that would be
-alone under its heading, is listed under "Other options"."""
+An option belongs to the first heading that names its parameter. One that none names, or that would
+be alone under its heading, is listed under "Other options"."""
 
 from collections import Counter
 from collections.abc import Sequence
