@@ -137,22 +137,22 @@ bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) 
 
 // The operations of a model of one pre-norm layer.
 std::vector<SparkOp> operations(const SparkStep& s) {
-    const int32_t none = SLOT_NONE;
+    const int32_t none = VALUE_NONE;
     std::vector<SparkOp> ops = {
-        {OP_EMBED, 1, 0, none, none, SLOT_X},
-        {OP_NORM, 0, NORM_ATTN, SLOT_X, none, SLOT_ATTN_IN},
-        {OP_ATTENTION, 0, 0, SLOT_ATTN_IN, none, SLOT_ATTN_OUT},
-        {OP_ADD, 0, 0, SLOT_X, SLOT_ATTN_OUT, SLOT_X},
-        {OP_NORM, 0, NORM_FFN, SLOT_X, none, SLOT_FFN_IN},
-        {OP_NEURONS, 0, 0, SLOT_FFN_IN, none, SLOT_FFN_OUT},
-        {OP_ADD, 0, 0, SLOT_X, SLOT_FFN_OUT, SLOT_X},
-        {OP_HEAD_NORM, 1, 0, SLOT_X, none, SLOT_ATTN_IN},
-        {OP_HEAD, 1, 0, SLOT_ATTN_IN, none, none},
+        {OP_EMBED, 1, 0, none, none, VALUE_X},
+        {OP_NORM, 0, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
+        {OP_ATTENTION, 0, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT},
+        {OP_ADD, 0, 0, VALUE_X, VALUE_ATTN_OUT, VALUE_X},
+        {OP_NORM, 0, NORM_FFN, VALUE_X, none, VALUE_FFN_IN},
+        {OP_NEURONS, 0, 0, VALUE_FFN_IN, none, VALUE_FFN_OUT},
+        {OP_ADD, 0, 0, VALUE_X, VALUE_FFN_OUT, VALUE_X},
+        {OP_HEAD_NORM, 1, 0, VALUE_X, none, VALUE_ATTN_IN},
+        {OP_HEAD, 1, 0, VALUE_ATTN_IN, none, none},
     };
     if (s.layer->down_bias)
-        ops.insert(ops.begin() + 6, {OP_ADD_BIAS, 0, 0, SLOT_FFN_OUT, none, SLOT_FFN_OUT});
+        ops.insert(ops.begin() + 6, {OP_ADD_BIAS, 0, 0, VALUE_FFN_OUT, none, VALUE_FFN_OUT});
     if (s.mode == MODE_PREDICTED)
-        ops.insert(ops.begin() + 5, {OP_PREDICT, 0, 0, SLOT_FFN_IN, none, none});
+        ops.insert(ops.begin() + 5, {OP_PREDICT, 0, 0, VALUE_FFN_IN, none, none});
     return ops;
 }
 

@@ -10,9 +10,9 @@ OP_KINDS = (
     "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head"
 )  # fmt: skip
 NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
-SLOTS = ("x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out")
-_SLOT = {name: number for number, name in enumerate(SLOTS)} | {"head_in": SLOTS.index("attn_in")}
-_NONE = len(SLOTS)
+VALUES = ("x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out")
+_VALUE = {name: number for number, name in enumerate(VALUES)} | {"head_in": VALUES.index("attn_in")}
+_NONE = len(VALUES)
 
 
 class OpStruct(Structure):
@@ -70,5 +70,5 @@ def _op(
     kind: str, layer: int, x: str | None = None, y: str | None = None, out: str | None = None,
     part: int = 0,
 ) -> OpStruct:  # fmt: skip
-    slots = [_NONE if name is None else _SLOT[name] for name in (x, y, out)]
-    return OpStruct(OP_KINDS.index(kind), layer, part, *slots)
+    numbers = [_NONE if name is None else _VALUE[name] for name in (x, y, out)]
+    return OpStruct(OP_KINDS.index(kind), layer, part, *numbers)

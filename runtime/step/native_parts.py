@@ -18,7 +18,7 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons
 from sparkinfer.runtime.model.native_structs import NotNative
-from sparkinfer.runtime.step.native_ops import SLOTS, OpStruct, native_ops, overwritten
+from sparkinfer.runtime.step.native_ops import VALUES, OpStruct, native_ops, overwritten
 from sparkinfer.runtime.step.native_step import StepBuilder, StepStruct
 from sparkinfer.runtime.step.program import Op, name_of
 
@@ -110,7 +110,7 @@ class NativeParts:
         if "head" in kinds:
             step.head = builder.linear(weights.head)
             step.output_norm = builder.norm(weights.output_norm)
-        for number, name in enumerate(SLOTS):
+        for number, name in enumerate(VALUES):
             shared = host.value(name)
             step.vector[number] = None if shared is None else shared.data_ptr()
         ranges: dict[Op, tuple[int, int]] = {}

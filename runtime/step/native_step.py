@@ -31,7 +31,7 @@ from sparkinfer.runtime.model.native_structs import (
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step.batch import Row
 from sparkinfer.runtime.step.forms import host_form
-from sparkinfer.runtime.step.native_ops import NORMS, SLOTS, OpStruct, native_ops
+from sparkinfer.runtime.step.native_ops import NORMS, VALUES, OpStruct, native_ops
 from sparkinfer.runtime.step.program import step_program
 
 _PREDICTORS = ("linear", "relu", "gate")
@@ -64,7 +64,7 @@ class SelectStruct(Structure):
 class StepStruct(Structure):
     _fields_ = [("embedding", MatrixStruct), ("positions", MatrixStruct), ("head", MatrixStruct),
                 ("output_norm", NormStruct), ("layer", POINTER(LayerStruct)),
-                ("op", POINTER(OpStruct)), ("vector", c_void_p * len(SLOTS)),
+                ("op", POINTER(OpStruct)), ("vector", c_void_p * len(VALUES)),
                 ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
                 ("rope_magnitude", c_double),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),

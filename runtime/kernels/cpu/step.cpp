@@ -74,7 +74,7 @@ struct Work {
         const int64_t R = step.max_rows, W = step.head_width;
         num_values = (heads + 2 * step.num_kv_heads) * W;
         const uint32_t forms = forms_of(step);
-        for (int32_t slot = 0; slot < NUM_SLOTS; ++slot) take(step, slot, forms);
+        for (int32_t value = 0; value < NUM_VALUES; ++value) take(step, value, forms);
         learned = arena.take<float>(step.positions.data ? R * D : 0);
         heads_out = arena.operand(heads * W, R, forms);
         inner = arena.operand(largest_rank(step), R, forms);
@@ -85,15 +85,15 @@ struct Work {
         named = arena.take<float>(step.mode == MODE_PREDICTED ? R * F : 0);
     }
 
-    // Allocates a slot that an operation uses.
-    void take(const SparkStep& step, int32_t slot, uint32_t forms) {
+    // Allocates a value that an operation uses.
+    void take(const SparkStep& step, int32_t value, uint32_t forms) {
         bool is_used = false, is_multiplied = false;
         for (const SparkOp* op = step.op; op < step.op + step.num_ops; ++op) {
-            is_used |= op->in == slot || op->in_2 == slot || op->out == slot;
-            is_multiplied |= is_product(*op) && op->in == slot;
+            is_used |= op->in == value || op->in_2 == value || op->out == value;
+            is_multiplied |= is_product(*op) && op->in == value;
         }
         if (is_used)
-            vector[slot] = arena.operand(step.width, step.max_rows, is_multiplied ? forms : 0, step.vector[slot]);
+            vector[value] = arena.operand(step.width, step.max_rows, is_multiplied ? forms : 0, step.vector[value]);
     }
 
     Arena arena;
@@ -104,7 +104,7 @@ struct Work {
     int64_t num_values;
     float *qkv, *cos, *sin, *named;
     float* learned;  // positions
-    Operand vector[NUM_SLOTS + 1] = {}, heads_out, inner, masked;
+    Operand vector[NUM_VALUES + 1] = {}, heads_out, inner, masked;
 };
 
 // y [T, stride] = W x + bias of T rows, for up to three matrices with concatenated outputs.
@@ -420,8 +420,8 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
 }
 
 bool fits(const SparkOp& op, const SparkStep& s) {
-    for (int32_t slot : {op.in, op.in_2, op.out})
-        if (slot < 0 || slot > SLOT_NONE) return false;
+    for (int32_t value : {op.in, op.in_2, op.out})
+        if (value < 0 || value > VALUE_NONE) return false;
     const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
     if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers)) return false;
     const SparkLayer* l = s.layer + op.layer;

@@ -110,22 +110,22 @@ enum OpKind : int32_t {
     OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
     NUM_OP_KINDS
 };
-enum Slot : int32_t {
-    SLOT_X,  // the hidden state
-    SLOT_ATTN_IN,
-    SLOT_FFN_IN,  // alternating by layer: a predictor may take the previous layer's
-    SLOT_FFN_IN_2,
-    SLOT_ATTN_OUT,
-    SLOT_FFN_OUT,
-    SLOT_HOT_OUT,  // of a layer whose neurons are divided
-    SLOT_COLD_OUT,
-    SLOT_NONE,  // of an operation that takes or gives no vector
-    NUM_SLOTS = SLOT_NONE
+enum Value : int32_t {
+    VALUE_X,  // the hidden state
+    VALUE_ATTN_IN,
+    VALUE_FFN_IN,  // alternating by layer: a predictor may take the previous layer's
+    VALUE_FFN_IN_2,
+    VALUE_ATTN_OUT,
+    VALUE_FFN_OUT,
+    VALUE_HOT_OUT,  // of a layer whose neurons are divided
+    VALUE_COLD_OUT,
+    VALUE_NONE,  // of an operation that takes or gives no vector
+    NUM_VALUES = VALUE_NONE
 };
 struct SparkOp {
     int32_t kind, layer;  // outside of the layers: num_layers
     int32_t part;
-    int32_t in, in_2, out;  // slots
+    int32_t in, in_2, out;  // values
 };
 
 struct SparkStep {
@@ -134,7 +134,7 @@ struct SparkStep {
     const SparkLayer* layer;
     const SparkOp* op;
     // [max_rows, D] where the rest of a model reads and writes them. Null: in the workspace.
-    float* vector[NUM_SLOTS];
+    float* vector[NUM_VALUES];
     SparkTable table;
     SparkSelect select;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
