@@ -172,6 +172,10 @@ class Adviser:
         points = [Point(type=kind, rule="dense", share=0.0, bytes_per_token=total, close=close)]
         if engine is not self.engine:  # it is compared with itself
             self.say(_line(points[-1]))
+            if close.perplexity_increase > self.config.max_loss:
+                self.say(f"{kind} costs more than {self.config.max_loss:.1%} of perplexity by itself,"
+                         " so no rule is tried on it")  # fmt: skip
+                return points
         for rule in rules:
             for share in self.config.shares:
                 choice = self.allocation.best(rule, share)

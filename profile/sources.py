@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import CHUNK_BYTES, require_file
+from sparkinfer.files import CHUNK_BYTES, require_file, temporary_folder
 from sparkinfer.typed import shown
 
 BLOCK_BYTES = 8192
@@ -268,8 +267,8 @@ def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
     if STDIN not in paths:
         yield tuple(paths)
         return
-    with tempfile.TemporaryDirectory(prefix="sparkinfer-") as folder:
-        spooled = Path(folder, "stdin")
+    with temporary_folder("sparkinfer-") as folder:
+        spooled = folder / "stdin"
         with spooled.open("wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
         yield tuple(spooled if path == STDIN else path for path in paths)

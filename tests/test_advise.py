@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -86,6 +88,11 @@ def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch,
         assert engine.mode == "exact"
         close = adviser.meter.measure(None, engine)
         assert close.kl == pytest.approx(point.close.kl, rel=0.2)
+    costly = dataclasses.replace(point.close, perplexity_increase=0.5)
+    monkeypatch.setattr(adviser.meter, "measure", lambda limits, engine: costly)
+    with Engine.load(files / "m.gguf", mode="exact") as engine:  # as if in a smaller type
+        (dense,) = adviser.points_of("q4_0", engine, config.rules)
+    assert dense.rule == "dense" and "no rule is tried" in said[-1]
 
 
 @pytest.mark.parametrize("tokens", [1000, 3072])
@@ -102,3 +109,18 @@ def test_a_model_that_is_sparse_by_itself_is_refused(files):
     assert "sparse by itself" in str(done.exception) or "rules cannot be tried" in str(
         done.exception
     )
+
+
+def test_trial_files_are_removed_when_a_signal_ends_the_process(tmp_path):
+    """In native code no exception is raised, so a `with` block alone would not remove them."""
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from sparkinfer.files import remove_unfinished, temporary_folder\n"
+        "with temporary_folder('trial-', Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'model.gguf').write_bytes(b'x')\n"
+        "    remove_unfinished()\n"
+        "    os._exit(7)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60, check=False)
+    assert ended.returncode == 7 and not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,6 +58,21 @@ def partial_folder(path: Path) -> Iterator[Path]:
         put_folder(partial, path)
         wrote(path)
         _sync(path.parent)
+
+
+@contextmanager
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A new folder in `parent`, None is the system's, which is removed at the end of the block and when
+    a signal ends the process."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
+        folder = Path(name)
+        _unfinished.add(folder)
+        mapped_files.set_unfinished(_unfinished)
+        try:
+            yield folder
+        finally:
+            _unfinished.discard(folder)
+            mapped_files.set_unfinished(_unfinished)
 
 
 def remove_stale(path: Path) -> None:

@@ -1,7 +1,6 @@
 """The command `sparkinfer advise`."""
 
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,6 +21,7 @@ from sparkinfer.commands.shared import (
     threads_option,
 )
 from sparkinfer.errors import SparkinferError
+from sparkinfer.files import temporary_folder
 from sparkinfer.outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def advise(
         model=model, corpora=corpora, max_tokens=max_tokens, max_loss=max_loss, seed=seed
     )
     kinds = _types(model, types)
-    with tempfile.TemporaryDirectory(prefix="sparkinfer-advise-", dir=work) as folder:
-        files = _Files(model, Path(folder))
+    with temporary_folder("sparkinfer-advise-", work) as folder:
+        files = _Files(model, folder)
         advice, adviser = run(config, files.of_type, files.with_limits, kinds, say)
     lines = _lines(advice)
     limits = None
