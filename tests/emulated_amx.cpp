@@ -38,7 +38,7 @@ struct Weights {
     std::vector<uint8_t> data;
 
     Weights(int32_t kind, int64_t D, int64_t N) : kind(kind), D(D), N(N) {
-        const bool is_q8 = kind == KIND_Q8_0 || kind == KIND_Q8_0_PLANAR;
+        const bool is_q8 = form_of(kind) == form_of(KIND_Q8_0);
         const bool is_planar = kind == KIND_Q8_0_PLANAR || kind == KIND_Q4_0_PLANAR;
         const int64_t block_bytes = is_q8 ? 34 : 18;
         row_bytes = D / 32 * block_bytes;
@@ -49,6 +49,20 @@ struct Weights {
                 const uint16_t scale = 0x3800 | (random_bits() & 0x87ff);
                 std::memcpy(&data[a * row_bytes + b * (is_planar ? 2 : block_bytes)], &scale, 2);
             }
+        if (!is_tiled(kind)) return;
+        std::vector<uint8_t> tiles(data.size());  // see kernels.h
+        const int64_t n = D / 32, quant_bytes = block_bytes - 2;
+        for (int64_t a = 0; a < N; ++a)
+            for (int64_t b = 0; b < n; ++b) {
+                const int64_t first = b / 2 * 2, pair = n - first < 2 ? 1 : 2, r = a % TILE_ROWS;
+                const uint8_t* block = &data[a * row_bytes + b * block_bytes];
+                uint8_t* to = &tiles[(a - r) * row_bytes] + first * TILE_ROWS * block_bytes;
+                std::memcpy(to + 2 * ((b - first) * TILE_ROWS + r), block, 2);
+                to += TILE_ROWS * (2 * pair + (b - first) * quant_bytes) + 4 * r;
+                for (int64_t at = 0; at < quant_bytes; at += 4)
+                    std::memcpy(to + TILE_ROWS * at, block + 2 + at, 4);
+            }
+        data = tiles;
     }
 };
 
@@ -113,9 +127,11 @@ int main(int argc, char** argv) {
         misuse(argv[1]);
         return 0;
     }
-    for (int32_t kind : {KIND_Q8_0, KIND_Q4_0, KIND_Q8_0_PLANAR, KIND_Q4_0_PLANAR})
+    for (int32_t kind : {KIND_Q8_0, KIND_Q4_0, KIND_Q8_0_PLANAR, KIND_Q4_0_PLANAR, KIND_Q8_0_TILED,
+                         KIND_Q4_0_TILED})
         for (int64_t D : {32, 64, 96, 576, 2048})
-            for (int64_t N : {1, 15, 16, 17, 40}) {
+            for (int64_t N : {1, 15, 16, 17, 40, 48}) {
+                if (is_tiled(kind) && N % TILE_ROWS) continue;
                 const Weights weights(kind, D, N);
                 for (int64_t T : {1, 7, 8, 15, 16, 17, 31, 32, 33, 70})
                     if (!agree(weights, T)) return 1;

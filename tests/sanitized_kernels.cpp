@@ -35,12 +35,12 @@ float* floats(int64_t count, float shift = 0.0f) {
 
 // Rows of any type with small finite values.
 uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
-    if (kind == KIND_Q4_0_PLANAR || kind == KIND_Q8_0_PLANAR) {
-        const int32_t in_file = kind == KIND_Q4_0_PLANAR ? KIND_Q4_0 : KIND_Q8_0;
+    if (kind >= KIND_Q4_0_PLANAR) {
+        const int32_t in_file = form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0 : KIND_Q8_0;
         const int64_t stride = row_bytes_of(kind, D);
         uint8_t* packed = bytes(num_rows * stride);
         const uint8_t* from = weights(in_file, num_rows, D);
-        spark_pack_rows(in_file, 1, from, num_rows, D, nullptr, num_rows, packed, stride);
+        spark_pack_rows(in_file, kind, from, num_rows, D, nullptr, num_rows, packed, stride);
         return packed;
     }
     const int64_t size = num_rows * row_bytes_of(kind, D);
@@ -84,12 +84,21 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     if (spark_dot_rows(kind, w, row_bytes, A, D, x, T, index, A, many)) return false;
     for (int64_t a = 0; a < A; ++a)
         if (y[a] != backwards[A - 1 - a] || y[a] != many[A - 1 - a]) return false;
+    if (is_tiled(kind))
+        return spark_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) == STATUS_BAD_ARGUMENT &&
+               unpacks(kind, w, D, index, A);
     return !spark_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) &&
            !spark_accumulate_rows(kind, w, row_bytes, A, D, c, index, A, z) &&
            unpacks(kind, w, D, index, A);
 }
 
+// A kind whose rows can be summed, which need not be whole tiles.
+int32_t summed(int32_t kind) {
+    return kind == KIND_Q4_0_TILED ? KIND_Q4_0_PLANAR : kind == KIND_Q8_0_TILED ? KIND_Q8_0_PLANAR : kind;
+}
+
 SparkMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
+    if (num_rows % TILE_ROWS) kind = summed(kind);
     return {weights(kind, num_rows, D), has_bias ? floats(num_rows) : nullptr, num_rows, D,
             row_bytes_of(kind, D), kind, 0};
 }
@@ -234,7 +243,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     layer.key = bytes(C * K * W * 2), layer.value = bytes(C * K * W * 2);
     layer.down_bias = floats(D);
     SparkBlock block = {};
-    block.gate = matrix(kind, F, D, true), block.down = matrix(kind, F, D, false);
+    block.gate = matrix(kind, F, D, true), block.down = matrix(summed(kind), F, D, false);
     if (is_gated) block.up = matrix(kind, F, D, true);
     block.num_neurons = F;
     layer.block = &block, layer.num_blocks = 1;
@@ -430,8 +439,9 @@ bool level() {
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
         for (int64_t D : {1, 31, 32, 33, 65, 96, 128, 160, 256, 768})
-            for (int64_t A : {1, 2, 3, 4, 5, 9})
-                if (D % values == 0 && !kernels_at(kind, D, A)) return false;
+            for (int64_t A : {1, 2, 3, 4, 5, 9, 16, 48})
+                if (D % values == 0 && A % (is_tiled(kind) ? TILE_ROWS : 1) == 0 && !kernels_at(kind, D, A))
+                    return false;
         for (int32_t mode : {MODE_DENSE, MODE_EXACT, MODE_PREDICTED})
             for (bool is_gated : {false, true})
                 for (int64_t rank : {0, 32, 256})
@@ -481,6 +491,7 @@ bool probes() {
         if (runs_here(weighs, kernels_generic) || runs_here(mixes, kernels_generic)) return false;
     }
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
+        if (is_tiled(kind)) continue;  // rows are not summed
         Kernels kernels = kernels_generic;
         kernels.accumulate_many[kind] = adds_nothing;
         if (runs_here(kernels, kernels_generic)) return false;

@@ -402,7 +402,9 @@ def test_triton_kernels_give_the_references_logits(tmp_path):
     model.save(model.path)
     split = make_split(model, [ALL[:24:2], ALL[:9]], dense_on_gpu=[1, 0], head_on_gpu=True)
     split.save(tmp_path / "s.gguf")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
+    with Engine.load(
+        model.path, split=tmp_path / "s.gguf", mode="predicted", is_resident=False
+    ) as engine:
         want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:1])
         got = steps(hybrid(engine, split, plain_backend(triton_kernels())), IDS[:1])
         assert rel_error(got, want) < BOUNDS["q4_0"]

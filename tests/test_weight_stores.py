@@ -58,16 +58,16 @@ def values(matrix):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("groups", [(3,), (1, 2), (1, 1, 1)])
+@pytest.mark.parametrize("groups, num_whole", [((3,), 0), ((1, 2), 1), ((1, 1, 1), 2)])
 @pytest.mark.parametrize("rows", [None, ROWS])
-def test_every_store_has_the_rows_of_the_file(model, stores, kind, groups, rows):
+def test_every_store_has_the_rows_of_the_file(model, stores, kind, groups, num_whole, rows):
     store, taken = stores[kind]
     entries = [model.tensors[f"blk.0.{name}.weight"] for name in NAMES]
     grouped, start = [], 0
     for size in groups:
         grouped.append(entries[start : start + size])
         start += size
-    found = store.neurons(grouped, rows)
+    found = store.neurons(grouped, rows, num_whole)
     for entry, matrix in zip(entries, found, strict=True):
         whole = values(MappedStore(CPU).matrix(entry, "neurons"))
         want = whole if rows is None else whole[rows]

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparkinfer.gguf_file import type_of
 from sparkinfer.runtime.kernels import k_quants
 from sparkinfer.runtime.kernels.planar import from_planar
+from sparkinfer.runtime.kernels.tiled import from_tiled
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -20,7 +21,7 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     """f32 [A, D] of stored rows; blocks as in ggml-quants.c of llama.cpp."""
     if kind in FLOATS:
         return data.float()
-    data, kind = from_planar(data, kind)
+    data, kind = from_tiled(*from_planar(data, kind))
     blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
     if kind in k_quants.KINDS:
         return k_quants.unpack_blocks(blocks, kind).flatten(-2)
@@ -42,7 +43,8 @@ class StoredMatrix:
     """A matrix as stored. `data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows
     may be strided.
 
-    Kinds that end in "_planar" exist in memory only: see runtime.kernels.planar."""
+    Kinds that end in "_planar" and "_tiled" exist in memory only: see runtime.kernels.planar and
+    tiled."""
 
     data: Tensor
     kind: str

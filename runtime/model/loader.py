@@ -127,9 +127,16 @@ class Builder:
     def layers(self) -> tuple[Layer, ...]:
         return tuple(self.layer(index) for index in range(self.model.shape.num_layers))
 
-    def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
+    def matrix(
+        self,
+        entry: TensorEntry,
+        device: torch.device,
+        item: str = "attention",
+        *,
+        is_summed: bool = False,
+    ) -> Matrix:
         """A matrix of the file; its bytes in a slab are counted under `item`."""
-        return self.stores.on(device).matrix(entry, item)
+        return self.stores.on(device).matrix(entry, item, is_summed=is_summed)
 
     def layer(self, index: int) -> Layer:
         device = self.placement.dense_device(index)
@@ -175,10 +182,12 @@ class Builder:
     def linear(
         self, index: int, name: str, device: torch.device, item: str = "attention"
     ) -> Linear:
+        is_transposed = self.model.is_transposed(index, name)
+        entry = stored(self.model, index, name)
         return Linear(
-            weight=self.matrix(stored(self.model, index, name), device, item),
+            weight=self.matrix(entry, device, item, is_summed=is_transposed),
             bias_N=self.vector(f"blk.{index}.{name}.bias", device, item),
-            is_transposed=self.model.is_transposed(index, name),
+            is_transposed=is_transposed,
         )
 
     def rotary(self, device: torch.device) -> Rotary:

@@ -82,7 +82,8 @@ class NeuronLoader:
         store = self.stores.on(self.placement.homes[index] if role == "hot" else CPU)
         entries = [stored(self.model, index, name) for name in names]
         groups = [entries, [down]] if is_transposed else self._read_together([*entries, down])
-        *linears, down_matrix = store.neurons(groups, chosen)
+        num_whole = 0 if is_transposed or rows != "all" else self._num_whole(entries)
+        *linears, down_matrix = store.neurons(groups, chosen, num_whole)
         gate, *up = (
             Linear(
                 weight=weight,
@@ -111,6 +112,12 @@ class NeuronLoader:
         if self.mode == "exact":
             return [entries[:1], entries[1:]]
         return [entries]
+
+    def _num_whole(self, entries: list[TensorEntry]) -> int:
+        """How many of gate and up every token is multiplied with, whatever fires."""
+        if self.placement.hot is not None or self.resident_LN is not None:
+            return 0
+        return {"dense": len(entries), "exact": 1, "predicted": 0}[self.mode]
 
     def _bias(self, name: str, store: WeightStore, chosen: np.ndarray | None) -> Tensor | None:
         entry = self.model.tensors.get(name)

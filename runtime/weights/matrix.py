@@ -18,6 +18,7 @@ from sparkinfer.gguf_file import TensorEntry
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.planar import PLANAR_KIND
 from sparkinfer.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
+from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 from sparkinfer.runtime.weights import gpu_products
 
 # Layouts for GPUs, which the CPU's kernels do not read.
@@ -39,11 +40,16 @@ class Matrix(StoredMatrix):
         return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
 
     def part(self, start: int, stop: int) -> "Matrix":
-        """A range of consecutive rows, as a view."""
+        """A range of consecutive rows, as a view; of a tiled matrix whole tiles."""
+        assert not is_tiled(self.kind) or start % TILE_ROWS == stop % TILE_ROWS == 0, (start, stop)
         return replace(self, data=self.data[start:stop])
 
     def rows(self, index_A: Tensor) -> Tensor:
         """f32 [A, D]: the chosen rows, unpacked."""
+        if is_tiled(self.kind):
+            rows_AD = torch.empty(len(index_A), self.width)
+            library.unpack_rows(self.data, self.kind, rows_AD, index_A.to(torch.int32))
+            return rows_AD
         return unpack(self.data[index_A], self.kind)
 
     def dot(self, x_D: Tensor, index_A: Tensor | None = None) -> Tensor:
@@ -119,6 +125,7 @@ class Matrix(StoredMatrix):
             yield 0, self.data
             return
         tile = tile_rows(self.width)
+        tile -= tile % TILE_ROWS if is_tiled(self.kind) else 0
         buffer = torch.empty(min(tile, count), self.width) if self.is_native else None
         rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
         for start in range(0, count, tile):

@@ -33,16 +33,17 @@ class WeightStore(Protocol):
     def is_mapped(self) -> bool:
         """True if matrices stay in the file, so that blocks share those of the whole layer."""
 
-    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
-        """A whole matrix of the file."""
+    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
+        """A whole matrix of the file. `is_summed`: its rows are added, not multiplied."""
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         """Matrices of equal type and number of rows as one, row after row; None unless they are
         copied anyway."""
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
+    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
         """These rows (None: all) of every matrix. The matrices of a group are read together: a
-        store that arranges its rows interleaves them."""
+        store that arranges its rows interleaves them. The first `num_whole` groups are one matrix
+        each that every token is multiplied with."""
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         """A norm's weights or a bias: f32, on the CPU so far."""
@@ -68,13 +69,13 @@ class MappedStore:
     def is_mapped(self) -> bool:
         return True
 
-    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
         return matrix_of(entry, self.device)
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return None
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
+    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
         return [matrix_of(entry, self.device, rows) for entry in chain.from_iterable(groups)]
 
     def vector(self, values: Tensor, item: str) -> Tensor:
@@ -104,14 +105,19 @@ class ResidentStore:
     def is_mapped(self) -> bool:
         return False
 
-    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
-        return self.residence.matrix(entry)
+    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
+        in_tiles = not is_summed and not self.is_streamed
+        return self.residence.tiled(entry) if in_tiles else self.residence.matrix(entry)
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return self.residence.joined(list(entries))
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
-        return [m for group in groups for m in self.residence.side_by_side(list(group), rows)]
+    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
+        if rows is not None or self.is_streamed:
+            num_whole = 0
+        whole = [self.residence.tiled(entry) for (entry,) in groups[:num_whole]]
+        rest = groups[num_whole:]
+        return whole + [m for group in rest for m in self.residence.side_by_side(list(group), rows)]
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         return values
@@ -137,13 +143,13 @@ class DeviceStore:
     def is_mapped(self) -> bool:
         return False
 
-    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
         return self.uploader.matrix(entry, item)
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return None
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None) -> list[Matrix]:
+    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
         entries = chain.from_iterable(groups)
         return [self.uploader.matrix(entry, "neurons", rows) for entry in entries]
 

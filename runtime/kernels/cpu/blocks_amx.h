@@ -80,7 +80,7 @@ void pack_panels(const Input& x, int64_t D) {
 // 16 rows, TILE_BLOCKS blocks of them at a time.
 template <class F>
 struct RowTile {
-    const uint8_t* row[LANES];  // may repeat, the first `valid` count
+    const uint8_t* row[LANES];  // may repeat, the first `valid` count; the first is a tiled one's tile
     int64_t valid, step;        // step: bytes from row to row, 0 if irregular
     alignas(64) uint8_t copy[TILE_BLOCKS][LANES][BLOCK];
     alignas(64) float scale[TILE_BLOCKS][LANES];
@@ -93,10 +93,11 @@ struct RowTile {
             if (row[r] - row[r - 1] != step) step = 0;
     }
 
-    bool is_in_place() const { return F::QUANT_BYTES == BLOCK && step != 0; }
+    bool is_in_place() const { return F::QUANT_BYTES == BLOCK && step != 0 && !IS_TILED<F>; }
 
     // Unpacks blocks b0 .. b0 + m - 1: scales, and values unless they can be read from the rows.
     void unpack(int64_t n, int64_t b0, int64_t m) {
+        if constexpr (IS_TILED<F>) return unpack_tile(n, b0, m);
         tile_scales<F>(row, n, b0, scale);
         if (is_in_place()) return;
         for (int64_t r = 0; r < LANES; ++r)
@@ -104,16 +105,48 @@ struct RowTile {
                 const uint8_t* quants = F::quants(row[r], n, b0 + b);
                 __m256i values;
                 if constexpr (F::QUANT_BYTES == 16) {
-                    const __m128i nibbles = load_16_bytes(quants);
-                    values = _mm256_inserti128_si256(_mm256_castsi128_si256(nibbles),
-                                                     _mm_srli_epi16(nibbles, 4), 1);
-                    values = _mm256_and_si256(values, _mm256_set1_epi8(15));
-                    values = _mm256_sub_epi8(values, _mm256_set1_epi8(8));
+                    values = from_nibbles(load_16_bytes(quants));
                 } else {
                     values = load_32_bytes(quants);
                 }
                 _mm256_store_si256(reinterpret_cast<__m256i*>(copy[b][r]), values);
             }
+    }
+
+  private:
+    static __m256i from_nibbles(__m128i nibbles) {
+        const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(nibbles),
+                                                     _mm_srli_epi16(nibbles, 4), 1);
+        return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
+    }
+
+    // Transposes each 16 bytes of the rows back.
+    void unpack_tile(int64_t n, int64_t b0, int64_t m) {
+        for (int64_t b = 0; b < m; ++b) {
+            store_floats(scale[b], load_f16(F::scale_of(row[0], b0 + b, 0)));
+            for (int64_t half = 0; half < F::QUANT_BYTES / 16; ++half) {
+                const uint8_t* from = F::quants_of(row[0], n, b0 + b, 0) + half * 256;
+                const __m512i low = _mm512_unpacklo_epi32(load_64_bytes(from), load_64_bytes(from + 64));
+                const __m512i high = _mm512_unpackhi_epi32(load_64_bytes(from), load_64_bytes(from + 64));
+                const __m512i low_2 =
+                    _mm512_unpacklo_epi32(load_64_bytes(from + 128), load_64_bytes(from + 192));
+                const __m512i high_2 =
+                    _mm512_unpackhi_epi32(load_64_bytes(from + 128), load_64_bytes(from + 192));
+                // 16 bytes of rows r, r + 4, r + 8 and r + 12 each.
+                alignas(64) uint8_t bytes[4][4][16];
+                _mm512_store_si512(bytes[0], _mm512_unpacklo_epi64(low, low_2));
+                _mm512_store_si512(bytes[1], _mm512_unpackhi_epi64(low, low_2));
+                _mm512_store_si512(bytes[2], _mm512_unpacklo_epi64(high, high_2));
+                _mm512_store_si512(bytes[3], _mm512_unpackhi_epi64(high, high_2));
+                for (int r = 0; r < LANES; ++r) {
+                    const __m128i own = load_16_bytes(bytes[r % 4][r / 4]);
+                    if constexpr (F::QUANT_BYTES == 16)
+                        _mm256_store_si256(reinterpret_cast<__m256i*>(copy[b][r]), from_nibbles(own));
+                    else
+                        _mm_store_si128(reinterpret_cast<__m128i*>(copy[b][r] + 16 * half), own);
+                }
+            }
+        }
     }
 };
 

@@ -24,6 +24,10 @@
 
 constexpr int64_t TILE_TOKENS = 32;
 
+// Of a kind whose rows are in tiles, see tiled_template.h.
+template <class F>
+constexpr bool IS_TILED = false;
+
 // Packed blocks of a vector: n of them, padded with zeros to a multiple of four.
 inline int64_t whole_fours(int64_t n) { return (n + 3) / 4 * 4; }
 inline int64_t packed_blocks_bytes(int64_t n) { return whole_fours(n) * 72; }
@@ -103,31 +107,48 @@ inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float
     }
 }
 
-// LANES rows (pointers may repeat, `valid` of them count), up to TILE_TOKENS vectors.
+// LANES rows (pointers may repeat) as dot_tile() takes them; `next` is prefetched.
 template <class F>
-inline void dot_tile(const uint8_t* const* rows, const uint8_t* next, int64_t n, const Input& input,
-                     float* y, int64_t y_stride, int64_t valid) {
-    constexpr int QUARTERS = F::QUANT_BYTES / 16;
+class RowsTile {
+  public:
+    RowsTile(const uint8_t* const* rows, const uint8_t* next, int64_t n)
+        : rows_(rows), next_(next), n_(n) {}
+
+    // Block b: its quants, 16 bytes of LANES rows at a time as transpose_16() leaves them, and scales.
+    inline Floats load(int64_t b, Ints* quarter) {
+        if (b % 16 == 0) tile_scales<F>(rows_, n_, b, scales_);
+        const uint8_t* ahead = next_ + b * LANES * F::BLOCK_BYTES;
+        for (int64_t at = 0; at < LANES * F::BLOCK_BYTES; at += 64)
+            __builtin_prefetch(ahead + at, 0, 2);
+        for (int q = 0; q < F::QUANT_BYTES / 16; ++q) {
+            const uint8_t* at[LANES];
+            for (int r = 0; r < LANES; ++r) at[r] = F::quants(rows_[r], n_, b) + 16 * q;
+            transpose_16(at, quarter + 4 * q);
+        }
+        return load_floats(scales_[b % 16]);
+    }
+
+  private:
+    const uint8_t* const* rows_;
+    const uint8_t* next_;
+    int64_t n_;
+    alignas(64) float scales_[16][LANES];
+};
+
+// Rows begin .. end-1 of LANES rows, up to TILE_TOKENS vectors.
+template <class F, class Tile>
+inline void dot_tile(Tile&& tile, int64_t n, const Input& input, float* y, int64_t y_stride,
+                     int64_t begin, int64_t end) {
     const PackedBlocks<F> x(input, n);
     const int64_t T = input.count;
     alignas(64) float acc[TILE_TOKENS][4][LANES];
     __builtin_memset(acc, 0, T * sizeof acc[0]);
-    alignas(64) float scales[16][LANES];
     for (int64_t b = 0; b < n; ++b) {
         // gcc would keep the pointers of the rows in vector registers, which have better uses.
         asm volatile("" ::: "memory");
-        if (b % 16 == 0) tile_scales<F>(rows, n, b, scales);
-        const uint8_t* ahead = next + b * LANES * F::BLOCK_BYTES;
-        for (int64_t at = 0; at < LANES * F::BLOCK_BYTES; at += 64)
-            __builtin_prefetch(ahead + at, 0, 2);
-        Ints quarter[4 * QUARTERS], w[TILE_WEIGHTS<F>];
-        for (int q = 0; q < QUARTERS; ++q) {
-            const uint8_t* at[LANES];
-            for (int r = 0; r < LANES; ++r) at[r] = F::quants(rows[r], n, b) + 16 * q;
-            transpose_16(at, quarter + 4 * q);
-        }
+        Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
+        const Floats scale = tile.load(b, quarter);
         tile_weights<F>(quarter, w);
-        const Floats scale = load_floats(scales[b % 16]);
         const uint8_t* values = x.values + b / unit<F>() * x.stride;
         const float* x_scale = x.scale + b;
         const int32_t* x_sum = x.sum + b;
@@ -144,7 +165,7 @@ inline void dot_tile(const uint8_t* const* rows, const uint8_t* next, int64_t n,
                                         add_floats(load_floats(acc[t][2]), load_floats(acc[t][3])));
         alignas(64) float sums[LANES];
         store_floats(sums, total);
-        __builtin_memcpy(y + t * y_stride, sums, valid * sizeof(float));
+        __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
     }
 }
 
@@ -195,8 +216,8 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
         const uint8_t* next = a + LANES < rows.A ? row_of(rows, a + LANES) : row[0];
         for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
             const int64_t end = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-            dot_tile<F>(row, t == 0 ? next : row[0], n, x.part(t, end), y + t * y_stride + a,
-                        y_stride, valid);
+            dot_tile<F>(RowsTile<F>(row, t == 0 ? next : row[0], n), n, x.part(t, end),
+                        y + t * y_stride + a, y_stride, 0, valid);
         }
     }
     // Rows of one run are not prefetched while they are read.

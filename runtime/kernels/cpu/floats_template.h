@@ -52,7 +52,7 @@ inline void four_sums(const Floats* v, float* y) {
 // sums[t][r] += columns 0 .. columns-1 (whole blocks) of rows[r] . x[t]. Prefetches as much of `next`,
 // which may be null.
 template <class Format, int ROWS, int COUNT>
-inline void add_products(const uint8_t* const* rows, const uint8_t* const* next,
+__attribute__((always_inline)) inline void add_products(const uint8_t* const* rows, const uint8_t* const* next,
                          const float* const* x, int64_t columns, Floats (*sums)[ROWS][2]) {
     // If there are too few registers for both sums of all products, all first sums are computed first.
     constexpr int AT_ONCE = 2 * ROWS * COUNT <= SUM_REGISTERS ? 2 : 1;
@@ -92,7 +92,7 @@ inline void add_products(const uint8_t* const* rows, const uint8_t* const* next,
 
 // y[r] = rows[r] . x for r < valid, given the sums over whole blocks.
 template <class Format, int ROWS>
-inline void store_products(const Floats (*sums)[2], const uint8_t* const* rows, const float* x,
+__attribute__((always_inline)) inline void store_products(const Floats (*sums)[2], const uint8_t* const* rows, const float* x,
                            int64_t D, int64_t valid, float* y) {
     Floats total[QUAD_ROWS];
     for (int r = 0; r < QUAD_ROWS; ++r)
@@ -131,11 +131,44 @@ inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, co
     add_products<Format, QUAD_ROWS, COUNT>(rows, next, vectors, columns, sums + t);
 }
 
+// The products of a group of vectors with rows of one piece: sums stay in registers.
+template <class Format, int COUNT>
+void multiply_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
+                    const Input& x, int64_t t, float* y, int64_t y_stride, int64_t valid) {
+    const float* vectors[COUNT];
+    for (int i = 0; i < COUNT; ++i) vectors[i] = x.vector(t + i);
+    Floats sums[COUNT][QUAD_ROWS][2];
+    for (int i = 0; i < COUNT; ++i)
+        for (int r = 0; r < QUAD_ROWS; ++r) sums[i][r][0] = sums[i][r][1] = zero();
+    add_products<Format, QUAD_ROWS, COUNT>(rows, next, vectors, D / BLOCK * BLOCK, sums);
+    for (int i = 0; i < COUNT; ++i)
+        store_products<Format, QUAD_ROWS>(sums[i], rows, vectors[i], D, valid, y + (t + i) * y_stride);
+}
+
+// Rows of one piece. GMAC/s of a Zen 4 core, f16 rows of 576 values: 47 with 32 vectors, 43 by way of
+// sums in memory.
+template <class Format>
+void dot_short_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
+                    const Input& x, float* y, int64_t y_stride, int64_t valid) {
+    for (int64_t t = 0, count; t < x.count; t += count) {
+        const uint8_t* const* ahead = t == 0 ? next : nullptr;
+        count = group_size(x.count - t);
+        if (count == 1)
+            multiply_group<Format, 1>(rows, ahead, D, x, t, y, y_stride, valid);
+        else if (count == 2)
+            multiply_group<Format, 2>(rows, ahead, D, x, t, y, y_stride, valid);
+        else
+            multiply_group<Format, 3>(rows, ahead, D, x, t, y, y_stride, valid);
+    }
+}
+
 // y[t * y_stride + r] = rows[r] . x[t], r < valid; up to TILE_VECTORS vectors. Pointers may repeat;
 // `next` may be null.
 template <class Format>
 void dot_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x,
               float* y, int64_t y_stride, int64_t valid) {
+    if (D <= PIECE_COLUMNS<Format>)
+        return dot_short_quad<Format>(rows, next, D, x, y, y_stride, valid);
     Floats sums[TILE_VECTORS][QUAD_ROWS][2];
     for (int64_t t = 0; t < x.count; ++t)
         for (int r = 0; r < QUAD_ROWS; ++r) sums[t][r][0] = sums[t][r][1] = zero();

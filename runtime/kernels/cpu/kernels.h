@@ -25,8 +25,16 @@ enum Kind : int32_t {
     // (spark_pack_rows); no file has it.
     KIND_Q4_0_PLANAR,
     KIND_Q8_0_PLANAR,
+    // Tiles of TILE_ROWS rows: for each two blocks (and a last one) their scales, of all rows each, then
+    // for each four bytes of the first one's quants those of all rows, then the second one's. For
+    // matrices that are read whole; has as many bytes.
+    KIND_Q4_0_TILED,
+    KIND_Q8_0_TILED,
     NUM_KINDS
 };
+
+constexpr int64_t TILE_ROWS = 16;
+constexpr bool is_tiled(int32_t kind) { return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED; }
 
 constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // that keys and values may be stored in
 
@@ -80,14 +88,15 @@ constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
 // Kinds that take the same packed form share a number; the float kinds take none.
 constexpr int NUM_FORMS = 3;
 constexpr int form_of(int32_t kind) {
-    if (kind == KIND_Q4_0_PLANAR || kind == KIND_Q4_0) return 2;
-    return kind == KIND_Q8_0_PLANAR || kind == KIND_Q8_0 ? 1 : 0;
+    if (kind == KIND_Q4_0_PLANAR || kind == KIND_Q4_0 || kind == KIND_Q4_0_TILED) return 2;
+    return kind == KIND_Q8_0_PLANAR || kind == KIND_Q8_0 || kind == KIND_Q8_0_TILED ? 1 : 0;
 }
 
 constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
 constexpr int64_t SUPER_BLOCK = 256;  // values of a K-quant's block
 
-// Rows of D values, `stride` bytes apart. If index is null, row a is row a of the matrix.
+// Rows of D values, `stride` bytes apart. If index is null, row a is row a of the matrix. Rows of tiled
+// kinds have no gaps and begin with a whole tile.
 struct Rows {
     const uint8_t* weight;
     int64_t stride, D;
@@ -176,7 +185,7 @@ using ShareMass = void(float* score, int64_t num_queries, int64_t n, float* out)
 
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];
-    AccumulateRows* accumulate_rows[NUM_KINDS];
+    AccumulateRows* accumulate_rows[NUM_KINDS];  // null for the tiled kinds
     AccumulateMany* accumulate_many[NUM_KINDS];
     UnpackRows* unpack_rows[NUM_KINDS];
     Quantise* quantise[NUM_KINDS];  // null for the float kinds
@@ -201,8 +210,9 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int6
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
-// Copies rows of the kind (index null: rows 0 .. A-1), as planar ones if `is_planar`.
-int32_t spark_pack_rows(int32_t kind, int32_t is_planar, const uint8_t* from, int64_t num_rows,
+// Copies rows of the kind (index null: rows 0 .. A-1) as rows of `to_kind`: the same, or of q4_0 and q8_0
+// the planar or tiled one.
+int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.
 int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,

@@ -3,7 +3,8 @@
 A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "bf16" are tensors
 [F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
 values, "q4_k", "q5_k" and "q6_k" with 144, 176 and 210 bytes for each 256; "q4_0_planar" and
-"q8_0_planar" are those with all scales of a row first, as `pack_rows` makes them. Weights are
+"q8_0_planar" are those with all scales of a row first, "q4_0_tiled" and "q8_0_tiled" those with
+the rows of a tile interleaved (runtime.kernels.tiled), as `pack_rows` makes them. Weights are
 unpacked in registers and all arithmetic is f32, with two exceptions: `dot_rows` takes x in blocks
 of 16-bit integers if the weights are in blocks (kernels.h, Input), and `accumulate_rows` takes
 coefficients times scales of q8_0 and q4_0 (planar_template.h). Results do not depend on the number
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.kernels.cpu import signatures
+from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
 LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")  # instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
@@ -48,6 +50,8 @@ _LAYOUTS: dict[str, _Layout] = {
     "q6_k": _Layout(7, torch.uint8, 210, 256),
     "q4_0_planar": _Layout(8, torch.uint8, 18, 32),
     "q8_0_planar": _Layout(9, torch.uint8, 34, 32),
+    "q4_0_tiled": _Layout(10, torch.uint8, 18, 32),
+    "q8_0_tiled": _Layout(11, torch.uint8, 34, 32),
 }
 
 # enum Status in kernels.h
@@ -154,6 +158,8 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
         _refuse(f"{kind} weight", f"2-d {dtype} with contiguous rows{unit}", weight)
     num_rows, num_elements = weight.shape
     stride = weight.stride(0) * weight.element_size()
+    if is_tiled(kind) and (num_rows % TILE_ROWS or not weight.is_contiguous()):
+        _refuse(f"{kind} weight", f"contiguous tiles of {TILE_ROWS} rows", weight)
     return code, stride, num_rows, num_elements // unit_elements * unit_values
 
 
@@ -311,9 +317,14 @@ def accumulate_rows(
     If W is the transposed down matrix, this is the down projection of the active neurons. weight:
     the matrix W_FD as `kind` stores it (see the module); rows may be strided. coefficient_A: f32
     [A]. index_A: int32 [A], added in this order, repeats allowed; None means all rows, A = F.
-    Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
+    Raises ValueError for a wrong dtype, shape or layout, or tiles, and IndexError for a row that W
+    lacks."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
+    if is_tiled(kind):
+        raise ValueError(
+            f"rows of {kind} are not summed; they are for matrices that are multiplied"
+        )
     if index_A is None:
         num_active, index = num_rows, None
     else:
@@ -330,11 +341,13 @@ def accumulate_rows(
     return y_D
 
 
-def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) -> str:
+def pack_rows(
+    weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor, *, in_tiles: bool = False
+) -> str:
     """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the
-    kind they have there: q4_0 and q8_0 become planar.
+    kind they have there: q4_0 and q8_0 become planar, or tiled if wanted and A allows it.
 
-    out: uint8, its rows contiguous, possibly strided. Uses all threads. Raises ValueError for a
+    out: uint8, its rows contiguous, possibly strided, but not those of tiles. Uses all threads. Raises ValueError for a
     wrong dtype, shape or layout and IndexError for a row that W lacks."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     row_bytes = weight.shape[1] * weight.element_size()
@@ -345,9 +358,12 @@ def pack_rows(weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor) ->
     is_ready = out.dtype == torch.uint8 and out.is_cpu and out.shape == (num_active, row_bytes)
     if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
         _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
-    packed_kind = f"{kind}_planar" if f"{kind}_planar" in _LAYOUTS else kind
+    form = "tiled" if in_tiles and num_active % TILE_ROWS == 0 else "planar"
+    packed_kind = f"{kind}_{form}" if f"{kind}_{form}" in _LAYOUTS else kind
+    if is_tiled(packed_kind) and not out.is_contiguous():
+        _refuse("out", "contiguous rows for tiles", out)
     status = _built().spark_pack_rows(
-        code, packed_kind != kind, weight.data_ptr(), num_rows, num_columns, index, num_active,
+        code, kind_code(packed_kind), weight.data_ptr(), num_rows, num_columns, index, num_active,
         out.data_ptr(), out.stride(0),
     )  # fmt: skip
     if status:

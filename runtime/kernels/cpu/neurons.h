@@ -372,8 +372,9 @@ class Neurons {
 // True if this is a valid block of a layer of F neurons of width D.
 inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated) {
     const int64_t rows = block.down.num_rows;
+    if (!has_sums(block.down)) return false;
     if (block.is_transposed)
-        return rows == F && block.num_neurons == F && !block.row && !block.id &&
+        return rows == F && has_sums(block.gate) && has_sums(block.up) && block.num_neurons == F && !block.row && !block.id &&
                fits(block.down, F, D) && fits(block.gate, D, F) &&
                is_gated == (block.up.data != nullptr) && (!is_gated || fits(block.up, D, F));
     if (block.num_neurons < 1 || block.num_neurons > F) return false;

@@ -130,6 +130,7 @@ void dot_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int6
 }
 
 #include "floats_template.h"
+#include "tiled_template.h"
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
@@ -352,7 +353,7 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 constexpr Kernels ALL_KERNELS = {
     {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>, 
      dot_rows<Q4_K>, dot_rows<Q5_K>, dot_rows<Q6_K>, dot_blocks<Q4_0Planar>,
-     dot_blocks<Q8_0Planar>},
+     dot_blocks<Q8_0Planar>, dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>},
@@ -362,9 +363,10 @@ constexpr Kernels ALL_KERNELS = {
     {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>,
      unpack_rows<Q8_0>, unpack_rows<Q4_0>, unpack_rows<Q4_K>,
      unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
-     unpack_rows<Q8_0Planar>},
+     unpack_rows<Q8_0Planar>, unpack_tiled<Q4_0Tiled>, unpack_tiled<Q8_0Tiled>},
     {nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>, quantise, quantise,
-     quantise, quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>},
+     quantise, quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
+     quantise_blocks<Q8_0Tiled>},
     {weigh_keys<F32>, weigh_keys<F16>, weigh_keys<BF16>, weigh_keys<Q8_0>, weigh_keys<Q4_0>},
     {mix_values<F32>, mix_values<F16>, mix_values<BF16>, mix_values<Q8_0>, mix_values<Q4_0>},
     {nullptr, nullptr, nullptr, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,

@@ -222,5 +222,5 @@ class SparseInputs {
 
 // True if a matrix has these outputs and inputs: one row per output, transposed one per input.
 inline bool fits(const SparkMatrix& m, int64_t outputs, int64_t inputs, bool is_transposed) {
-    return is_transposed ? fits(m, inputs, outputs) : fits(m, outputs, inputs);
+    return is_transposed ? fits(m, inputs, outputs) && has_sums(m) : fits(m, outputs, inputs);
 }

@@ -116,7 +116,7 @@ void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float
         first[m + 1] = first[m] + matrix[m].num_rows;
         bytes += num_bytes(matrix[m]);
     }
-    split(bytes * T, first[count], T == 1 ? 4 : 32, 16, [&](int64_t begin, int64_t end) {
+    split(bytes * T, first[count], T == 1 ? TILE_ROWS : 32, 16, [&](int64_t begin, int64_t end) {
         for (int m = 0; m < count; ++m) {
             const SparkMatrix& w = matrix[m];
             const int64_t a0 = std::max<int64_t>(begin - first[m], 0);

@@ -80,5 +80,9 @@ inline Rows rows_of(const SparkMatrix& m) {
 
 inline bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
     return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
-           row_bytes(m) >= 0 && m.stride >= row_bytes(m);
+           row_bytes(m) >= 0 && m.stride >= row_bytes(m) &&
+           (!is_tiled(m.kind) || (m.stride == row_bytes(m) && num_rows % TILE_ROWS == 0));
 }
+
+// True if its rows can be summed.
+inline bool has_sums(const SparkMatrix& m) { return !is_tiled(m.kind); }

@@ -1,0 +1,185 @@
+"""Tests of tiled rows: the same bits as rows of the file at every level, and where they are used."""
+
+import pytest
+import torch
+from models import make_model, make_shape
+from test_cpu_kernels import LEVELS
+from test_runtime import IDS, decoded
+
+from sparkinfer import Engine
+from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.stored import unpack
+from sparkinfer.runtime.kernels.tiled import TILE_ROWS, TILED_KIND, from_tiled, is_tiled
+from sparkinfer.runtime.weights.matrix import Matrix
+from sparkinfer.runtime.weights.resident import Residence
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
+
+
+@pytest.fixture(params=LEVELS)
+def level(request):
+    before = library.level()
+    library.set_level(request.param)
+    yield request.param
+    library.set_level(before)
+
+
+def rows_of(kind, num_rows, width, seed=0):
+    """Rows with random quants and scales of either sign near 0.01."""
+    made = torch.Generator().manual_seed(seed)
+    shape = (num_rows, width // 32, BLOCK_BYTES[kind])
+    blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)
+    blocks[..., 1] = 0x20 + blocks[..., 1] % 4 + blocks[..., 1] // 128 * 128
+    return blocks.flatten(1)
+
+
+def tiled(rows, kind):
+    out = torch.zeros_like(rows)
+    assert library.pack_rows(rows, kind, None, out, in_tiles=True) == TILED_KIND[kind]
+    return out
+
+
+@pytest.mark.parametrize("kind", TILED_KIND)
+@pytest.mark.parametrize("width", [32, 64, 96, 160, 576])
+def test_tiles_hold_the_rows_of_the_file(kind, width):
+    rows = rows_of(kind, 48, width)
+    tiles = tiled(rows, kind)
+    assert tiles.shape == rows.shape and not torch.equal(tiles, rows)
+    back, found = from_tiled(tiles, TILED_KIND[kind])
+    assert found == kind and torch.equal(back, rows)
+    index_A = torch.tensor([47, 0, 16, 16, 15], dtype=torch.int32)
+    for chosen in (None, index_A):
+        want = rows if chosen is None else rows[chosen.long()]
+        out_AD = torch.full((len(want), width), torch.nan)
+        library.unpack_rows(tiles, TILED_KIND[kind], out_AD, chosen)
+        assert torch.equal(out_AD, unpack(want, kind))
+        assert not torch.equal(out_AD, unpack(want.flip(0), kind))
+
+
+def test_the_bytes_of_a_small_tile():
+    """Three blocks of row r: scales r, 16 + r and 32 + r, quants 64 r + the number in the block."""
+    rows = torch.zeros(TILE_ROWS, 3, 34, dtype=torch.uint8)
+    for r in range(TILE_ROWS):
+        for b in range(3):
+            rows[r, b, 0] = 16 * b + r
+            rows[r, b, 2:] = torch.arange(32) + 64 * (r % 4)
+    tile = tiled(rows.flatten(1), "q8_0").flatten()
+    assert tile[:64:2].tolist() == list(range(32)) and not tile[1:64:2].any()
+    assert tile[64:80].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        64,
+        65,
+        66,
+        67,
+        128,
+        129,
+        130,
+        131,
+        192,
+        193,
+        194,
+        195,
+    ]
+    assert tile[128:132].tolist() == [4, 5, 6, 7]
+    assert torch.equal(tile[64:576], tile[576:1088])  # the quants of the second block
+    assert tile[1088:1120:2].tolist() == list(range(32, 48))
+    assert torch.equal(tile[1120:], tile[64:576])
+
+
+@pytest.mark.parametrize("kind", TILED_KIND)
+@pytest.mark.parametrize("width", [32, 64, 96, 160, 576])
+def test_products_have_the_bits_of_the_rows_in_the_file(level, kind, width):
+    rows = rows_of(kind, 64, width)
+    tiles = tiled(rows, kind)
+    lists = [None, torch.tensor([3, 60, 17, 17, 0]), torch.arange(63, -1, -1)]
+    for count in (1, 2, 3, 8, 9, 33):
+        x_TD = torch.randn(count, width, generator=torch.Generator().manual_seed(count))
+        for chosen in lists:
+            index_A = None if chosen is None else chosen.int()
+            want_TA = library.dot_rows(rows, kind, x_TD, index_A)
+            got_TA = library.dot_rows(tiles, TILED_KIND[kind], x_TD, index_A)
+            assert torch.equal(got_TA, want_TA) and want_TA.abs().min() > 0
+            assert not torch.equal(got_TA, want_TA.flip(1))
+
+
+@pytest.fixture
+def threads():
+    before = library.num_threads()
+    yield
+    library.set_threads(before)
+
+
+@pytest.mark.parametrize("kind", TILED_KIND)
+def test_threads_do_not_change_the_bits(threads, kind):
+    tiles = tiled(rows_of(kind, 1040, 256), kind)
+    x_D = torch.randn(256)
+    found = []
+    for count in (1, 2, 3):
+        library.set_threads(count)
+        found.append(library.dot_rows(tiles, TILED_KIND[kind], x_D))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_rows_that_are_no_whole_tiles_become_planar():
+    rows = rows_of("q4_0", 17, 64)
+    assert (
+        library.pack_rows(rows, "q4_0", None, torch.zeros_like(rows), in_tiles=True)
+        == "q4_0_planar"
+    )
+    floats = torch.randn(16, 64)
+    out = torch.zeros(16, 256, dtype=torch.uint8)
+    assert library.pack_rows(floats, "f32", None, out, in_tiles=True) == "f32"
+
+
+def test_wrong_tiles_are_refused():
+    rows = rows_of("q8_0", 32, 64)
+    tiles = tiled(rows, "q8_0")
+    x_D = torch.randn(64)
+    for bad in (tiles[:17], torch.cat([tiles, tiles], dim=1)[:, : tiles.shape[1]]):
+        with pytest.raises(ValueError, match="contiguous tiles of 16 rows"):
+            library.dot_rows(bad, "q8_0_tiled", x_D)
+    with pytest.raises(ValueError, match="not summed"):
+        library.accumulate_rows(tiles, "q8_0_tiled", torch.randn(32))
+    with pytest.raises(ValueError, match="contiguous rows for tiles"):
+        library.pack_rows(
+            rows, "q8_0", None, torch.zeros(32, 80, dtype=torch.uint8)[:, :68], in_tiles=True
+        )
+
+
+def test_parts_of_a_matrix_are_whole_tiles():
+    rows = rows_of("q4_0", 48, 64)
+    entry = TensorEntry(shape=(48, 64), kind="q4_0", read_rows=lambda a, b: rows[a:b].numpy())
+    matrix = Residence().tiled(entry)
+    whole = Matrix(data=rows, kind="q4_0", width=64)
+    assert is_tiled(matrix.kind) and matrix.num_bytes == whole.num_bytes
+    index_A = torch.tensor([40, 2])
+    assert torch.equal(matrix.rows(index_A), whole.rows(index_A))
+    x_TD = torch.randn(3, 64)
+    assert torch.equal(matrix.part(16, 48).product(x_TD), whole.part(16, 48).product(x_TD))
+    with pytest.raises(AssertionError):
+        matrix.part(8, 48)
+
+
+@pytest.mark.parametrize("kind", TILED_KIND)
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+def test_a_model_uses_tiles_where_all_rows_are_multiplied(tmp_path, kind, mode):
+    shape = make_shape(width=64, num_neurons=96)
+    make_model(shape=shape, kind=kind, predictor_rank=32).save(tmp_path / "m.gguf")
+    with (
+        Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=True) as copied,
+        Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=False) as mapped,
+    ):
+        assert copied.not_native is None
+        for layer in copied.layers:
+            (block,) = layer.ffn.blocks
+            assert all(is_tiled(linear.weight.kind) for linear in layer.attention.inputs)
+            assert is_tiled(block.gate.weight.kind) == (mode != "predicted")
+            assert is_tiled(block.up.weight.kind) == (mode == "dense")
+            assert not is_tiled(block.down.kind)
+        assert torch.equal(decoded(copied, IDS), decoded(mapped, IDS))
+        assert torch.equal(copied.logits(IDS), mapped.logits(IDS))
