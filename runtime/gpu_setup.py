@@ -59,9 +59,11 @@ def memories_of(
     notice: Callable[[str], None],
     *,
     keeps_budget: bool = True,
+    max_rows: int = 1,
+    num_sequences: int = 1,
 ) -> Memories:
     """A slab for each GPU of a placement, for everything that stays there. Without `keeps_budget`,
-    torch's allocator is not held to the budget.
+    torch's allocator is not held to the budget. `max_rows` are those of a decode step.
 
     Raises SparkinferError if a GPU does not have that much memory."""
     if placement.homes[0].type != "cuda":
@@ -79,7 +81,10 @@ def memories_of(
                 f"torch's allocator cannot keep a budget of {format_bytes(budget)} on {device};"
                 f" {format_bytes(LEAST_BUDGET_BYTES)} is enforced instead"
             )
-        size = slab_bytes(model, items[number], context_length, _num_ids(plan, device, placement))
+        size = slab_bytes(
+            model, items[number], context_length, _num_ids(plan, device, placement), max_rows,
+            num_sequences,
+        )  # fmt: skip
         found[device] = DeviceMemory.of(device, size, budget)
     return found
 
@@ -92,14 +97,22 @@ def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> 
     return sum(len(ids) for ids, home in zip(plan.hot, homes, strict=True) if home == device)
 
 
-def slab_bytes(model: ModelFile, items: Items, context_length: int, num_ids: int = 0) -> int:
+def slab_bytes(
+    model: ModelFile,
+    items: Items,
+    context_length: int,
+    num_ids: int = 0,
+    max_rows: int = 1,
+    num_sequences: int = 1,
+) -> int:
     """Permanent bytes on a GPU: the plan's weights and cache to the byte, and from its workspace the
     vectors of a decode step, the ids of hot neurons, and a gap before each tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
     num_tensors = len(model.tensors) + 4 * model.shape.num_layers
     vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
     stays += sum(FLOAT_BYTES * entry.shape[0] - entry.num_bytes for entry in vectors)  # as f32
-    return stays + 4 * num_ids + decode_bytes(model, context_length) + ALIGNMENT * num_tensors
+    vectors_bytes = decode_bytes(model, context_length, max_rows, num_sequences)
+    return stays + 4 * num_ids + vectors_bytes + ALIGNMENT * num_tensors
 
 
 def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:

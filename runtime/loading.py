@@ -42,12 +42,14 @@ from sparkinfer.runtime.gpu_setup import (
     with_cold_streams,
 )
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
+from sparkinfer.runtime.prefill.pass_bytes import step_rows
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.hybrid_step import Backend
@@ -215,10 +217,25 @@ class _Load:
         if self.setup is not None:
             is_resident = self.residence is not None
             self.setup.check(model.row_major, plan, self.mode, is_resident=is_resident)
+        self.max_rows = self._step_rows()
         self.memories = memories_of(
             model, plan, self.placement, self.bytes_by_role, self.context_length, self.warn,
-            keeps_budget=check is None or check.keeps_budget,
+            keeps_budget=check is None or check.keeps_budget, max_rows=self.max_rows,
+            num_sequences=self.num_sequences,
         )  # fmt: skip
+
+    def _step_rows(self) -> int:
+        """Rows of a hybrid step: one with a neuron cache, whose bits are of one token."""
+        if self.setup is not None or "gpu" not in self.bytes_by_role:
+            return 1
+        workspace = self.bytes_by_role["gpu"]["workspace"] // len(set(self.placement.homes))
+        rows = step_rows(self.model, self.context_length, workspace)
+        if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
+            self.notice(
+                f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts take"
+                " several steps a token; a longer --context or a larger --vram-budget gives more"
+            )
+        return rows
 
     def _load_weights(self) -> None:
         with uploading(self.memories, self.residence, self.warn) as uploaders:
@@ -253,7 +270,8 @@ class _Load:
         """The decode step, for these weights and for others after them, and the decoder."""
         step_by = partial(
             decode_step, placement=self.placement, input_layer_offset=self.offset,
-            traffic=self.traffic,
+            traffic=self.traffic, max_rows=self.max_rows,
+            on_capture=partial(set_aside, self.memories),
         )  # fmt: skip
         backend = self._backend(step_by)
         self.step_of: StepOf = partial(step_by, backend=backend, neuron_cache=self.neuron_cache)

@@ -83,7 +83,7 @@ class Server:
             with self._open_engine() as engine:
                 served = served_of(self.config, engine)
                 shelf = Shelf(engine, self._num_places)
-                parallel = self.config.parallel if engine.has_equal_rows else 1
+                parallel = self.config.parallel if engine.has_row_steps else 1
                 limits = Limits(parallel=parallel, queue=self.config.queue)
                 scheduler = Scheduler(engine, shelf, limits, self._post)
                 self._scheduler = scheduler

@@ -166,20 +166,24 @@ std::vector<SparkOp> operations(const SparkStep& s) {
 }
 
 // However the operations are divided into parts, and with vectors of their own, the result for the last
-// position is the whole step's.
+// position is the whole step's, as the only row and after the one before it.
 bool parts(SparkStep step, const float* want) {
-    const int64_t V = step.head.num_rows, token = step.context_length - 1;
+    const int64_t V = step.head.num_rows, last = step.context_length - 1;
+    const int64_t most = std::min<int64_t>(2, step.max_rows), num_rows_of[] = {1, most};
+    const SparkRow rows[] = {{last - most + 1, last - most + 1, 0, 0, -1, 0}, {last, last, 0, 1, -1, 0}};
     SparkPart part = {};
-    part.step = &step, part.token = part.position = &token, part.logits = floats(V);
-    part.named = words((step.num_neurons + 31) / 32);
+    part.step = &step, part.logits = floats(V);
+    part.named = words(2 * ((step.num_neurons + 31) / 32));
     for (int64_t length : {step.num_ops, int64_t{4}, int64_t{1}}) {
+        const int64_t& num_rows = num_rows_of[length == 4];
+        part.num_rows = &num_rows, part.row = rows + 2 - num_rows;
         for (part.begin = 0; part.begin < step.num_ops; part.begin = part.end) {
             part.end = std::min(part.begin + length, step.num_ops);
             spark_part(&part);
         }
         if (std::memcmp(part.logits, want, V * sizeof(float))) return false;
-        for (float*& vector : step.vector) vector = floats(step.width);
-        step.max_rows = 1;
+        for (float*& vector : step.vector) vector = floats(2 * step.width);
+        step.max_rows = most;
     }
     return true;
 }

@@ -380,7 +380,7 @@ def test_after_an_interrupt_nothing_is_left_running():
     ]
     host = HostBuffers.of(8, 8, 8, is_pinned=False)
     step = HybridStep(
-        host=host, segments=tuple(segments), before=None, after=None, positions=None,
+        host=host, segments={1: tuple(segments)}, before=None, after=None, positions=None,
         meter=Meter(traffic=Traffic(), structs=[]), kept=(),
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):

@@ -69,6 +69,14 @@ class LayerCache:
         return self.value_BKPX[0].transpose(0, 1)
 
     @property
+    def for_kernels(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as a GPU's kernels take them: [C, K, W], or blocks [B, P, K, W]."""
+        if self.table.is_whole:
+            return self.key_CKW, self.value_CKW
+        assert not self.types.key.is_blocks and not self.types.value.is_blocks
+        return self.key_BKPX.transpose(1, 2), self.value_BKPX.transpose(1, 2)
+
+    @property
     def num_kv_heads(self) -> int:
         return self.key_BKPX.shape[1]
 
@@ -93,7 +101,7 @@ class LayerCache:
             else:
                 block_T, place_T = self._places(sequence, start, end)
                 cache_BKPX[block_T, :, place_T] = new_TKX
-                blocks = self.table.blocks(sequence, end)
+                blocks = self.table.blocks(sequence, end).to(cache_BKPX.device)
                 all_CKX = cache_BKPX[blocks].transpose(1, 2).flatten(0, 1)[:end]
             found.append(decode(all_CKX, kind))
         self._summarise(sequence, start, end)
@@ -112,10 +120,11 @@ class LayerCache:
             self.tables.summarise(sequence, begin, decode(kept_TKX, self.types.key).float())
 
     def _places(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """The block of each position, and the position within it."""
-        position_T = torch.arange(start, end)
+        """The block of each position, and the position within it, on the cache's device."""
+        position_T, device = torch.arange(start, end), self.key_BKPX.device
         length = self.table.block_length
-        return self.table.blocks(sequence, end)[position_T // length], position_T % length
+        block_T = self.table.blocks(sequence, end)[position_T // length]
+        return block_T.to(device), (position_T % length).to(device)
 
     def read(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Copies of keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as
@@ -127,6 +136,7 @@ class LayerCache:
 
     def write(self, sequence: int, start: int, key_TKX: Tensor, value_TKX: Tensor) -> None:
         """Stores keys and values that `read` returned."""
+        key_TKX, value_TKX = (rows.to(self.key_BKPX.device) for rows in (key_TKX, value_TKX))
         block_T, place_T = self._places(sequence, start, start + len(key_TKX))
         _bits(self.key_BKPX)[block_T, :, place_T] = key_TKX
         _bits(self.value_BKPX)[block_T, :, place_T] = value_TKX

@@ -26,6 +26,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.draft_costs import Acceptance, Account, StepCosts
 from sparkinfer.runtime.generate.draft_options import SpeculationOptions
 from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.hybrid_step import HybridStep
 from sparkinfer.runtime.step.native_step import NativeStep
 
 _FORGET_RATE = 0.95  # of the steps that the rate averages
@@ -38,19 +39,27 @@ _OFF_AFTER = 8  # guesses in a row that did not pay
 
 
 def has_equal_rows(decoder: Decoder) -> bool:
-    """True if rows of a step have the same bits as single steps."""
+    """True if a row of any pass has the same bits as a single step: all are native."""
     return isinstance(decoder.native, NativeStep)
+
+
+def has_equal_steps(decoder: Decoder) -> bool:
+    """True if rows of a step have the same bits as single steps; prompts may be passes of others."""
+    native = decoder.native
+    return has_equal_rows(decoder) or (isinstance(native, HybridStep) and native.has_equal_rows)
 
 
 def check_rows(decoder: Decoder) -> None:
     """Raises SparkinferError unless rows of a step have the same bits as single steps."""
-    if has_equal_rows(decoder):
+    if has_equal_steps(decoder):
         return
     native = decoder.native
     reason = native if isinstance(native, str) else "a part of the model is on a GPU"
+    if isinstance(native, HybridStep):
+        reason = "K-quants on a GPU have other last bits in steps of several rows"
     raise SparkinferError(
-        f"speculation could change the text here: only native steps on the CPU compute several"
-        f" tokens bit-identically to single ones ({reason}); leave --speculate out"
+        f"speculation could change the text here: only steps whose rows are bit-identical to single"
+        f" tokens check drafts ({reason}); leave --speculate out"
     )
 
 

@@ -27,6 +27,7 @@ from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.step.batch import Wanted
 from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.hybrid_step import HybridStep
 from sparkinfer.runtime.step.sequences import Part, Sequences, not_tokens
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.chat_template import chat_template_of
@@ -207,6 +208,11 @@ class TextEngine:
     def has_equal_rows(self) -> bool:
         """True if a row of a step has the bits it has alone, whatever else is in the step."""
         return has_equal_rows(self._live)
+
+    @property
+    def has_row_steps(self) -> bool:
+        """True if a step computes tokens of several texts together."""
+        return self.has_equal_rows or isinstance(self._live.native, HybridStep)
 
     @property
     def not_native(self) -> str | None:

@@ -55,7 +55,8 @@ class SharedWorkspace:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeNeurons:
-    """One block's native call. Reads `x_D` and the bits of `named_W`, writes `y_D`: buffers at
+    """One block's native call. Reads `x_D` and the bits of `named_W`, writes `y_D`, or several rows of
+    them, as many as `struct.num_tokens` says: buffers at
     fixed addresses."""
 
     struct: NeuronsStruct
@@ -99,7 +100,7 @@ class NativeNeurons:
             width=width,
             num_neurons=num_neurons,
             num_tokens=1,
-            max_tokens=1,
+            max_tokens=1 if x_D.dim() == 1 else len(x_D),
             activation=ACTIVATIONS.index(gate.activation),
             mode=MODES.index(mode),
             threshold=gate.threshold,

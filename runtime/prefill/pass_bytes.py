@@ -10,6 +10,7 @@ Letters: T tokens, D model width, H heads, K key-value heads, W head width, C po
 neurons."""
 
 from sparkinfer.budget import (
+    BLOCK_LENGTH,
     FLOAT_BYTES,
     LOGITS_CHUNK,
     kv_bytes_per_layer,
@@ -17,6 +18,7 @@ from sparkinfer.budget import (
     part_neurons,
 )
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
 from sparkinfer.runtime.model.attention import SCORE_BYTES
 from sparkinfer.runtime.model.feed_forward import Mode
@@ -24,6 +26,7 @@ from sparkinfer.runtime.weights import gpu_products
 
 # Maximum number of partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32
+ROWS_SHARE = 0.25  # of the workspace, for steps of several rows
 _DECODE_TENSORS = 64  # upper bound on their number; each may have an alignment gap
 
 
@@ -64,10 +67,18 @@ def _gathered(model: ModelFile, context_length: int) -> int:
     return 3 * kv_bytes_per_layer(model, positions) // 2 + 16 * positions
 
 
-def decode_bytes(model: ModelFile, context_length: int) -> int:
+def step_rows(model: ModelFile, context_length: int, workspace: int) -> int:
+    """Rows of a decode step for whose vectors a GPU has room: they may take a share of the workspace."""
+    rows = [n for n in ROWS if decode_bytes(model, context_length, n) <= ROWS_SHARE * workspace]
+    return max(rows, default=1)
+
+
+def decode_bytes(
+    model: ModelFile, context_length: int, num_rows: int = 1, num_sequences: int = 1
+) -> int:
     """Upper bound on the bytes of the vectors that a decode step keeps on a GPU
-    (runtime.step.hybrid_device), and of the ids shared by layers that have all their neurons
-    there."""
+    (runtime.step.hybrid_device), of the table of several sequences' blocks, and of the ids shared by
+    layers that have all their neurons there."""
     shape = model.shape
     inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
     heads = shape.num_heads * shape.head_width
@@ -75,4 +86,5 @@ def decode_bytes(model: ModelFile, context_length: int) -> int:
     values = shape.width * (8 + _MOST_PARTS) + inputs + heads + rank + shape.vocab_size
     values += 3 * shape.num_neurons
     values += attend_scratch(context_length, shape.num_heads, shape.head_width)
-    return FLOAT_BYTES * values + 256 * _DECODE_TENSORS
+    table = num_sequences * -(-context_length // BLOCK_LENGTH)
+    return FLOAT_BYTES * (num_rows * (values + 5) + table) + 256 * _DECODE_TENSORS

@@ -1,6 +1,7 @@
 """Chooses how a token is decoded: in one native call, by one captured graph per GPU, or, if neither
 is possible, layer by layer in torch."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -15,9 +16,9 @@ from sparkinfer.runtime.step.hybrid_step import Backend
 
 
 class DecodeStep(Protocol):
-    """A decode step of the first sequence."""
+    """A decode step."""
 
-    def run(self, token: int, position: int) -> Tensor:
+    def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, on the CPU, valid until the next step."""
 
 
@@ -28,19 +29,22 @@ def decode_step(
     traffic: Traffic,
     backend: Backend | str | None,
     neuron_cache: NeuronCache | None = None,
+    max_rows: int = 1,
+    on_capture: Callable[[], None] = lambda: None,
 ) -> DecodeStep | str:
     """The decode step for a model placed like this, or a few words on why there is none.
+
+    `max_rows` and `on_capture` are of a hybrid step (hybrid_builder.build).
 
     `backend` is None without a GPU, and a reason where a GPU's step does not work."""
     if backend is None:
         return native_step.build(weights, input_layer_offset, traffic, neuron_cache)
     if isinstance(backend, str):
         return backend
-    if weights.cache.table.num_sequences > 1:
-        return "several sequences have no step on a GPU so far"
     try:
         return hybrid_builder.build(
-            weights, placement, input_layer_offset, traffic, backend, neuron_cache
-        )
+            weights, placement, input_layer_offset, traffic, backend, neuron_cache, max_rows,
+            on_capture,
+        )  # fmt: skip
     except NotNative as reason:
         return str(reason)

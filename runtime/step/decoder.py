@@ -2,7 +2,7 @@
 
 Letters: T tokens, R rows that want logits, D model width, V vocabulary."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -16,6 +16,7 @@ from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.step.batch import Row, runs_of
 from sparkinfer.runtime.step.decode_step import DecodeStep
 from sparkinfer.runtime.step.forms import layer_form
+from sparkinfer.runtime.step.hybrid_step import HybridStep
 from sparkinfer.runtime.step.native_step import NativeStep
 from sparkinfer.runtime.step.program import (
     HOST,
@@ -46,7 +47,7 @@ class Decoder:
             row = Row(token=token, position=position, sequence=sequence, has_logits=True)
             return self._native_rows.run_rows([row])[0]
         if not isinstance(self.native, str) and not self.observers.active:
-            return self.native.run(token, position)
+            return self.native.run(token, position, sequence)
         return self.logits(self.forward(torch.tensor([token]), position, sequence))[0]
 
     @property
@@ -73,7 +74,26 @@ class Decoder:
         if len(rows) == 1 and rows[0].has_logits:
             return self.step(rows[0].token, rows[0].position, rows[0].sequence)[None].clone()
         none = torch.empty(0, self.weights.head.weight.num_rows)
-        return torch.cat([none, *(self._run_one(rows, run) for run in runs_of(rows))])
+        return torch.cat([none, *self._by_runs(rows)])
+
+    def _by_runs(self, rows: Sequence[Row]) -> Iterator[Tensor]:
+        """Logits of the runs of rows of one sequence, in order. Tokens of decoding are steps of a
+        hybrid step, as many at a time as it takes; pieces of prompts are passes."""
+        hybrid = None if self.observers.active else self.native
+        waiting: list[Row] = []
+        for run in runs_of(rows):
+            is_step = isinstance(hybrid, HybridStep) and _is_decoded(run)
+            if is_step:
+                waiting += run
+                continue
+            if waiting:
+                assert isinstance(hybrid, HybridStep)
+                yield hybrid.run_rows(waiting)
+                waiting = []
+            yield self._run_one(rows, run)
+        if waiting:
+            assert isinstance(hybrid, HybridStep)
+            yield hybrid.run_rows(waiting)
 
     def _run_one(self, rows: Sequence[Row], run: Sequence[Row]) -> Tensor:
         """Computes consecutive rows of one sequence; see `run`."""
@@ -131,6 +151,11 @@ class Decoder:
             self.observers.show("logits", None, logits_TV)
             pieces.append(logits_TV)
         return torch.cat(pieces)
+
+
+def _is_decoded(run: Sequence[Row]) -> bool:
+    """True if all logits of a run are wanted, as those of drafts are, and it is not a prompt's."""
+    return all(row.has_logits and row.source is None for row in run)
 
 
 def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int) -> Tensor:

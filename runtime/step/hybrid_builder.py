@@ -3,16 +3,20 @@ streams of each device, and the segments that the program is submitted in.
 
 Layers whose attention is on a GPU run there, their cold neurons concurrently on the CPU;
 neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence: each has its own
-graph, which starts by receiving the hidden state."""
+graph, which starts by receiving the hidden state. Steps of several rows have graphs of their own, made
+at their first use: most engines never run most of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
 
 import torch
 
+from sparkinfer.runtime.cache.block_table import NO_BLOCK
 from sparkinfer.runtime.device.streams import HostNode, Stream
+from sparkinfer.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from sparkinfer.runtime.kernels.gpu.ranges import down_parts
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.layers import Weights
@@ -42,10 +46,18 @@ def build(
     traffic: Traffic,
     backend: Backend,
     neuron_cache: NeuronCache | None = None,
+    max_rows: int = 1,
+    on_capture: Callable[[], None] = lambda: None,
 ) -> HybridStep:
-    """The hybrid step of this model. Raises NotNative for what the CPU kernels do not cover. A
-    "GPU" of `placement` may be the CPU, with a backend that runs there."""
-    builder = _Builder(weights, placement, input_layer_offset, traffic, backend, neuron_cache)
+    """The hybrid step of this model, for up to `max_rows` rows at a time; with a neuron cache for one.
+    `on_capture` is called when graphs for another number of rows have been captured.
+
+    Raises NotNative for what the CPU kernels do not cover. A "GPU" of `placement` may be the CPU,
+    with a backend that runs there."""
+    builder = _Builder(
+        weights, placement, input_layer_offset, traffic, backend, neuron_cache,
+        max_rows=1 if neuron_cache is not None else max_rows, on_capture=on_capture,
+    )  # fmt: skip
     return builder.step()
 
 
@@ -58,8 +70,12 @@ class _Builder:
         traffic: Traffic,
         backend: Backend,
         neuron_cache: NeuronCache | None,
+        *,
+        max_rows: int,
+        on_capture: Callable[[], None],
     ) -> None:
         self.weights, self.placement = weights, placement
+        self.max_rows, self.on_capture = max_rows, on_capture
         # A device's buffers are all from one allocator: a second one begins where the first did.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
         num_neurons = weights.layers[0].ffn.num_neurons
@@ -67,7 +83,11 @@ class _Builder:
         if neuron_cache is not None:
             self.cache = StepCache(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
-        self.host = HostBuffers.of(width, num_neurons, vocab_size, is_pinned=backend.is_pinned)
+        table = weights.cache.table
+        self.host = HostBuffers.of(
+            width, num_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
+            table_SN=None if table.is_whole else table.block_SN,
+        )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
         room.allocate()
@@ -88,7 +108,7 @@ class _Builder:
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
         hot, cold = by_role(layer.ffn.blocks)
-        native, named_W, fired_W, hot_bits = None, self.host.named_W, None, None
+        native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
         if self.cache is not None:
             hot_bits = self.cache.hot_bits(index)
             if self.cache.is_exact:
@@ -98,8 +118,8 @@ class _Builder:
         if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
             native = NativeNeurons.of(
                 cold, layer.ffn.gate, layer.ffn.mode, layer.ffn.num_neurons,
-                x_D=self.host.ffn_in_2D[index % 2], named_W=named_W,
-                y_D=self.host.ffn_out_D if hot is None else self.host.cold_out_D,
+                x_D=self.host.ffn_in_2TD[index % 2], named_W=named_W,
+                y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
                 room=room, fired_W=fired_W,
             )  # fmt: skip
         is_partial = hot is not None and not hot.is_whole
@@ -115,31 +135,12 @@ class _Builder:
         )
 
     def step(self) -> HybridStep:
-        devices = {gpu(n): self._device(n) for n in sorted(set(self.placement.numbers))}
-        self.submissions = Lowering(
-            program=self.program,
-            weights=self.weights,
-            devices=devices,
-            divided=self.divided,
-            host=self.host,
-            parts=self.parts,
-            bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
-            is_whole_L=[form.is_whole_on_host for form in self.form.layers],
-        ).submissions()
+        self.devices = {gpu(n): self._device(n) for n in sorted(set(self.placement.numbers))}
         if self.cache is not None:
             numbers = sorted(set(self.placement.numbers))
-            self.cache.connect({number: devices[gpu(number)].main for number in numbers})
-        segments = self._segments(devices)
-        for segment in segments:  # kernels are compiled and loaded before anything is captured
-            segment.main.follow()  # wait for weights and zeros being copied
-            segment.run()
-            segment.main.finish()
-        prepared = tuple(
-            replace(segment, run=self.backend.prepare(segment.main, segment.run))
-            if segment.is_graph
-            else segment
-            for segment in segments
-        )
+            self.cache.connect({number: self.devices[gpu(number)].main for number in numbers})
+        with _spared(self.weights):
+            single = self._prepared(1)
         meter = Meter(
             traffic=self.traffic,
             structs=[d.cold.struct for d in self.divided if d.cold] + [self.parts.step],
@@ -150,14 +151,71 @@ class _Builder:
         before, after = (self._outside(kinds) for kinds in (("embed",), ("norm", "head")))
         return HybridStep(
             host=self.host,
-            segments=prepared,
+            segments={1: single},
+            prepare=self._more,
+            table=self.weights.cache.table,
+            has_equal_rows=self._has_equal_rows(),
             before=before,
             after=after,
             positions=positions.data.float() if positions is not None and has_rows else None,
             meter=meter,
-            kept=(devices, self.divided, self.submissions),
+            kept=(self.devices, self.divided, self.submissions),
             neuron_cache=self.cache,
         )
+
+    def _more(self, num_rows: int) -> tuple[Segment, ...]:
+        """Work for steps of this many rows. The first run of it is the step that wants it."""
+        found = self._prepared(num_rows)
+        self.on_capture()
+        return found
+
+    def _prepared(self, num_rows: int) -> tuple[Segment, ...]:
+        host, has_cache = self.host.rows(num_rows), self.cache is not None
+        devices = {
+            name: replace(device, buffers=device.buffers.rows(num_rows))
+            for name, device in self.devices.items()
+        }
+        self.submissions = Lowering(
+            program=self.program,
+            weights=self.weights,
+            devices=devices,
+            divided=[d if has_cache else replace(d, named_W=host.named_TW) for d in self.divided],
+            host=host,
+            parts=self.parts,
+            bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
+            is_whole_L=[form.is_whole_on_host for form in self.form.layers],
+        ).submissions()
+        segments = self._segments(devices)
+        for segment in segments:  # kernels are compiled and loaded before anything is captured
+            segment.main.follow()  # wait for weights and zeros being copied
+            segment.run()
+            segment.main.finish()
+        return tuple(
+            replace(segment, run=self.backend.prepare(segment.main, segment.run))
+            if segment.is_graph
+            else segment
+            for segment in segments
+        )
+
+    def _has_equal_rows(self) -> bool:
+        """Whether a row's bits do not depend on how many there are: kernels.py says for which kinds of
+        matrices on a GPU. The CPU's rows have this property."""
+        weights, placement = self.weights, self.placement
+        kinds = {weights.head.weight.kind} if placement.head_on_gpu else set()
+        for divided in self.divided:
+            layer = divided.layer
+            if placement.dense_on_gpu[divided.index]:
+                linears = (*layer.attention.inputs, layer.attention.output)
+                kinds |= {linear.weight.kind for linear in linears}
+                predictor = layer.ffn.predictor
+                if predictor is not None:
+                    found = (predictor.down, predictor.up)
+                    kinds |= {linear.weight.kind for linear in found if linear is not None}
+            if divided.hot is not None:
+                hot = divided.hot
+                kinds |= {hot.gate.weight.kind, hot.down.kind}
+                kinds |= set() if hot.up is None else {hot.up.weight.kind}
+        return not any(kind in INEXACT_ROWS for kind in kinds)
 
     def _outside(self, kinds: Sequence[str]) -> HostNode | None:
         """The host's function before or after the work of all GPUs; None if there is none."""
@@ -211,8 +269,33 @@ class _Builder:
             main=main,
             side=side,
             buffers=DeviceBuffers.of(
-                self.weights, mine, take, has_head=self.form.head == gpu(number)
-            ),
+                self.weights,
+                mine,
+                take,
+                has_head=self.form.head == gpu(number),
+                max_rows=self.max_rows,
+            ),  # fmt: skip
             rotary=self.weights.rotary.get(device),
             slot_kernels=self.backend.slot_kernels,
         )
+
+
+@contextmanager
+def _spared(weights: Weights) -> Iterator[None]:
+    """Lets a trial step write to the first position of the first sequence, whose keys and values are
+    as before at the end; with one block for everything, where nothing else is at a load, they are
+    not."""
+    table = weights.cache.table
+    if table.is_whole:
+        yield
+        return
+    if int(table.block_SN[0, 0]) == NO_BLOCK:
+        weights.cache.reserve(0, 0, 1)
+        yield
+        table.shrink(0, 0)
+        return
+    caches = [layer.attention.cache for layer in weights.layers]
+    kept = [each.read(0, 0, 1) for each in caches]
+    yield
+    for each, rows in zip(caches, kept, strict=True):
+        each.write(0, 0, *rows)

@@ -3,11 +3,15 @@
 Every vector has a fixed address: a step allocates nothing, so that it can be captured once and
 replayed. program.py has the order of operations, hybrid_lowering.py submits them.
 
-Letters: D model width, F neurons of a layer, N hot ones, R predictor rank, H heads, K key-value
+A step of T rows uses the beginning of each vector, [T, ...]; that of one row has no axis for it.
+
+Letters: T rows, D model width, F neurons of a layer, N hot ones, R predictor rank, H heads, K key-value
 heads, W head width, S partial sums, P vectors to be added up, V vocabulary."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ from sparkinfer.runtime.model.attention import Norm, Rotary
 from sparkinfer.runtime.model.feed_forward import FeedForward, NeuronBlock
 from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons
+from sparkinfer.runtime.step.native_parts import first
 from sparkinfer.runtime.weights.matrix import Linear, Matrix
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
@@ -35,7 +40,7 @@ class DividedLayer:
     hot_id_N: Tensor | None  # int32
     cold: NativeNeurons | None
     num_parts: int  # S, the partial sums of the hot neurons
-    named_W: Tensor  # the predicted neurons on the host, int32 [F / 32 rounded up]
+    named_W: Tensor  # the predicted neurons on the host, int32 [F / 32 rounded up] of each row
     # With a neuron cache in mode "exact", int32 on the device: the slot of each neuron, and the bits of
     # the hot ones that a step reads, which it writes.
     hot_bits: tuple[Tensor, Tensor] | None = None
@@ -55,26 +60,32 @@ class DividedLayer:
 
 # Names in the program -> fields.
 _PLAIN = {
-    "token": "token_1", "position": "position_1", "x": "x_D", "attn_in": "attn_input_D",
+    "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
     "head_in": "attn_input_D", "named": "named_W", "logits": "logits_V",
 }  # fmt: skip
+_REAL = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBuffers:
-    """The vectors of a step on one GPU, f32 unless noted."""
+    """The vectors of a step on one GPU, f32 unless noted. Their memory is for `max_rows` rows, their
+    shapes are for `num_rows`."""
 
-    token_1: Tensor  # int64
-    position_1: Tensor  # int64
+    max_rows: int
+    num_rows: int
+    token_T: Tensor  # int64
+    position_T: Tensor  # int64
+    sequence_T: Tensor  # int32
+    table_SN: Tensor | None  # int32, with several sequences
     x_D: Tensor  # the hidden state
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
     qkv: Tensor  # [(H + 2 K) W]
     heads_HW: Tensor
     scratch: Tensor  # of attention
-    inner_R: Tensor
+    inner: Tensor  # of predictors, flat
     named_W: Tensor  # int32 [F / 32 rounded up]
-    hidden_N: Tensor
+    hidden: Tensor  # of hot neurons, flat
     sum_PD: Tensor  # attention's output; partial sums of hot neurons; sum of cold ones; bias
     logits_V: Tensor
 
@@ -86,15 +97,16 @@ class DeviceBuffers:
         take: Take,
         *,
         has_head: bool,
+        max_rows: int = 1,
     ) -> "DeviceBuffers":
         """Allocates the buffers; `take` returns zeros on the device."""
         width = weights.embedding.width
         first = weights.layers[0]
         cache = first.attention.cache
-        context_length = cache.table.context_length
+        table = cache.table
         num_kv, head_width = cache.num_kv_heads, cache.head_width
         num_heads, num_neurons = first.attention.num_heads, first.ffn.num_neurons
-        scratch = attend_scratch(context_length, num_heads, head_width)
+        scratch = attend_scratch(table.context_length, num_heads, head_width)
         ranks = [
             layer.ffn.predictor.down.weight.num_rows
             for layer in weights.layers
@@ -102,22 +114,51 @@ class DeviceBuffers:
         ]
         most_hot = max([len(d.hot.id_N) for d in layers if d.hot], default=0)
         most_parts = max([d.num_parts for d in layers], default=0)
-        real = torch.float32
+
+        def take_rows(size: int, dtype: torch.dtype = _REAL) -> Tensor:
+            return take((max_rows, size), dtype)
+
         return cls(
-            token_1=take((1,), torch.int64),
-            position_1=take((1,), torch.int64),
-            x_D=take((width,), real),
-            attn_input_D=take((width,), real),
-            ffn_in_2D=take((2, width), real),
-            qkv=take(((num_heads + 2 * num_kv) * head_width,), real),
-            heads_HW=take((num_heads * head_width,), real),
-            scratch=take((scratch,), real),
-            inner_R=take((max(ranks, default=0),), real),
-            named_W=take((-(-num_neurons // 32),), torch.int32),
-            hidden_N=take((most_hot,), real),
-            sum_PD=take((1 + most_parts + 2, width), real),
-            logits_V=take((weights.head.weight.num_rows if has_head else 0,), real),
+            max_rows=max_rows,
+            num_rows=max_rows,
+            token_T=take((max_rows,), torch.int64),
+            position_T=take((max_rows,), torch.int64),
+            sequence_T=take((max_rows,), torch.int32),
+            table_SN=None if table.is_whole else take(tuple(table.block_SN.shape), torch.int32),
+            x_D=take_rows(width),
+            attn_input_D=take_rows(width),
+            ffn_in_2D=take((2, max_rows, width), _REAL),
+            qkv=take_rows((num_heads + 2 * num_kv) * head_width),
+            heads_HW=take_rows(num_heads * head_width),
+            scratch=take((max_rows * scratch,), _REAL),
+            inner=take((max_rows * max(ranks, default=0),), _REAL),
+            named_W=take_rows(-(-num_neurons // 32), torch.int32),
+            hidden=take((max_rows * most_hot,), _REAL),
+            sum_PD=take((1 + most_parts + 2, max_rows, width), _REAL),
+            logits_V=take_rows(weights.head.weight.num_rows if has_head else 0),
         )
+
+    def rows(self, num_rows: int) -> "DeviceBuffers":
+        """The same memory for steps of this many rows."""
+        changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _LISTS}
+        for name in _VECTORS:
+            values = getattr(self, name)
+            changes[name] = self.first(values, values.shape[-1], num_rows=num_rows)
+        parts, width = self.sum_PD.shape[0], self.sum_PD.shape[-1]
+        shape = (parts, width) if num_rows == 1 else (parts, num_rows, width)
+        changes["sum_PD"] = self.sum_PD.flatten()[: prod(shape)].view(shape)
+        changes["ffn_in_2D"] = first(self.ffn_in_2D, num_rows, axis=1)
+        return replace(self, **changes, num_rows=num_rows)
+
+    def first(self, values: Tensor, size: int, *, num_rows: int | None = None) -> Tensor:
+        """[T, size] at the beginning of a vector's memory."""
+        num_rows = self.num_rows if num_rows is None else num_rows
+        flat = values.flatten()[: num_rows * size]
+        return flat if num_rows == 1 else flat.view(num_rows, size)
+
+
+_LISTS = ("token_T", "position_T", "sequence_T")
+_VECTORS = ("x_D", "attn_input_D", "qkv", "heads_HW", "named_W", "logits_V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +195,8 @@ class DeviceKernels:
         """Learned positions are in the hidden state already."""
         b = self.buffers
         self._launch(
-            lambda: self.kernels.embed(embedding, b.token_1, b.x_D, is_added=has_positions),
-            [b.token_1, b.x_D, embedding.data], [b.x_D],
+            lambda: self.kernels.embed(embedding, b.token_T, b.x_D, is_added=has_positions),
+            [b.token_T, b.x_D, embedding.data], [b.x_D],
         )  # fmt: skip
 
     def add_norm(
@@ -187,29 +228,29 @@ class DeviceKernels:
         start = 0
         for linear in attention.inputs:
             stop = start + linear.weight.num_rows
-            self.dot(linear, x_D, b.qkv[start:stop])
+            self.dot(linear, x_D, b.qkv[..., start:stop])
             start = stop
         rotary = self.rotary
         query, key = attention.query_norm, attention.key_norm
-        cache, num_heads = attention.cache, attention.num_heads
+        (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
+        sequence_T = None if b.table_SN is None else b.sequence_T
         frequency_W = rotary.frequency_W if rotary else None
         query_W, key_W = query.weight_D if query else None, key.weight_D if key else None
         self._launch(
             lambda: self.kernels.rotate_append(
                 b.qkv, frequency_W, bool(rotary and rotary.is_adjacent), query_W, key_W,
-                query.epsilon if query else 0.0,
-                b.position_1, cache.key_CKW, cache.value_CKW, num_heads,
-                magnitude=rotary.magnitude if rotary else 1.0,
+                query.epsilon if query else 0.0, b.position_T, keys, values, num_heads,
+                sequence_T, b.table_SN, magnitude=rotary.magnitude if rotary else 1.0,
             ),
-            [b.qkv, frequency_W, query_W, key_W, b.position_1],
-            [b.qkv, cache.key_CKW, cache.value_CKW],
+            [b.qkv, frequency_W, query_W, key_W, b.position_T, sequence_T, b.table_SN],
+            [b.qkv, keys, values],
         )  # fmt: skip
         self._launch(
             lambda: self.kernels.attend(
-                b.qkv, cache.key_CKW, cache.value_CKW, b.position_1, num_heads, b.scratch,
-                b.heads_HW,
+                b.qkv, keys, values, b.position_T, num_heads, b.scratch, b.heads_HW, sequence_T,
+                b.table_SN,
             ),
-            [b.qkv, cache.key_CKW, cache.value_CKW, b.position_1], [b.scratch, b.heads_HW],
+            [b.qkv, keys, values, b.position_T, sequence_T, b.table_SN], [b.scratch, b.heads_HW],
         )  # fmt: skip
         self.dot(attention.output, b.heads_HW, b.sum_PD[0])
 
@@ -218,7 +259,7 @@ class DeviceKernels:
         assert predictor is not None
         b, inner = self.buffers, x_D
         if predictor.down:
-            inner = b.inner_R[: predictor.down.weight.num_rows]
+            inner = b.first(b.inner, predictor.down.weight.num_rows)
             self.dot(predictor.down, x_D, inner, has_relu=predictor.kind == "relu")
         up, activation = predictor.up, ffn.gate.activation
         self._launch(
@@ -236,7 +277,7 @@ class DeviceKernels:
         gate, up, down = hot.gate, hot.up, hot.down
         up_weight, up_bias_N = (up.weight, up.bias_N) if up else (None, None)
         named_W = b.named_W if ffn.mode == "predicted" else None
-        hidden_N = b.hidden_N[: len(hot.id_N)]
+        hidden_N = b.first(b.hidden, len(hot.id_N))
         parts_SD = b.sum_PD[1 : 1 + divided.num_parts]
         is_dense = ffn.mode == "dense"
         act = ffn.gate

@@ -202,7 +202,7 @@ class Lowering:
         if op.kind == "bias":
             bias_D = layer.ffn.down_bias_D
             assert bias_D is not None
-            return partial(device.main.copy, self._tensor(op.writes[0], op.layer), bias_D)
+            return partial(_copy_to_rows, device, self._tensor(op.writes[0], op.layer), bias_D)
         if op.is_beside:
             assert op.kind == "neurons" and divided.cold is not None, op
             return partial(device.side.host, neuron_node(divided.cold))
@@ -223,6 +223,8 @@ class Lowering:
             found = self.bits_of_gpu(op.layer)
             assert found is not None
             return partial(stream.copy, found[1], found[0])
+        if name_of(source) == "position":
+            return partial(self._place, device)
         copy = partial(stream.copy, self._tensor(target, op.layer), self._tensor(source, op.layer))
         is_sum = device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out")
         if not is_sum:
@@ -238,6 +240,16 @@ class Lowering:
 
         return run
 
+    def _place(self, device: DeviceKernels) -> None:
+        """Copies the rows' positions to a GPU, and with several sequences which they are of, and the
+        blocks of all."""
+        b, host = device.buffers, self.host
+        device.main.copy(b.position_T, host.position_T)
+        if b.table_SN is not None:
+            assert host.table_SN is not None
+            device.main.copy(b.sequence_T, host.sequence_T)
+            device.main.copy(b.table_SN, host.table_SN)
+
     def _tensor(self, value: str, layer: int | None) -> Tensor:
         name, device = name_of(value), device_of(value)
         divided = None if layer is None else self.divided[layer]
@@ -249,6 +261,11 @@ class Lowering:
         found = self.host.value(name)
         assert found is not None, value
         return found
+
+
+def _copy_to_rows(device: DeviceKernels, target: Tensor, values_D: Tensor) -> None:
+    for row_D in target.view(-1, len(values_D)):
+        device.main.copy(row_D, values_D)
 
 
 def is_in_line(op: Op) -> bool:

@@ -1,6 +1,13 @@
-"""A decode step over GPUs and the CPU: one graph per GPU, run in sequence. hybrid_builder.py builds
-it."""
+"""A decode step over GPUs and the CPU: one graph per GPU, run in sequence, for 1, 2, 4, 8, 16 or 32
+rows. hybrid_builder.py builds it.
 
+A step of other numbers of rows fills up the next one by repeating its last row on GPUs; the CPU
+computes only the rows there are. The first step of a number of rows is checked against its rows one
+at a time; if it fails or differs, such steps are not used, with a line of output.
+
+Letters: R rows with logits, V vocabulary, C positions of a context, D model width."""
+
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,14 +15,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.device.streams import HostNode, Stream
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from sparkinfer.runtime.kernels.gpu.kernels import ROWS, Kernels
 from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.native_neurons import NeuronsStruct
+from sparkinfer.runtime.step.batch import Row
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.native_parts import HostBuffers
 from sparkinfer.runtime.step.native_step import StepStruct
+
+log = logging.getLogger(__name__)
+
+# The largest |got - want| / |want| of the logits of a step's rows against those of single rows: for
+# K-quants sums differ in the last bits, and a prediction or activation close to a threshold may flip.
+ROWS_BOUND = 0.1
 
 # Turns a submission to a stream into a function that is called for every token.
 Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
@@ -54,39 +69,114 @@ class HybridStep:
     """A decode step over GPUs and the CPU."""
 
     host: HostBuffers
-    segments: tuple[Segment, ...]
+    segments: dict[int, tuple[Segment, ...]]  # by number of rows
     before: HostNode | None  # the embedding, if it is on the host
     after: HostNode | None  # the head, if it is on the host
     positions: Tensor | None  # f32 [C, D] on the host, if the embedding is on a GPU
     meter: "Meter"
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
     neuron_cache: StepHooks | None = None
+    table: BlockTable | None = None
+    # Makes the segments for a number of rows, those in `host`.
+    prepare: Callable[[int], tuple[Segment, ...]] | None = None
+    has_equal_rows: bool = True  # a row has the bits it has alone
+    most: int = 0  # rows of a step; 0: as many as `host` has room for
 
-    def run(self, token: int, position: int) -> Tensor:
+    @property
+    def max_rows(self) -> int:
+        return self.most or self.host.max_rows
+
+    def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, valid until the next step; appends to the cache."""
+        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+        self._run([row], 1)
+        return self.host.logits_TV[0]
+
+    def run_rows(self, rows: Sequence[Row]) -> Tensor:
+        """Logits f32 [R, V] of the rows that want them, none of which copies another; appends all of
+        them to the cache."""
+        pieces = []
+        start = 0
+        while start < len(rows):
+            piece = rows[start : start + self.max_rows]
+            num_rows = next(count for count in ROWS if count >= len(piece))
+            if num_rows not in self.segments and not self._is_right(piece, num_rows):
+                continue  # with fewer rows
+            self._run(piece, num_rows)
+            pieces.append(self._logits(piece))
+            start += len(piece)
+        return torch.cat(pieces)
+
+    def _logits(self, rows: Sequence[Row]) -> Tensor:
+        wanted = torch.tensor([row.has_logits for row in rows])
+        return self.host.logits_TV[: len(rows)][wanted]  # a copy
+
+    def _is_right(self, rows: Sequence[Row], num_rows: int) -> bool:
+        """Prepares steps of this many rows and checks them; if they are wrong, fewer are used from
+        here on."""
+        alone = torch.stack([self._single(row) for row in rows])
+        try:
+            self._fill(rows, num_rows)
+            assert self.prepare is not None
+            self.segments[num_rows] = self.prepare(num_rows)
+            self._run(rows, num_rows)
+            off = float((self.host.logits_TV[: len(rows)] - alone).norm() / alone.norm())
+            why = "" if not off > ROWS_BOUND else f"logits are off by {off:.2g}"
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        if why:
+            self.segments.pop(num_rows, None)
+            self.most = ROWS[ROWS.index(num_rows) - 1]
+            log.warning(
+                "steps of %d rows on %s fail (%s): steps have at most %d, several texts and drafts"
+                " are slower", num_rows, "this GPU", why, self.most
+            )  # fmt: skip
+        return not why
+
+    def _single(self, row: Row) -> Tensor:
+        self._run([row], 1)
+        return self.host.logits_TV[0].clone()
+
+    def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
+        """Writes the rows to where a step of `num_rows` finds them."""
         host = self.host
-        host.token_1[0], host.position_1[0] = token, position
+        host.count.value = len(rows)
+        for struct, row in zip(host.structs, rows, strict=False):
+            struct.token, struct.position, struct.sequence = row.token, row.position, row.sequence
+            struct.has_logits, struct.source = True, -1
+        filled = [*rows, *[rows[-1]] * (num_rows - len(rows))]
+        for number, row in enumerate(filled):
+            host.token_T[number], host.position_T[number] = row.token, row.position
+            host.sequence_T[number] = row.sequence
+        if host.table_SN is not None:
+            assert self.table is not None
+            host.table_SN.copy_(self.table.block_SN)
+        self.meter.set_rows(len(rows))
+
+    def _run(self, rows: Sequence[Row], num_rows: int) -> None:
+        host = self.host
+        self._fill(rows, num_rows)
         if self.before:
             self.before.run()
         elif self.positions is not None:
-            host.x_D.copy_(self.positions[position])
+            host.x_TD[:num_rows] = self.positions[host.position_T[:num_rows]]
         if self.neuron_cache is not None:
             self.neuron_cache.before_step()
+        segments = self.segments[num_rows]
         try:
-            self._submit()
+            self._submit(segments)
         finally:  # even after an interrupt, nothing keeps running
-            for segment in self.segments:
+            for segment in segments:
                 segment.main.finish()
         if self.after:
             self.after.run()
         if self.neuron_cache is not None:
             self.neuron_cache.after_step()
         self.meter.read()
-        return host.logits_V
 
-    def _submit(self) -> None:
+    def _submit(self, segments: Sequence[Segment]) -> None:
         event = None
-        for segment in self.segments:
+        for segment in segments:
             segment.main.follow()  # wait for a prompt's keys and values
             if event is not None:
                 segment.main.wait(event)
@@ -101,6 +191,12 @@ class Meter:
 
     traffic: Traffic
     structs: Sequence[NeuronsStruct | StepStruct]
+
+    def set_rows(self, num_rows: int) -> None:
+        """Says how many rows the cold neurons are computed for."""
+        for struct in self.structs:
+            if isinstance(struct, NeuronsStruct):
+                struct.num_tokens = num_rows
 
     def read(self) -> None:
         for struct in self.structs:

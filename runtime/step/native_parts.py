@@ -4,11 +4,13 @@ operations of the step program in one call, the cold neurons of a divided layer 
 All of them share a few vectors (`HostBuffers`), which is safe because the program orders whatever
 reads and writes them.
 
-Letters: D model width, F neurons of a layer, V vocabulary."""
+Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
+sequences, N blocks of one."""
 
 from collections.abc import Iterable, Sequence
-from ctypes import POINTER, Structure, addressof, c_int64, c_void_p, pointer
-from dataclasses import dataclass
+from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,66 +21,102 @@ from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons
 from sparkinfer.runtime.model.native_structs import NotNative
 from sparkinfer.runtime.step.native_ops import VALUES, OpStruct, native_ops, overwritten
-from sparkinfer.runtime.step.native_step import StepBuilder, StepStruct
+from sparkinfer.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
 from sparkinfer.runtime.step.program import Op, name_of
 
 
 class PartStruct(Structure):
-    _fields_ = [("step", POINTER(StepStruct)), ("token", c_void_p), ("position", c_void_p),
+    _fields_ = [("step", POINTER(StepStruct)), ("row", c_void_p), ("num_rows", c_void_p),
                 ("named", c_void_p), ("logits", c_void_p),
                 ("begin", c_int64), ("end", c_int64)]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostBuffers:
-    """Values of the program on the host, pinned if there is a GPU."""
+    """Values of the program on the host, pinned if there is a GPU; without the axis of T if a step
+    has one row. `structs` and `count` are the rows as the host's functions take them."""
 
-    token_1: Tensor  # int64
-    position_1: Tensor  # int64
-    x_D: Tensor
-    ffn_in_2D: Tensor
-    named_W: Tensor  # int32 [F / 32 rounded up]
-    ffn_out_D: Tensor
-    hot_out_D: Tensor
-    cold_out_D: Tensor
-    logits_V: Tensor
+    token_T: Tensor  # int64
+    position_T: Tensor  # int64
+    sequence_T: Tensor  # int32
+    table_SN: Tensor | None  # int32, the blocks of several sequences
+    x_TD: Tensor
+    ffn_in_2TD: Tensor
+    named_TW: Tensor  # int32
+    ffn_out_TD: Tensor
+    hot_out_TD: Tensor
+    cold_out_TD: Tensor
+    logits_TV: Tensor
+    structs: Array[RowStruct] = field(repr=False)
+    count: c_int64 = field(repr=False)
 
     @classmethod
-    def of(cls, width: int, num_neurons: int, vocab_size: int, *, is_pinned: bool) -> "HostBuffers":
+    def of(
+        cls,
+        width: int,
+        num_neurons: int,
+        vocab_size: int,
+        *,
+        is_pinned: bool,
+        max_rows: int = 1,
+        table_SN: Tensor | None = None,
+    ) -> "HostBuffers":
+        """`table_SN` is the cache's table, if there are several sequences."""
+
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
 
+        rows = max_rows
+        structs = (RowStruct * rows)(*[RowStruct(has_logits=True, source=-1) for _ in range(rows)])
         return cls(
-            token_1=zeros(1, dtype=torch.int64),
-            position_1=zeros(1, dtype=torch.int64),
-            x_D=zeros(width),
-            ffn_in_2D=zeros(2, width),
-            named_W=zeros(-(-num_neurons // 32), dtype=torch.int32),
-            ffn_out_D=zeros(width),
-            hot_out_D=zeros(width),
-            cold_out_D=zeros(width),
-            logits_V=zeros(vocab_size),
+            token_T=zeros(rows, dtype=torch.int64),
+            position_T=zeros(rows, dtype=torch.int64),
+            sequence_T=zeros(rows, dtype=torch.int32),
+            table_SN=None if table_SN is None else zeros(*table_SN.shape, dtype=torch.int32),
+            x_TD=zeros(rows, width),
+            ffn_in_2TD=zeros(2, rows, width),
+            named_TW=zeros(rows, -(-num_neurons // 32), dtype=torch.int32),
+            ffn_out_TD=zeros(rows, width),
+            hot_out_TD=zeros(rows, width),
+            cold_out_TD=zeros(rows, width),
+            logits_TV=zeros(rows, vocab_size),
+            structs=structs,
+            count=c_int64(1),
         )
+
+    @property
+    def max_rows(self) -> int:
+        return len(self.structs)
+
+    def rows(self, num_rows: int) -> "HostBuffers":
+        """The same memory for steps of this many rows."""
+        changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _OF_STEP}
+        changes |= {name: first(getattr(self, name), num_rows) for name in _OF_ROWS}
+        changes["ffn_in_2TD"] = first(self.ffn_in_2TD, num_rows, axis=1)
+        return replace(self, **changes)
 
     def value(self, name: str) -> Tensor | None:
         """A value by its name in the program; None if no other device has it. Those whose place
         depends on the layer are not among them."""
         base, _, number = name.partition(".")
         if base == "ffn_in":
-            return self.ffn_in_2D[int(number)]
-        fields = (
-            "token_1",
-            "position_1",
-            "x_D",
-            "ffn_out_D",
-            "hot_out_D",
-            "cold_out_D",
-            "logits_V",
-        )
+            return self.ffn_in_2TD[int(number)]
         found: Tensor | None = next(
-            (getattr(self, field) for field in fields if field.rpartition("_")[0] == base), None
+            (getattr(self, each) for each in _SHARED if each.rpartition("_")[0] == base), None
         )
         return found
+
+
+_OF_STEP = ("token_T", "position_T", "sequence_T")
+_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV")
+_SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
+
+
+def first(values: Tensor, num_rows: int, axis: int = 0) -> Tensor:
+    """The values of the first rows; those of a single one have no axis for it."""
+    if num_rows == 1:
+        return values.select(axis, 0)
+    return values.narrow(axis, 0, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +142,7 @@ class NativeParts:
             for index, layer in ((index, weights.layers[index]) for index in indices)
         ]
         step = builder.frame(weights, layers)
+        step.max_rows = host.max_rows
         kinds = {op.kind for op in ops}
         if "embed" in kinds:
             step.embedding = builder.matrix(weights.embedding)
@@ -123,22 +162,22 @@ class NativeParts:
         step.workspace = builder.workspace(library.step_bytes(step))
         return cls(step=step, host=host, ranges=ranges, kept=(*builder.kept, host))
 
-    def node(self, ops: Sequence[Op], named_W: Tensor | None = None) -> HostNode:
-        """The node for consecutive operations. Predicted neurons are written to `named_W`, for
+    def node(self, ops: Sequence[Op], named_TW: Tensor | None = None) -> HostNode:
+        """The node for consecutive operations. Predicted neurons are written to `named_TW`, for
         others to read."""
         host = self.host
 
         def shared(values: Iterable[str]) -> tuple[Tensor, ...]:
             names = dict.fromkeys(map(name_of, values))
-            found = [named_W if name == "named" else host.value(name) for name in names]
+            found = [named_TW if name == "named" else host.value(name) for name in names]
             return tuple(tensor for tensor in found if tensor is not None)
 
         struct = PartStruct(
             step=pointer(self.step),
-            token=host.token_1.data_ptr(),
-            position=host.position_1.data_ptr(),
-            named=None if named_W is None else named_W.data_ptr(),
-            logits=host.logits_V.data_ptr(),
+            row=addressof(host.structs),
+            num_rows=addressof(host.count),
+            named=None if named_TW is None else named_TW.data_ptr(),
+            logits=host.logits_TV.data_ptr(),
             begin=self.ranges[ops[0]][0],
             end=self.ranges[ops[-1]][1],
         )
@@ -147,7 +186,7 @@ class NativeParts:
             argument=addressof(struct),
             reads=shared(value for op in ops for value in op.reads),
             writes=shared(value for op in ops for value in (*op.writes, *overwritten(op))),
-            kept=(struct, self) if named_W is None else (struct, self, named_W),
+            kept=(struct, self) if named_TW is None else (struct, self, named_TW),
         )
 
 

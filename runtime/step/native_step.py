@@ -99,9 +99,10 @@ class NativeStep:
     def max_rows(self) -> int:
         return self.step.max_rows
 
-    def run(self, token: int, position: int) -> Tensor:
-        """Logits f32 [V] after one token of the first sequence, by `run_rows`."""
-        return self.run_rows([Row(token=token, position=position, has_logits=True)])[0]
+    def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
+        """Logits f32 [V] after one token, by `run_rows`."""
+        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
+        return self.run_rows([row])[0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [rows that want logits, V]; appends the rows to the cache and counts traffic.

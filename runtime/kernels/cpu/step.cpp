@@ -149,8 +149,7 @@ class Step {
     }
 
     void run(const SparkPart& part) {
-        const SparkRow row = {part.token ? *part.token : 0, part.position ? *part.position : 0, 0, 1, -1, 0};
-        run(&row, 1, part.logits, part.named, part.begin, part.end);
+        run(part.row, *part.num_rows, part.logits, part.named, part.begin, part.end);
     }
 
   private:
@@ -188,7 +187,9 @@ class Step {
                 return attention(s.layer[op.layer], in, out.f32);
             case OP_PREDICT:
                 predict(s.layer[op.layer], in);
-                if (named) pack_named(s.layer[op.layer], w.named, named);
+                for (int64_t t = 0; named && t < T; ++t)
+                    pack_named(s.layer[op.layer], w.named + t * s.num_neurons,
+                               named + t * ((s.num_neurons + 31) / 32));
                 return clock.ended(TIMED_PREDICTOR);
             case OP_NEURONS:
                 return neurons(op, in, out.f32);

@@ -167,13 +167,13 @@ struct SparkRow {
     int32_t unused;
 };
 
-// Consecutive operations of a step, for one token of the first sequence: what a hybrid step runs on the
-// host in one go. Vectors that others read or write are those of SparkStep's `vector`.
+// Consecutive operations of a step, for all of its rows: what a hybrid step runs on the host in one go. Vectors that others read or write are those of SparkStep's `vector`.
 struct SparkPart {
     SparkStep* step;
-    const int64_t *token, *position;  // null if no operation takes it
-    uint32_t* named;  // [F / 32 rounded up] written by OP_PREDICT, a bit per neuron; or null
-    float* logits;    // [V] or null
+    const SparkRow* row;      // computed ones, at most the step's max_rows
+    const int64_t* num_rows;  // how many there are this time
+    uint32_t* named;  // [T, F / 32 rounded up] written by OP_PREDICT, a bit per neuron; or null
+    float* logits;    // [rows that have them, V] or null
     int64_t begin, end;
 };
 
@@ -200,8 +200,8 @@ int64_t spark_step_bytes(const SparkStep* step);
 // are finite). STATUS_INDEX_OUT_OF_RANGE for an impossible token or position, or if the sequence has no
 // block there; STATUS_BAD_ARGUMENT for too many rows or rows out of order.
 int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
-// Runs a part; `data` is a SparkPart*. The signature of a CUDA graph's host function; token and position
-// are not checked again.
+// Runs a part; `data` is a SparkPart*. The signature of a CUDA graph's host function; the rows are
+// not checked again.
 void spark_part(void* data);
 // The workspace bytes it needs, or -1 if sizes, kinds or pointers are inconsistent.
 int64_t spark_neurons_bytes(const SparkNeurons* neurons);

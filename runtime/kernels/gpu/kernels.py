@@ -31,6 +31,8 @@ from sparkinfer.architecture import Activation, PredictorKind
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
+# Kinds of matrices for which a row's last bits depend on T.
+INEXACT_ROWS = ("q4_k", "q5_k", "q6_k", "q6_k_planar")
 
 
 class Dot(Protocol):

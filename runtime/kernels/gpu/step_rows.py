@@ -37,7 +37,8 @@ def by_rows(kernel: Callable[Parameters, None], name: str = "") -> Callable[Para
         given = signature.bind(*arguments, **options).arguments
         if given[first].dim() == 1:
             return kernel(*arguments, **options)
-        for row in range(len(given[first])):
+        # A row that repeats the one before it appends nothing: what it writes is overwritten.
+        for row in reversed(range(len(given[first]))):
             own = {key: _row(given[key], key, axes[key], row) for key in axes if key in given}
             kernel(**{**given, **own})  # type: ignore[call-arg]
 

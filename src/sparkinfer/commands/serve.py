@@ -220,9 +220,9 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", *, has_plan: bool) -> N
     if has_plan and places == 1:
         say("note: the plan budgets the cache of one text: requests are answered one at a time;"
             " sparkinfer solve with --sequences budgets more")  # fmt: skip
-    elif not engine.has_equal_rows:
+    elif not engine.has_row_steps:
         say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
             " are answered one at a time")  # fmt: skip
     if not engine.has_equal_rows:
-        say("note: reused state of earlier requests may change the last bits of results here;"
+        say("note: reused state of earlier requests, and prompts read beside others, may change the last bits of results here;"
             ' "cache_prompt": false turns reuse off')  # fmt: skip

@@ -89,9 +89,9 @@ def speculating(
     vocabulary."""
     from sparkinfer.runtime.generate.draft_model import DraftModel
     from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
-    from sparkinfer.runtime.generate.speculation import Speculation, check_rows, has_equal_rows
+    from sparkinfer.runtime.generate.speculation import Speculation, check_rows, has_equal_steps
 
-    if options.type == "none" or (options.is_optional and not has_equal_rows(engine._live)):
+    if options.type == "none" or (options.is_optional and not has_equal_steps(engine._live)):
         yield None
         return
     check_rows(engine._live)

@@ -1,0 +1,93 @@
+"""Several sequences and drafts with a plan on fake CUDA devices (fake_cuda): the cache is as large as
+announced, steps of several rows are captured at their first use, and each row has the bits of a single
+one."""
+
+import random
+
+import pytest
+import torch
+from fake_cuda import library
+from fake_cuda.torch_cuda import fake_cuda
+from hybrid_plans import PLANS
+from test_fake_step import check_the_runtime, slow_unless
+from test_hybrid_rows import CONTEXT, ROOM, Alone, saved, schedule
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+from sparkinfer.runtime.step.sequences import Part
+
+pytestmark = [
+    pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
+    pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
+]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def checks(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def planned(tmp_path, model, plan, num_sequences):
+    hot, dense, head, home = PLANS[plan]
+    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home,
+                       context_length=CONTEXT, num_sequences=num_sequences)  # fmt: skip
+    path = tmp_path / f"{num_sequences}.gguf"
+    split.save(path)
+    return path
+
+
+def loaded(tmp_path, model, plan, num_sequences, **options):
+    split = planned(tmp_path, model, plan, num_sequences)
+    return Engine.load(model.path, split=split, mode="predicted", device="cuda", **options)
+
+
+@pytest.mark.parametrize(("plan", "count"), [("random", 1), ("random", 3), ("mixed", 8)])
+def test_the_cache_takes_what_the_plan_says(tmp_path, plan, count):
+    model = saved(tmp_path)
+    with fake_cuda(), loaded(tmp_path, model, plan, count) as engine:
+        taken = sum(memory.taken["kv_cache"] for memory in engine.memories.values())
+        assert taken == engine.bytes_by_role["gpu"]["kv_cache"] > 0
+        assert engine._live.native.max_rows > 8
+    check_the_runtime()
+
+
+@pytest.mark.parametrize("plan", slow_unless(["every kind of layer", "random", "two GPUs"],
+                                             ["every kind of layer"]))  # fmt: skip
+def test_random_schedules(tmp_path, plan):
+    """Prefixes of one sequence beside others, forked and rolled back, from captured graphs."""
+    model = saved(tmp_path)
+    with fake_cuda(num_devices=2, seed=3) as cuda:
+        with (
+            loaded(tmp_path, model, plan, 1) as single,
+            loaded(tmp_path, model, plan, ROOM) as engine,
+        ):
+            assert engine.not_native is None, engine.not_native
+            alone, before = Alone(single), cuda.num_graphs
+            with torch.inference_mode():
+                assert schedule(engine, alone, random.Random(1), 5) > 15
+            assert cuda.num_graphs > before and len(engine._live.native.segments) > 2
+            del alone  # and with it the step's memory
+    check_the_runtime()
+
+
+def test_prompts_and_steps_of_several_texts(tmp_path):
+    """Prompts are passes, whose keys and values are gathered from blocks and scattered to them."""
+    model = saved(tmp_path)
+    prompts = [[5, 3, 7], [2] * 70, [1, 4, 4, 2, 1]]
+    with fake_cuda(seed=5):
+        with loaded(tmp_path, model, "random", 3) as engine:
+            texts = [engine.sequence() for _ in prompts]
+            parts = [Part(sequence=s, tokens=p) for s, p in zip(texts, prompts, strict=True)]
+            first = engine.run(parts)
+            next_parts = [Part(sequence=s, tokens=[9], wanted="all") for s in texts]
+            second = engine.run(next_parts)
+    check_the_runtime()
+    with Engine.load(model.path, mode="predicted", device="cpu", context_length=CONTEXT) as engine:
+        for prompt, a, b in zip(prompts, first, second, strict=True):
+            want = engine.logits([*prompt, 9])
+            assert (a[0] - want[-2]).norm() < 1e-3 * want[-2].norm()
+            assert (b[0] - want[-1]).norm() < 1e-3 * want[-1].norm()

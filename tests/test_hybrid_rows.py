@@ -1,0 +1,284 @@
+"""Hybrid steps of several rows and sequences, both roles on the CPU: whatever is computed beside it,
+a row has the bits that its sequence gets alone, one token at a time."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from fake_streams import FakeDevice
+from hybrid_plans import PLANS, make
+from test_runtime import make_split
+
+from sparkinfer import Engine
+from sparkinfer.runtime.cache.block_table import NO_BLOCK
+from sparkinfer.runtime.generate.speculation import check_rows
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.kernels import ROWS, Kernels, reference_kernels, triton_kernels
+from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.batch import Row, rows_of
+from sparkinfer.runtime.step.plain_backend import plain_backend
+from sparkinfer.runtime.step.sequences import Part
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+CONTEXT, ROOM = 80, 8
+DIVIDED = ("every kind of layer", "two GPUs, layers on the CPU", "attention on the CPU", "random")
+
+
+def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=None, max_rows=32):
+    """An engine with the plan whose decode step is a hybrid one of this many rows."""
+    hot, dense, head, home = PLANS[plan]
+    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home,
+                       context_length=CONTEXT, num_sequences=num_sequences)  # fmt: skip
+    split.save(tmp_path / "s.gguf")
+    engine = Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode, device="cpu")
+    cpu = torch.device("cpu")
+    placement = Placement.of_split(split, (cpu,) * len(split.budgets))
+    decoder = engine._live
+    step = hybrid_builder.build(
+        decoder.weights, placement, decoder.input_layer_offset, engine.traffic,
+        backend or plain_backend(reference_kernels()), max_rows=max_rows,
+    )  # fmt: skip
+    engine._sequences.decoder = dataclasses.replace(decoder, native=step)
+    return engine
+
+
+def saved(tmp_path, **options):
+    from models import make_shape
+
+    shape = make_shape(num_layers=4, num_neurons=96, context_length=128)
+    model = make(tmp_path, shape=options.pop("shape", shape), **options)
+    model.save(model.path)
+    return model
+
+
+class Alone:
+    """The logits of a text by itself, one token at a time, known texts once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.step = engine._live.native
+        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """After the last token; tokens before it are computed again."""
+        key = tuple(ids)
+        if key not in self.known:
+            for at, token in enumerate(ids):
+                self.known[key[: at + 1]] = self.step.run(token, at).clone()
+        return self.known[key]
+
+
+def schedule(engine: Engine, alone: Alone, chance: random.Random, steps: int) -> int:
+    """Takes up to ROOM sequences through random operations; returns the number of rows compared."""
+    texts = [engine.sequence()]
+    compared = 0
+    for _ in range(steps):
+        deed = chance.random()
+        if deed < 0.3 and len(texts) < ROOM:
+            texts.append(
+                chance.choice(texts).fork() if chance.random() < 0.6 else engine.sequence()
+            )
+        elif deed < 0.4 and len(texts) > 1:
+            texts.pop(chance.randrange(len(texts))).close()
+        elif deed < 0.55:
+            text = chance.choice(texts)
+            text.rollback(chance.randint(0, text.length))
+        parts = []
+        for text in chance.sample(texts, chance.randint(1, len(texts))):
+            count = min(text.room, chance.choice((1, 1, 1, 2, 3, 5)))
+            tokens = [chance.randrange(6) for _ in range(count)]
+            if tokens:
+                parts.append(Part(sequence=text, tokens=tokens, wanted="all"))
+        for part, got in zip(parts, engine.run(parts), strict=True):
+            ids = part.sequence.ids
+            for number, row in enumerate(got):
+                want = alone.logits(ids[: len(ids) - len(got) + 1 + number])
+                assert torch.equal(row, want), (ids, number)
+                compared += 1
+    for text in texts:
+        text.close()
+    return compared
+
+
+def schedules(tmp_path, plan, count, **options):
+    model = saved(tmp_path, **options)
+    compared = 0
+    with (
+        loaded(tmp_path, model, plan, 1) as single,
+        loaded(tmp_path, model, plan, ROOM) as engine,
+    ):
+        alone = Alone(single)
+        for seed in range(count):
+            compared += schedule(engine, alone, random.Random(f"{plan} {seed}"), 8)
+        table = engine.layers[0].attention.cache.table
+        assert (table.block_SN == NO_BLOCK).all() and len(table._free) == table.num_blocks
+        assert {1, 2, 4, 8} <= set(engine._live.native.segments) <= set(ROWS)
+    return compared
+
+
+@pytest.mark.parametrize("plan", DIVIDED[:3])
+def test_random_schedules(tmp_path, plan):
+    assert schedules(tmp_path, plan, 4) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("plan", DIVIDED)
+def test_a_hundred_random_schedules(tmp_path, plan, kind):
+    assert schedules(tmp_path, plan, 25, kind=kind) > 1000
+
+
+def test_the_comparison_finds_a_wrong_block(tmp_path):
+    """A sequence that reads the block of another."""
+    model = saved(tmp_path)
+    with loaded(tmp_path, model, "random", 2) as engine:
+        first, second = engine.sequence(), engine.sequence()
+        for text, token in ((first, 1), (second, 2)):
+            text.extend([token] * 5, "all")
+        want = first.extend([3], "all")
+        first.rollback(5)
+        table = engine.layers[0].attention.cache.table
+        table.block_SN[0, 0] = table.block_SN[1, 0]
+        assert not torch.equal(first.extend([3], "all"), want)
+
+
+@pytest.mark.parametrize("plan", DIVIDED)
+def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
+    model = saved(tmp_path)
+    rows = [*rows_of([5, 3, 2], 0, "all"), Row(token=4, position=0, sequence=1, has_logits=True)]
+    found = []
+    for seed in (None, 0, 1):
+        backend = None if seed is None else FakeDevice(seed=seed).backend(reference_kernels())
+        with loaded(tmp_path, model, plan, 2, backend=backend) as engine:
+            cache = engine._live.weights.cache
+            cache.reserve(0, 0, 3)
+            cache.reserve(1, 0, 1)
+            found += [engine._live.native.run_rows(rows) for _ in range(2)]
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_rows_without_logits_and_prompts_between(tmp_path):
+    """A prompt is a pass, tokens of other sequences beside it are steps, and all logits come in the
+    order of the rows."""
+    model = saved(tmp_path)
+    with loaded(tmp_path, model, "random", 3) as engine:
+        texts = [engine.sequence() for _ in range(3)]
+        parts = [
+            Part(sequence=texts[0], tokens=[1], wanted="all"),
+            Part(sequence=texts[1], tokens=[1, 2, 3, 4], wanted="last"),
+            Part(sequence=texts[2], tokens=[3, 2], wanted="all"),
+        ]
+        got = engine.run(parts)
+        assert [len(each) for each in got] == [1, 1, 2]
+        for part, each in zip(parts, got, strict=True):
+            again = engine._live.native.run(part.tokens[-1], len(part.tokens) - 1,
+                                            part.sequence.number)  # fmt: skip
+            assert torch.allclose(each[-1], again, rtol=1e-4, atol=1e-5)
+        with pytest.raises(AssertionError):
+            assert torch.equal(got[0][0], got[2][0])
+
+
+@pytest.mark.parametrize("kind", ["f16", "q4_0"])
+def test_more_rows_than_a_step_takes_are_several_steps(tmp_path, kind):
+    model = saved(tmp_path, kind=kind)
+    with loaded(tmp_path, model, "random", 1, max_rows=2) as engine:
+        native = engine._live.native
+        alone = torch.stack(
+            [native.run(token, at).clone() for at, token in enumerate([1, 2, 3, 4, 5])]
+        )
+        rows = rows_of([1, 2, 3, 4, 5], 0, "all")
+        assert torch.equal(native.run_rows(rows), alone) and set(native.segments) == {1, 2}
+        assert native.has_equal_rows
+        check_rows(engine._live)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
+def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
+    """Their rows have other last bits than single ones, so drafts could change a text."""
+    from models import make_shape
+
+    from sparkinfer.errors import SparkinferError
+
+    shape = make_shape(num_layers=4, num_neurons=96, width=256, context_length=128)
+    model = saved(tmp_path, kind=kind, shape=shape)
+    with loaded(tmp_path, model, "random", 1) as engine:
+        assert not engine._live.native.has_equal_rows
+        with pytest.raises(SparkinferError, match="leave --speculate out"):
+            check_rows(engine._live)
+
+
+@pytest.mark.parametrize("wrong", ["raises", "writes zeros", "mixes rows"])
+def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
+    """The rows are computed with fewer at a time, and a line says so."""
+    right = reference_kernels()
+
+    def dot(matrix, bias_N, x_D, out_N, *, has_relu=False):
+        if x_D.dim() == 2 and len(x_D) > 2 and wrong == "raises":
+            raise RuntimeError("no such kernel\nand more")
+        right.dot(matrix, bias_N, x_D, out_N, has_relu=has_relu)
+        if x_D.dim() == 2 and len(x_D) > 2:
+            out_N.copy_(torch.zeros_like(out_N) if wrong == "writes zeros" else out_N.flip(0))
+
+    kernels = Kernels(
+        **{f.name: getattr(right, f.name) for f in dataclasses.fields(right)} | {"dot": dot}
+    )
+    model = saved(tmp_path)
+    backend = plain_backend(kernels)
+    with loaded(tmp_path, model, "random", 1, backend=backend) as engine:
+        native = engine._live.native
+        alone = torch.stack(
+            [native.run(token, at).clone() for at, token in enumerate([1, 2, 3, 4, 5])]
+        )
+        got = native.run_rows(rows_of([1, 2, 3, 4, 5], 0, "all"))
+        assert torch.equal(got, alone)
+        assert native.max_rows == 2 and set(native.segments) == {1, 2}
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("steps have at most" in line for line in lines) == 2 and "\n" not in lines[0]
+
+
+def test_a_neuron_cache_or_no_room_is_one_row_at_a_time(tmp_path):
+    model = saved(tmp_path)
+    with loaded(tmp_path, model, "random", 3, max_rows=1) as engine:
+        texts = [engine.sequence() for _ in range(3)]
+        parts = [Part(sequence=t, tokens=[n, 2], wanted="all") for n, t in enumerate(texts)]
+        got = engine.run(parts)
+        assert set(engine._live.native.segments) == {1}
+        for part, each in zip(parts, got, strict=True):
+            assert torch.equal(each[-1], engine._live.native.run(2, 1, part.sequence.number))
+
+
+def test_a_fork_and_a_saved_state_continue_as_the_text(tmp_path):
+    model = saved(tmp_path)
+    with loaded(tmp_path, model, "every kind of layer", 3) as engine:
+        text = engine.sequence()
+        text.extend([1, 2, 3, 4, 5], "all")
+        fork, other = text.fork(), engine.sequence()
+        other.write_state(text.ids, text.read_state())
+        parts = [Part(sequence=each, tokens=[7, 1], wanted="all") for each in (text, fork, other)]
+        got = engine.run(parts)
+        assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+        fork.rollback(3)
+        fork.extend([4, 5], "all")
+        assert torch.equal(fork.extend([7, 1], "all"), got[0])
+
+
+@pytest.mark.slow
+def test_triton_kernels_give_what_the_reference_gives(tmp_path):
+    """In Triton's interpreter, for two rows of two sequences."""
+    from models import make_shape
+    from reference import rel_error
+
+    shape = make_shape(num_layers=4, width=32, num_neurons=96, vocab_size=20, context_length=128)
+    model = saved(tmp_path, kind="q4_0", shape=shape)
+    rows = [Row(token=t, position=0, sequence=n, has_logits=True) for n, t in enumerate((3, 5))]
+    found = []
+    for kernels in (reference_kernels(), triton_kernels()):
+        backend = plain_backend(kernels)
+        with loaded(tmp_path, model, "every kind of layer", 2, backend=backend) as engine:
+            for number in range(2):
+                engine._live.weights.cache.reserve(number, 0, 1)
+            found.append(engine._live.native.run_rows(rows))
+            singles = [engine._live.native.run(r.token, 0, r.sequence).clone() for r in rows]
+            assert torch.equal(found[-1], torch.stack(singles))
+    assert rel_error(found[1], found[0]) < 1e-4
