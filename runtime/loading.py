@@ -42,14 +42,12 @@ from sparkinfer.runtime.gpu_setup import (
     with_cold_streams,
 )
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
-from sparkinfer.runtime.prefill.pass_bytes import step_rows
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.hybrid_step import Backend
@@ -58,6 +56,7 @@ from sparkinfer.thresholds import with_thresholds
 
 log = logging.getLogger(__name__)
 
+CHECKED = 64  # positions that the check of a step may write to
 StepOf = Callable[[Weights], DecodeStep | str]
 
 
@@ -225,17 +224,13 @@ class _Load:
         )  # fmt: skip
 
     def _step_rows(self) -> int:
-        """Rows of a hybrid step: one with a neuron cache, whose bits are of one token."""
-        if self.setup is not None or "gpu" not in self.bytes_by_role:
-            return 1
-        workspace = self.bytes_by_role["gpu"]["workspace"] // len(set(self.placement.homes))
-        rows = step_rows(self.model, self.context_length, workspace)
-        if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
+        """Rows of a hybrid step: one on a GPU so far, where steps of several are not proven."""
+        if self.num_sequences > 1 and self.gpu.type == "cuda":
             self.notice(
-                f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts take"
-                " several steps a token; a longer --context or a larger --vram-budget gives more"
+                f"steps on a GPU have one row so far: {self.num_sequences} texts take as many steps"
+                " a token"
             )
-        return rows
+        return 1
 
     def _load_weights(self) -> None:
         with uploading(self.memories, self.residence, self.warn) as uploaders:
@@ -286,10 +281,15 @@ class _Load:
         if self.check is None:
             return None
         plain = self._decoder_with("this is layer by layer", Observers())
-        return self.check.backend(
-            lambda backend: step_by(self.weights, backend=backend), plain.step,
-            step_takes(self.memories), has_graph=self.config.graph,
-        )  # fmt: skip
+        cache = self.weights.cache
+        cache.reserve(0, 0, min(CHECKED, self.context_length))  # the check's steps write there
+        try:
+            return self.check.backend(
+                lambda backend: step_by(self.weights, backend=backend), plain.step,
+                step_takes(self.memories), has_graph=self.config.graph,
+            )  # fmt: skip
+        finally:
+            cache.table.shrink(0, 0)
 
     def _decoder_with(
         self, step: DecodeStep | str, observers: Observers, chunk: int = SHORT_CHUNK

@@ -72,7 +72,7 @@ class Replay:
             weights, placement, offset, Traffic(), plain_backend(reference_kernels()), None
         )
         step = builder.step()
-        operations = [Operation(s.name, s.reads, s.writes, s.run) for s in builder.submissions]
+        operations = [Operation(s.name, s.reads, s.writes, s.run) for s in builder.submissions[0]]
         outside = [op for op in builder.program if op.home == HOST]
         for op in outside:
             if op.part == "positions":

@@ -76,6 +76,7 @@ class _Builder:
     ) -> None:
         self.weights, self.placement = weights, placement
         self.max_rows, self.on_capture = max_rows, on_capture
+        self.submissions: list[Sequence[Submission]] = []  # of each number of rows
         # A device's buffers are all from one allocator: a second one begins where the first did.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
         num_neurons = weights.layers[0].ffn.num_neurons
@@ -175,7 +176,7 @@ class _Builder:
             name: replace(device, buffers=device.buffers.rows(num_rows))
             for name, device in self.devices.items()
         }
-        self.submissions = Lowering(
+        submissions = Lowering(
             program=self.program,
             weights=self.weights,
             devices=devices,
@@ -185,7 +186,8 @@ class _Builder:
             bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
             is_whole_L=[form.is_whole_on_host for form in self.form.layers],
         ).submissions()
-        segments = self._segments(devices)
+        self.submissions.append(submissions)  # a captured graph does not keep what it refers to
+        segments = self._segments(devices, submissions)
         for segment in segments:  # kernels are compiled and loaded before anything is captured
             segment.main.follow()  # wait for weights and zeros being copied
             segment.run()
@@ -222,7 +224,9 @@ class _Builder:
         ops = [op for op in self.parts.ranges if op.home == HOST and op.kind in kinds]
         return self.parts.node(ops) if ops else None
 
-    def _segments(self, devices: Mapping[str, DeviceKernels]) -> list[Segment]:
+    def _segments(
+        self, devices: Mapping[str, DeviceKernels], submissions: Sequence[Submission]
+    ) -> list[Segment]:
         """Each GPU's consecutive work. Whether a graph may copy between GPUs depends on how they are
         connected: such copies are segments of their own."""
 
@@ -247,7 +251,7 @@ class _Builder:
 
             return run_all
 
-        pairs = zip(self.submissions, waits(self.submissions), strict=True)
+        pairs = zip(submissions, waits(submissions), strict=True)
         return [
             Segment(
                 main=devices[home].main,
