@@ -1,5 +1,6 @@
 """Damages to a file: to its bytes, mostly where it describes itself, or to values of JSON."""
 
+import copy
 import json
 import random
 import re
@@ -106,7 +107,7 @@ def another_value(raw: bytes, rng: random.Random) -> bytes:
     values = json.loads(raw)
     for _ in range(rng.choice((1, 1, 2))):
         if rng.random() < 0.1:
-            values[rng.choice(ABSENT)] = rng.choice(ODD)
+            values[rng.choice(ABSENT)] = _odd(rng)
             continue
         places = [*_places(values)]
         if not places:
@@ -115,8 +116,13 @@ def another_value(raw: bytes, rng: random.Random) -> bytes:
         if rng.random() < 0.1:
             del holder[key]
         else:
-            holder[key] = rng.choice(ODD)
+            holder[key] = _odd(rng)
     return json.dumps(values).encode()
+
+
+def _odd(rng: random.Random) -> object:
+    """A copy: a second change may be inside the first."""
+    return copy.deepcopy(rng.choice(ODD))
 
 
 def _places(value: object, most: int = 40) -> Iterator[tuple]:
