@@ -69,8 +69,9 @@ class Replay:
         """The submissions of a hybrid step, both roles on the CPU; and what the host does before
         and after them."""
         builder = hybrid_builder._Builder(
-            weights, placement, offset, Traffic(), plain_backend(reference_kernels()), None
-        )
+            weights, placement, offset, Traffic(), plain_backend(reference_kernels()), None,
+            max_rows=1, on_capture=lambda: None,
+        )  # fmt: skip
         step = builder.step()
         operations = [Operation(s.name, s.reads, s.writes, s.run) for s in builder.submissions[0]]
         outside = [op for op in builder.program if op.home == HOST]
@@ -85,7 +86,7 @@ class Replay:
             operations.append(Operation("head", ("x@host",), ("logits@host",), step.after.run))
         memory = written(builder.host)
         for device in step.kept[0].values():
-            memory += list(vars(device.buffers).values())
+            memory += [t for t in vars(device.buffers).values() if isinstance(t, Tensor)]
         return cls(operations, builder.host, memory, step)
 
     def logits(self, order: Sequence[int]) -> Tensor:
@@ -96,7 +97,7 @@ class Replay:
                 tensor.fill_(1)
         for number in order:
             self.operations[number].run()
-        return self.host.logits_V.clone()
+        return self.host.logits_TV[0].clone()
 
     def order(self, seed: int, among: Sequence[tuple[int, int]]) -> list[int]:
         """A random order in which each of these pairs of operations keeps its own."""
@@ -142,13 +143,23 @@ class Replay:
         return False if lost else None
 
 
+def take(host: HostBuffers, token: int, position: int) -> None:
+    """Makes this row the input of a step."""
+    host.count.value = 1
+    host.structs[0].token = host.token_T[0] = token
+    host.structs[0].position = host.position_T[0] = position
+
+
 def embed_position(host: HostBuffers, positions: Tensor) -> None:
-    host.x_D.copy_(positions[host.position_1[0]])
+    host.x_TD[0].copy_(positions[host.position_T[0]])
+
+
+INPUTS = ("token_T", "position_T", "sequence_T", "table_SN")
 
 
 def written(host: HostBuffers) -> list[Tensor]:
-    """All but the inputs of a step."""
-    return [t for name, t in vars(host).items() if name not in ("token_1", "position_1")]
+    """All values but the inputs of a step."""
+    return [t for name, t in vars(host).items() if isinstance(t, Tensor) and name not in INPUTS]
 
 
 def holds(tensor: Tensor, address: int) -> bool:

@@ -39,10 +39,10 @@ def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, 
     with Engine.load(model, context_length=100, num_sequences=7) as engine:
         cache = _cache_bytes(engine)
     monkeypatch.setattr("sparkinfer.system_memory.free_memory_bytes", lambda: cache)
-    _check_memory(model, 100, 7, (None, None, None))
+    _check_memory(model, 100, 7, (None, None, None), (None, None))
     monkeypatch.setattr("sparkinfer.system_memory.free_memory_bytes", lambda: cache - 1)
     with pytest.raises(SparkinferError, match="--context"):
-        _check_memory(model, 100, 7, (None, None, None))
+        _check_memory(model, 100, 7, (None, None, None), (None, None))
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hybrid_plans import ALL, NONE, SOME
 from models import FAMILIES, family_model, make_shape
-from replay import Replay
+from replay import Replay, take
 from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
@@ -78,7 +78,7 @@ def replayed(tmp_path, family, plan, offset=1):
             placement = Placement.of_split(split, (CPU,) * len(split.budgets))
             replay = Replay.of_plan(weights, placement, offset)
         for position in range(POSITION + 1):
-            replay.host.token_1[0], replay.host.position_1[0] = IDS[position], position
+            take(replay.host, IDS[position], position)
             got = replay.logits(range(len(replay.operations)))
         bound = 0.0 if PLANS[plan] is None else 1e-5 * want[POSITION].abs().max()
         assert (got - want[POSITION]).abs().max() <= bound
