@@ -98,7 +98,9 @@ def launches(planned_model, hot, **options):
         split = make_split(planned_model, hot)
         placement = Placement.of_split(split, (CPU,))
         split.save(path.with_name("s.gguf"))
-    with Engine.load(path, split=path.with_name("s.gguf"), device="cpu") as engine:
+    # In the file's layout, one for all matrices, as on a GPU.
+    options = {"split": path.with_name("s.gguf"), "is_resident": False}
+    with Engine.load(path, device="cpu", **options) as engine:
         weights = engine._live.weights
         return launches_of(weights, placement, 0, plain_backend(reference_kernels()).take)
 

@@ -228,7 +228,8 @@ class Step {
     }
 
     void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
-        kernels().unpack_rows[m.kind]({m.data + row * m.stride, m.stride, D, nullptr, 1}, y, 0, 1);
+        const int32_t index = static_cast<int32_t>(row);  // a tied embedding may be in tiles
+        kernels().unpack_rows[m.kind]({m.data, m.stride, D, &index, 1}, y, 0, 1);
     }
 
     // Cosines and sines of the positions, once a call.

@@ -120,8 +120,9 @@ def _rows(
     exact_FD = dequantize(data, qtype).astype(np.float64)
     if kind != in_file:
         packed = np.zeros_like(data)
-        code, size = KINDS.index(in_file), data.shape[1]
-        lib.spark_pack_rows(code, 1, data.ctypes.data, F, D, None, F, packed.ctypes.data, size)
+        code, to_code, size = KINDS.index(in_file), KINDS.index(kind), data.shape[1]
+        at, to = data.ctypes.data, packed.ctypes.data
+        lib.spark_pack_rows(code, to_code, at, F, D, None, F, to, size)
         data = packed
     return data, exact_FD
 
