@@ -372,8 +372,8 @@ def test_the_hottest_are_not_always_the_best():
 
 def test_least_number_of_hot_neurons():
     # In exact mode an f32 neuron of width 32 that always fires touches 384 bytes: 1 us at 0.384
-    # MB/ms. Hot neurons take three kernels: the third neuron pays for fixed costs of 2.5 us; no number
-    # pays for 1 ms, so the least is all.
+    # MB/ms. Hot neurons take three kernels: their 2.5 us are earned back from the third
+    # neuron on, and 1 ms never is, so the least is all.
     model = make_model(shape=make_shape(width=32, num_neurons=8, vocab_size=8))
     profile = make_profile(model, np.ones((2, 8)))
     for round_trip_s, least in ((1.5e-6, 3), (1e-3, 8)):
