@@ -256,16 +256,6 @@ def sparsify_curve() -> str:
     return markdown(header, rows)
 
 
-def cache_types() -> str:
-    rows = []
-    for name, found in result("cache-types-amd-epyc")["loss"]["types"].items():
-        rows.append([f"`{name}`", f"{found['bytes_of_f16']:.2f}",
-                     f"{found['kl']:.2g} ± {found['kl_error']:.1g}",
-                     signed(2.718281828459045 ** found["loss_difference"] - 1, 2),
-                     percent(found["same_top_token"], 1)])  # fmt: skip
-    return markdown(["keys, values", "bytes of f16's", "KL", "perplexity", "same top token"], rows)
-
-
 def predictors() -> str:
     found = result("predictors-intel-xeon-processor-2.50ghz")["results"]
     rows = []
@@ -426,7 +416,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "silu-thresholds": silu_thresholds,
     "sparsify-quality": sparsify_quality,
     "sparsify-curve": sparsify_curve,
-    "cache-types": cache_types,
     "predictors": predictors,
     "kv-selection": kv_selection,
     "kv-tasks": kv_tasks,

@@ -4,7 +4,7 @@
     python benchmarks/tables.py --check    exits with 1 where a block has drifted; writes nothing
 
 A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`; what each name
-stands for is in table_contents.py, table_expected.py and table_proof.py. A number that no JSON file
+stands for is in the files table_*.py. A number that no JSON file
 in benchmarks/results holds cannot get into a table this way, which is the point."""
 
 import argparse
@@ -15,12 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import table_cache
+import table_cache_types
 import table_contents
 import table_expected
 import table_proof
 
 TABLES = {
     **table_cache.TABLES,
+    **table_cache_types.TABLES,
     **table_contents.TABLES,
     **table_expected.TABLES,
     **table_proof.TABLES,
