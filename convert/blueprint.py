@@ -1,5 +1,5 @@
-"""Blueprints: the model's shape and the source of each tensor, which a family derives from a
-checkpoint's config."""
+"""A blueprint: the shape of a model and the source of each of its tensors, derived by a family from
+a checkpoint's config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,11 +26,12 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """The plan of a conversion. `name_of` returns the model file's name of a checkpoint's tensor,
-    or None for an unknown one.
+    """The plan of a conversion. `name_of` maps the name of a checkpoint's tensor to its name in the
+    model file, or to None if it is unknown.
 
-    The keys of `rows` are names within a layer, or whole names outside; other tensors keep their
-    rows. `options` are the optional tensors of a layer that this checkpoint must have. Tensors
+    `rows` has an entry for each tensor whose rows are reordered, by its name within a layer or, for
+    tensors outside the layers, by its full name. `options` are the optional tensors of a layer that
+    this checkpoint must have. Tensors
     named in `constants` are not in the checkpoint and have this value everywhere."""
 
     architecture: str

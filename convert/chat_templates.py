@@ -16,8 +16,8 @@ OTHERS = "additional_chat_templates"
 
 
 def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
-    """(keys, notes). The default template has GGUF's key, the others have keys made of their names, and
-    one more key lists those names.
+    """Returns (keys, notes). The default template gets GGUF's standard key, each other template a
+    key derived from its name, and one more key lists those names.
 
     Raises SparkinferError for templates that are not strings."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
@@ -30,7 +30,7 @@ def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
         return keys, []
     keys |= {f"{TEMPLATE_KEY}.{name}": text for name, text in named.items()}
     keys[TEMPLATES_KEY] = sorted(named)
-    return keys, [f"chat templates beside the default one: {', '.join(sorted(named))}"]
+    return keys, [f"chat templates besides the default one: {', '.join(sorted(named))}"]
 
 
 def _key_name(name: str) -> str:
@@ -57,8 +57,8 @@ def _of_json(path: Path) -> dict[str, str]:
     for name, text in pairs:
         if not isinstance(name, str) or not name or not isinstance(text, str):
             raise SparkinferError(
-                f"{path}: chat_template is neither a text nor a list of names with templates; get"
-                " it again"
+                f"{path}: chat_template is neither a string nor a list of named templates; download"
+                " the file again"
             )
         named[name] = text
     return named

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder: its config, and its tensors one at a time.
 
-The weights are safetensors, or pickled by torch (.bin) if there are none; whole or in shards with
-an index."""
+The weights are read from safetensors files, or from torch's pickles (.bin) if there are none: one
+file, or shards with an index."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,7 +56,10 @@ class Checkpoint:
         tensors = _open_weights(folder)
         for name, tensor in tensors.items():
             if len(name) > MAX_NAME:
-                raise SparkinferError(f"{tensor.file}: the name {name[:60]!r}... is too long")
+                raise SparkinferError(
+                    f"{tensor.file}: the name {name[:60]!r}... is too long; wanted at most"
+                    f" {MAX_NAME} characters"
+                )
             if tensor.dtype not in DTYPES:
                 raise SparkinferError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype}, wanted one of"
@@ -85,9 +88,9 @@ class Checkpoint:
         return compute_model_id(self.config, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
-        """Samples of the tensors. Of tied weights, which only a pickle stores under two names, the
-        last name counts: the embedding's, not `lm_head`, which save_pretrained leaves out of
-        safetensors."""
+        """(name, shape, sampled bytes) of each tensor. Tied weights, which only a pickle stores
+        under two names, are sampled under the last one: the embedding's, because save_pretrained
+        leaves `lm_head` out of safetensors."""
         for name, tensor in self.tensors.items():
             if tensor.same_as is None:
                 raw = self.read(name).reshape(-1).view(torch.uint8).numpy()

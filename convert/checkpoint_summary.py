@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, and whether `convert` would accept it; reads only headers."""
+"""Summarises a checkpoint folder and says whether `convert` would accept it; reads only headers."""
 
 import tempfile
 from collections import Counter
@@ -16,7 +16,8 @@ from sparkinfer.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """`refusal` says why `convert` would refuse it; then there is no shape and no activation."""
+    """If `convert` would refuse the checkpoint, `refusal` says why, and all that it would have
+    determined (shape, activation, graph, size) is None."""
 
     kind: str = "checkpoint"
     path: Path
@@ -29,8 +30,8 @@ class CheckpointSummary:
     shape: ModelShape | None
     activation: Activation | None
     graph: str | None  # the architecture that the model file would have
-    f16_bytes: int | None  # that the model file would take
-    notes: tuple[str, ...]  # what `convert` would say
+    f16_bytes: int | None  # of that model file's tensors
+    notes: tuple[str, ...]  # those of `convert`
 
     @property
     def facts(self) -> list[tuple[str, object]]:

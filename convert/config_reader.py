@@ -1,4 +1,4 @@
-"""Reads values of a checkpoint's config.json with their types; each read has its own error.
+"""Typed reads of a checkpoint's config.json, each with its own error message.
 
 Keys may be spelt as in transformers 4 or 5."""
 
@@ -72,8 +72,8 @@ class ConfigReader:
         return value
 
     def is_tied(self) -> bool | None:
-        """True if the output head is the embedding; None if that is only transformers' default, with
-        which transformers still uses a head that the file has."""
+        """True if the output head is the embedding; None if that is only transformers' default, in
+        which case transformers still uses a head that the checkpoint has."""
         is_tied = self.flag("tie_word_embeddings")
         return None if is_tied and "tie_word_embeddings" not in self.said else is_tied
 
@@ -146,7 +146,7 @@ class ConfigReader:
         """The shape with its rotary constants, and the divisors of the frequencies (f32 [W / 2]).
 
         Both come from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are
-        given the first counts, as in transformers."""
+        given, `rope_scaling` takes precedence, as in transformers."""
         self.check_size(shape)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
@@ -215,8 +215,8 @@ def _number(value: object) -> float | None:
 
 
 def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
-    """The shape with YaRN's constants (transformers, modeling_rope_utils.py) and the context to which
-    they stretch the original one, unless it is longer already."""
+    """The shape with YaRN's constants (transformers, modeling_rope_utils.py) and with the context
+    length that they extend the original one to, unless it is longer already."""
     for key in ("mscale", "mscale_all_dim"):
         rope.refuse(key, None, 0, 0.0)
     rope.refuse("truncate", True)
@@ -242,9 +242,9 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
-    """The divisors of the frequencies, f32 [W / 2]: `factor` for long waves, 1 for short ones; between
-    them the reciprocal is interpolated (transformers, modeling_rope_utils.py; llama.cpp stores these
-    divisors as rope_freqs.weight)."""
+    """The divisors of the frequencies, f32 [W / 2]: `factor` for long waves, 1 for short ones;
+    between them the reciprocal is interpolated (transformers, modeling_rope_utils.py; llama.cpp
+    stores these divisors as rope_freqs.weight)."""
     factor = rope.positive("factor")
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     context = rope.positive("original_max_position_embeddings")

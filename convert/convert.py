@@ -65,7 +65,8 @@ def convert(
 ) -> ConvertReport:
     """Writes `config.output` whole or not at all.
 
-    `on_total` is called once with the bytes of all tensors, `on_bytes` with those of each piece.
+    `on_total` is called once with the total size of the tensors, `on_bytes` with the size of each
+    piece as it is written.
     `verify` gets the written file before it is renamed: it compares it with the source and returns
     a line and further notes for the user, or raises SparkinferError. Raises SparkinferError, with
     nothing written, for any source that cannot be converted."""
@@ -123,8 +124,8 @@ def _written(draft: Draft, output: Path, path: Path) -> Written:
 def _check_output(config: ConvertConfig, source: Path) -> None:
     """Raises SparkinferError for an output that is among the files that are read.
 
-    This is the one place that lists them: a model file, or all of a checkpoint's folder; the folder
-    of the predictors; the profile of the thresholds; the limits."""
+    Those are the model file or everything in the checkpoint folder, the predictors, the profile
+    with the thresholds, and the limits."""
     extras = (source, config.thresholds, config.limits, config.predictors)
     files = [path for path in extras if path is not None]
     folders = [path for path in (source, config.predictors) if path is not None and path.is_dir()]
@@ -138,7 +139,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
     plan = read_blueprint(folder / "config.json", checkpoint.config, checkpoint.max_rows)
     if config.activation is not None:
         raise SparkinferError(
-            f"{config.source}: a checkpoint says its activation; --activation is for GGUF files"
+            f"{config.source}: a checkpoint states its activation; --activation is for GGUF files"
         )
     if config.layout == "stock":
         _refuse_stock(config.source, plan.graph, plan.activation, plan.options)
@@ -179,14 +180,15 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
 
 
 def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
-    """The limits asked for, or the checkpoint's own, which its model is not the same without."""
+    """The limits asked for, or else those in the checkpoint's folder, which are part of the
+    model."""
     own = folder / LIMITS_NAME
     if config.limits is not None or not own.is_file():
         return config.limits
     if config.layout == "stock":
         raise SparkinferError(
             f"{own}: the checkpoint was made to run with these limits, which llama.cpp does not"
-            " know; use the sparse layout, or remove the file to run it without them"
+            " support; use the sparse layout, or remove the file to run it without them"
         )
     return own
 
@@ -208,7 +210,7 @@ def _refuse_stock(
     unknown = sorted(set(options) - graph.stock_options)
     if unknown:
         raise SparkinferError(
-            f"{source}: llama.cpp's {graph.name} graph has no {unknown[0]}, this model has;"
+            f"{source}: llama.cpp's {graph.name} graph has no {unknown[0]}, which this model has;"
             " use the sparse layout"
         )
 
@@ -229,7 +231,7 @@ def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
     fallen = [n for n, e in matrices if e.kind != types.outtype and types.override(n) is None]
     if fallen:
         notes.append(
-            f"{len(fallen)} of {len(matrices)} matrices are f16, because their rows are no whole"
+            f"{len(fallen)} of {len(matrices)} matrices are f16, because their rows are not whole"
             f" {types.outtype} blocks of {GGML_QUANT_SIZES[type_of(types.outtype)][0]}:"
             f" {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
         )
@@ -239,7 +241,7 @@ def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
 
 
 def _from_model_file(config: ConvertConfig) -> Draft:
-    """Any GGUF: as it is, or in another layout or type."""
+    """A draft from any GGUF: as it is, or in another layout or type."""
     model, notes = gguf_source.model_of_gguf(config)
     if config.limits is not None:
         model = model.with_limits(Limits.load(config.limits), str(config.limits))
@@ -282,7 +284,7 @@ def _is_of_type(number: int, kind: str) -> bool:
 
 
 def _outtype_of(model: ModelFile) -> str:
-    """The type the file states; for third-party files, that of the first projection."""
+    """The type that the file states, or else that of its first up projection."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
     first = model.row_major.tensors["blk.0.ffn_up.weight"].kind

@@ -28,13 +28,13 @@ from sparkinfer.written import Restored
 
 FLOATS = ("f32", "f16", "bf16")
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
-# Offset of a block's f16 numbers, if not in its first two bytes.
+# Where a block's f16 numbers are, if not in its first two bytes.
 HALVES = {"q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210)}
 DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
 
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
-    """The model in `config.source`, in the layout and types asked for, and notes.
+    """The model in `config.source`, in the layout and types asked for, and notes for the user.
 
     Raises SparkinferError for a file that cannot be run, and if there is nothing to change."""
     keys, tensors = read_model_gguf(config.source)
@@ -92,7 +92,8 @@ def _targets(
 
 
 def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of a GGUF except predictors and limits, as in the file `written`."""
+    """Every tensor of a GGUF except predictors and limits, with the values that are in the file
+    `written`."""
     _, tensors = read_model_gguf(source)
     for name, entry in tensors.items():
         if "ffn_pred_" in name or name.endswith(".limit"):
@@ -109,13 +110,13 @@ def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
 def _activation_keys(
     config: ConvertConfig, keys: dict[str, Value], found: Layout
 ) -> dict[str, Value]:
-    """The activation given by the user, which a stock file cannot state."""
+    """Keys for the activation given by the user, which a stock file cannot state."""
     if config.activation is None:
         return {}
     if "sparkinfer.ffn.activation" in keys:
         raise SparkinferError(
-            f"{config.source}: says itself that it is {keys['sparkinfer.ffn.activation']}; leave"
-            " the activation out"
+            f"{config.source}: already states its activation,"
+            f" {keys['sparkinfer.ffn.activation']}; leave out --activation"
         )
     activation, _, threshold = config.activation.partition("=")
     own: dict[str, Value] = {"sparkinfer.ffn.activation": activation}
@@ -134,7 +135,7 @@ def _entry(
         kind = types.kind(target, shape)
     elif entry.kind in KINDS and (entry.kind in FLOATS or not is_transposed):
         kind = entry.kind
-    else:  # q8_0 loses least; a transposed matrix needs new blocks, which run along rows
+    else:  # q8_0 loses least; a transposed matrix is repacked, because blocks run along rows
         kind = TensorTypes(outtype="q8_0").kind(target, shape)
     if kind == entry.kind and not is_transposed:
         return entry
@@ -226,5 +227,5 @@ def _error_notes(
         want = read(tensors[names[target]], 0, count).astype(np.float64)
         got = _unpacked_rows(entries[target], 0, count).astype(np.float64)
         error = float(np.linalg.norm(got - want)) / max(1e-30, float(np.linalg.norm(want)))
-        notes.append(f"{old_kind} packed again as {kind}: relative error {error:.1e} ({target})")
+        notes.append(f"{old_kind} repacked as {kind}: relative error {error:.1e} ({target})")
     return tuple(notes)

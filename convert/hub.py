@@ -10,7 +10,7 @@ from typing import NoReturn
 from sparkinfer.errors import SparkinferError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Configs, tokenizers (SentencePiece's among them), chat templates, and the indices of shards.
+# Configs, tokenizers (including SentencePiece's), chat templates, and indices of shards.
 DESCRIPTIONS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
@@ -34,7 +34,7 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     # A broken connection raises the error of the HTTP library, which differs between versions of
-    # the hub's client (requests, httpx, httpx2); its root is called HTTPError in all.
+    # the hub's client (requests, httpx, httpx2); in all of them its base class is HTTPError.
     library = sys.modules[type(get_session()).__module__.partition(".")[0]]
 
     def fetch(patterns: list[str]) -> Path:

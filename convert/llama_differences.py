@@ -1,6 +1,7 @@
-"""Text that llama.cpp splits differently from a tokenizer.json, although it has the tokenizer.
+"""Finds text that llama.cpp tokenizes differently from tokenizer.json, although it supports the
+tokenizer.
 
-These differences are noted when a file for llama.cpp is written; they do not affect our runtime."""
+The differences are noted when a file for llama.cpp is written; they do not affect our runtime."""
 
 from typing import cast
 
@@ -25,8 +26,8 @@ def differences(tokenizer: Json) -> list[str]:
     lines = []
     if found:
         lines.append(
-            f"llama.cpp ignores that {found[0]!r} ({len(found)} such) takes the spaces"
-            " around it or stands alone"
+            f"llama.cpp ignores the lstrip, rstrip and single_word flags of {len(found)} added"
+            f" tokens, such as {found[0]!r}"
         )
     if byte_level_kind(tokenizer) is None:
         return lines + _sentencepiece_differences(tokenizer)
@@ -49,8 +50,8 @@ def _sentencepiece_differences(tokenizer: Json) -> list[str]:
     if pairs:
         left, right = pairs[0]
         lines.append(
-            f"llama.cpp joins {len(pairs)} pairs of tokens that no merge has, or at another"
-            f" place than the merges, e.g. {left!r} and {right!r}"
+            f"llama.cpp joins {len(pairs)} pairs of tokens that the merges do not join, or in"
+            f" another order, e.g. {left!r} and {right!r}"
         )
     return lines
 

@@ -19,17 +19,20 @@ def check_outtype(kind: str, what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig:
-    """A checkpoint, or a model file to add to, and the path of the model file.
+    """What to convert, and the path of the model file to write.
 
-    `source` is a folder, a .gguf file, or the name of a checkpoint on the Hugging Face hub;
-    `predictors` is a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
-    so on, or the first file itself, `predictor_input_layer_offset` the layer whose input they read
-    (0 their own, 1 the layer before), if the folder does not state it; `thresholds` is a profile whose
-    thresholds the model is to run with, and `limits` a limits file (sparkinfer.limits): matrices
-    with input limits are stored transposed. A checkpoint's own limits are taken from its folder. An
-    `outtype` of None is f16 for a checkpoint and "as it is" for a model file. `tensor_types` are
-    overrides of it, see tensor_types.py. `activation` is for a GGUF that does not record it:
-    "relu", "drelu", "fatrelu=0.01" and so on."""
+    - `source`: a checkpoint folder, a .gguf file, or the name of a checkpoint on the Hugging Face
+      hub.
+    - `outtype`: None means f16 for a checkpoint and unchanged types for a GGUF; `tensor_types`
+      override it for single tensors (see tensor_types.py).
+    - `activation`: for a GGUF that does not record it: "relu", "drelu", "fatrelu=0.01" and so on.
+    - `predictors`: a folder with predictors.safetensors or with DejaVu's model_0.pt, model_1.pt and
+      so on; or the file predictors.safetensors itself.
+    - `predictor_input_layer_offset`: the layer whose input they read, if the folder does not state
+      it: 0 their own, 1 the one before.
+    - `thresholds`: a profile whose thresholds the model is to run with.
+    - `limits`: a limits file (sparkinfer.limits); by default the one in the checkpoint's folder, if
+      any. Matrices with input limits are stored transposed."""
 
     source: Path
     output: Path
@@ -70,8 +73,8 @@ class ConvertConfig:
         extra = [name for name, path in given.items() if path]
         if self.layout == "stock" and extra:
             raise SparkinferError(
-                f"the stock layout cannot hold {extra[0]}: llama.cpp refuses or ignores what it does"
-                " not know; leave them out, or use the sparse layout"
+                f"the stock layout cannot hold {extra[0]}: llama.cpp would refuse or ignore them;"
+                " leave them out, or use the sparse layout"
             )
 
 

@@ -21,10 +21,10 @@ TORCH_TYPES = {
 
 
 def read_state_dict(path: Path) -> dict[str, SourceTensor]:
-    """Reads the description, but no weights; the file stays mapped as long as its tensors live.
+    """Reads names, shapes and types, but no weights; the file stays mapped while its tensors live.
 
-    Raises SparkinferError for a missing, truncated or foreign file, and for anything in it but
-    tensors inside their storages."""
+    Raises SparkinferError for a missing, truncated or foreign file, and if it holds anything but
+    tensors that lie within their storages."""
     archive = open_torch_zip(path, "state dict")
     try:
         views = read_views(archive.pickle)

@@ -42,7 +42,7 @@ OFFSET_OPTION = "--predictor-input-layer-offset"
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorSource:
-    """Predictors that are read layer by layer; `path` names them in an error."""
+    """Predictors that are read layer by layer; errors quote `path`."""
 
     path: Path
     info: PredictorInfo

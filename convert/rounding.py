@@ -10,10 +10,10 @@ from gguf.quants import dequantize
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, type_of
 
-# The largest error of a value, as a share of the largest magnitude of its block, or for floats of
-# its own magnitude. Blocks add the rounding of their f16 scale; q4_0 goes from -8 to 7, so the far
-# end is a step off. The scales of K-quants are fitted, and clip outliers: 0.13, 0.07 and 0.024 were
-# the maxima in 240,000 unusual blocks of each.
+# The largest error of a value, relative to the largest magnitude of its block or, for floats, to
+# its own magnitude. Blocks add the rounding of their f16 scale; q4_0 goes from -8 to 7, so a value
+# at the far end is off by a whole step. The scales of K-quants are fitted and clip outliers: 0.13,
+# 0.07 and 0.024 were the maxima in 240,000 unusual blocks of each.
 ERRORS = {
     "f32": 0.0,
     "f16": 2.0**-11,
@@ -24,15 +24,15 @@ ERRORS = {
     "q5_k": 0.15,
     "q6_k": 0.06,
 }
-# f16 has steps of 2^-24 near zero, and so has the scale of a block, which values multiply by up to
-# 127. The scales of K-quants are multiplied by two numbers, up to 63 * 15, 63 * 31 and 128 * 32,
-# and are half a step off.
+# Absolute errors near zero, where f16 has steps of 2^-24. So has the scale of a block, which is
+# multiplied by up to 127. The scales of K-quants are multiplied by up to 63 * 15, 63 * 31 and
+# 128 * 32, and are off by half a step.
 TINY = {"f32": 0.0, "f16": 2.0**-24, "bf16": 1e-38, "q8_0": 127 * 2.0**-24, "q4_0": 8 * 2.0**-24,
         "q4_k": 2.0**-15, "q5_k": 2.0**-14, "q6_k": 2.0**-13}  # fmt: skip
 
 
 def restore(entry: TensorEntry, want: np.ndarray, name: str) -> np.ndarray:
-    """f32 values of `entry`, which were made from `want`, f32 of the same shape.
+    """The values of `entry` as f32; it was made from `want`, f32 of the same shape.
 
     Raises SparkinferError if they differ by more than the type's rounding."""
     values = dequantize(entry.read(), type_of(entry.kind)).reshape(entry.shape)

@@ -51,7 +51,7 @@ class TensorTypes:
         block = GGML_QUANT_SIZES[type_of(kind)][0]
         if shape[-1] % block:
             raise SparkinferError(
-                f"tensor type {kind} for {name}: rows of {shape[-1]} values are no whole blocks"
+                f"tensor type {kind} for {name}: rows of {shape[-1]} values are not whole blocks"
                 f" of {block}; leave it out for this tensor"
             )
         return kind

@@ -66,7 +66,8 @@ def tensor_entries(
 
 
 def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of the checkpoint that is used, as in the file `written`."""
+    """Every tensor of the checkpoint that is used, with the values that are in the file
+    `written`."""
     wanted = _wanted(plan)
     sources = _sources(checkpoint, plan, wanted)
     for name in wanted:
@@ -111,7 +112,7 @@ def _read_rows(
 
 
 def _wanted(plan: Blueprint) -> Shapes:
-    """Shapes of the stock layout, by name; with an output head."""
+    """Shapes by name in the stock layout, with an output head even if it is tied."""
     graph, shape = plan.graph, plan.shape
     wanted = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
     in_layer = layer_shapes(graph, shape, "stock", None)
@@ -145,7 +146,7 @@ def _constant(plan: Blueprint, name: str) -> float | None:
 
 
 def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[str, str]:
-    """The checkpoint's name for each place that is read; exactly one for each."""
+    """The name in the checkpoint of each tensor that is read, by its name in the model file."""
     shapes: Shapes = {}
     for name, shape in wanted.items():
         rows = _rows(plan, name)
@@ -173,7 +174,9 @@ def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[st
 def _tied(
     checkpoint: Checkpoint, plan: Blueprint, sources: dict[str, str], missing: set[str]
 ) -> dict[str, str]:
-    """`sources` without an output head that repeats the embedding; refuses missing tensors."""
+    """`sources` without an output head that repeats the embedding.
+
+    Raises SparkinferError for missing tensors, and for a tied head that differs."""
     may_tie = plan.is_tied is not False
     lacking = sorted(missing - ({"output.weight"} if may_tie else set()))
     if lacking:

@@ -1,6 +1,7 @@
 """The parts of a checkpoint's tokenizer that go into a model file.
 
-They go in twice: as the whole tokenizer.json, which our runtime reads, and as llama.cpp's keys."""
+It is stored twice: as the whole tokenizer.json, which our runtime reads, and as llama.cpp's
+keys."""
 
 import logging
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ class TokenizerKeys:
 
 
 def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKeys:
-    """Raises SparkinferError for a broken file, and for the stock layout if llama.cpp would have no
+    """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes.
+
+    Raises SparkinferError for a broken file, and for the stock layout if llama.cpp would have no
     tokenizer or a different one."""
     path = folder / "tokenizer.json"
     keys: dict[str, Value] = {}
@@ -57,7 +60,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
         keys |= vocabulary or {}
         surplus = num_tokens(tokenizer) - vocab_size
         if surplus > 0:
-            notes.append(f"{path}: token {vocab_size} and up ({surplus}) are not in the model")
+            notes.append(f"{path}: tokens {vocab_size} and up ({surplus}) are not in the model")
     if layout == "stock" and Keys.Tokenizer.MODEL not in keys:
         raise SparkinferError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
     with_merges = keys.get(Keys.Tokenizer.MODEL) == "gpt2"
@@ -113,7 +116,7 @@ def _check_older(folder: Path) -> None:
 
 
 def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
-    """All tokens that end a text, of which llama.cpp's keys have room for a few, and notes.
+    """All tokens that end a text (llama.cpp's keys have room for only a few of them), and notes.
 
     Raises SparkinferError for a value that is not a token id."""
     ids, notes = set[int](), list[str]()

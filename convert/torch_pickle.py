@@ -143,8 +143,8 @@ class _Machine:
         self.push(target)
 
     def persistent(self) -> None:
-        """Replaces a reference by its storage: ("storage", class, key, device, number of
-        values)."""
+        """Replaces a reference, ("storage", class, key, device, number of values), by its
+        storage."""
         match self.stack.pop():
             case ("storage", Global(name=name), str(key), str(), int(count)) if count >= 0:
                 module, _, kind = name.partition(" ")

@@ -163,9 +163,9 @@ def _tokens(tokenizer: Json, vocab_size: int) -> tuple[list[str], list[int]]:
 
 
 def _scores(model: Json, tokens: list[str]) -> list[float]:
-    """llama.cpp joins the pair whose token has the highest score, tokenizer.json the one whose
-    merge comes first: a token's score is minus the place of the first merge that makes it. Tokens
-    that no merge makes come last."""
+    """Scores that make llama.cpp, which joins the pair whose token has the highest score, follow
+    the order of the merges: a token's score is minus the index of the first merge that makes it.
+    Tokens that no merge makes come last."""
     places: dict[str, int] = {}
     merges = cast(list, model["merges"])
     for place, merge in enumerate(merges):

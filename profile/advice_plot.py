@@ -14,7 +14,8 @@ LEAST_KL = 1e-4  # on a logarithmic axis: the position of the dense model itself
 
 
 def draw(advice: "Advice", path: Path) -> None:
-    """Writes a PNG: one colour per type, one mark per rule, the front joined, the advice ringed."""
+    """Writes a PNG with one colour per type and one marker per rule; a line joins the Pareto front,
+    and a ring marks the advice."""
     plot = load_pyplot()
     figure, axes = plot.subplots(layout="constrained")
     types = sorted({point.type for point in advice.points})

@@ -1,11 +1,11 @@
-"""Advises which type and which rule to run a model with, measured on a user's text and machine.
+"""Recommends a weight type and a sparsity rule for a model, measured on a user's text and machine.
 
-A point is a type of the matrices with a rule at a share of bytes. Its quality is measured against
-the given model, dense, so that smaller types and rules are on the same axes. Its speed: every type
-is measured dense and with its mixed rule at one share; between those two the seconds follow the
-bytes. The front has the points that no other beats in both; the advice is the fastest point whose
-perplexity rises by no more than the user allows, and a plain dense one unless a rule gains more
-than LEAST_GAIN.
+A point is a weight type, dense or with a rule that saves a share of the bytes. Its quality is
+measured against the given model run dense, so that types and rules are comparable. Its speed: each
+type is timed dense and with the mixed rule at one share, and the time of other points is linear in
+their bytes through those two. The Pareto front has the points that no other beats in both. The
+advice is the fastest point within the perplexity increase that the user allows; a rule is advised
+only if it gains more than LEAST_GAIN over the fastest dense point.
 
 The caller makes the files, with `convert`.
 
@@ -37,7 +37,7 @@ TIMED_SHARE = 0.16  # the one whose speed is measured
 PROBE_TOKENS = 1024
 SCORE_TOKENS = 4096
 LEAST_GAIN = 0.03  # in speed: a smaller gain is not worth a rule's loss
-ROUNDS, STEPS = 7, 24  # of timings; dense and sparse take turns
+ROUNDS, STEPS = 7, 24  # of timings; dense and sparse alternate
 MIN_TOKENS = 2048
 
 
@@ -65,11 +65,11 @@ class AdviseConfig:
 class Point:
     type: str
     rule: str  # "dense" or one of limit_search.RULES
-    share: float  # of the bytes it was made to save
+    share: float  # of the weight bytes, that the rule was to save
     bytes_per_token: int  # of weights
     close: Closeness
     seconds: float = 0.0  # per token
-    is_timed: bool = False  # otherwise by bytes
+    is_timed: bool = False  # otherwise estimated from the bytes
     is_on_front: bool = False
 
     @property
@@ -96,7 +96,7 @@ class Adviser:
         if self.model.activation not in SMOOTH:
             raise SparkinferError(
                 f"{config.model}: sparse by itself ({self.model.activation}): mode exact loses"
-                " nothing, no rule is needed; train predictors with sparkinfer profile"
+                " nothing, so no rule is needed; train predictors with sparkinfer profile"
             )
         if self.model.has_limits:
             raise SparkinferError(
@@ -223,7 +223,7 @@ def advise(
 
 
 def seconds_of(dense: Path, sparse: Path | None) -> tuple[float, float | None]:
-    """Median seconds per token of a dense model and of the same with limits, timed in turns."""
+    """Median seconds per token of a dense model and of the same with limits, timed alternately."""
     files = [(dense, "dense")] + ([(sparse, "exact")] if sparse else [])
     engines = [Engine.load(path, mode=mode, device="cpu") for path, mode in files]  # type: ignore[arg-type]
     try:

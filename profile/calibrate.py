@@ -1,11 +1,11 @@
-"""Calibrates this machine: measures how fast memory is read and copied, and its latencies.
+"""Calibrates this machine: measures memory bandwidth, copy bandwidth and latencies.
 
-Each figure is the best of several rounds, with their spread: a plan needs what the machine can do
+Each figure is the best of several rounds, with their spread: a plan needs the speed of the machine
 undisturbed, and the spread shows whether it was.
 
-CPU bandwidths by number of threads are those of the runtime's own row products over an f16 matrix
-and of torch's sum; both read a buffer that no cache holds. The costs that plans are priced with are
-measured in `calibrate_cpu`."""
+CPU bandwidth is measured for each number of threads, with the runtime's own row products over an
+f16 matrix and with torch's sum; both read a buffer larger than the caches. The costs that plans are
+priced with are measured in `calibrate_cpu`."""
 
 import os
 import platform
@@ -31,7 +31,7 @@ CPU_LIMIT_S, COSTS_LIMIT_S, GPU_LIMIT_S = (
     8.0,
     8.0,
     10.0,
-)  # in all; the minimum number of rounds is run in any case
+)  # in all; the minimum number of rounds is run even if it takes longer
 
 Say = Callable[[str], None]
 OnProbe = Callable[[float], None]
@@ -40,9 +40,9 @@ OnProbe = Callable[[float], None]
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
     output: Path
-    gpu_from: Path | None = None  # a machine file whose GPU is to be planned for
+    gpu_from: Path | None = None  # a machine file whose GPU to plan for if there is none here
     force: bool = False
-    is_verbose: bool = False  # a note for each figure whose rounds differ, not one for all
+    is_verbose: bool = False  # a note for each figure whose rounds differ, besides the summary
 
 
 def calibrate(
@@ -53,7 +53,7 @@ def calibrate(
     """Measures and writes machine.json; `say` gets the results, `on_probe` is called after each
     timing.
 
-    Only if there is no GPU, `gpu_from` supplies another machine's GPU figures."""
+    `gpu_from` supplies another machine's GPU figures; it is used only if there is no GPU here."""
     inputs = () if config.gpu_from is None else (config.gpu_from,)
     check_output(config.output, force=config.force, inputs=inputs)
     borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
@@ -95,7 +95,7 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
 
 
 def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
-    """The measured figures in lines for the user, and which of them to doubt."""
+    """The measured figures as lines for the user, with a note on those that are in doubt."""
     lines = [
         f"CPU, {n} threads: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
@@ -116,7 +116,7 @@ def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
 
 
 def _doubts(machine: Machine, *, is_verbose: bool) -> list[str]:
-    """One line for all figures whose rounds differ, and with `is_verbose` one for each."""
+    """One line about all figures whose rounds differ; `is_verbose` adds a line for each."""
     doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
     if not doubtful:
         return []
@@ -160,7 +160,7 @@ def measure_cpu(
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
     """GB/s read by our row products and by torch's sum, by number of threads.
 
-    Without the C++ kernels the runtime uses torch too, and both are the same."""
+    Without the C++ kernels the runtime uses torch as well, and both figures are those of torch."""
     counts, torch_before = thread_counts(num_cores()), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
     probes = {("sum", n): _sum_probe(values, n) for n in counts}
@@ -191,7 +191,7 @@ def _sum_probe(values: torch.Tensor, threads: int) -> Probe:
 
 
 def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
-    """The same bytes as an f16 matrix times a vector: what the decode steps of the runtime do."""
+    """The same bytes read as an f16 matrix times a vector, as in the runtime's decode steps."""
     matrix = values.view(torch.float16).view(-1, ROW_VALUES)  # halves of ones: 1.875 and 0
     x_D = torch.ones(ROW_VALUES)
 
@@ -204,7 +204,7 @@ def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
 
 
 def thread_counts(num_cores: int) -> list[int]:
-    """1 to all of them; above eight only powers of two, half and all."""
+    """Every count up to `num_cores`, or with more than eight the powers of two, half and all."""
     if num_cores <= 8:
         return list(range(1, num_cores + 1))
     powers = {1 << bit for bit in range(num_cores.bit_length()) if 1 << bit <= num_cores}

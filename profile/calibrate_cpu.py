@@ -1,13 +1,14 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
-Rows of every type are read as the runtime does: all of them by a matrix product, and the gates, ups
-and downs of a tenth of the neurons by the native call for a block of neurons. Fixed costs per layer
-and per token are the times of decode steps of two small models through the engine, of FEW and MANY
-layers; small means that they read next to no bytes, which stay in a cache. Reading keys and values
-costs the difference between steps at the end and at the beginning of a long context.
+Rows of every type are read as the runtime reads them: all of them by a matrix product, and the
+gate, up and down rows of a tenth of the neurons by the native call for a block of neurons. Fixed
+costs per layer and per token come from decode steps of two models of FEW and MANY layers, run by
+the engine; they are so small that their weights stay in a cache. The cost of reading keys and
+values is the difference between steps at the end and at the beginning of a long context.
 
-So if the runtime's kernels change, these figures change with them. Letters: N rows, D row width, A
-chosen rows."""
+So if the runtime's kernels change, these figures change with them.
+
+Letters: N rows, D row width, A chosen rows."""
 
 import itertools
 import math
@@ -43,8 +44,8 @@ CONTEXT = 64
 CACHE_STEPS = 8
 # Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
 CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
-# The upper bytes of the f16 numbers in a block: those of 1. The speed does not depend on the bits,
-# except for denormals.
+# Indices of the upper bytes of a block's f16 numbers, which are set to those of 1.0: the speed does
+# not depend on the values, except for denormals.
 UPPER_BYTES = {"q8_0": (1,), "q4_0": (1,), "q4_k": (1, 3), "q5_k": (1, 3), "q6_k": (209,)}
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -101,9 +102,9 @@ def _rest(few: Figure, layer: Figure) -> Figure:
 
 
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
-    """Probes of one type: all rows times a vector, and a tenth of the neurons made of them.
+    """Probes of one type: all rows times a vector, and a tenth of the neurons made of the rows.
 
-    Each timing takes the next tenth, which no cache has kept from the one before."""
+    Each timing takes the next tenth, which is not in a cache."""
     entry = _random_rows(kind, num_bytes)
     matrix = Residence().matrix(entry) if library.is_available() else matrix_of(entry, CPU)
     x_D = torch.ones(ROW_VALUES)
@@ -125,14 +126,14 @@ def _tenths(count: int) -> list[Tensor]:
 
 
 def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
-    """(seconds of a tenth of the neurons, its bytes): three rows of the matrix are a neuron."""
+    """(timer of a tenth of the neurons, bytes read): three rows of the matrix make a neuron."""
     count = matrix.num_rows // 3
     gate, up, down = (replace(matrix, data=matrix.data[i : 3 * count : 3]) for i in range(3))
     block = NeuronBlock(
         role="hot", gate=Linear(weight=gate), up=Linear(weight=up), down=down,
         id_N=torch.arange(count), row_N=None, is_whole=True,
     )  # fmt: skip
-    # Predicted neurons fire whatever their gate.
+    # With this threshold every predicted neuron fires.
     always = Gate(activation="fatrelu", threshold=-math.inf)
     neurons = NativeNeurons.of(block, always, "predicted", count)
     neurons.x_D.fill_(1.0)
@@ -149,7 +150,8 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
-    """The same with the kernels' fallback in torch, two products for each sum."""
+    """The same with the kernels' fallback in torch: two thirds of the rows in a product, as gate
+    and up, and one third in a sum, as down."""
     x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
     weight_A = torch.ones(len(tenths[0]))
 
@@ -165,7 +167,7 @@ def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
-    """Small values; blocks with a scale of one."""
+    """Rows whose values are all ones, or blocks with a scale of one."""
     size = row_bytes(ROW_VALUES, kind)
     count = num_bytes // size
     if kind in FLOATS:

@@ -1,14 +1,14 @@
-"""Calibrates a CUDA device: read bandwidth, copies to it, and the cost of synchronising with it.
+"""Calibrates a CUDA device: memory bandwidth, copies to it, and the cost of synchronising with it.
 
 Kernels and asynchronous copies are timed by CUDA events, on the device's own clock, so that
 Python's launch time is not included. Fixed costs are those inside a captured graph, since that is
-how a decode step runs: a hundred nodes, each waiting for the one before it, divided by a hundred.
+how a decode step runs: the time of a hundred nodes in sequence, divided by a hundred.
 
 The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
-pinned memory and records an event, the CPU sees the event in a busy loop and starts the second,
-which copies a hidden state back. A host node inside one graph (cudaLaunchHostFunc) is not available
-through torch; it saves the start of the second graph and pays for waking a thread of the driver. So
-this is the cost of the same exchange by other means, not a bound on it."""
+pinned memory, an event is recorded, and the CPU polls the event and launches the second graph,
+which copies the hidden state back. The runtime does the same with a host node inside one graph
+(cudaLaunchHostFunc), which torch does not offer: that saves the launch of the second graph but has
+to wake a thread of the driver. So this figure stands in for that cost; it is not a bound on it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +50,8 @@ def measure_gpu(
 
 
 def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
-    """Probes. Every kernel runs once before capture: loading code inside a capture may fail."""
+    """The probes. Each kernel runs once before it is captured: loading its code inside a capture
+    may fail."""
     many = torch.ones(min(READ_BYTES, free_bytes // 4) // 4, device=device)
     into = many[: min(COPY_BYTES // 4, len(many))]
     pageable = torch.ones(len(into))
@@ -84,7 +85,7 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
 
 
 def _round_trip(device: torch.device) -> Callable[[], float]:
-    """Measures the seconds of one of NUM_NODES round trips in sequence."""
+    """Times NUM_NODES round trips in sequence; the result is the seconds of one."""
     x, x_host = torch.ones(HIDDEN_STATE_VALUES, device=device), _pinned(HIDDEN_STATE_VALUES)
     there = _captured(lambda: x_host.copy_(x, non_blocking=True), 1)
     back = _captured(lambda: x.copy_(x_host, non_blocking=True), 1)
@@ -108,7 +109,7 @@ def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         for _ in range(count):
             run()
-    _waited(graph.replay)  # its first start uploads it
+    _waited(graph.replay)  # the first launch uploads the graph
     return graph
 
 

@@ -1,7 +1,7 @@
 """Reads a corpus as chat messages: every paragraph becomes a user message in a chat template.
 
 A window is one conversation of one message. The tokens that the template adds are run but not
-counted, as they are always the same. Drawing places is left to `corpus`.
+counted, as they are always the same. Places in the text are drawn by `corpus`.
 
 Letters: T tokens."""
 

@@ -1,6 +1,6 @@
-"""Profiles a model: runs text through it, counts firings and, if asked, trains predictors.
+"""Profiles a model: runs text through it, counts firings and, on request, trains predictors.
 
-It sees the model only through observers."""
+All activations are seen through observers."""
 
 import hashlib
 import time
@@ -53,8 +53,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
-    """Results of a profile. `quality_L` is of the predictors, if some were trained, and `quality`
-    of the model with them, or with thresholds, if there was room for its hidden states."""
+    """Results of a profile. `quality_L` is the quality of the predictors, if any were trained, and
+    `quality` that of the model with predictors or thresholds: None without either, and if there was
+    no room for the hidden states."""
 
     output: Path
     model_id: str
@@ -191,7 +192,7 @@ def _begin(
 
 
 def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
-    """Everything that the numbers of a run depend on: a run resumes only if all of it is equal."""
+    """Everything that a run's numbers depend on: a run resumes only if all of it is unchanged."""
     trains = config.train_predictors is not None
     return {
         "model": engine.model.model_id,

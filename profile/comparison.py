@@ -1,16 +1,16 @@
 """Compares two models on the same tokens, with confidence intervals.
 
-Intervals are of 95 %, from batch means: the tokens of a window in order are cut into batches of
-BATCH, which are treated as independent. Tokens are not (what a mode loses at one token it mostly
-loses at the next, and texts differ), so per-token intervals would be too narrow: the KL of
-SmolLM2-135M with half of its neurons silenced, 2,933 tokens of code in six windows, is 0.296 ±
-0.012 with every token by itself, ± 0.019 in batches of 32, 0.021 of 64, 0.024 of 128 and 0.027 of
-256 (where 11 batches make t larger).
+Intervals are at 95 %, from batch means: each window is cut into batches of BATCH consecutive
+tokens, which are treated as independent. Single tokens are not (a mode that does badly at one token
+mostly does badly at the next, and texts differ), so per-token intervals would be too narrow.
+Example: the KL of SmolLM2-135M with half of its neurons silenced, on 2,933 tokens of code in six
+windows, is 0.296 with a half-width of 0.012 per token, 0.019 in batches of 32, 0.021 of 64, 0.024
+of 128 and 0.027 of 256 (where Student's t is larger because there are only 11 batches).
 
-The mean is a ratio of sums, the batches' sums of a value over their counts; its variance is that of
-the batches' residuals, widened by Student's t. Both models see the same tokens, and the perplexity
-increase is the exponential of the mean difference of their losses per token: paired, so that what
-both find hard cancels.
+The mean is a ratio estimator: the batches' sums over their counts. Its variance is that of the
+batches' residuals, and the interval uses Student's t. Both models see the same tokens, and the
+perplexity increase comes from the mean difference of their losses per token: a paired comparison,
+in which tokens that are hard for both cancel.
 
 Letters: T tokens, P tokens of a piece, V vocabulary, B batches."""
 
@@ -35,7 +35,7 @@ HIGH = 0.99  # the reported quantile of the divergence
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean; with 95 % confidence the truth is within the half width, None if unknown."""
+    """A mean and the half-width of its 95 % confidence interval, None if unknown."""
 
     mean: float
     half_width: float | None
@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One model against the dense one, in nats."""
+    """One model against the dense one; losses and divergences in nats, agreement as a share."""
 
     num_tokens: int
     loss: Estimate
@@ -120,9 +120,9 @@ def batch_mean(value_T: Tensor, lengths: Sequence[int]) -> Estimate:
 def quantile_interval(
     value_T: Tensor, share: float, lengths: Sequence[int]
 ) -> tuple[float, float] | None:
-    """The interval of a quantile (Woodruff 1952): the share of values up to it is a mean with an
-    interval, whose ends are turned back into quantiles. None if the text is too short for the upper
-    end."""
+    """The interval of a quantile (Woodruff 1952): the share of values up to the quantile is a mean
+    with an interval, and the quantiles at its two ends are the result. None if the text is too
+    short for the upper end."""
     quantile = value_T.quantile(share)
     half = batch_mean((value_T <= quantile).double(), lengths).half_width
     if half is None or share + half >= 1:
@@ -133,8 +133,9 @@ def quantile_interval(
 
 
 def student_t(freedom: int) -> float:
-    """The two-sided quantile of CONFIDENCE: the expansion in 1 / freedom about the normal one
-    (Abramowitz and Stegun 26.7.5), 0.7 % too low at 3 degrees and 0.1 % at 5."""
+    """Student's t for a two-sided interval of CONFIDENCE, by its expansion in 1 / freedom about the
+    normal quantile (Abramowitz and Stegun 26.7.5); 0.7 % too low at 3 degrees of freedom and 0.1 %
+    at 5."""
     z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     terms = (
         z,
@@ -146,7 +147,7 @@ def student_t(freedom: int) -> float:
 
 
 def perplexity_of(loss: Estimate) -> Estimate:
-    """The exponential of a mean loss; infinite if that overflows a float."""
+    """The perplexity of a mean loss; infinite if it overflows a float."""
     increase = increase_of(loss)
     return Estimate(mean=1 + increase.mean, half_width=increase.half_width)
 

@@ -25,9 +25,10 @@ class ProfileConfig:
     train_predictors: Path | None = None  # a folder for them and their report
     predictors: PredictorOptions = PredictorOptions()
     input_layer_offset: int = 0
-    target_sparsity: float | None = None  # SiLU, GELU: choose thresholds for this share of silence
-    # SiLU, GELU: give each layer its own share, up to this relative increase of the perplexity, or
-    # up to the target sparsity if there is one
+    # SiLU, GELU: choose thresholds that silence this share of the neurons
+    target_sparsity: float | None = None
+    # SiLU, GELU: silence a different share in each layer, up to this relative increase of the
+    # perplexity, or up to the target sparsity if there is one
     perplexity_budget: float | None = None
     max_memory_bytes: int | None = None  # see profile.memory.room_of; None: what is free
     device: str | None = None
@@ -57,7 +58,7 @@ class ProfileConfig:
         return self.target_sparsity is not None or self.perplexity_budget is not None
 
     def num_for_thresholds(self, num_windows: int) -> int:
-        """Number of windows that thresholds are chosen on, which are then not counted."""
+        """Number of windows to choose thresholds on; firings are counted on the others."""
         return max(1, num_windows // 4) if self.chooses_thresholds else 0
 
 

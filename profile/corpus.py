@@ -1,12 +1,11 @@
 """Corpora as windows of token ids, from places drawn by a seed.
 
-Places are drawn as follows: the blocks of all files (see profile.sources) form one list, files in
+Places are drawn as follows. The blocks of all files (see profile.sources) form one list, files in
 the given order and those of a folder in sorted order; the seed permutes the blocks, and they are
 read in that order until there are enough tokens. A block yields one stretch of each of its texts:
-short texts are joined up to STRETCH characters; of a longer one the first round takes one stretch
-of about that length, the next round (when every block has had its turn) another, so that a few long
-documents do not crowd out the rest. The draw depends on the seed and the files, and on nothing
-else."""
+short texts are joined up to STRETCH characters, and a longer one yields a stretch of about that
+length in each round over all blocks, so that a few long documents do not crowd out the rest. The
+draw depends on the seed and the files, and on nothing else."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -60,7 +59,7 @@ def read_windows(
     vocab_size: int | None = None,
 ) -> Windows:
     """Windows of all files, up to `max_tokens` in all, from places drawn by the seed. A last window
-    that would have one token is left out, unless it is the only one.
+    of one token is left out, unless it is the only one.
 
     `-` is standard input. Only as many blocks are read and tokenised as needed; files that tokens
     came from are read through once for their sha256.
@@ -83,7 +82,7 @@ def read_windows(
                 _check_ids(ids, vocab_size, codec, sources[number])
                 for window in torch.tensor(ids, dtype=torch.int64).split(length):
                     if left == 1 and chosen:
-                        left = 0  # nothing follows a window of one token, so nothing is compared
+                        left = 0  # a window of one token has no next token to compare
                     if len(window) >= min(MIN_WINDOW, length) and left:
                         chosen.append(window[:left].clone())
                         used[number] += len(chosen[-1])
@@ -126,10 +125,10 @@ def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
 
 
 def stretches(texts: Sequence[str], turn: int, shift: int) -> Iterator[str]:
-    """One stretch of each text that has one left in this turn; short ones joined by newlines.
+    """One stretch of each text that has one left in this turn; short ones are joined by newlines.
 
-    A text of n stretches starts at stretch `shift` and wraps round, so that not only beginnings are
-    taken."""
+    A text of n stretches starts at stretch `shift` modulo n and wraps round, so that not only the
+    beginnings of texts are taken."""
     joined: list[str] = []
     for text in texts:
         number = _num_stretches(text)

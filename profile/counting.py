@@ -55,7 +55,7 @@ class Counter:
     def _add(self, layer: int, gate_TF: Tensor) -> None:
         gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
         count_F, histogram_B = self._count[layer], self._histogram[layer]
-        # For SiLU and GELU the histogram has every magnitude, also those that a threshold silences.
+        # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
         if gate_TF.device.type == "cpu":
             if is_magnitude and gate.threshold > 0:
@@ -91,7 +91,8 @@ class Counter:
             raise SparkinferError("the model gave NaN; convert its checkpoint again")
 
     def arrays(self) -> dict[str, Tensor]:
-        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first token."""
+        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first
+        token."""
         layers = range(len(self.gates))
         count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
         histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
@@ -111,10 +112,11 @@ class Counter:
 
 
 def histogram(value: Tensor) -> Tensor:
-    """int64 [B]: the number of |values| (f32) in each bin of profile_file.EDGES; NaN is in the last.
+    """int64 [B]: the number of |values| (f32) in each bin of profile_file.EDGES; NaN counts in the
+    last.
 
-    Written with torch, for GPUs. Nothing here synchronises; bincount would, to find the largest
-    bin."""
+    For GPUs: it uses torch operations that do not synchronise (bincount would, to find the largest
+    bin)."""
     size_A = value.abs().flatten()
     bucket_A = (size_A.view(torch.int32) >> 16).long()
     first, edge = (table.to(size_A.device) for table in _tables())
@@ -131,11 +133,10 @@ def _no_bins() -> Tensor:
 
 @cache
 def _tables() -> tuple[Tensor, Tensor]:
-    """Tables by bucket: the values that share the upper 16 bits of an f32 (8 of exponent, 7 of
-    mantissa).
+    """For each bucket, the bin of its smallest value and the edge where the next bin begins.
 
-    Bins are wider, so a bucket has at most one edge in it. For each bucket: the bin of its smallest
-    value, and the edge where the next bin begins."""
+    A bucket holds the f32 values that share their upper 16 bits (sign, 8 of exponent, 7 of
+    mantissa). Bins are wider, so that at most one edge lies in a bucket."""
     edges = np.append(EDGES.astype(np.float32), np.float32(np.inf))
     smallest = (np.arange(NUM_BUCKETS, dtype=np.uint32) << 16).view(np.float32)
     smallest = np.where(np.isnan(smallest), np.float32(np.inf), smallest)

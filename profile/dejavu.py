@@ -1,4 +1,4 @@
-"""Predictors in the form that DejaVu, PowerInfer and SparkInfer take.
+"""Writes predictors in the form that DejaVu, PowerInfer and SparkInfer read.
 
 A folder of model_0.pt, model_1.pt and so on (fc1.weight [2R, D], fc2.weight [F, 2R], ReLU between,
 no biases) and a config.json with one sparse_threshold for all layers and input_layer_offset.
@@ -71,7 +71,8 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
 
 
 def _common_threshold(threshold_L: tuple[float, ...]) -> float:
-    """The threshold of the largest magnitude: scaling up loses nothing in f16."""
+    """The threshold of largest magnitude, so that matrices are only scaled up, which loses nothing
+    in f16."""
     signs = {math.copysign(1.0, t) for t in threshold_L}
     if len(signs) > 1 or not all(math.isfinite(t) and abs(t) > 1e-6 for t in threshold_L):
         raise SparkinferError(

@@ -1,6 +1,7 @@
-"""Examines a predictor with its threshold, on held-out text.
+"""Measures a predictor with its threshold on held-out text.
 
-The lost norm is exact here: the output is computed with all neurons and with the predicted ones.
+The lost norm is exact here: the layer's output is computed twice, with all neurons that fire and
+with those that the predictor misses.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -16,8 +17,7 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 
 class Examiner:
-    """Counts over tokens; `promised` is the quality on the text that the threshold was chosen
-    on."""
+    """Sums over tokens; `promised` is the quality on the text that the threshold was chosen on."""
 
     def __init__(
         self, predictor: Predictor, promised: Quality, down: Matrix, sizes: LayerBytes
@@ -27,7 +27,8 @@ class Examiner:
         device = down.data.device
         self.fired_F = torch.zeros(down.num_rows, dtype=torch.int64, device=device)
         self.num = torch.zeros(3, dtype=torch.int64, device=device)  # pairs, predicted, caught
-        # contribution given and kept, squares of the lost and the whole output
+        # contribution of the neurons that fire and of those caught; squares of lost and whole
+        # output
         self.amount = torch.zeros(4, dtype=torch.float64, device=device)
 
     def sums(self) -> dict[str, Tensor]:
@@ -51,7 +52,7 @@ class Examiner:
 
     @property
     def hottest_fifth(self) -> float:
-        """Share of the firings that the hottest 20 % of the neurons take."""
+        """Share of the firings that come from the hottest 20 % of the neurons."""
         sorted_F = self.fired_F.sort(descending=True).values
         first = -(-len(sorted_F) // 5)
         return (sorted_F[:first].sum() / sorted_F.sum().clamp(min=1)).item()

@@ -4,13 +4,13 @@ The text is divided among five phases:
 
 - moments: collects the second moments from which the untrained predictors are computed
   (profile.moments).
-- keep: keeps a few hundred tokens, for early stopping and for choosing the rank to train.
+- keep: sets a few hundred tokens aside, for early stopping and for choosing the rank to train.
 - train: trains one low-rank predictor, of that rank (profile.training).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
   trained or not, and the whole gate in blocks. The choice follows (profile.selection).
 - examine: measures the chosen predictor, its threshold fixed, on held-out text.
 
-No other activations are stored.
+Only the kept tokens' activations are stored.
 
 Letters: T tokens, D model width, F neurons, R rank."""
 
@@ -40,7 +40,7 @@ SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The predictors to consider. Types whose blocks do not fit are left out."""
+    """The predictors to consider. Types whose blocks do not divide the rows are left out."""
 
     ranks: tuple[int, ...]
     kinds: tuple[str, ...] = ("f16", "q8_0", "q4_0")
@@ -51,8 +51,8 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerQuality:
-    """`chosen` and `start`, the untrained one of the same shape, on held-out text; `candidates` on
-    the text that the choice was made on."""
+    """Quality of the chosen predictor and of `start`, the untrained one of the same shape, on
+    held-out text; `candidates` on the text that the choice was made on."""
 
     chosen: Quality
     start: Quality
@@ -213,8 +213,8 @@ class LayerTrainer:
         return choose(qualities, self.choices.target, exact)
 
     def _break_even(self, chosen: Quality) -> float:
-        """The density at which both modes read as much: exact reads every gate, predicted the
-        predictor and a share of the gates, which is the density times the over-fetch."""
+        """The density at which both modes read the same bytes: exact reads every gate, predicted
+        reads the predictor and a share of the gates, the density times the over-fetch."""
         gates = len(self.down_norm_F) * self.sizes.gate_row
         overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))

@@ -1,4 +1,4 @@
-"""Measures what limits do to a model, against its dense self, always on the same windows.
+"""Measures how far limits move a model from its dense self, always on the same windows.
 
 The dense log probabilities are kept, so that a measurement is one pass.
 
@@ -22,8 +22,8 @@ PIECE = 256  # tokens compared at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Closeness:
-    """Means per token in nats with the half-width of their 95 % interval, which comes from the
-    windows: other windows of the same kind of text could have been drawn."""
+    """Means per token (the KL in nats) and the half-widths of their 95 % intervals, which treat the
+    windows as a random sample of texts of this kind."""
 
     kl: float
     kl_error: float
@@ -48,13 +48,13 @@ def fitting(
 
 
 class LimitMeter:
-    """Measures an engine in mode exact or dense, which keeps the last limits."""
+    """Measures an engine in mode exact or dense; the engine keeps the limits that were set last."""
 
     def __init__(self, engine: Engine, windows: Sequence[Tensor]) -> None:
         """The dense side is `engine` without limits."""
         self.windows = [ids_T for ids_T in windows if len(ids_T) > 1]
         if not self.windows:
-            raise SparkinferError("a text of two tokens or more is wanted; give a longer one")
+            raise SparkinferError("the text has no window of two tokens or more; give a longer one")
         self.no_limits = tuple(LayerLimits() for _ in engine.layers)
         set_limits(engine, self.no_limits)
         self.dense = [_log_probabilities(engine, ids_T) for ids_T in self.windows]
@@ -94,7 +94,8 @@ def _log_probabilities(engine: Engine, ids_T: Tensor) -> Tensor:
 
 
 def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ...]:
-    """Sums over a window: divergence, loss, dense loss, same tops; and the number of tokens."""
+    """Sums over a window: KL divergence, loss, dense loss, tokens with the same top; then the
+    number of tokens."""
     kl, same = 0.0, 0
     for want, got in zip(want_TV.split(PIECE), got_TV.split(PIECE), strict=True):
         kl += F.kl_div(got, want, reduction="sum", log_target=True).item()

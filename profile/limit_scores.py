@@ -1,12 +1,12 @@
-"""Scores limits from samples of a text, layer by layer: what they would silence, and what that
-would lose.
+"""Scores limits on a sample of a text, layer by layer: which values they would silence, and what
+that would lose.
 
-Each rule ranks values by their contribution, |value| times the norm of the weights it multiplies
-(WINA, arXiv 2505.19427; for neurons the row of `down`), and its loss is an energy: the sum of the
-squares of the dropped products, which is what the layer's output loses if they are independent.
+Each rule ranks values by their contribution, |value| times the norm of the weights that it
+multiplies (WINA, arXiv 2505.19427; for neurons the row of `down`). Its loss is an energy, the sum
+of the squares of the dropped products: what the layer's output loses if they are independent.
 
-    gate      |act(gate_j)| * E|h_j| / E|act(gate_j)| * |down_j|      saves the rows of up and down
-    hidden    |h_j| * |down_j|, known once up is                     saves the rows of down
+    gate      |act(gate_j)| * E|h_j| / E|act(gate_j)| * |down_j|     saves the rows of up and down
+    hidden    |h_j| * |down_j|, known after the up product           saves the rows of down
     qkv       |x_i| * |column i of query, key and value|             saves their columns
     output    |x_i| * |column i of the output projection|            saves its columns
     ffn       |x_i| * |column i of gate and up|                      saves their columns
@@ -31,7 +31,7 @@ from sparkinfer.runtime.kernels.stored import unpack
 from sparkinfer.runtime.model.layers import Layer
 from sparkinfer.runtime.weights.matrix import Matrix
 
-SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0 is no rule
+SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0: no limit
 SAMPLE_TOKENS = 512  # of all windows, evenly spaced; 20 MB per layer of a 7 B model
 # Rules on inputs: the tensor each applies to.
 INPUTS = {"qkv": "attn_norm", "output": "attn_heads", "ffn": "ffn_norm"}
@@ -76,8 +76,9 @@ class LayerScores:
     inputs: dict[str, Ranks]  # by the names of INPUTS
 
     def neurons_lost_AA(self) -> np.ndarray:
-        """f64 [A, A]: the energy lost if the gates silence the first share, and the hidden values
-        silence more until the second is reached; infinity if the second is less."""
+        """f64 [A, A]: the energy lost if the gate rule silences the first share, and the hidden
+        rule more until the second share is reached; infinity if the second is less than the
+        first."""
         lost_AA = np.full((len(SHARES), len(SHARES)), np.inf)
         hidden, order = self.hidden.rank_TN.flatten().sort()
         gate, energy = self.gate.rank_TN.flatten()[order], hidden.double().square()
@@ -93,7 +94,7 @@ class LayerScores:
         return lost_AA / len(self.hidden.rank_TN)
 
     def limits(self, gate: float, hidden: float, inputs: dict[str, float]) -> LayerLimits:
-        """Limits for these shares; `hidden` includes what the gates silence."""
+        """Limits for these shares; the share `hidden` includes the neurons that `gate` silences."""
         hidden_F = None
         if hidden > gate:
             is_open = self.gate.rank_TN > self.gate.threshold(gate)

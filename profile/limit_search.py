@@ -1,4 +1,5 @@
-"""Searches which share of each layer to silence, at equal bytes: limits without training.
+"""Searches for the share of each layer to silence, for a given number of bytes saved, without
+training.
 
 The loss of a choice is modelled as a sum over layers and rules,
 
@@ -7,11 +8,11 @@ The loss of a choice is modelled as a sum over layers and rules,
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
 the whole model from its dense self with limits in one part of one layer (neurons; both inputs of
 attention; the feed-forward's input), scaled by one probe with the rule in all layers. This takes
-three probes per layer and one per rule; no gradients. A layer whose gates and ups are stored by
-columns, for sparse inputs, cannot skip them by its gates, so it has one or the other. Given the
-sum, the best choice for a number of saved bytes is found by a price: each layer takes what loses
-least plus price times bytes, and the price is bisected. The true cost of a choice is measured
-afterwards.
+three probes per layer and one per rule, and no gradients. A layer whose gate and up matrices are
+stored by columns, for sparse inputs, cannot skip their rows, so it has one rule or the other. The
+best choice for a number of saved bytes is found by a price per byte: each layer minimises its loss
+minus the price times the bytes saved, and the price is bisected. The true cost of a choice is
+measured afterwards.
 
 Letters: L layers, A shares."""
 
@@ -25,7 +26,7 @@ from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores
 
-# Shares that probes silence.
+# The shares that the probes silence.
 PROBE = {"gate": 0.2, "hidden": 0.5, "qkv": 0.3, "output": 0.3, "ffn": 0.25}
 BISECTIONS = 60
 RULES = {
@@ -40,7 +41,7 @@ ATTENTION = ("qkv", "output")  # probed together
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Weight bytes that a dense token reads: by layer, and the rest (the head)."""
+    """Weight bytes that a token reads in mode dense: by layer, and of the output head."""
 
     qkv_L: np.ndarray
     output_L: np.ndarray
@@ -80,12 +81,12 @@ def _size(model: ModelFile, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Shares by layer; `hidden` includes what the gates silence."""
+    """Shares by layer; `hidden_L` includes the neurons that the gates silence."""
 
     gate_L: tuple[float, ...]
     hidden_L: tuple[float, ...]
     inputs_L: tuple[dict[str, float], ...]
-    loss: float  # nats, according to the sum
+    loss: float  # nats, as modelled
     saved_share: float  # of the weight bytes of a token
 
     def limits(self, scores: Sequence[LayerScores], model_id: str | None) -> Limits:
@@ -94,7 +95,7 @@ class Choice:
 
 
 class Allocation:
-    """The loss as a sum, to be minimised for any rule and any number of bytes."""
+    """The modelled loss, to be minimised for any rule and any number of bytes saved."""
 
     def __init__(self, scores: Sequence[LayerScores], bytes_of: Bytes) -> None:
         self.bytes_of, self.num_layers = bytes_of, len(scores)
@@ -104,7 +105,7 @@ class Allocation:
         }
         shares = np.array(SHARES)
         up, down = (b[:, None, None] for b in (bytes_of.up_L, bytes_of.down_L))
-        # A gate without up and down rows to skip saves nothing by itself.
+        # A silenced gate saves the rows of up and down; its own row has been read.
         self.neurons_saved_LAA = up * shares[:, None] + down * np.maximum(shares[:, None], shares)
         sizes = {"qkv": bytes_of.qkv_L, "output": bytes_of.output_L,
                  "ffn": bytes_of.gate_L + bytes_of.up_L}  # fmt: skip
@@ -113,7 +114,7 @@ class Allocation:
         self.inputs_price_L = {name: np.ones(self.num_layers) for name in INPUTS}
 
     def energy_L(self, *kinds: str) -> np.ndarray:
-        """f64 [L]: what probes of these kinds lose; of neurons, or of inputs."""
+        """f64 [L]: the energy that probes lose, of the neurons or of these kinds of inputs."""
         if kinds == ("neurons",):
             return self.neurons_LAA[:, _place("gate"), _place("hidden")]
         return np.sum([self.inputs_LA[name][:, _place(name)] for name in kinds], axis=0)
@@ -121,8 +122,9 @@ class Allocation:
     def calibrate(
         self, part_kl_L: Mapping[str, Sequence[float]], rule_kl: Mapping[str, float]
     ) -> None:
-        """Sensitivities from divergences: of probes of one layer's part (neurons, attention, ffn),
-        and of PROBE's shares in all layers by rule (neurons, and those of INPUTS)."""
+        """Sets the sensitivities from the KL divergences of the probes: `part_kl_L` with limits in
+        one part (neurons, attention, ffn) of one layer, `rule_kl` with a rule (neurons, or one of
+        INPUTS) in all layers; each at the shares of PROBE."""
 
         def price_L(part: str, kinds: tuple[str, ...], rule: str) -> np.ndarray:
             alone = np.maximum(1e-12, np.array(part_kl_L[part]))
@@ -135,8 +137,8 @@ class Allocation:
         self.inputs_price_L["ffn"] = price_L("ffn", ("ffn",), "ffn")
 
     def best(self, rule: str, saved_share: float) -> Choice | None:
-        """The choice that loses least among those that save this share of all bytes; None if the
-        rule cannot save that much."""
+        """The choice that loses least while saving this share of all bytes; None if the rule cannot
+        save that much."""
         wanted = saved_share * self.bytes_of.total
         low, high = 1e-30, 1e30
         if self._take(rule, high).saved_share * self.bytes_of.total < wanted:
@@ -150,7 +152,7 @@ class Allocation:
         return self._take(rule, high)
 
     def _take(self, rule: str, price: float) -> Choice:
-        """The best choice of every layer at a price of bytes, in nats per byte."""
+        """The best choice of every layer at a price in nats per byte."""
         kinds = RULES[rule]
         layers = [self._of_layer(layer, kinds, price) for layer in range(self.num_layers)]
         return Choice(
@@ -220,8 +222,8 @@ def allocate(
     bytes_of: Bytes,
     kl_of: Callable[[tuple[LayerLimits, ...]], float],
 ) -> Allocation:
-    """The sum with sensitivities from `num_probes` measurements; `kl_of` returns nats per token of
-    the whole model with these limits. Deterministic."""
+    """The modelled loss, with sensitivities from `num_probes` measurements; `kl_of` returns the
+    nats per token of the whole model with given limits. Deterministic."""
     allocation = Allocation(scores, bytes_of)
 
     def probe(*kinds: str) -> list[LayerLimits]:

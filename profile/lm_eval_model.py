@@ -23,11 +23,11 @@ MAX_TOKENS = 256  # default of a task without a limit; lm-eval's own
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 KNOWN = {*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p"}
 
-Scored = tuple[float, bool]  # log-likelihood, and whether a greedy text says the same
+Scored = tuple[float, bool]  # log-likelihood, and whether greedy decoding gives the same tokens
 
 
 class EngineModel(TemplateLM):
-    """`num_texts` prompts are continued together; `is_asked` is true once anything was computed."""
+    """`num_texts` prompts are continued together; `is_asked` is true once a request has come."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineModel(TemplateLM):
         if not known:
             raise SparkinferError(
                 f"{self.engine.model.path}: its tokenizer has no token that begins or ends a text,"
-                " so tasks cannot be asked; convert the checkpoint again"
+                " which tasks need; convert the checkpoint again"
             )
         return known[0]
 
@@ -69,7 +69,7 @@ class EngineModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        """Adds the begin token if the tokenizer does, unless the text has it."""
+        """Token ids, with the begin token if the tokenizer adds one and the text lacks it."""
         codec = self.engine.codec
         begins = add_special_tokens
         if begins is None:
@@ -103,9 +103,9 @@ class EngineModel(TemplateLM):
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
         on_requests: Callable[[float], None] = lambda count: None,
     ) -> list[Scored]:
-        """Scores in the order of the requests. They are computed sorted by their tokens: neighbours
-        then share the longest prefixes, examples before a question and the question before its
-        answers, and shared prefixes are computed once."""
+        """Scores in the order of the requests. They are computed in the order of their tokens, so
+        that neighbours share long prefixes (the examples before a question, the question before its
+        answers), which are computed once."""
         self.is_asked = True
         texts = [self._cut(context, more) for _, context, more in requests]
         found: list[Scored | None] = [None] * len(texts)
@@ -117,7 +117,7 @@ class EngineModel(TemplateLM):
         return [score for score in found if score is not None]
 
     def _cut(self, context: list[int], more: list[int]) -> tuple[list[int], list[int]]:
-        """The end of the context that fits with `more`, whose last token need not be computed."""
+        """The end of the context that fits together with `more`, whose last token is not run."""
         if not context or not 0 < len(more) <= self.max_length:
             raise SparkinferError(
                 f"a continuation of {len(more)} tokens after {len(context)}; wanted 1 to"
@@ -127,7 +127,7 @@ class EngineModel(TemplateLM):
         return context[-room:], more
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Answers as many at a time as there is room for, only those with equal options together."""
+        """Generated texts; requests with equal options are run together, `num_texts` at a time."""
         self.is_asked = True
         found = [""] * len(requests)
         alike: dict[str, list[int]] = {}
@@ -157,7 +157,7 @@ class EngineModel(TemplateLM):
 
 
 def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
-    """The score of `more` after `context`. The sequence keeps the prefix shared with the next."""
+    """The score of `more` after `context`; tokens shared with the text before are not run again."""
     wanted = context + more[:-1]
     same = 0
     for ours, theirs in zip(place.ids, wanted, strict=False):
@@ -182,8 +182,8 @@ def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, Gener
     unknown = sorted(set(asked) - KNOWN)
     if unknown:
         raise SparkinferError(
-            f"the task asks for {shown(unknown[0])} when it generates, which is not known here;"
-            f" known are {', '.join(sorted(KNOWN))}"
+            f"the task asks for the unknown generation option {shown(unknown[0])}; known:"
+            f" {', '.join(sorted(KNOWN))}"
         )
     until = asked.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(until)

@@ -1,4 +1,4 @@
-"""Memory that a profile takes, all layers at once or one at a time, and memory available.
+"""The memory that a profile takes, with all layers at once or one at a time, and the memory free.
 
 Letters: T tokens of a chunk, D model width, F neurons of a layer, R predictor rank."""
 
@@ -27,19 +27,19 @@ FREE_SHARE = 0.9
 # Observers get a gate in f32 and derive magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
 _BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-# Code loaded on first use (10 MiB), short-lived memory of products and observers that is not
-# counted here, and what the C library cannot give back.
+# Code loaded on first use (10 MiB), temporaries of products and observers that are not counted
+# here, and freed memory that the C library keeps.
 SLACK_BYTES = 24 << 20
 _C = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What a profile may take of a device's memory, beyond what this process has taken already."""
+    """Memory of a device that a profile may take, beyond what this process has taken already."""
 
     num_bytes: int
     taken_bytes: int  # on the CPU; torch does not know what CUDA itself takes
-    says: str  # where the limit comes from
+    says: str  # the reason for the limit, for errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +128,12 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
 
 
 def trim() -> None:
-    """Returns the memory of freed blocks to the system; a no-op without malloc_trim.
+    """Returns freed memory to the system; does nothing without malloc_trim.
 
-    glibc keeps blocks of up to 32 MiB once it has seen one freed. In the test of a model four times
-    as large as its cap, memory peaked 129 MiB above the start without this, growing by 4 MiB per
-    layer, 101 with a call per window, and 83 with a call per chunk, which took at most 1.1 of 11
-    seconds."""
+    Once a block has been freed, glibc keeps freed blocks of up to that size (at most 32 MiB). In
+    the test of a model four times as large as its cap, memory peaked 129 MiB above the start
+    without this, growing by 4 MiB per layer; 101 MiB with a call per window; and 83 MiB with a call
+    per chunk, which took at most 1.1 of 11 seconds."""
     if hasattr(_C, "malloc_trim"):
         _C.malloc_trim(0)
 

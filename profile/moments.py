@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RIDGE = 1e-6  # of the largest eigenvalue of M: for directions that the text lacks
+RIDGE = 1e-6  # floor of M's eigenvalues, relative to the largest: for directions absent in the text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """z = map x + bias imitates the gate; the SVD is of map M^(1/2), whitened."""
+    """z = map x + bias imitates the gate; `left_FR` and `right_RD` are the SVD of map M^(1/2)."""
 
     map_FD: Tensor
     bias_F: Tensor

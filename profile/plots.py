@@ -58,9 +58,8 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
 
 
 def _predictors(pyplot: Any, quality_L: Sequence[LayerQuality]) -> Any:
-    """Every candidate of every layer: the bytes that a token reads with it against the norm that it
-    loses, on the text that the choice was made on. Lower left is better; the chosen ones stand
-    out."""
+    """Every candidate of every layer: lost norm against the bytes that a token reads with it, on
+    the text that the choice was made on. Lower left is better; the chosen ones are coloured."""
     figure, axes = pyplot.subplots(layout="constrained")
     marks = {"low-rank": ("o", "low-rank"), "whole": ("s", "whole gate")}
     chosen = [_chosen(quality) for quality in quality_L]

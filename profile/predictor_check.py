@@ -1,7 +1,7 @@
 """Checks that a model file's predictors do better than chance, and belong to the stated layer.
 
-A predictor for the next layer that is read as one of its own layer (or the other way round) selects
-neurons at random, and nothing else reveals it.
+A predictor that reads the layer before but is run as one that reads its own layer (or the other way
+round) selects neurons at random, and nothing else reveals it.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -23,7 +23,7 @@ CHANCE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorCheck:
-    """Means over the layers, on a short text, for the offset in the file and for the other one."""
+    """Quality over all layers on a short text, with the file's offset and with the other one."""
 
     offset: int
     recall: float
@@ -44,8 +44,8 @@ class PredictorCheck:
         )
         if self.other_gain > max(2 * self.gain, CHANCE):
             return (
-                f"{line}; read with --predictor-input-layer-offset {1 - self.offset} they do"
-                " better: state that"
+                f"{line}; they do better with --predictor-input-layer-offset {1 - self.offset}:"
+                " convert with it"
             )
         return f"{line}; were they made for this model?"
 

@@ -51,7 +51,10 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
     """The choices. Raises SparkinferError for options that do not suit this model."""
     width, neurons = model.shape.width, model.shape.num_neurons
     if options.rank is not None and options.rank > min(width, neurons):
-        raise SparkinferError(f"predictor rank {options.rank} is above the width {width}")
+        raise SparkinferError(
+            f"predictor rank is {options.rank}, wanted at most {min(width, neurons)}, the smaller"
+            " of the model's width and its neurons per layer"
+        )
     blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
     fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
     ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)

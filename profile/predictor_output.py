@@ -1,4 +1,4 @@
-"""Measures what predictors and thresholds do to the model, and writes the predictors' files."""
+"""Measures how predictors and thresholds change the model, and writes the predictors' files."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class PredictorOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The mode the run was for against the dense model, and the record of all its modes."""
+    """A comparison of the run's target mode with the dense model, and a record of all its modes."""
 
     report: EvalReport | None = None  # None: no room for its hidden states
     record: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
@@ -69,8 +69,8 @@ def measure(
     windows: Sequence[Tensor],
     corpus_sha256: str,
 ) -> Measured:
-    """Compares the model with these thresholds in mode exact, and in mode predicted if there are
-    predictors, with its dense self: one dense pass serves both."""
+    """Compares the model with its dense self in each mode of `changed`, with one dense pass for
+    all of them."""
     chosen, left = [], MAX_TOKENS
     for ids in windows:
         chosen.append(ids[: max(2, left)])
@@ -95,8 +95,9 @@ def measure(
 def changed(
     model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors | None
 ) -> list[tuple[ModelFile, Mode]]:
-    """The model with these thresholds and predictors, and the modes to measure; the one the run was
-    for is last. Mode exact of a natively sparse model is left out: it equals its dense self."""
+    """The model with these thresholds and predictors, once for each mode to measure; the run's
+    target mode is last. Mode exact of a natively sparse model is left out: it equals its dense
+    self."""
     found: list[tuple[ModelFile, Mode]] = []
     if model.activation in SMOOTH:
         thresholds = tuple(gate.threshold for gate in gates)
@@ -132,7 +133,7 @@ def recorded(
 
 
 def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:
-    """The file's digest; for several, the sha256 of theirs, joined."""
+    """The corpus's digest; for several corpora, the sha256 of their concatenated digests."""
     if len(corpora) == 1:
         return corpora[0].sha256
     return hashlib.sha256("".join(c.sha256 for c in corpora).encode()).hexdigest()

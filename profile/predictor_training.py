@@ -1,6 +1,6 @@
 """Trains the predictors of all layers, with the model in memory or streamed.
 
-Phases, their windows and their order are the same in both, and so are the predictors.
+Both ways run the same phases on the same windows in the same order, and give the same predictors.
 
 Letters: T tokens of a chunk, F neurons of a layer."""
 
@@ -51,7 +51,7 @@ def train_whole(
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
-    A resumed run recomputes from the stored parts what earlier phases derived from them."""
+    Only sums and weights are saved; a resumed run derives everything else from them again."""
     model, ranks = run.engine.model, run.ranks
     layers = [
         layer_trainer(model, index, layer, gate, config)
@@ -107,7 +107,7 @@ def train_streamed(
                 step.advance(piece.start, piece.stop)
         return trainer.finish()
 
-    # `train` is a function of its own so that nothing of a layer is left when the next is loaded.
+    # A function of its own, so that a layer's memory is freed before the next one is loaded.
     all_steps = stream.steps(windows, on_tokens, keeps_inputs=config.input_layer_offset == 1)
     return _together([train(step) for step in all_steps], stream.model, config)
 

@@ -32,13 +32,13 @@ from sparkinfer.runtime.model.feed_forward import Mode
 class EvalConfig:
     model: Path
     corpora: tuple[Path, ...]
-    # None: the plan's, else the one the file's predictors or thresholds are for
+    # None: the plan's mode, else the one that the file's predictors or thresholds are for
     mode: Mode | None = None
     split: Path | None = None
     thresholds: Path | None = None  # a profile; see Engine.load
     max_tokens: int = 16_384
-    # Paragraphs as messages: "" for the model's own template, else a name or a file; None: plain
-    # text
+    # None: plain text. Otherwise every paragraph is a message: "" for the model's own template, or
+    # the name of one, or a file
     chat_template: str | None = None
     device: str | None = None
     seed: int = 0
@@ -58,12 +58,13 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """Perplexities, the KL divergence of `mode` from dense in nats, and how often the most likely
-    token is the same. Half widths are of 95 % intervals (comparison), None if the text is too
-    short. Bytes are the weights that a token reads (mode_quality).
+    """Perplexities, the KL divergence of `mode` from dense in nats, and the share of tokens for
+    which both find the same next token most likely. Half-widths are those of 95 % intervals (see
+    comparison), None if the text is too short. Bytes are those of the weights that a token reads
+    (see mode_quality).
 
-    A perplexity's own interval shows how much texts differ, and is wide; that of the increase is
-    paired, token by token."""
+    The interval of a perplexity is wide, because it reflects how much texts differ; that of the
+    increase comes from a paired comparison, token by token."""
 
     model_id: str
     mode: Mode
@@ -193,9 +194,9 @@ def compare_all(
     counted: Sequence[Tensor] | None = None,
     dense_shares: "ShareCounter | None" = None,
 ) -> list[EvalReport]:
-    """Runs all engines on the same windows of token ids, all with observers and so on the same
-    path: this compares modes, not orders of summation. `counted` says of each token whether its
-    prediction counts; `dense_shares` observes the dense model's neurons."""
+    """Runs all engines on the same windows of token ids. All have observers and thus take the same
+    code path, so that modes are compared and not orders of summation. `counted` marks the tokens
+    whose prediction counts (None: all); `dense_shares` observes the dense model's neurons."""
     shares = [ShareCounter(engine.model) for engine in engines]
     comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
     observed = [(dense, watcher), *zip(engines, shares, strict=True)]
@@ -253,8 +254,8 @@ def report_of(
 
 
 def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
-    """Weight bytes per token, from the shares of neurons predicted and open; savings by input
-    limits are not counted."""
+    """Weight bytes per token, from the shares of neurons predicted and open; bytes saved by input
+    limits are not subtracted."""
     model = model.row_major
     layers = range(model.shape.num_layers)
     named_L = shares.named_share_L if mode == "predicted" else (1.0,) * len(layers)
@@ -269,7 +270,7 @@ def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
 
 
 def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
-    """Half width of bytes_read: only predicted and open neurons differ between tokens."""
+    """Half-width of bytes_read, in which only the predicted and open neurons vary by token."""
     if mode == "dense":
         return 0.0
     model = model.row_major
@@ -304,7 +305,8 @@ class ShareCounter:
         self.counts[name].setdefault(layer, []).append(counts_T)
 
     def per_token(self, name: str, layer: int) -> Tensor:
-        """f64 [T]: neurons of a layer that each token predicts (ffn_predicted) or opens."""
+        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted) or open
+        (ffn_hidden) for each token."""
         return torch.cat(self.counts[name][layer]).double()
 
     def mean_share(self, name: str) -> Estimate:

@@ -1,4 +1,4 @@
-"""Several processes that share the work, as torchrun starts them; with one, everything is a no-op.
+"""Shares work among the processes that torchrun starts; with a single process this is all a no-op.
 
 Tensors on the CPU go through gloo, those on a GPU through NCCL. Nothing passed between the
 processes is pickled."""
@@ -15,13 +15,13 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 
 Result = TypeVar("Result")
-# The others wait while the first reads the corpus; torchrun ends all if one dies.
+# Timeout: the others wait while the first reads the corpus; torchrun ends all if one dies.
 PATIENCE = timedelta(days=1)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_here() -> int:
-    """This process's rank: 0 if it is alone, or the first."""
+    """This process's rank: 0 for the first, or the only one."""
     return _number("RANK", 0) if size_here() > 1 else 0
 
 
@@ -37,15 +37,15 @@ def _number(name: str, default: int) -> int:
 
 
 class Ranks:
-    """The group of processes in torchrun's environment variables; a context manager that ends
-    it."""
+    """The process group that torchrun's environment variables describe, as a context manager that
+    joins and leaves it."""
 
     def __init__(self) -> None:
         self.rank, self.size = rank_here(), size_here()
         self._is_own = False
 
     def device(self, asked: str | None) -> str | None:
-        """The device for this process: unless one is given, each takes its own GPU.
+        """The device for this process: a GPU of its own, unless another device is asked for.
 
         Raises SparkinferError if there are fewer GPUs than processes of this machine."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()

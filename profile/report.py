@@ -1,6 +1,6 @@
-"""Reports on predictors: in a few lines, as JSON, and as a table.
+"""Reports on a profile's predictors and thresholds: a few lines, JSON, and Markdown.
 
-Shares are measured on held-out text, except for the candidates of a layer: theirs are measured on
+Shares are measured on held-out text, except those of a layer's candidates, which are measured on
 the text that the choice was made on.
 
 Letters: L layers."""
@@ -32,7 +32,7 @@ def report_paths(output: Path) -> tuple[Path, Path]:
 
 
 def short_lines(report: "ProfileReport") -> list[str]:
-    """Lines for the terminal on predictors and thresholds, if there are any."""
+    """Lines for the terminal about predictors and thresholds, if there are any."""
     if not report.quality_L:
         return [_of_model(report.quality), *warnings(report)] if report.quality else []
     forms = [q.chosen.name for q in report.quality_L]
@@ -58,10 +58,10 @@ def warnings(report: "ProfileReport") -> list[str]:
     each = ", ".join(f"{mode} {_cost(quality)}" for mode, quality in sorted(costly.items()))
     line = f"warning: more than {MAX_LOSS:.0%} of the perplexity is lost: {each}"
     if len(costly) < len(report.record):
-        return [*lines, f"{line}; a model file with this uses them only on request"]
+        return [*lines, f"{line}; a model file made with this uses them only on request"]
     return [
         *lines,
-        f"{line}; a model file with this runs dense unless it is asked to."
+        f"{line}; a model file made with this runs dense unless asked otherwise."
         f" --perplexity-budget {MAX_LOSS:g} finds thresholds that cost no more, a smaller type may"
         " save more for less (sparkinfer convert --outtype q4_0), and sparkinfer sparsify trains a"
         " model to be sparse",
@@ -99,8 +99,8 @@ def _untrained(quality_L: Sequence[LayerQuality]) -> str:
     trained = sum(q.chosen.is_trained for q in quality_L)
     if not trained:
         return (
-            "untrained: the same, since in every layer the predictor it starts from was at least as"
-            " good as the trained one and is kept"
+            "untrained: the same, since in every layer the untrained predictor was at least as good"
+            " as the trained one and is kept"
         )
     what = f"untrained (in {trained} of {len(quality_L)} layers training was better): "
     return what + _summary([q.start for q in quality_L])

@@ -1,4 +1,4 @@
-"""Reads the section on predictors of the report that `profile` writes beside its output.
+"""Reads the predictors' section of the report that `profile` writes next to its output.
 
 Letters: L layers."""
 

@@ -1,4 +1,4 @@
-"""OUTPUT.resume: the position of a run, from which the same command can continue.
+"""Reads and writes OUTPUT.resume: the position of a run, from which the same command can continue.
 
 Specified in docs/formats.md."""
 
@@ -20,7 +20,8 @@ Settings = dict[str, str | int | float | bool | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a run has come: `done` windows of phase number `phase`, and all sums until then."""
+    """How far a run has come: `done` windows of phase number `phase`, and all parts at that
+    point."""
 
     phase: int = 0
     done: int = 0
@@ -32,8 +33,8 @@ class Position:
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
 
     def digest(self) -> str:
-        """Digest of the position and every array; resuming from a damaged file would give wrong
-        counts."""
+        """Digest of the position and every array, since resuming from a damaged file would give
+        wrong counts."""
         found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
         for name in sorted(self.arrays):
             array = np.ascontiguousarray(self.arrays[name])
@@ -78,7 +79,10 @@ def load_position(path: Path, settings: Settings, *, force: bool) -> Position | 
         _compare(path, metadata["settings"], settings)
         phase, done = metadata["phase"], metadata["done"]
         if not all(type(number) is int and number >= 0 for number in (phase, done)):
-            raise SparkinferError(f"{path}: stands at window {shown(done)} of phase {shown(phase)}")
+            raise SparkinferError(
+                f"{path}: its position is window {shown(done)} of phase {shown(phase)}, wanted two"
+                " counts"
+            )
         position = Position(phase=phase, done=done, arrays=arrays)
         if position.digest() != metadata["digest"]:
             raise SparkinferError(f"{path}: is damaged (its contents are not what was saved)")

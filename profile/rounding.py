@@ -1,8 +1,8 @@
-"""Rounds a predictor's matrix to the type it has in the model file.
+"""Rounds a predictor's matrix to its type in the model file.
 
 q4_0 is rounded with error feedback (GPTQ, arXiv 2210.17323): the following columns compensate for
 the error that rounding a column adds to the product, weighted by the input's second moment. The
-scale of a block stays that of ggml, its largest magnitude over -8, so that encoding the rounded
+scale of a block is ggml's, the value of largest magnitude over -8, so that encoding the rounded
 values again gives the same bytes.
 
 Letters: N rows, M values of a row."""
@@ -47,7 +47,8 @@ def values_of(matrix: Matrix) -> Tensor:
 
 
 def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
-    """f32 [N, M] of values that q4_0 holds exactly, close to the weights in the moment's norm."""
+    """f32 [N, M]: values that q4_0 represents exactly, close to the weights in the norm that the
+    moment defines."""
     inverse = torch.cholesky_inverse(_damped_factor(moment_MM.double()))
     factor_MM = torch.linalg.cholesky(inverse, upper=True).float()
     left_NM, result_NM = weight_NM.clone(), torch.empty_like(weight_NM)
@@ -61,8 +62,9 @@ def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
 
 
 def _damped_factor(moment_MM: Tensor) -> Tensor:
-    """The Cholesky factor of the moment with the least damping that makes it positive: with fewer
-    tokens than values, rounding errors can leave negative eigenvalues of 1 % of the diagonal."""
+    """The Cholesky factor of the moment with the least damping that makes it positive definite.
+    With fewer tokens than values, rounding can leave negative eigenvalues of 1 % of the
+    diagonal."""
     eye_MM = torch.eye(len(moment_MM), dtype=moment_MM.dtype, device=moment_MM.device)
     unit = moment_MM.diagonal().mean().clamp(min=1e-30)
     for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):

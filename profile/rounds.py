@@ -1,5 +1,5 @@
-"""Times several things in turn, round by round: a slow moment of the machine then affects all of
-them alike, and shows as a spread of each."""
+"""Times several operations in turn, round by round, so that a slow moment of the machine affects
+all of them alike and shows in the spread of each."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 15
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One thing to time. `seconds()` runs it once, prepared and synchronised; the figure is
-    `num_bytes` over that in GB/s, or without bytes the seconds themselves."""
+    """An operation to time. `seconds()` runs it once and synchronises; the figure is `num_bytes`
+    over that time in GB/s or, if `num_bytes` is None, the time itself."""
 
     name: str
     seconds: Callable[[], float]
@@ -31,8 +31,8 @@ def run_rounds(
     on_probe: Callable[[float], None] = lambda count: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Figure]:
-    """Figures of the probes by name: MAX_ROUNDS rounds, or fewer once the time is up, but at least
-    MIN_ROUNDS; one warm-up round before them is not counted."""
+    """Figures of the probes by name, from up to MAX_ROUNDS rounds: fewer once the time is up, but
+    at least MIN_ROUNDS. A warm-up round comes first and is not counted."""
     began = clock()
     times: dict[str, list[float]] = {probe.name: [] for probe in probes}
     assert len(times) == len(probes), "two probes have one name"

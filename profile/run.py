@@ -1,8 +1,8 @@
 """Runs windows of text through a model, phase by phase, so that it can be interrupted and resumed.
 
-Each of several processes takes every `size`-th window. Whatever accumulates, sums or trained
-weights, is a part; this module saves the parts from time to time, adds them up over the processes
-and loads them again."""
+Each of `size` processes takes every `size`-th window. State that accumulates, sums or weights in
+training, is called a part; this module saves the parts from time to time, adds them up over the
+processes and loads them again."""
 
 import signal
 import threading
@@ -25,14 +25,14 @@ from sparkinfer.runtime.engine import Engine
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAVE_EVERY_S = 60.0
-SAVE_SHARE = 0.05  # of the time may go into saving: a state of many gigabytes is saved less often
+SAVE_SHARE = 0.05  # of the time, at most, goes into saving: larger states are saved less often
 _SAVE, _STOP = 1, 2
 
 
 class Part(Protocol):
     """State that changes with every window: sums, or weights in training."""
 
-    is_sum: bool  # the processes' shares add up; otherwise all hold the same
+    is_sum: bool  # true: the processes' shares add up; false: all hold the same values
 
     def arrays(self) -> dict[str, Tensor]: ...
 
@@ -43,7 +43,7 @@ class Part(Protocol):
 
 
 class Lockstep(Protocol):
-    """Training on several processes: called for every round of windows, so that all step as one."""
+    """Callbacks around every round of windows, so that several processes train in step."""
 
     def begin(self, length_of_rank: Sequence[int]) -> None: ...
 
@@ -51,7 +51,8 @@ class Lockstep(Protocol):
 
 
 class Run:
-    """`add` the parts, then `phase` after `phase`, in the same order in every run."""
+    """A run that can be resumed: call `add` for the parts and `phase` for each phase, in the same
+    order in every run."""
 
     def __init__(
         self,
@@ -76,11 +77,11 @@ class Run:
         self._in_phase = False
 
     def has(self, name: str) -> bool:
-        """True if the resumed run had reached that part."""
+        """True if the resumed run had saved that part."""
         return bool(self.position.of_part(name))
 
     def add(self, name: str, part: Part) -> None:
-        """Saves the part from here on, and loads what an earlier run saved of it."""
+        """Includes the part in later saves, and loads what an earlier run saved of it."""
         self.parts[name] = part
         found = self.position.of_part(name)
         if found and (self.ranks.is_first or not part.is_sum):
@@ -112,7 +113,7 @@ class Run:
         self._in_phase = False
 
     def _round(self, windows: Sequence[Tensor], lockstep: Lockstep | None) -> None:
-        """One window per process; at the end of a phase some have none."""
+        """Runs one window per process; at the end of a phase some processes have none."""
         lengths = [len(window) for window in windows]
         if lockstep:
             lockstep.begin(lengths + [0] * (self.ranks.size - len(lengths)))
@@ -124,7 +125,7 @@ class Run:
         self.on_tokens(sum(lengths))
 
     def _pause(self) -> None:
-        """Saves when it is time, and stops on a signal: all processes or none."""
+        """Saves when a save is due, and stops after a signal: all processes together."""
         since = time.monotonic() - self._saved_at
         is_due = self.ranks.is_first and since > max(self.save_every_s, self._save_s / SAVE_SHARE)
         order = self.ranks.largest(_STOP if self._signal else _SAVE if is_due else 0)

@@ -1,14 +1,15 @@
-"""Which predictor a layer gets: the one that makes a token read the fewest bytes.
+"""Selects a layer's predictor: the one with which a token reads the fewest bytes.
 
 Predictors are compared on held-out text exactly as the runtime will run them, rounding included.
-Each gets the largest threshold with which it still keeps `contribution` of sum |h_j| |down_j| and
-loses at most `lost_norm` of the output, |y - y_named| / |y|. A token then reads
+Each gets the largest threshold that still keeps `contribution` of sum |h_j| |down_j| and loses at
+most `lost_norm` of the output, |y - y_named| / |y|. A token then reads
 
     predictor + named * gate_row + open * (up_row + down_row)
 
-and the smallest number wins among those whose predicted neurons fire often enough (`precision`): a
-row predicted in vain comes from slow memory, the predictor mostly from fast memory. A precise one
-that reads more than mode exact is useless, such as the whole gate in q4_0 for a model in q4_0.
+bytes, and the candidate with the fewest wins, provided that enough of its predicted neurons fire
+(`precision`): rows predicted in vain are read from slow memory, the predictor mostly from fast
+memory. Precision alone is no use if more bytes are read than in mode exact, as with the whole gate
+in q4_0 for a model in q4_0.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
 orthogonal directions, so |sum lost h_j down_j|^2 is the sum of (h_j |down_j|)^2 to 1-3 %
@@ -37,7 +38,7 @@ Form = Literal["low-rank", "whole"]
 class Target:
     """Requirements of a predictor on held-out text; shares in 0..1."""
 
-    contribution: float = 0.992  # on other text up to 0.002 less
+    contribution: float = 0.992  # up to 0.002 less on other text
     lost_norm: float = 0.04
     precision: float = 0.75
 
@@ -94,8 +95,8 @@ class Candidate:
 
 
 class Tally:
-    """Statistics of one candidate for every threshold: per bin of its scores the number of neurons,
-    firings, contribution and squared contribution."""
+    """Statistics of one candidate for every threshold: for each bin of its scores the number of
+    neurons, of firings, the contribution and the squared contribution."""
 
     def __init__(self, candidate: Candidate, unit: float, device: torch.device) -> None:
         """`unit` is about the standard deviation of the scores."""
@@ -118,7 +119,8 @@ class Tally:
         self.output_square += square
 
     def quality(self, target: Target, sizes: LayerBytes) -> Quality:
-        """The quality with the largest threshold that keeps the contribution and the output."""
+        """The quality at the largest threshold that meets the targets for contribution and lost
+        norm."""
         above_B = self.sum_B.flip(1).cumsum(1).flip(1)
         named_B, fired_B, given_B, squared_B = above_B
         total = max(self.output_square.item(), 1e-30)
@@ -159,8 +161,9 @@ def bytes_per_token(
 
 
 def choose(qualities: Sequence[Quality], target: Target, exact_bytes: float) -> int:
-    """The index of the fewest bytes per token among those precise enough; if none of them is below
-    `exact_bytes`, which a token reads without a predictor, among all."""
+    """The index of the candidate with the fewest bytes per token among those that are precise
+    enough and read less than `exact_bytes`, which a token reads without a predictor; if there are
+    none, among all."""
     precise = [
         i
         for i, q in enumerate(qualities)

@@ -1,6 +1,6 @@
 """The files of a corpus, with random access by block.
 
-A file is never read as a whole: only its size is read (for parquet, its table of contents), and a
+A file is never read as a whole: opening it reads only its size (for parquet, its footer), and a
 block is found by its position."""
 
 import codecs
@@ -51,8 +51,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class TextSource:
-    """Block k lies between the first line starts at or after k and k + 1 times BLOCK_BYTES. A line
-    longer than a block is cut between two characters."""
+    """Block k reaches from the first line start at or after byte k * BLOCK_BYTES to the first one
+    at or after byte (k + 1) * BLOCK_BYTES. A line longer than a block is cut between two
+    characters."""
 
     name: str
     path: Path
@@ -87,7 +88,8 @@ class TextSource:
 
 @dataclass(frozen=True)
 class JsonLinesSource:
-    """Block k has the lines that begin in bytes k to k + 1 times BLOCK_BYTES, each whole."""
+    """Block k has the lines that begin at bytes k * BLOCK_BYTES to (k + 1) * BLOCK_BYTES - 1, each
+    whole."""
 
     name: str
     path: Path
@@ -197,11 +199,13 @@ class ParquetSource:
 
 
 def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
-    """The files given, and all files of known kinds in the folders given, in sorted order.
+    """The files given, and all files of known kinds in the folders given; those of a folder are
+    sorted.
 
-    A file given by name may have any name: unless it is JSON lines or parquet, it is text. In a
-    folder, names that begin with a dot and empty files are skipped. Raises SparkinferError for a
-    missing path, and for a folder with no corpus in it."""
+    A file given by name may have any suffix: unless it is JSON lines or parquet, it is read as
+    text. In a folder, empty files and names that begin with a dot are skipped. Raises
+    SparkinferError for a missing path, for a folder without a corpus, and for a file without
+    text."""
     sources: list[Source] = []
     for path in paths:
         if path.is_dir():
@@ -247,8 +251,8 @@ def _source(name: str, path: Path, text_key: str) -> Source:
 
 
 def _refuse_blank(source: Source) -> None:
-    """Refuses files without text, and those with NUL bytes at the start: a disk image, UTF-16, a
-    hole."""
+    """Raises SparkinferError for a file without text, and for a text file with NUL bytes in its
+    first block, such as UTF-16, a disk image or a sparse file."""
     if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
         raise SparkinferError(
             f"{source.path}: has NUL bytes, so it is not text in UTF-8; convert it, or leave it out"

@@ -1,7 +1,7 @@
 """Hidden states of many tokens between two layers: in memory, or in an unnamed file.
 
-The file is read and written, not mapped: only a few megabytes at a time are in this process's
-memory, whatever the system keeps in its own cache.
+The file is read and written, not mapped, so that only a few megabytes at a time count as this
+process's memory; the rest is in the system's page cache at most.
 
 Letters: N tokens of all windows, T tokens at a time, D model width."""
 

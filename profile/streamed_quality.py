@@ -1,6 +1,6 @@
-"""Compares a model too large for memory, with predictors or thresholds, with the dense model.
+"""Compares modes of a model that does not fit into memory with the dense model.
 
-Each model needs one pass over its weights, layer by layer; then the head runs for all of them.
+Each mode takes one pass over the weights, layer by layer; then the head runs for all of them.
 
 Letters: N tokens of all windows, D model width."""
 
@@ -58,7 +58,7 @@ def _compared(head: "_Head", states: Sequence[Tensor], windows: Sequence[Tensor]
     comparison, start = Comparison(len(states) - 1), 0
     for ids_T in windows:
         comparison.begin_window()
-        stop = start + len(ids_T) - 1  # nothing follows the last token
+        stop = start + len(ids_T) - 1  # the last token has no successor to predict
         for at in range(start, stop, LOGITS_CHUNK):
             piece = slice(at, min(at + LOGITS_CHUNK, stop))
             targets_T = ids_T[piece.start - start + 1 : piece.stop - start + 1]

@@ -1,8 +1,8 @@
 """Runs many windows of text through a model one layer at a time.
 
-Every window goes through a layer before the next layer is loaded, so a model several times larger
-than memory is read once, not once per window. A window is run in the chunks and with the arithmetic
-of Engine.hidden: observers see the same bits of a layer, in another order.
+All windows go through a layer before the next layer is loaded, so that a model several times larger
+than memory is read once and not once per window. Chunks and arithmetic are those of Engine.hidden:
+observers see the same bits of each layer, in another order.
 
     with LayerStream(model, plan, say) as stream:
         for step in stream.steps(windows):
@@ -140,8 +140,8 @@ class LayerStream:
         return builder.norm("output_norm", CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
-        """Runs every window through every layer; `on_tokens` gets a layer's share of a window's
-        tokens."""
+        """Runs every window through every layer; after each window and layer, `on_tokens` gets the
+        window's tokens over the number of layers."""
         keeps_inputs = self.input_layer_offset == 1
         for step in self.steps(windows, on_tokens, keeps_inputs=keeps_inputs):
             step.advance(0, len(windows))
@@ -153,10 +153,10 @@ class LayerStream:
         *,
         keeps_inputs: bool = False,
     ) -> Iterator["StreamedLayer"]:
-        """The layers in order, each with all windows waiting before it.
+        """Yields the layers in order, each with all windows waiting to go through it.
 
-        Every window must be advanced before the next layer is taken, and a step is invalid after
-        that. `keeps_inputs` keeps the feed-forward inputs for one more layer."""
+        Every window must be advanced before the next layer is taken, which makes the step invalid.
+        `keeps_inputs` keeps the feed-forward inputs for one more layer."""
         waiting = self._waiting(windows, on_tokens, keeps_inputs)
         try:
             self._embed(waiting)
@@ -174,8 +174,8 @@ class LayerStream:
     def _waiting(
         self, windows: Sequence[Tensor], on_tokens: OnTokens, keeps_inputs: bool
     ) -> "Waiting":
-        """Allocates hidden states in the device's memory, for a GPU also in main memory, or in a
-        file."""
+        """Allocates the hidden states: in the device's memory if they fit, else for a GPU in main
+        memory, else in a file."""
         width, plan, room = self.model.shape.width, self.plan, _room(self.model, self.plan)
         starts = [0, *accumulate(len(ids_T) for ids_T in windows)]
         wanted = (2 if keeps_inputs else 1) * starts[-1] * plan.needs.state_row_bytes
@@ -239,7 +239,8 @@ class LayerStream:
         return StreamedLayer(self, index, layer, waiting, seconds)
 
     def _say_plan(self, step: "StreamedLayer") -> None:
-        """Announces the plan and a time estimate, from reading layer 0 and one product."""
+        """Announces the plan and an estimate of the time, from the time to read layer 0 and the
+        time of one product."""
         layers, plan, waiting = self.model.shape.num_layers, self.plan, step.waiting
         entries, num_tokens = self._entries(0), waiting.starts[-1]
         num_bytes = sum(e.num_bytes for e in entries)
@@ -279,7 +280,7 @@ class Waiting:
 
 
 class StreamedLayer:
-    """One layer on the device, and all windows, waiting before it or through it."""
+    """One layer on the device, and all windows, each before the layer or through it."""
 
     def __init__(
         self, stream: LayerStream, index: int, layer: Layer, waiting: Waiting, load_s: float
@@ -343,7 +344,7 @@ def _touch(entry: TensorEntry) -> None:
 
 
 def _flops_per_s(layer: Layer) -> float:
-    """FLOP/s of one product as in the pass, unpacking included; the second of two is timed."""
+    """FLOP/s of a product like those of the pass, unpacking included; the second of two counts."""
     gate = layer.ffn.blocks[0].gate
     x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):

@@ -1,6 +1,6 @@
 """Runs lm-eval's tasks on an engine: `sparkinfer eval --tasks`.
 
-lm-eval comes with the optional dependencies `sparkinfer[tasks]`. Requests are computed in
+lm-eval is in the optional dependencies `sparkinfer[tasks]`. Its requests are computed in
 lm_eval_model."""
 
 import logging
@@ -15,8 +15,8 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.engine_options import device_of
 from sparkinfer.typed import one_line, shown
 
-NORMAL_95 = 1.96  # standard errors of half a 95 % interval
-NUM_TEXTS = 4  # continued together
+NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
+NUM_TEXTS = 4  # texts generated together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class TasksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One number of a task; half of its 95 % interval is None if lm-eval has no error for it, or
-    zero, which says only that all documents scored alike."""
+    """One metric of a task. The half-width of its 95 % interval is None if lm-eval gives no
+    standard error, or gives zero, which says only that all documents scored alike."""
 
     task: str
     metric: str
@@ -95,7 +95,7 @@ def run_tasks(
                 raise
             raise SparkinferError(
                 f"tasks {', '.join(config.tasks)}: their data is unavailable"
-                f" ({one_line(error)}); the first time it comes from the hub, which needs a network"
+                f" ({one_line(error)}); the first run downloads it from the hub and needs a network"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             if model.is_asked:
@@ -125,8 +125,8 @@ def _library() -> Any:
 
 
 def _manager(config: TasksConfig) -> Any:
-    """The task manager. lm-eval's own tasks are thousands of files, which are read only for names
-    that are not in the folder.
+    """The task manager. lm-eval's own tasks are thousands of files, which are read only if a task
+    is not in the given folder.
 
     Raises SparkinferError for unknown tasks."""
     from lm_eval.tasks import TaskManager

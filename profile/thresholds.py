@@ -1,13 +1,15 @@
-"""Thresholds on |act(gate)| for SiLU and GELU models, without training: which neurons to skip.
+"""Chooses thresholds on |act(gate)| for SiLU and GELU models, below which neurons are skipped.
+No training is involved.
 
 A layer's threshold is read off the histogram of its magnitudes for the share of neurons to silence
 (CATS, arXiv 2404.08763). The share is either the same for all layers, or found greedily (as TEAL,
-arXiv 2408.14690, does within a block): starting from nothing silenced, the layer that costs least
-goes up by one step, repeatedly, until a share or a perplexity is reached.
+arXiv 2408.14690, does within a block): starting with nothing silenced, the share of the layer where
+a step costs least is raised by one step, again and again, until a mean share or a perplexity is
+reached.
 
 A step's cost is measured on the whole model with all other layers in their current state. The cost
-is the KL divergence from the dense model, in nats a token; the loss of a few thousand tokens is too
-noisy to tell layers apart, so it only says when a perplexity budget is used up.
+is the KL divergence from the dense model, in nats per token; the loss on a few thousand tokens is
+too noisy to rank layers, so it only decides when a perplexity budget is used up.
 
 Letters: T tokens, L layers, B histogram bins, V vocabulary."""
 
@@ -26,7 +28,7 @@ from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile_file import EDGES, NUM_BINS
 from sparkinfer.runtime.engine import Engine
 
-STEP = 0.05  # of a layer's neurons, by which a search raises it
+STEP = 0.05  # of a layer's neurons: by how much a search raises a layer's share
 MOST_STEPS = 19  # a layer keeps at least the largest 5 %
 TUNE_TOKENS = 4096  # per measurement of the search; their dense logits are kept in memory
 CHECK_TOKENS = 8192  # for the reported cost, on other text
@@ -35,10 +37,10 @@ CHECK_TOKENS = 8192  # for the reported cost, on other text
 def thresholds_for(
     histogram_LB: np.ndarray, sparsity: float | Sequence[float]
 ) -> tuple[float, ...]:
-    """Per layer the threshold below which `sparsity` (one for all, or one per layer) of the
-    magnitudes lie.
+    """For each layer the threshold, an f32 value, below which a share `sparsity` of the magnitudes
+    lies; `sparsity` is one number or one per layer.
 
-    Within a bin the magnitudes are assumed to be uniform; f32 values."""
+    Magnitudes are assumed to be uniform within a bin."""
     shares_L = np.broadcast_to(np.asarray(sparsity, np.float64), len(histogram_LB))
     below_LB = np.cumsum(histogram_LB, axis=1) / histogram_LB.sum(axis=1, keepdims=True)
     thresholds = []
@@ -142,8 +144,8 @@ class Allocation:
 
 
 def most_runs(num_layers: int, sparsity: float = 1.0) -> int:
-    """Upper bound on the measurements of `greedy` on the way to a mean sparsity: two for each step
-    that it takes, and two for each layer that goes no further."""
+    """Upper bound on the measurements of `greedy` until it reaches a mean sparsity: two for each
+    step, and two for each layer that goes no further."""
     steps = min(num_layers * MOST_STEPS, math.ceil(num_layers * sparsity / STEP) + 1)
     return 1 + num_layers + 2 * (steps + num_layers)
 
@@ -153,10 +155,11 @@ def greedy(
     num_layers: int,
     accepts: Callable[[Cost], bool] = lambda cost: True,
 ) -> Iterator[Allocation]:
-    """Allocations, starting with nothing silenced; each has one more step in one layer.
+    """Yields allocations: first nothing silenced, then each time one more step in one layer.
 
-    Before each step it measures again the two layers that were cheapest when last measured. A layer
-    whose step `accepts` refuses goes no further. Deterministic: ties go to the lower layer."""
+    Before each step the two layers that were cheapest when last measured are measured again. A
+    layer goes no further once `accepts` refuses its step. Deterministic: ties go to the lower
+    layer."""
     known: dict[tuple[int, ...], Cost] = {}
 
     def cost_of(steps_L: tuple[int, ...]) -> Cost:
@@ -204,8 +207,8 @@ class ThresholdReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The goals of a search, which ends at the first one reached. An infinite budget, or a sparsity
-    of one, sets no end."""
+    """The limits of a search, which ends at the first one reached. An infinite budget, or a
+    sparsity of one, is no limit."""
 
     perplexity_budget: float  # relative increase
     sparsity: float  # mean over the layers
@@ -248,7 +251,8 @@ def search(
 def _follow(
     meter: Meter, num_layers: int, goal: Goal, on_line: Callable[[str], None]
 ) -> Allocation:
-    """The greedy search's last allocation within the goal; reports each 5 % on the way."""
+    """The greedy search's last allocation within the goal; reports each 5 % of mean sparsity on the
+    way."""
 
     def accepts(cost: Cost) -> bool:
         return meter.increase(cost) <= goal.perplexity_budget

@@ -1,4 +1,4 @@
-"""The state of predictor training: what a run saves and loads, and what processes share.
+"""The state of predictor training that a run saves and loads and that processes share.
 
 Training itself is in profile.layer_trainer."""
 
@@ -15,9 +15,10 @@ from sparkinfer.profile.training import Batch, LowRank
 
 
 class Sums:
-    """Tensors of every layer that are updated in place; the processes' shares add up.
+    """Sums of every layer, tensors that are updated in place; the processes' shares add up.
 
-    They are in f64: over two processes they equal those of one up to rounding."""
+    They are in f64, so that the total does not depend on the number of processes, up to
+    rounding."""
 
     def __init__(self, sums_L: Sequence[dict[str, Tensor]]) -> None:
         self.is_sum = True
@@ -51,7 +52,7 @@ class Kept:
         self.settled: dict[str, Tensor] = {}
 
     def arrays(self) -> dict[str, Tensor]:
-        """Every process must call this together: each writes its tokens to their places."""
+        """All processes must call this together: each fills in the rows of its own tokens."""
         if self.settled:
             return self.settled
         count = sum(len(batch.x_TD) for batch in self.layers[0].kept)
@@ -122,10 +123,10 @@ def networks_of(layers: Sequence[LayerTrainer]) -> dict[int, LowRank]:
 
 
 class SharedSteps:
-    """All processes take every step together, with the mean of their gradients.
+    """Makes all processes take every step together, with the mean of their gradients.
 
-    The mean is by tokens; a process that has no text left contributes nothing. A step of n
-    processes is that of one process on n chunks, so there are n times fewer steps."""
+    The mean is weighted by tokens; a process that has no text left contributes nothing. A step of n
+    processes equals a step of one process on n chunks, so there are n times fewer steps."""
 
     def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
         self.ranks, self.networks = ranks, networks_of(layers)
@@ -139,7 +140,7 @@ class SharedSteps:
         self.length_of_rank, self.steps = length_of_rank, dict.fromkeys(self.networks, 0)
 
     def end(self) -> None:
-        """Takes the steps for which others have text and this process has none."""
+        """Takes the steps of this round for which only other processes have text."""
         for _ in range(num_chunks(self.length_of_rank[self.ranks.rank]), self._num_steps):
             for network in self.networks.values():
                 network.step_without_text()
@@ -169,6 +170,6 @@ def num_chunks(length: int) -> int:
 
 
 def num_steps(windows: Sequence[Tensor], size: int) -> int:
-    """Steps that `size` processes take on the windows."""
+    """Number of steps that `size` processes take on the windows."""
     chunks = [num_chunks(len(window)) for window in windows]
     return sum(max(chunks[start : start + size]) for start in range(0, len(chunks), size))

@@ -1,12 +1,13 @@
-"""One low-rank predictor: its start, its training, and its matrices as stored in a file.
+"""A low-rank predictor: its initialisation, its training, and its matrices as stored in a file.
 
-The start is the whitened SVD of profile.moments, with logits in units of each neuron's residual:
-P(gate > 0 | estimate), for a normal residual of deviation s, is close to a logistic function of 1.7
-estimate / s. Without that scale, training first unlearns the start (docs/log.md).
+It is initialised from the whitened SVD of profile.moments, with logits in units of each neuron's
+residual: for a normal residual of standard deviation s, P(gate > 0 | estimate) is close to a
+logistic function of 1.7 estimate / s. Without that scale, training begins by unlearning the
+initialisation (docs/log.md).
 
-Training is AdamW on a logistic loss; a neuron that fires is weighted by its contribution to the
-output, |h_j| |down_j|, so that the least important neurons are lost. It stops early when the loss
-on held-out tokens has stopped falling, and the best weights are kept.
+Training is AdamW on a logistic loss, in which a neuron that fires is weighted by its contribution
+to the output, |h_j| |down_j|, so that the neurons missed are the least important ones. It stops
+early once the loss on held-out tokens no longer falls, and keeps the best weights.
 
 SiLU and GELU neurons fire on both sides of zero, which no linear logit can express; their predictor
 imitates the gate, and its score is |act(estimate)|.
@@ -28,7 +29,7 @@ from sparkinfer.runtime.weights.matrix import Linear
 
 LEARNING_RATE = 0.01  # of a tensor's root mean square; 0.003 and 0.03 are no better: docs/log.md
 LOGISTIC = 1.7  # normal to logistic
-MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in mean contributions
+MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in units of the mean contribution
 CHECKS = 16  # checks of the held-out loss
 PATIENCE = 4  # checks without a better loss before training stops
 Agree = Callable[[Tensor], None]
@@ -50,7 +51,8 @@ class Batch:
 
 
 class LowRank:
-    """z = up (right whiten x) + bias; `is_trained` says whether a step was taken and kept."""
+    """z = up (right whiten x) + bias; `is_trained` is true if training improved the held-out
+    loss."""
 
     def __init__(self, start: Start, rank: int, gate: Gate, *, has_bias: bool = True) -> None:
         self.start, self.gate, self.rank = start, gate, rank
@@ -78,8 +80,8 @@ class LowRank:
         )
 
     def begin(self, num_steps: int, held_out: Batch, agree: Agree = lambda tensor: None) -> None:
-        """Called before the first step; `held_out` is never trained on. `agree` gives every process
-        that trains the same network the first one's values, in place."""
+        """To be called before the first step; `held_out` is never trained on. `agree` overwrites a
+        tensor with the first process's values in all processes that train the same network."""
         self.held_out, self.num_steps, self.steps = held_out, max(1, num_steps), 0
         self.agree = agree
         groups = [
@@ -104,7 +106,7 @@ class LowRank:
         self._advance()
 
     def step_without_text(self) -> None:
-        """Takes part in a step that other processes have text for."""
+        """Takes part, with zero gradients, in a step for which other processes have text."""
         if self.is_done:
             return
         assert self.optimizer is not None
@@ -213,7 +215,8 @@ class LowRank:
 
 
 def whole(start: Start, kind: str, gate: Gate) -> Predictor:
-    """The whole map in one matrix of `kind`: no training, and nearly the gate itself."""
+    """A predictor that is the whole map, nearly the gate itself, in one matrix of `kind`; it is not
+    trained."""
     return Predictor(
         kind="gate" if gate.activation in SMOOTH else "linear",
         down=None,

@@ -1,11 +1,11 @@
-"""Verifies that a written model file is the model it was made from, by logits on a short text.
+"""Verifies that a written model file is the model it was made from, by its logits on a short text.
 
-The reference is the source's own graph (transformers' in f32, or for a GGUF our runtime's) with the
-file's values put back into it, so that the rounding of the file's types, which grows from layer to
-layer, is on both sides. Ours is the runtime's graph with the file's values unpacked to f32, and so
-with an f32 KV cache. The remaining differences are the order of f32 sums, and errors: wrong names,
-a wrong order, a wrong graph. Putting the values back also checks that they are the source's up to
-rounding.
+The reference is the source's own graph (transformers' in f32, or for a GGUF that of our runtime)
+with the file's values put back into it, so that both sides have the rounding of the file's types,
+whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
+unpacked to f32, hence with an f32 KV cache. What can still differ is the order of f32 sums and
+errors: wrong names, a wrong order of rows, a wrong graph. Putting the values back also checks that
+they equal the source's up to rounding.
 
 Letters: T tokens, V vocabulary."""
 
@@ -36,26 +36,26 @@ TEXT = (
 )
 MAX_TOKENS = 48
 # Relative error of the logits. Correct files have 1e-6 in every type, 6e-6 with 24 layers; a wrong
-# epsilon, a linear rope factor of 1.1 left out, or one form of GELU for the other have 1e-4 to 1e-2.
+# epsilon, a missing linear rope factor of 1.1 or the wrong form of GELU gives 1e-4 to 1e-2.
 BOUND = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """`relative_error` is |got - want| / |want| over all logits; None if there was nothing to
-    compare with, and `line` says why."""
+    """`relative_error` is |got - want| / |want| over all logits; it is None if there was no
+    reference, and `line` says why."""
 
     relative_error: float | None
     line: str
 
 
 class Skipped(Exception):
-    """Why there is no reference."""
+    """There is no reference, for the reason given."""
 
 
 @torch.inference_mode()
 def verify(written: Written) -> Verification:
-    """Raises SparkinferError if the file differs from its source."""
+    """Compares a written file with its source. Raises SparkinferError if they differ."""
     model = ModelFile.load(written.path)
     ids = text_token_ids(model)
     is_folder = written.source.is_dir()
@@ -80,7 +80,7 @@ def verify(written: Written) -> Verification:
     line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens"
     kinds = [entry.kind for entry in model.tensors.values()]
     kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
-    if kind is not None:  # what the rounding costs is another question: sparkinfer eval
+    if kind is not None:  # the cost of the rounding itself is measured by sparkinfer eval
         line += f", both with the weights as rounded to {kind}"
     return Verification(relative_error=error, line=line)
 
@@ -101,7 +101,7 @@ def _in_f32(model: ModelFile) -> ModelFile:
 
 
 def text_token_ids(model: ModelFile) -> list[int]:
-    """Ids of the text by the file's tokenizer; without one any tokens will do."""
+    """Token ids of TEXT by the file's tokenizer, or arbitrary ids if it has none."""
     limit, vocab_size = min(MAX_TOKENS, model.shape.context_length), model.shape.vocab_size
     try:
         ids = [token for token in TextCodec.of(model).encode(TEXT) if token < vocab_size]
@@ -119,8 +119,8 @@ def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
 
 
 def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
-    """f32 [T, V]. Raises Skipped if transformers cannot run the checkpoint, or not on this
-    machine."""
+    """f32 [T, V]. Raises Skipped if transformers cannot run the checkpoint, or needs more memory
+    than there is."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.configuration_utils import PretrainedConfig
 
@@ -136,7 +136,7 @@ def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
     except (
         ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
         RuntimeError, StrictDataclassError, TypeError, ValueError,
-    ) as error:  # fmt: skip  # what a library of models may raise for an unchecked config
+    ) as error:  # fmt: skip  # all that transformers may raise for an odd config
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise Skipped(f"transformers cannot run the checkpoint ({line})") from error
 
@@ -151,8 +151,8 @@ def _load(folder: Path) -> torch.nn.Module:
 
 
 def _check_known(folder: Path, values: Mapping[str, object]) -> None:
-    """Raises Skipped for a model that transformers does not know, and SparkinferError for one that
-    it would run as another architecture than `architectures` says, which `convert` went by."""
+    """Raises Skipped for a model that transformers does not know, and SparkinferError if it would
+    run an architecture other than the one in `architectures`, by which `convert` went."""
     from transformers.activations import ACT2FN
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -200,8 +200,8 @@ def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
 
 
 def _refuse_too_large(folder: Path) -> None:
-    """Raises Skipped: f32 and intermediates take three times the size of a 16-bit file
-    (measured)."""
+    """Raises Skipped if there is too little memory: weights in f32 and intermediates take three
+    times the size of a 16-bit checkpoint (measured)."""
     files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
     needed, free = 3 * sum(file.stat().st_size for file in files), free_memory_bytes()
     if needed > 0.8 * free:
@@ -211,7 +211,8 @@ def _refuse_too_large(folder: Path) -> None:
 
 
 def _source_logits(written: Written, ids: list[int]) -> Tensor:
-    """f32 [T, V] of our runtime on the source's header and layout, with the file's values."""
+    """f32 [T, V]: our runtime's logits with the source's header and layout and the file's
+    values."""
     keys, tensors = read_model_gguf(written.source)
     needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
     if needed > 0.8 * free_memory_bytes():

@@ -376,5 +376,5 @@ def test_a_template_of_a_checkpoint_without_tokenizer_config(checkpoint, tmp_pat
 def test_a_template_that_is_not_text_is_refused(wrong, checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
-    with pytest.raises(SparkinferError, match="neither a text nor a list"):
+    with pytest.raises(SparkinferError, match="neither a string nor a list"):
         tokenizer_keys(folder, 320, "sparse")

@@ -121,7 +121,7 @@ def test_blocks_are_transposed_and_foreign_ones_packed_again(stock, tmp_path, ki
         elif len(entry.shape) == 2:
             assert entry.kind == (kind if own else "q8_0")
             assert (got == want).all() if own else rel_error(got, want) < 0.01
-    assert any(f"{kind} packed again as q8_0: relative error" in note for note in report.notes)
+    assert any(f"{kind} repacked as q8_0: relative error" in note for note in report.notes)
     assert len(report.model_id) == 64
 
 
@@ -175,7 +175,7 @@ def test_k_quants_keep_their_bytes_except_where_transposed(stock, tmp_path):
     assert report.outtype == "q4_k" and report.model_id == old.model_id
     packed = [note for note in report.notes if "packed again" in note]
     assert [note.split(":")[0] for note in packed] == [
-        "q6_k packed again as q8_0", "q4_k packed again as q8_0"]  # fmt: skip
+        "q6_k repacked as q8_0", "q4_k packed again as q8_0"]  # fmt: skip
     written = Written(
         source=tmp_path / "k.gguf", path=tmp_path / "m.gguf", output=tmp_path / "m.gguf",
         restored=lambda: restored(tmp_path / "k.gguf", new),
@@ -212,8 +212,8 @@ def test_k_quants_are_written_and_computed_with(silu, stock, tmp_path, outtype):
 def test_rows_of_partial_blocks_of_256_become_f16_or_are_refused(tmp_path):
     narrow = random_llama(tmp_path / "hf", hidden_size=64, intermediate_size=256)
     report = run(narrow, tmp_path / "m.gguf", outtype="q4_k")
-    assert any("f16, because their rows are no whole q4_k blocks of 256" in n for n in report.notes)
-    with pytest.raises(SparkinferError, match="rows of 64 values are no whole blocks of 256"):
+    assert any("f16, because their rows are not whole q4_k blocks of 256" in n for n in report.notes)
+    with pytest.raises(SparkinferError, match="rows of 64 values are not whole blocks of 256"):
         run(narrow, tmp_path / "n.gguf", tensor_types=("attn_q=q4_k",))
 
 
@@ -262,9 +262,9 @@ def test_conversions_that_change_nothing_or_contradict_the_source_are_refused(
     run(stock, tmp_path / "m.gguf")
     with pytest.raises(SparkinferError, match="sparse model file already"):
         run(tmp_path / "m.gguf", tmp_path / "n.gguf")
-    with pytest.raises(SparkinferError, match="says itself that it is silu"):
+    with pytest.raises(SparkinferError, match="already states its activation, silu"):
         run(tmp_path / "m.gguf", tmp_path / "n.gguf", activation="relu")
-    with pytest.raises(SparkinferError, match="a checkpoint says its activation"):
+    with pytest.raises(SparkinferError, match="a checkpoint states its activation"):
         run(silu, tmp_path / "n.gguf", activation="relu")
     for wrong in ("swish", "fatrelu", "fatrelu=x", "relu=0.1", "fatrelu=-1"):
         with pytest.raises(SparkinferError, match="wanted one of relu"):

@@ -475,7 +475,7 @@ def test_what_dejavus_format_cannot_hold_is_refused(tmp_path, thresholds, change
         ({"form": "fourier"}, "is unknown"),
         ({"rank": 8, "form": "whole"}, "has no rank"),
         ({"format": "dejavu", "type": "q4_0"}, "DejaVu's form"),
-        ({"rank": 65}, "above the width"),
+        ({"rank": 65}, "wanted at most 64"),
         ({"rank": 40, "type": "q4_0"}, "whole blocks"),
         ({"form": "whole", "type": "f16"}, "as much as the gate"),
     ],

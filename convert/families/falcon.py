@@ -1,5 +1,5 @@
-"""Falcon (arXiv 2311.16867): layer norms, one key head or few; attention and feed-forward in
-parallel from one norm (7B) or from two (40B), or in sequence."""
+"""Falcon (arXiv 2311.16867): layer norms and one or a few key-value heads. Attention and
+feed-forward run in parallel, after one shared norm (7B) or a norm each (40B), or in sequence."""
 
 import gguf
 import numpy as np
@@ -49,9 +49,9 @@ def falcon(read: ConfigReader) -> Blueprint:
 
 
 def qkv_order(shape: ModelShape) -> np.ndarray:
-    """The order of the fused rows. The checkpoint has, for each key head, its queries, the key and
-    the value; a model file has all queries, all keys, all values (llama.cpp,
-    conversion/falcon.py)."""
+    """The order of the fused rows. A checkpoint interleaves them: the queries of a key-value head,
+    its key, its value, then the next head. A model file has all queries, then all keys, then all
+    values (llama.cpp, conversion/falcon.py)."""
     per_group = shape.num_heads // shape.num_kv_heads + 2
     count = shape.num_kv_heads * per_group * shape.head_width
     groups = np.arange(count).reshape(shape.num_kv_heads, per_group, shape.head_width)

@@ -38,7 +38,7 @@ def opt(read: ConfigReader) -> Blueprint:
     read.refuse(
         "word_embed_proj_dim", width, why="embeddings of another width need two more matrices"
     )
-    read.refuse("_remove_final_layer_norm", False, why="it leaves a graph without its last norm")
+    read.refuse("_remove_final_layer_norm", False, why="the graph always has a last norm")
     heads, kv_heads, head_width = read.heads("num_attention_heads")
     context = read.count("max_position_embeddings")
     shape = ModelShape(

@@ -1,7 +1,7 @@
 """The C++ encoder in this folder, called on torch tensors.
 
-It reads f32, f16 or bf16 weights in place, along rows or columns, and writes the bytes of a type,
-as gguf.quants and, for K-quants, ggml do; on the way it finds the largest magnitude.
+It reads f32, f16 or bf16 weights in place, along rows or columns, writes the same bytes as
+gguf.quants or, for K-quants, ggml, and finds the largest magnitude in the same pass.
 
 If the C++ is not built, importing this raises SparkinferError: gguf.quants gives the same bytes,
 but at a fifteenth of the speed.
