@@ -44,9 +44,11 @@ class Residence:
         return self.side_by_side([entry], rows)[0]
 
     def tiled(self, entry: TensorEntry) -> Matrix:
-        """A copy of a matrix that is multiplied whole, in tiles if its kind and size allow them."""
+        """A copy of a matrix that is multiplied whole, in tiles if its kind and size allow them and
+        the processor's vectors are wide enough."""
         whole = self._take(entry.num_bytes).view(entry.shape[0], entry.row_bytes)
-        return _copy(entry, None, whole, slice(0, entry.row_bytes), in_tiles=True)
+        in_tiles = library.prefers_tiles()
+        return _copy(entry, None, whole, slice(0, entry.row_bytes), in_tiles=in_tiles)
 
     def side_by_side(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:
         """Copies of matrices with equal numbers of rows, interleaved: row j of each follows row j

@@ -29,6 +29,7 @@ from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
 LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")  # instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
+_TILED_LEVELS = ("amx", "avx512vnni", "avx512")  # a vector has as many lanes as a tile rows
 log = logging.getLogger(__name__)
 
 
@@ -99,6 +100,12 @@ def usable_levels() -> list[str]:
     """The LEVELS that this build has and this processor can run, best first."""
     lib = _built()
     return [name for name in LEVELS if lib.spark_level_status(name.encode()) == _OK]
+
+
+def prefers_tiles() -> bool:
+    """True if products of tiled rows are faster here than those of planar ones. Every level has
+    both, with the same bits."""
+    return level() in _TILED_LEVELS
 
 
 def set_level(name: str) -> None:
