@@ -1,7 +1,7 @@
-"""Measures memory bandwidth: the runtime's own row products over a buffer larger than any cache,
-with its threads, and torch's sum on a GPU.
+"""Measures memory bandwidth: on the CPU by the runtime's matrix-vector product over a buffer larger
+than any cache, with its threads, on a GPU by torch's sum.
 
-Every round measures it anew, so that whatever slows the model in a round slows this too."""
+Every round measures it again, so whatever slows the model in a round slows the probe too."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ Bandwidth = Callable[[], float]  # measures bytes per second
 
 
 def cpu_bandwidth() -> Bandwidth:
-    """A probe of an f32 matrix-vector product, in memory allocated like that of weights."""
+    """A probe that times an f32 matrix-vector product, in memory allocated as for weights."""
     num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
     ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
     has_kernels = library.is_available()
@@ -38,7 +38,7 @@ def cpu_bandwidth() -> Bandwidth:
 
 
 def gpu_bandwidth(device: torch.device) -> Bandwidth:
-    """A probe of torch's sum over a buffer, timed by two events on the device."""
+    """A probe that times torch's sum over a buffer, with two CUDA events."""
     free, _ = torch.cuda.mem_get_info(device)
     values = torch.ones(min(READ_BYTES, free // 4) // 4, device=device)
 

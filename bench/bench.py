@@ -1,8 +1,8 @@
-"""Measures the speed of a model on this machine, for prompts and for generation: against the
-memory's limit, by part, and beside llama.cpp.
+"""Measures a model's prefill and decode speed on this machine: against the limit of memory
+bandwidth, by part, and beside llama.cpp.
 
-All tests of a depth take turns, round by round; sparkinfer and llama.cpp alternate in going first.
-Every round measures memory bandwidth too. A warm-up before the first round is not counted."""
+Each round runs every test of a depth once; sparkinfer and llama.cpp alternate in going first. Every
+round measures memory bandwidth too. Each test has a warm-up, which is not counted."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,9 +25,9 @@ from sparkinfer.split_file import Split
 def bench(
     config: BenchConfig, on_test: Callable[[float], None] = lambda count: None
 ) -> BenchReport:
-    """Runs the benchmark; `on_test` is called after each test, `config.num_runs` times in all.
+    """Runs the benchmark; calls `on_test` after each run of a test, `config.num_runs` times in all.
 
-    Raises SparkinferError for what cannot be measured."""
+    Raises SparkinferError for options that the model, the plan or llama.cpp does not support."""
     load_before = load_now()
     file = ModelFile.load(config.model)
     _check_lengths(config, file)
@@ -59,7 +59,7 @@ def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
 
 
 def _check_rival(config: BenchConfig, file: ModelFile) -> None:
-    """Refuses, before anything is loaded, a comparison that cannot work."""
+    """Refuses an impossible comparison before anything is loaded."""
     if config.compare is None:
         return
     program_of(config.compare)

@@ -1,4 +1,5 @@
-"""The configuration of `bench`, and its tests: prompts, and token-by-token generation."""
+"""The configuration of `bench`, and its tests: prefill of prompts, and token-by-token
+generation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.runtime.model.feed_forward import Mode
 
-MOST_TOKENS = 1 << 24  # per test: above any context
+MOST_TOKENS = 1 << 24  # per test; above any context length
 MOST_TESTS, MOST_REPETITIONS = 256, 10_000
 
 Kind = Literal["pp", "tg"]
@@ -17,7 +18,7 @@ Kind = Literal["pp", "tg"]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTest:
-    """A test of a prompt (pp) in one go, or of generation (tg) token by token, after `depth` cached
+    """Processes a prompt in one call (pp), or generates token by token (tg), after `depth` cached
     tokens."""
 
     kind: Kind
@@ -47,11 +48,11 @@ class BenchConfig:
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
-    neuron_cache: CacheOptions | Off | None = None  # None: as the plan has it
-    text: Path | None = None  # source of tokens; None draws them at random from `seed`
+    neuron_cache: CacheOptions | Off | None = None  # None: as in the plan
+    text: Path | None = None  # the tokens' source; None draws them at random from `seed`
     seed: int = 0
     compare: Path | None = None  # a Python that has llama_cpp, or a llama-bench
-    compare_model: Path | None = None  # the file it loads; None is the same file
+    compare_model: Path | None = None  # the file that llama.cpp loads; None: `model`
     compare_gpu_layers: int | None = None  # None: 0 if ours is on the CPU, else all
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The JSON form of a report: llama-bench's fields, and our own beside them."""
+"""The JSON form of a report: llama-bench's fields, followed by ours."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -8,7 +8,8 @@ from sparkinfer.bench.result import BenchReport, Result, Setting, Times
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
-    """The report as one object. Each of its `tests` has the llama-bench fields that apply."""
+    """The report as one object. Each of its `tests` has those of llama-bench's fields that
+    apply."""
     config, setting = report.config, report.setting
     return {
         "benchmark": "bench",

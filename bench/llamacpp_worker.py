@@ -2,11 +2,11 @@
 
 It imports nothing from sparkinfer; its source is passed with -c. Its argument is a JSON object:
 model, context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout describes
-it, or is {"error": ...}; then each line on stdin is answered by one on stdout:
-    {"do": "depth", "ids": [...]}     sets the cache to these tokens: {}
-    {"do": "pp", "ids": [...]}        times a prompt after them, in one go: {"ns": ...}
+llama.cpp and the model, or is {"error": ...}; then each line on stdin gets one on stdout:
+    {"do": "depth", "ids": [...]}     fills the cache with these tokens: {}
+    {"do": "pp", "ids": [...]}        times a prompt after them, in one call: {"ns": ...}
     {"do": "tg", "ids": [...]}        times the tokens one by one: {"ns": ...}
-Times include the logits of the last token; tests leave the cache unchanged."""
+Times include the logits of the last token of each call; tests leave the cache unchanged."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""The parts of a step as reported, and their mapping from the native step's parts."""
+"""The parts of a step as reported, and how the native step's parts map to them."""
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ _OF_NATIVE = {
 
 
 def neuron_parts(plan: Split | None, layer: int) -> dict[str, str]:
-    """The parts that a layer's blocks of neurons belong to; hot neurons, if any, come first."""
+    """The part for each of a layer's blocks of neurons; hot neurons, if any, come first."""
     if plan is None:
         return {"neurons": NEURONS}
     if not len(plan.hot[layer]):
@@ -39,13 +39,13 @@ def neuron_parts(plan: Split | None, layer: int) -> dict[str, str]:
 
 
 def part_ns(counts_LP2: Tensor, plan: Split | None, wall_ns: int) -> dict[str, int]:
-    """Nanoseconds by part, in ORDER. They sum to `wall_ns`: whatever the native step does not
+    """Nanoseconds by part, in ORDER. They sum to `wall_ns`: time that the native step does not
     account for was spent outside it."""
     found = dict.fromkeys(ORDER, 0)
     num_layers = len(counts_LP2) - 1
     of_native = dict(_OF_NATIVE)
     if not counts_LP2[:, PARTS.index("predictor"), 1].any():
-        of_native["predictor"] = OTHER  # there is none: only the clock's own overhead
+        of_native["predictor"] = OTHER  # there is none: this is only the clock's overhead
     for layer, row in enumerate(counts_LP2[:, :, 0].tolist()):
         names = of_native | (neuron_parts(plan, layer) if layer < num_layers else {})
         for name, ns in zip(PARTS, row, strict=True):

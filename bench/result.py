@@ -54,10 +54,10 @@ class Times:
 class Part:
     """A part's time and bytes per token, in a test's median run."""
 
-    name: str  # of parts.ORDER
-    ns: float | None  # None where it is not measured
-    share: float | None  # of the run
-    num_bytes: float | None  # None for prompts, and if it reads none
+    name: str  # one of parts.ORDER
+    ns: float | None  # None if not measured
+    share: float | None  # of the run's time
+    num_bytes: float | None  # None for prompts, and for parts that read nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Result:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Their time over ours in each round: above 1, ours is faster."""
+        """Their time over ours, by round; above 1, ours is faster."""
         if self.theirs is None:
             return ()
         pairs = zip(self.ours.samples_ns, self.theirs.samples_ns, strict=True)
@@ -96,7 +96,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The model and the machine that were measured."""
+    """The measured model and machine."""
 
     model_type: str
     model_size: int
@@ -118,15 +118,15 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """All results of `bench`, with the setting they hold for."""
+    """All results of `bench`, and the setting they hold for."""
 
     config: BenchConfig
     setting: Setting
     bandwidth_gb_per_s: dict[str, tuple[float, ...]]  # by device, one per round
     results: tuple[Result, ...]
     rival: About | None
-    parts_missing: str | None  # why there are no times by part
-    limit_missing: str | None  # why there is no limit
+    parts_missing: str | None  # the reason, if there are no times by part
+    limit_missing: str | None  # the reason, if there is no limit
     notes: tuple[str, ...]
 
 

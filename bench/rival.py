@@ -1,7 +1,7 @@
-"""Runs llama.cpp beside sparkinfer: through a Python that has llama_cpp, or a llama-bench.
+"""Runs llama.cpp for comparison, through a Python that has llama_cpp or through llama-bench.
 
-The Python is one process that runs tests on request and idles in between; a llama-bench is started
-for each test, loads its model and measures one repetition."""
+The Python is one process that runs tests on request and idles in between; llama-bench is started
+anew for each test, loads the model and measures one repetition."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from sparkinfer.errors import SparkinferError
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
 PROBE_S = 60.0  # timeout for --version and --help
-# OpenMP threads spin after a job before they sleep, GNU's 300,000 times: up to 20 ms. Each side
-# waits for the other's to sleep.
+# OpenMP threads spin for a while after a job (GNU's 300,000 times, up to 20 ms) and then sleep.
+# Each side waits until the other's threads sleep.
 PAUSE_S = 0.03
-MOST_LETTERS = 200  # quoted from its output in an error
+MOST_LETTERS = 200  # characters of llama.cpp's output quoted in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class RivalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What llama.cpp reports about itself and its model; "" and 0 if unknown."""
+    """llama.cpp's description of itself and its model; "" and 0 where unknown."""
 
     tool: str
     system: str = ""
@@ -56,10 +56,10 @@ class Rival(Protocol):
     about: About
 
     def go_to(self, ids: Sequence[int]) -> None:
-        """Sets the cache to these tokens."""
+        """Fills the cache with these tokens, and only these."""
 
     def run(self, test: BenchTest, ids: Sequence[int]) -> int:
-        """Runs a test, with these tokens if it can be given any; returns nanoseconds."""
+        """Runs a test and returns nanoseconds. A rival that draws its own tokens ignores `ids`."""
 
     def close(self) -> None: ...
 
@@ -87,7 +87,7 @@ def program_of(path: Path) -> Literal["python", "llama-bench"]:
 
 
 def located(path: Path) -> Path:
-    """The absolute path of a program given by path or by name, looked up like a shell does."""
+    """The absolute path of a program given by path or by name, looked up as a shell does."""
     found = shutil.which(path)
     return (path if found is None else Path(found)).absolute()
 
@@ -160,7 +160,7 @@ class PythonRival:
             self._process.stdin.write(json.dumps({"do": do, "ids": list(ids)}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # its error is read below
+            pass  # `_line` reports why the process ended
         return self._line()
 
     def _line(self) -> Any:

@@ -1,4 +1,4 @@
-"""Runs all tests in turn, round by round, so that what slows a round slows both sides alike."""
+"""Runs all tests in turn, round by round, so that a slow round affects both sides alike."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ class Measured:
     began: str = ""  # UTC
     ours: list[Sample] = field(default_factory=list)
     theirs: list[int] = field(default_factory=list)
-    bandwidths: list[dict[str, float]] = field(default_factory=list)  # of the same rounds
+    bandwidths: list[dict[str, float]] = field(default_factory=list)  # by device
 
 
 class Rounds:
-    """The rounds of a benchmark: each runs every test of a depth once, ours and theirs."""
+    """The rounds of a benchmark; each runs every test of a depth once on both sides."""
 
     def __init__(
         self,

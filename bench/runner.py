@@ -1,4 +1,4 @@
-"""Runs the tests on an engine the way it generates text, without sampling."""
+"""Runs tests on our engine, through the code path that generates text, but without sampling."""
 
 import random
 import time
@@ -20,7 +20,7 @@ from sparkinfer.runtime.step.native_step import NativeStep
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.step.step_times import timed_parts
 
-FIRST_ID = 3  # smaller ids are special tokens in most vocabularies
+FIRST_ID = 3  # lower ids are special tokens in most vocabularies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Runner:
         self.native = native if isinstance(native, NativeStep) else None
 
     def go_to(self, ids: Sequence[int]) -> None:
-        """Sets the cache to these tokens."""
+        """Fills the cache with these tokens, and only these."""
         if self._text is None:
             self._text = self.engine.sequence()
         if self._text.ids != list(ids):

@@ -1,4 +1,4 @@
-"""The setting of a measurement: model, devices, and how the engine was loaded."""
+"""The setting of a measurement: the model, the machine, and how the engine was loaded."""
 
 import os
 from collections import Counter
@@ -15,7 +15,7 @@ from sparkinfer.split_file import Split
 
 
 def load_now() -> float | None:
-    """Runnable processes, averaged over the last minute; None if unknown."""
+    """The load average of the last minute; None if unknown."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 

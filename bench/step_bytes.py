@@ -1,8 +1,8 @@
-"""Bytes that a decode step reads, by part and by side of the plan.
+"""Counts the bytes that a decode step reads, by part and by side of the plan.
 
-The step itself counts the weights of attention, predictors and neurons as it runs; keys and values,
-the head, norms and biases follow from shapes. On a GPU everything follows from shapes, except the
-rows that hot neurons read in a sparse mode, which are unknown.
+On the CPU, the step itself counts the weights of attention, predictors and neurons as it runs; keys
+and values, the head, norms and biases are computed from shapes. On a GPU everything is computed
+from shapes, except the rows read of hot neurons in a sparse mode, which are unknown.
 
 Letters: L layers, P parts of runtime.step.step_times."""
 
@@ -40,12 +40,12 @@ ROLES = ("gpu", "cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Decode steps that have run: their number, first position, and counters."""
+    """The number, first position and counters of consecutive decode steps."""
 
     num_steps: int
     start: int
-    counts_LP2: Tensor | None  # of a native step
-    traffic: Traffic  # of these steps
+    counts_LP2: Tensor | None  # None unless steps are native
+    traffic: Traffic
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ class StepBytes:
     """The bytes read for an average token."""
 
     by_part: Bytes
-    unknown: str | None  # why a part is missing
+    unknown: str | None  # the reason, if a part is missing
 
     @property
     def total(self) -> float | None:
-        """Bytes in all, None if a part is missing."""
+        """Bytes of all parts; None if one is missing."""
         return None if self.unknown else sum(self.by_part.values())
 
     def of_part(self, part: str) -> float:
         return sum(num_bytes for (name, _), num_bytes in self.by_part.items() if name == part)
 
     def of_role(self, role: str) -> float | None:
-        """Bytes of one side of the plan, None if a part is missing."""
+        """Bytes of one side of the plan; None if a part is missing."""
         if self.unknown:
             return None
         return sum(num_bytes for (_, side), num_bytes in self.by_part.items() if side == role)
@@ -130,11 +130,11 @@ def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
-    """Adds keys and values up to a token's own position; returns why, if that is unknown."""
+    """Adds the keys and values that tokens attend to; returns the reason if that is unknown."""
     types, shape = engine.layers[0].attention.cache.types, engine.model.shape
     last = steps.start + steps.num_steps
     if types.selection is not None and last > types.selection.longest - types.selection.block:
-        return "which keys a token reads by --kv-offload is not counted"
+        return "the keys that a token reads with --kv-offload are not counted"
     positions = steps.start + (steps.num_steps + 1) / 2
     of_one = shape.num_kv_heads * types.row_bytes(shape.head_width)
     for side in sides.layers:
@@ -155,7 +155,7 @@ def _add_counted(found: Bytes, sides: Sides, steps: Steps, plan: Split | None) -
 
 
 def _add_traffic(found: Bytes, steps: Steps) -> None:
-    """Adds the counters of CPU steps that are not native calls."""
+    """Adds the counters of CPU steps that run layer by layer."""
     traffic, count = steps.traffic, steps.num_steps
     found[PROJECTIONS, "cpu"] += traffic.attention / count
     found[NEURONS, "cpu"] += (traffic.gate + traffic.up + traffic.down) / count
@@ -164,7 +164,7 @@ def _add_traffic(found: Bytes, steps: Steps) -> None:
 
 
 def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Adds all projections and whole predictors: there are no limits on a GPU."""
+    """Adds all projections and predictors in full: there are no limits on a GPU."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
             if len(entry.shape) == 2 and is_dense(name):
@@ -174,7 +174,7 @@ def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
-    """Adds neurons; returns why those of the GPU are unknown, if they are."""
+    """Adds neurons; returns the reason if those of the GPU are unknown."""
     model, num_neurons = engine.model.row_major, engine.model.shape.num_neurons
     num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))
     traffic = steps.traffic
@@ -182,7 +182,7 @@ def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps)
     if cold:
         found[COLD, "cpu"] += cold / steps.num_steps
     if engine.mode != "dense" and any(num_hot):
-        return "which of its rows a GPU reads in a sparse mode is not counted"
+        return "the rows that a GPU reads in a sparse mode are not counted"
     for layer, count in enumerate(num_hot):
         found[HOT if plan else NEURONS, "gpu"] += count * layer_bytes(model, layer).neuron
     return None

@@ -13,9 +13,9 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
 
-SAME_MODEL = 0.02  # relative difference in parameters beyond which models differ
-WIDE = 0.2  # spread relative to the median beyond which numbers are doubtful
-BUSY = 0.5  # load average before the start beyond which the machine is busy
+SAME_MODEL = 0.02  # relative difference in parameters above which the models differ
+WIDE = 0.2  # spread relative to the median above which numbers are doubtful
+BUSY = 0.5  # load average before the start above which the machine was busy
 
 
 def report_of(
@@ -89,7 +89,7 @@ def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[
 def _limit(
     ours: Times, reads: list[StepBytes], measured: Measured, setting: Setting
 ) -> Limit | None:
-    """The memory limit, from the bandwidth and bytes of each round."""
+    """The limit of memory bandwidth, from the bandwidth and bytes of each round."""
     if not reads or any(read.total is None for read in reads):
         return None
     least_s = [
@@ -121,7 +121,7 @@ def _parts_missing(engine: Engine, rounds: Rounds) -> str | None:
     if rounds.runner.native is not None:
         return None
     if engine.device.type == "cuda":
-        return "a step on a GPU is one graph"
+        return "a step on a GPU is one CUDA graph"
     return str(engine.not_native)
 
 
@@ -138,8 +138,8 @@ def _notes(
         found.append("no CUDA device is used: both sides of the plan run on the CPU")
     if setting.mode != "dense" and config.text is None:
         found.append(
-            f"mode {setting.mode} reads what the tokens need, and these are random; --text FILE takes"
-            " them from a text"
+            f"mode {setting.mode} reads the neurons that tokens need, and these tokens are random;"
+            " --text FILE takes them from a text"
         )
     for result in results:
         found += _result_notes(result, setting)
@@ -159,7 +159,7 @@ def _busy_note(load: float, setting: Setting, *, is_compared: bool) -> str:
     )
     if not is_compared:
         return note
-    return note + "; threads that spin while they wait, as llama.cpp's do, lose more from that"
+    return note + "; this slows threads that spin while they wait, as llama.cpp's do, more"
 
 
 def _result_notes(result: Result, setting: Setting) -> list[str]:
@@ -173,8 +173,8 @@ def _result_notes(result: Result, setting: Setting) -> list[str]:
     limit = result.limit
     if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:
         found.append(
-            f"what a token reads ({format_bytes(round(limit.bytes_a_token))}) fits the processor's"
-            f" last cache ({format_bytes(setting.last_cache_bytes)}), which is faster than memory:"
-            " more than 100 % of the limit is possible"
+            f"a token's bytes ({format_bytes(round(limit.bytes_a_token))}) fit into the last-level"
+            f" cache ({format_bytes(setting.last_cache_bytes)}), which is faster than memory: more"
+            " than 100 % of the limit is possible"
         )
     return found

@@ -1,4 +1,4 @@
-"""Formats a report for people: lines for a terminal, and llama-bench's table in Markdown."""
+"""Formats a report for people: as lines for a terminal, and as llama-bench's Markdown table."""
 
 import statistics
 from collections.abc import Sequence
@@ -85,10 +85,10 @@ def _sides(result: Result) -> list[str]:
     if len(result.bytes_by_role) < 2:
         return []
     sides = (
-        f"the {role}'s side {'?' if num_bytes is None else f'{num_bytes / MB:.2f}'} MB"
+        f"{role} side {'?' if num_bytes is None else f'{num_bytes / MB:.2f}'} MB"
         for role, num_bytes in result.bytes_by_role.items()
     )
-    return [f"  {result.test.name} reads for a token: {', '.join(sides)}"]
+    return [f"  {result.test.name} reads per token: {', '.join(sides)}"]
 
 
 def _parts(result: Result) -> list[Row]:
@@ -104,7 +104,7 @@ def _parts(result: Result) -> list[Row]:
 
 
 def _aligned(rows: Sequence[Row]) -> list[str]:
-    """Aligns the first column left and the others right."""
+    """Aligns the first column to the left and the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  " + "  ".join(

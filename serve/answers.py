@@ -1,4 +1,4 @@
-"""OpenAI's answer objects: JSON objects made from tokens, whole or chunk by chunk."""
+"""Builds OpenAI's response objects from tokens, whole or as chunks of a stream."""
 
 import secrets
 import time
@@ -23,7 +23,7 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
-    tokens: Sequence[Token] = ()  # only if they have logprobs
+    tokens: Sequence[Token] = ()  # those with logprobs
 
 
 class Voice:
@@ -49,7 +49,7 @@ class Voice:
         return self._delta(parts, tokens)
 
     def finish(self) -> Delta:
-        """Returns what was held back, at the end of the text."""
+        """Flushes the held-back text and parses the tool calls, once the text has ended."""
         delta = self._delta(self._reasoning.flush() if self._reasoning else [], ())
         if self._tools is None:
             return delta
@@ -66,8 +66,8 @@ class Voice:
                 content += text
         if self._tools is not None and content:
             content = self._tools.push(content)
-        told = [token for token in tokens if token.logprob is not None]
-        return Delta(content=content, reasoning=reasoning, tokens=told)
+        with_logprobs = [token for token in tokens if token.logprob is not None]
+        return Delta(content=content, reasoning=reasoning, tokens=with_logprobs)
 
     def _untagged(self, text: str) -> str:
         if not self._has_begun:
@@ -78,7 +78,7 @@ class Voice:
 
 @dataclass(kw_only=True)
 class Said:
-    """Everything a text has said so far."""
+    """The output of one text so far."""
 
     content: str = ""
     reasoning: str = ""
@@ -185,8 +185,8 @@ def delta_of(delta: Delta) -> Body:
 
 
 def chat_logprobs(served: ServedModel, tokens: Sequence[Token]) -> Body | None:
-    """Log probabilities of a chat: each token's bytes and logprob, and the most probable
-    tokens'."""
+    """Logprobs in the chat format: each token's bytes and logprob, and those of the most probable
+    alternatives."""
     if not tokens:
         return None
     content = []
@@ -206,12 +206,12 @@ def _logprob(served: ServedModel, token_id: int, logprob: float) -> Body:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI's number for impossible tokens."""
+    """Replaces -inf, which JSON lacks, by the value that OpenAI sends."""
     return max(logprob, -9999.0)
 
 
 def completion_logprobs(served: ServedModel, tokens: Sequence[Token], start: int) -> Body | None:
-    """Log probabilities of a completion, in OpenAI's older form; `start`: characters before it."""
+    """Logprobs in OpenAI's older completions format. `start`: characters before the first token."""
     if not tokens:
         return None
     names, offsets = [], []

@@ -1,4 +1,4 @@
-"""Errors sent to clients, in OpenAI's form: a status, a type, a parameter, a code."""
+"""Errors sent to clients, in OpenAI's format: status, message, type, parameter and code."""
 
 from collections.abc import Mapping
 from typing import Literal

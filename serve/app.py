@@ -1,4 +1,4 @@
-"""The application: routes of all paths, and errors in OpenAI's form."""
+"""The ASGI application: routes, and errors in OpenAI's format."""
 
 from collections.abc import Awaitable, Callable
 
@@ -52,7 +52,7 @@ def app_of(service: Service) -> ASGIApp:
     router = Router(routes, redirect_slashes=False)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = service  # without one the router answers unknown paths itself
+        scope["app"] = service  # if unset, the router answers unknown paths itself
         try:
             await router(scope, receive, send)
         except HTTPException as error:
@@ -74,7 +74,7 @@ def _endpoint(service: Service, handler: Handler) -> Callable[[Request], Awaitab
 
 
 def _error_of(error: HTTPException, scope: Scope) -> ApiError:
-    """The error for an unknown path, or a wrong method."""
+    """The error for an unknown path or an unsupported method."""
     shown = scope["path"][:80]
     if error.status_code == 405:
         found = ApiError(

@@ -1,4 +1,4 @@
-"""/v1/chat/completions. Requests are read by chat_requests."""
+"""Answers /v1/chat/completions. Requests are parsed in chat_requests."""
 
 from collections.abc import AsyncIterator
 
@@ -42,7 +42,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
 
 
 async def gathered(chat: ChatRequest, exchange: Exchange) -> list[Said]:
-    """Everything the texts of a request say."""
+    """Collects the complete outputs of a request's texts."""
     voices = [Voice(chat) for _ in chat.jobs]
     said = [Said() for _ in chat.jobs]
     async for batch in exchange.batches():
@@ -56,7 +56,7 @@ async def gathered(chat: ChatRequest, exchange: Exchange) -> list[Said]:
 
 
 class _Stream:
-    """One request's answer."""
+    """Builds the answer to one request."""
 
     def __init__(self, service: Service, chat: ChatRequest, request: Request) -> None:
         self._service, self._chat, self._request = service, chat, request

@@ -1,5 +1,5 @@
-"""Reads chat requests: messages and tools become a prompt and the rules for splitting its
-answer."""
+"""Parses chat requests: messages and tools become a prompt, and rules for splitting its answer into
+text, reasoning and tool calls."""
 
 import json
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """A chat, ready to be submitted. `form`: of the tool calls that are parsed in an answer.
-    `begins_reasoning`: whether the template has opened the model's reasoning. `marks`: special
-    tokens that separate calls and reasoning from text."""
+    """A chat, ready to be submitted. `form`: the syntax of tool calls in the answer; None if they
+    are not parsed. `begins_reasoning`: whether the prompt ends inside a reasoning block. `marks`:
+    special tokens that delimit calls and reasoning, by id."""
 
     wanted: Wanted
     jobs: list[Job]
@@ -52,8 +52,8 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatR
     wanted = take_wanted(fields, served, _num_logprobs(fields), codec, timeout_s, stops)
     fields.only("modalities", ["text"], why="this server writes text")
     fields.only("audio", why="this server writes text")
-    fields.only("functions", [], why="tools has taken its place")
-    fields.only("function_call", "none", "auto", why="tool_choice has taken its place")
+    fields.only("functions", [], why="use tools instead")
+    fields.only("function_call", "none", "auto", why="use tool_choice instead")
     fields.finish()
     served.check_length(rendering.text, "messages")
     ids = served.encode_plain(rendering.text, "messages")
@@ -87,7 +87,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     )
     if effort is not None:
         variables["reasoning_effort"] = effort
-    if effort == "none":  # the variable templates read
+    if effort == "none":  # templates read this variable
         variables["enable_thinking"] = False
     if (more := fields.take("chat_template_kwargs")) is not None:
         if not isinstance(more, dict):
@@ -105,7 +105,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
 
 
 def messages_of(items: list[object]) -> list[dict[str, object]]:
-    """Messages as templates read them: contents as texts, the arguments of calls as objects."""
+    """Messages as templates expect them: contents as strings, call arguments as objects."""
     if not items:
         raise wrong("messages", "messages is missing or empty; a chat has at least one")
     return [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
@@ -129,7 +129,7 @@ def _message(item: object, place: str) -> dict[str, object]:
 
 
 def _content(content: object, place: str) -> str:
-    """The content's text; several parts are joined by line ends, as in llama-server."""
+    """The content's text; parts are joined by newlines, as in llama-server."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -190,7 +190,7 @@ def _tool_form(template: ChatTemplate) -> ToolForm:
 
 
 def _num_logprobs(fields: Fields) -> int | None:
-    """The logprobs of a chat: None, or the number of alternatives besides the token's own."""
+    """Number of most probable tokens to return at each position; None without logprobs."""
     is_wanted = fields.flag("logprobs")
     count = fields.whole("top_logprobs", 0, MAX_LOGPROBS)
     if count is not None and not is_wanted:

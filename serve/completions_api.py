@@ -1,4 +1,4 @@
-"""/v1/completions. Requests are read by text_requests."""
+"""Answers /v1/completions. Requests are parsed in text_requests."""
 
 from collections.abc import AsyncIterator, Sequence
 
@@ -34,7 +34,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 class _Answer:
-    """One request's answer; whole and streamed answers have the same objects."""
+    """Builds the answer to one request; whole and streamed answers share their objects."""
 
     def __init__(self, service: Service, text: TextRequest, request: Request) -> None:
         self._service, self._text, self._request = service, text, request
@@ -49,7 +49,7 @@ class _Answer:
                     said[number].report = event.report
                 else:
                     said[number].content += _texts(event.tokens)
-                    said[number].tokens += _told(event.tokens)
+                    said[number].tokens += _with_logprobs(event.tokens)
         reports = [text.report for text in said if text.report is not None]
         choices = [
             self._choice(number, text.content, text.tokens, text.report)
@@ -70,9 +70,11 @@ class _Answer:
                     more = {"timings": timings_of([event.report]), **self._more}
                     found += sse(self._head.body([choice], **more))
                     continue
-                text, told = _texts(event.tokens), _told(event.tokens)
-                if text or told:
-                    choice = self._choice(number, begun[number] + text, told, None, lengths[number])
+                text, tokens = _texts(event.tokens), _with_logprobs(event.tokens)
+                if text or tokens:
+                    choice = self._choice(
+                        number, begun[number] + text, tokens, None, lengths[number]
+                    )
                     found += sse(self._head.body([choice], **self._more))
                     begun[number] = ""
                     lengths[number] += len(text)
@@ -87,7 +89,7 @@ class _Answer:
         return {"usage": usage, "timings": timings_of(reports)}
 
     def _prompt(self, number: int) -> str:
-        """The beginning of an answer that repeats its prompt."""
+        """The prompt's text if the answer repeats it (`echo`), else ""."""
         if not self._text.echoes:
             return ""
         text, ids = self._text.prompts[number // self._text.wanted.count]
@@ -113,5 +115,5 @@ def _texts(tokens: Sequence[Token]) -> str:
     return "".join(token.text for token in tokens)
 
 
-def _told(tokens: Sequence[Token]) -> list[Token]:
+def _with_logprobs(tokens: Sequence[Token]) -> list[Token]:
     return [token for token in tokens if token.logprob is not None]

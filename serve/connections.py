@@ -1,5 +1,5 @@
-"""Connections of the server: uvicorn's, with limits on their number and on the time that a client
-may take to send the head of a request and to receive the rest of an answer."""
+"""uvicorn's connections, with limits on their number and on the time that a client may take to send
+a request's headers and to receive the rest of an answer."""
 
 import asyncio
 from typing import Any, ClassVar
@@ -8,8 +8,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Connection(H11Protocol):
-    """One connection. `head_s` limits the seconds from the connection to the end of a request's
-    headers, and from the end of an answer until all of it is sent."""
+    """One connection, of at most `most`. A client has `head_s` seconds to send a request's headers,
+    and as long to receive the rest of an answer once it is complete."""
 
     head_s: ClassVar[float] = 30.0
     most: ClassVar[int] = 1024
@@ -27,8 +27,8 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, "abort": self._abort}  # becomes scope["state"]
 
     def _abort(self) -> None:
-        """Aborts an unfinished answer that its client does not take, marked as disconnected: uvicorn
-        would otherwise log a fault of the application."""
+        """Aborts an unfinished answer that the client does not read. Marks it as disconnected:
+        uvicorn would otherwise log an application error."""
         self.cycle.disconnected = True
         if not self.transport.is_closing():
             self.transport.abort()
@@ -38,7 +38,7 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._head_timer is None and not self.transport.is_closing():
-            self._wait_for_head()  # the beginning of the next request
+            self._wait_for_head()  # the next request begins
 
     def on_response_complete(self) -> None:
         self._stop_waiting()
@@ -46,7 +46,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def _cut_unsent(self, cycle: object) -> None:
-        """Drops an answer that nobody reads; it would otherwise be kept forever."""
+        """Drops an answer that the client does not read; it would stay buffered forever."""
         if self.cycle is cycle and self.transport.get_write_buffer_size():
             self.transport.abort()
 

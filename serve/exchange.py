@@ -1,7 +1,7 @@
-"""A request's texts on asyncio's event loop: passes their events to the handlers that await them.
+"""Passes the events of a request's texts to the handler that awaits them on asyncio's event loop.
 
-The scheduler's thread hands over all events of a step at once; here they go to their requests. If a
-client disconnects, or stops reading its answer for too long, its texts are cancelled."""
+The scheduler's thread posts all events of a step in one call. If a client disconnects, or stops
+reading its answer for too long, its texts are cancelled."""
 
 import asyncio
 import json
@@ -29,8 +29,8 @@ class Gone(Exception):
 
 
 class Exchange:
-    """The texts of one request. Made and used on the loop. Unless tokens are streamed
-    (`is_stream`), the handler is not woken for each: that costs 0.1 ms of the loop's time."""
+    """The texts of one request. Created and used on the event loop. Only a streaming handler
+    (`is_stream`) is woken for each token, which costs 0.1 ms of the loop's time."""
 
     def __init__(
         self, scheduler: Scheduler, jobs: Sequence[Job], retry_s: int, *, is_stream: bool
@@ -71,8 +71,8 @@ class Exchange:
             yield batch
 
     def cancel(self) -> None:
-        """Ends unfinished texts and drops the references to them: texts and exchange refer to each
-        other, so only Python's cycle collector would free them, minutes later."""
+        """Cancels unfinished texts and drops the references to all of them: texts and exchange
+        refer to each other, and the cycle collector would free them minutes later."""
         texts, self.texts = self.texts, []
         if self._num_open:
             self._scheduler.cancel(texts)
@@ -96,7 +96,7 @@ def error_of(error: Exception) -> ApiError:
 
 
 async def while_there(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
-    """The result of some work; if the client disconnects, cancels it and raises Gone."""
+    """Awaits `work`; cancels it and raises Gone if the client disconnects first."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(receive))
     try:
@@ -108,12 +108,12 @@ async def while_there(receive: Receive, work: Coroutine[object, object, Result])
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-        del each, task, watch  # otherwise a cycle: task, its error, its traceback, this frame
+        del each, task, watch  # breaks a cycle: task, its error, its traceback, this frame
 
 
 async def drop_body(receive: Receive) -> None:
-    """Reads the rest of a refused request, within bounds: a client whose connection closes while
-    it is still writing would not see the answer."""
+    """Reads the rest of a refused request, within bounds of size and time: a client would not see
+    the answer if the connection closed while it was still sending."""
     left = MAX_DROPPED_BYTES
     with suppress(TimeoutError):
         async with asyncio.timeout(DROP_S):
@@ -130,7 +130,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def dumps(value: object) -> bytes:
-    """JSON in UTF-8; a lone surrogate, which a client may have sent, becomes a question mark."""
+    """JSON in UTF-8; lone surrogates, which a client may have sent, become question marks."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
@@ -152,8 +152,8 @@ def error_response(error: ApiError) -> JsonResponse:
 
 
 class EventStream(Response):
-    """Server-sent events. `pieces` yields bytes, possibly b"". The status 200 is sent with the first
-    piece, so that an earlier failure can have a status of its own."""
+    """Server-sent events. `pieces` yields bytes, possibly b"". Status 200 is sent with the first
+    piece; a failure before it is answered with its own status."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class EventStream(Response):
             await error_response(failed)(scope, receive, send)
 
     async def _write(self, send: Send) -> ApiError | None:
-        """Writes the stream. Returns an error that comes before the first piece; later ones are sent
-        in the stream."""
+        """Writes the stream. Returns an error raised before the first piece; later ones are sent in
+        the stream."""
         has_begun = False
         try:
             async for piece in self._pieces:
@@ -213,4 +213,3 @@ _START = {
         (b"x-accel-buffering", b"no"),
     ],
 }
-Endpoint = Callable[..., Awaitable[Response]]

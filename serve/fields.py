@@ -1,6 +1,6 @@
-"""Reads the fields of a request one by one: each is checked, and unread fields are refused.
+"""Reads and checks the fields of a request one by one; unread fields are refused.
 
-A null field counts as absent, as OpenAI's clients send them."""
+A null field counts as absent, because OpenAI's clients send nulls."""
 
 import json
 import math
@@ -14,7 +14,7 @@ MAX_DEPTH = 64  # of lists and objects in a request
 
 
 class Fields:
-    """Fields of an object. `name` is its name within the request, for errors: "stream_options"."""
+    """Fields of an object. `name` is its path within the request, for errors: "stream_options"."""
 
     def __init__(self, values: Mapping[str, object], name: str = "") -> None:
         self._left = {key: value for key, value in values.items() if value is not None}
@@ -92,14 +92,14 @@ class Fields:
             self._left.pop(name, None)
 
     def only(self, name: str, *values: object, why: str) -> None:
-        """Refuses a field with any other value, with the reason."""
+        """Refuses a field unless it is absent or has one of these values; `why` is the reason."""
         value = self.take(name)
         if value is not None and value not in values:
             shown = f"{self.place(name)}: {_shown(value)} is not supported: {why}"
             raise wrong(self.place(name), shown, "unsupported_value")
 
     def rest(self) -> dict[str, object]:
-        """All remaining fields, for a caller that knows them."""
+        """Removes and returns all remaining fields."""
         left, self._left = self._left, {}
         return left
 

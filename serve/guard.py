@@ -1,8 +1,8 @@
-"""The guard of the application: checks every request before it is read, and logs it.
+"""Checks every request before its body is read, and logs it.
 
-The API key is required for every path but /health. Without a key, a server on a loopback
-address only answers requests whose Host is localhost, an IP address or an allowed name: this
-refuses web pages whose own name resolves to 127.0.0.1 (DNS rebinding)."""
+The API key is required for every path but /health. Without a key, a server on a loopback address
+only answers requests whose Host is localhost, an IP address or an allowed name: this refuses web
+pages whose own name resolves to 127.0.0.1 (DNS rebinding)."""
 
 import base64
 import binascii
@@ -33,8 +33,8 @@ _ALLOWED = {
 
 
 class Guard:
-    """The outermost layer of the application. `count` gets +1 when a request begins, -1 at its
-    end."""
+    """The outermost layer of the application. It calls `count` with +1 when a request begins and
+    with -1 when it ends, and `observe` with its log line."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Guard:
             if line.status == 0:
                 await error_response(failed)(scope, receive, self._marked(scope, send, line))
             else:
-                raise  # closes the connection in mid-answer
+                raise  # closes the connection mid-answer
         finally:
             self._count(-1)
             line.seconds = time.perf_counter() - began
@@ -133,7 +133,7 @@ class Guard:
         )
 
     def _origin(self, headers: Headers) -> str | None:
-        """CORS headers for a page of another origin, if it is allowed."""
+        """Access-Control-Allow-Origin for this request; None if its origin is not allowed."""
         origin, known = headers.get("origin"), self._config.origins
         if origin is None or not known:
             return None
@@ -161,7 +161,7 @@ class Guard:
 
 
 def _nothing() -> None:
-    """A stand-in for `abort` if the application is not called by a Connection."""
+    """Replaces `abort` where the application is not called by a Connection."""
 
 
 async def _preflight(send: Send) -> None:
@@ -171,8 +171,8 @@ async def _preflight(send: Send) -> None:
 
 
 def _given_key(headers: Headers) -> bytes | None:
-    """The key in Authorization: Bearer, X-Api-Key, or the password of Authorization: Basic, which a
-    browser can ask a user for."""
+    """The key in X-Api-Key or Authorization: Bearer, or the password in Authorization: Basic, for
+    which a browser can prompt."""
     if (key := headers.get("x-api-key")) is not None:
         return key.encode("latin-1")
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -199,7 +199,7 @@ def is_address(host: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """The host without its port; an IPv6 address without its brackets."""
+    """The host in lower case without its port; an IPv6 address without brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0].lower() if ":" in host else host.lower()

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server. Each server has its own registry in its one process."""
+"""Prometheus metrics of a server, in a registry of its own."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from sparkinfer.serve.texts import Report
 
 NAMESPACE = "sparkinfer"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# Paths with their own label; arbitrary paths sent by strangers would fill the memory.
+# Paths with a label of their own; a label for every path that clients send would fill the memory.
 PATHS = (
     "/", "/health", "/metrics", "/props", "/tokenize", "/detokenize", "/apply-template",
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models",
@@ -25,7 +25,7 @@ PATHS = (
 
 class Metrics:
     def __init__(self) -> None:
-        disable_created_metrics()  # a second series for each metric, with its creation time
+        disable_created_metrics()  # they would add a series with each metric's creation time
         self.registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests answered.", "path", "status")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
@@ -36,8 +36,8 @@ class Metrics:
         self._first = self._histogram(
             "time_to_first_token", "From a text's arrival to its first token."
         )
-        self._token = self._histogram("time_per_token", "For the tokens of a text after its first.")
-        self._step = self._histogram("step", "For one step of the engine.")
+        self._token = self._histogram("time_per_token", "Mean per token of a text after its first.")
+        self._step = self._histogram("step", "Duration of a step of the engine.")
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(name, what, labels, namespace=NAMESPACE, registry=self.registry)
@@ -47,7 +47,7 @@ class Metrics:
                          registry=self.registry)  # fmt: skip
 
     def gauge(self, name: str, what: str, value: Callable[[], float]) -> None:
-        """Adds a number that is computed whenever it is read."""
+        """Adds a gauge whose value is computed whenever it is read."""
         found = Gauge(name, what, namespace=NAMESPACE, registry=self.registry)
         found.set_function(value)
 

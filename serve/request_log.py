@@ -1,4 +1,4 @@
-"""A line in the log for each request, as text or (--log-json) as JSON."""
+"""Logs a line for each request, as text or (--log-json) as JSON."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ _LOGGERS = ("sparkinfer.serve", "uvicorn.error")
 
 @dataclass(kw_only=True)
 class RequestLine:
-    """Filled while a request is answered. `status` is 0 until the answer begins."""
+    """Filled in while a request is answered. `status` is 0 until the answer begins."""
 
     id: str
     method: str

@@ -1,4 +1,4 @@
-"""/v1/responses: a chat's answer as items, whole or as events. Requests are read by
+"""Answers /v1/responses with a chat's output as items, whole or as events. Requests are parsed in
 responses_requests."""
 
 import secrets
@@ -32,15 +32,14 @@ async def responses(service: Service, request: Request) -> Response:
     (said,) = await service.while_there(request, exchange, gathered(chat, exchange))
     assert said.report is not None
     for _ in answer.take(Delta(content=said.content, reasoning=said.reasoning, calls=said.calls)):
-        pass  # the events of a stream
+        pass  # the events matter only in a stream
     for _ in answer.end():
         pass
     return JsonResponse(answer.whole(said.report))
 
 
 class _Answer:
-    """Items as they grow. Reasoning, message and calls follow one another: each begins where the
-    previous one ends."""
+    """The growing list of output items: reasoning, message, tool calls. Only the last is open."""
 
     def __init__(self, service: Service, request: Request, voice: Voice) -> None:
         self._service, self._request, self._voice = service, request, voice
@@ -77,7 +76,7 @@ class _Answer:
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def take(self, delta: Delta) -> Iterator[bytes]:
-        """The events for a delta."""
+        """Adds a delta and yields its events."""
         if delta.reasoning:
             yield from self._grow("reasoning", delta.reasoning)
         if delta.content:
@@ -87,7 +86,7 @@ class _Answer:
             yield from self._call(call)
 
     def end(self) -> Iterator[bytes]:
-        """The events that end an item, if one is open."""
+        """Closes the open item, if there is one, and yields the events for that."""
         if not self._is_open:
             return
         self._is_open = False
@@ -108,7 +107,7 @@ class _Answer:
         )
 
     def whole(self, report: Report) -> Body:
-        """The complete response, once it has ended."""
+        """The complete response, after its last item."""
         self._service.report(self._request, [report])
         is_whole = report.stopped_by in ("end of text", "stop string")
         body = self._body("completed" if is_whole else "incomplete")

@@ -12,13 +12,13 @@ from sparkinfer.serve.served_model import ServedModel
 MAX_ITEMS = 4096
 MAX_INSTRUCTIONS = 1 << 24
 _REFERS = "nothing is stored here; send the whole conversation as input"
-# Names of a chat's fields that differ in this API.
+# Fields of a chat that have another name in this API.
 _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
            "response_format": "text.format"}  # fmt: skip
 
 
 def responses_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
-    """Raises ApiError for a request that does not map to a chat."""
+    """Parses a request as a chat. Raises ApiError if it has no equivalent chat."""
     chat = _chat_fields(fields)
     try:
         return chat_request(Fields(chat), served, timeout_s)
@@ -31,9 +31,9 @@ def _chat_fields(fields: Fields) -> dict[str, object]:
     for name in ("previous_response_id", "conversation"):
         fields.only(name, why=_REFERS)
     fields.only("prompt", why="there are no stored prompts here")
-    fields.only("background", False, why="an answer comes with its request")
+    fields.only("background", False, why="a response is sent on its request's connection")
     fields.only("truncation", "disabled", why="a conversation that is too long is refused")
-    fields.only("include", [], why="answers have texts and calls only")
+    fields.only("include", [], why="answers contain only text and tool calls")
     fields.only("max_tool_calls", why="tools are called by the client")
     fields.only("n", 1, why="a response has one answer")
     fields.only("top_logprobs", 0, why="logprobs are available from /v1/chat/completions")
@@ -94,7 +94,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _tool(tool: object, place: str) -> Mapping[str, object]:
-    """Converts the flat form to a chat's."""
+    """Converts this API's flat form to the nested form of a chat."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         raise wrong(place, f"{place}: wanted a tool of type function", "unsupported_value")
     function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}

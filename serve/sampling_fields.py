@@ -1,4 +1,4 @@
-"""Sampling fields of requests: llama-server's names, over the server's defaults."""
+"""Reads the sampling fields of requests, under llama-server's names, over the server's defaults."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from sparkinfer.serve.fields import Fields
 MAX_BIASES, MAX_BIAS, MAX_BIASED_LENGTH = 1024, 1e6, 256
 MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 256
 RANDOM_SEEDS = (-1, 0xFFFFFFFF)  # llama.cpp's values for a random seed
-# Names in requests, where they differ from those of SamplingOptions.
+# A request's name -> the field of SamplingOptions, where they differ.
 RENAMED = {"typical_p": "typ_p", "mirostat_tau": "mirostat_ent", "mirostat_eta": "mirostat_lr"}
 NUMBERS = (
     "temperature", "dynatemp_range", "dynatemp_exponent", "top_p", "min_p", "typical_p", "typ_p",
@@ -32,10 +32,10 @@ _INT32 = (1 << 31) - 1
 def take_sampling(
     fields: Fields, defaults: SamplingOptions, encode: Callable[[str], list[int]], vocab_size: int
 ) -> SamplingOptions:
-    """The options. `encode` returns the tokens of a biased text. Raises ApiError for invalid
-    ones."""
+    """The request's options. `encode` tokenises the texts of `logit_bias`. Raises ApiError for
+    invalid values."""
     given: dict[str, object] = {}
-    names: dict[str, str] = {}  # in the request, by those of SamplingOptions
+    names: dict[str, str] = {}  # a field of SamplingOptions -> the request's name
     for name in NUMBERS:
         if (number := fields.number(name)) is not None:
             given[RENAMED.get(name, name)] = number
@@ -63,8 +63,8 @@ def take_sampling(
 def take_bias(
     fields: Fields, encode: Callable[[str], list[int]], vocab_size: int
 ) -> tuple[tuple[int, float], ...]:
-    """Reads OpenAI's {"15043": -100}, or llama-server's [[15043, 1.5], [" Hello", false]], where
-    false bans a token and a text stands for each of its tokens."""
+    """Reads OpenAI's {"15043": -100} or llama-server's [[15043, 1.5], [" Hello", false]], where
+    false bans a token and the bias of a text applies to each of its tokens."""
     value = fields.take("logit_bias")
     pairs = list(value.items()) if isinstance(value, dict) else value
     if value is None:
@@ -104,7 +104,7 @@ def _biased(token: object, encode: Callable[[str], list[int]], *, is_key: bool) 
 
 
 def texts_of(fields: Fields, name: str, most: int, longest: int) -> tuple[str, ...]:
-    """A text or a list of texts, none of them empty."""
+    """Reads a text or a list of texts, none of them empty."""
     value = fields.take(name)
     values = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(values, list) or len(values) > most:
@@ -124,7 +124,8 @@ def _samplers(value: object) -> tuple[str, ...]:
 
 
 def _named(error: SparkinferError, names: Mapping[str, str]) -> ApiError:
-    """The error under the request's name of the field that its message begins with."""
+    """An ApiError from one of SamplingOptions, whose message begins with a field's name; that name
+    becomes the request's."""
     first = str(error).split()[0]
     param = names.get(first, first if first in (*WHOLE, "seed", "samplers") else None)
     return wrong(param, str(error).replace(first, param or first, 1))

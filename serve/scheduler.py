@@ -1,9 +1,9 @@
 """The thread that runs the engine: texts join and leave between its steps.
 
-A step computes the last token of every text in generation and, with the remaining rows, pieces of
-prompts, so that a long prompt does not hold up other answers. The engine gives a row the same bits
-whatever else is in the step, so every text is the one that its request would get alone. A text that
-shares a prefix with a prompt being read waits until that prefix is computed, and reuses it."""
+A step computes the last token of every generating text and fills its remaining rows with pieces of
+prompts, so a long prompt does not stall other answers. A row's result is bit-identical whatever
+else is in the step, so every request gets the text that it would get alone. A text that shares a
+prefix with a prompt being computed waits for that prefix and reuses it."""
 
 import logging
 import threading
@@ -22,10 +22,10 @@ from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said
 log = logging.getLogger("sparkinfer.serve")
 
 Batch = list[tuple[Text, Event]]
-STEP_ROWS = 128  # of a step; the native one reads each weight once for this many
-LEAST_ROWS = 16  # of prompts, besides texts in generation
-READ_S = 0.25  # that reading prompts may add to a step with texts in generation
-WORTH_WAITING = 64  # tokens of a prompt that another text will soon have read
+STEP_ROWS = 128  # most rows of a step; a native step reads each weight once for all of them
+LEAST_ROWS = 16  # prompt rows of a step, however many texts generate
+READ_S = 0.25  # time that prompt rows may add to a step in which texts generate
+WORTH_WAITING = 64  # reusable prompt tokens that make it worth waiting for another text
 
 
 class QueueFull(Exception):
@@ -34,17 +34,17 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The number of texts worked on at a time, and of those that may wait."""
+    """The most texts in progress, and the most that may wait."""
 
     parallel: int
     queue: int
 
 
 class Scheduler:
-    """Runs the engine. The scheduler's thread calls `post` once per step, with all of its events.
+    """Runs the engine, and calls `post` once per step with all of the step's events.
 
-    `submit`, `cancel` and `stop` are for other threads; `run` is for the one that owns the
-    engine."""
+    `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
+    owns the engine."""
 
     def __init__(
         self, engine: TextEngine, shelf: Shelf, limits: Limits, post: Callable[[Batch], None]
@@ -91,7 +91,7 @@ class Scheduler:
             self._change.notify()
 
     def stop(self) -> None:
-        """Ends `run` after the current step; unfinished texts fail as Stopping."""
+        """Ends `run` after the current step; unfinished texts fail with Stopping."""
         with self._change:
             self._is_stopped = True
             self._change.notify()
@@ -152,7 +152,7 @@ class Scheduler:
             elif text in self._waiting:
                 self._waiting.remove(text)
         sequence, text.sequence = text.sequence, None
-        text.let_go()
+        text.release()
         if sequence is not None and is_kept:
             self.shelf.keep(sequence)
         elif sequence is not None:
@@ -165,7 +165,7 @@ class Scheduler:
         self._end(text, Failed(error), is_kept=False)
 
     def _parts(self) -> list[tuple[Text, Part]]:
-        """The parts of a step: a row of every text in generation, then pieces of prompts."""
+        """The parts of a step: one row of every generating text, then pieces of prompts."""
         writing = [text for text in self._running if text.is_writing]
         parts = [found for text in writing if (found := self._part(text, 1))]
         rows = STEP_ROWS - len(writing)
@@ -180,13 +180,13 @@ class Scheduler:
     def _part(self, text: Text, most: int) -> tuple[Text, Part] | None:
         try:
             return text, text.part(most)
-        except Exception as error:  # of any kind: the other texts go on
+        except Exception as error:  # of any kind: the other texts continue
             self._fail(text, error)
             return None
 
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
-        """How many tokens of which prompts to read: up to half of the rows for the oldest, so that
-        it ends, then the shortest first, so that they need not wait for long ones."""
+        """Divides the rows among prompts: half to the oldest, so that it always progresses, the
+        others to the shortest first, so that they do not wait for long ones."""
         reading = [text for text in self._running if not text.is_writing and self._has_begun(text)]
         if not reading:
             return []
@@ -201,7 +201,8 @@ class Scheduler:
         return [(text, share) for text, share in shares.items() if share]
 
     def _has_begun(self, text: Text) -> bool:
-        """True if the text has a place; gives it one unless a prefix it shares is being read."""
+        """True if the text has a sequence; opens one unless it is worth waiting for a prefix that
+        another text is computing."""
         if text.sequence is not None:
             return True
         job = text.job
@@ -221,7 +222,7 @@ class Scheduler:
         return True
 
     def _is_being_read(self, ids: Sequence[int]) -> bool:
-        """True if waiting would make many more tokens of a prompt reusable than are now."""
+        """True if waiting will make many more tokens of the prompt reusable than are now."""
         coming = 0
         for other in self._running:
             if other.sequence is not None and not other.is_writing and other.job.reuses:
@@ -244,8 +245,8 @@ class Scheduler:
             self._draw(text, part, logits_RV, seconds)
 
     def _compute_alone(self, parts: list[tuple[Text, Part]]) -> None:
-        """Computes the parts one by one. A failed step adds nothing to any sequence, so only texts
-        that also fail alone are at fault."""
+        """Computes the parts one by one. A failed step adds nothing to any sequence, so only the
+        texts that also fail alone are ended."""
         for text, part in parts:
             began = time.perf_counter()
             try:

@@ -1,4 +1,4 @@
-"""The served model as requests need it: tokens, template, samplers. Thread-safe."""
+"""What requests need of the served model: tokenizer, chat template, samplers. Thread-safe."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.serve.api_error import ApiError, wrong
 
 LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
-MAX_BREAKER_SETS = 16  # cached, because each is searched for in the whole vocabulary
+MAX_BREAKER_SETS = 16  # cached, because finding one searches the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The served model. `template` is a line with the reason if there is no template."""
+    """The served model. Without a chat template, `template` is the reason in one line."""
 
     name: str
     created: int
@@ -51,24 +51,24 @@ class ServedModel:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, with those the tokenizer adds. Raises ApiError."""
+        """Tokens of a prompt, including those that the tokenizer adds. Raises ApiError."""
         try:
             return self._long_ids(text, is_special=True) or self.codec.encode(text)
         except SparkinferError as error:
             raise wrong("prompt", str(error)) from error
 
     def encode_plain(self, text: str, param: str = "content") -> list[int]:
-        """Tokens of the text alone. Raises ApiError."""
+        """Tokens of the text, with none added. Raises ApiError."""
         try:
             return self._long_ids(text, is_special=False) or self.codec.encode_rendered(text)
         except SparkinferError as error:
             raise wrong(param, str(error)) from error
 
     def _long_ids(self, text: str, *, is_special: bool) -> list[int] | None:
-        """The tokens of a long text; None for a short one, and for one that the codec must refuse.
+        """The tokens of a long text; None for a short one, and for one that the codec will refuse.
 
-        For a single text, tokenizers holds Python's lock, which delays every answer by seconds per
-        MiB; for a batch it does not."""
+        `encode` of tokenizers holds the GIL, which stalls all answers for seconds per MiB;
+        `encode_batch` releases it."""
         if len(text) < LONG_TEXT:
             return None
         try:
@@ -116,7 +116,7 @@ class ServedModel:
             return self._breakers[texts]
 
     def chat_codec(self) -> tuple[TextCodec, tuple[str, ...]]:
-        """(codec whose end tokens end an answer, strings that do)."""
+        """(codec whose end tokens end an answer, strings that also end it)."""
         turn_end = None if isinstance(self.template, str) else self.template.turn_end
         if turn_end is None:
             return self.codec, ()
@@ -126,7 +126,8 @@ class ServedModel:
         return replace(self.codec, end_ids=self.codec.end_ids | {token_id}), ()
 
     def hidden_marks(self, texts: Sequence[str]) -> dict[int, str]:
-        """The texts among these that are special tokens, which are left out of answers."""
+        """Those of the texts that are special tokens, by id; the codec leaves them out of
+        answers."""
         added = self.codec.tokenizer.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items()
                 if token.special and token.content in texts}  # fmt: skip
@@ -158,7 +159,8 @@ class ServedModel:
 
 
 def _byte_of() -> dict[str, int]:
-    """GPT-2's names of bytes: printable bytes are themselves, the others are numbered from 256."""
+    """GPT-2's characters for bytes: printable bytes stand for themselves, the others are numbered
+    from 256."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     names = {chr(byte): byte for byte in printed}

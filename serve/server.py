@@ -1,8 +1,8 @@
-"""The lifetime of a server: its socket, the engine's thread, signals, shutdown.
+"""The lifecycle of a server: its socket, the engine's thread, signals, shutdown.
 
-The port is bound before the model is loaded, so that a port in use is reported at once; until then
-/health says "loading model". SIGTERM or SIGINT lets running answers finish (drain_s), refuses new
-ones, and ends the process with 0; a second signal ends it at once."""
+The port is bound before the model is loaded, so a port in use is reported immediately; until the
+model is loaded, /health says "loading model". SIGTERM or SIGINT lets running answers finish
+(drain_s), refuses new requests and ends the process with 0; a second signal kills it."""
 
 import asyncio
 import os
@@ -29,14 +29,14 @@ from sparkinfer.serve.served_model import ServedModel
 from sparkinfer.serve.service import Service
 from sparkinfer.serve.shelf import Shelf
 
-LAST_S = 2.0  # for finished answers to be sent
+LAST_S = 2.0  # time to send the last answers
 
 OpenEngine = Callable[[], AbstractContextManager[TextEngine]]
 
 
 class Server:
-    """A server. `open_engine` is called in the engine's thread, and returns an engine of
-    `num_places` sequences; `on_ready` gets the server's address once it takes requests."""
+    """A server. `open_engine` is called in the engine's thread and returns an engine for
+    `num_places` sequences; `on_ready` gets the server's address once it accepts requests."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Server:
             await asyncio.to_thread(thread.join)
 
     def _run_engine(self, listener: socket.socket) -> None:
-        """The engine's thread, from loading the model to its end."""
+        """The body of the engine's thread: loads the model and runs the scheduler."""
         try:
             with self._open_engine() as engine:
                 served = served_of(self.config, engine)
@@ -112,7 +112,7 @@ class Server:
     def _tell(self, what: Callable[[], object]) -> None:
         try:
             self._loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop is closed: nobody is left to notify
+        except RuntimeError:  # the loop is closed, so there is no listener
             assert self._loop.is_closed()
 
     def _on_signal(self) -> None:
@@ -127,7 +127,7 @@ class Server:
             self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Lets running answers finish, within their time; then fails the rest."""
+        """Lets running answers finish for up to `drain_s`, then fails the rest."""
         deadline = time.monotonic() + self.config.drain_s
         while self.service.num_active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -174,7 +174,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
     try:
         template: ChatTemplate | str = chat_template_of(model, codec, config.template)
         if isinstance(template, ChatTemplate):
-            template.render([{"role": "user", "content": "Hello"}])  # starts its process
+            template.render([{"role": "user", "content": "Hello"}])  # starts the worker process
     except SparkinferError as error:
         if config.template is not None:
             raise
@@ -195,9 +195,9 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
     )
     served.chain(config.sampling)  # refuses impossible options
     try:
-        json_schema_constraint({"type": "object"}, codec)  # reads the vocabulary, once
+        json_schema_constraint({"type": "object"}, codec)  # fills the cache of the vocabulary
     except SparkinferError:
-        pass  # a request that needs one gets the reason
+        pass  # requests with constraints are answered with the reason
     return served
 
 

@@ -1,4 +1,4 @@
-"""State shared by all paths of a server: its model once it is loaded, and its scheduler."""
+"""State shared by all endpoints of a server: its model once it is loaded, and its scheduler."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,7 +23,7 @@ MAX_RETRY_S = 60
 
 
 class Service:
-    """Used on the loop; `scheduler` has its own thread."""
+    """Used only on the event loop; the scheduler runs in a thread of its own."""
 
     def __init__(self, config: ServeConfig, fingerprint: str = "sparkinfer") -> None:
         self.config, self.fingerprint = config, fingerprint
@@ -43,7 +43,7 @@ class Service:
             ("running", "Texts in progress.", lambda: scheduler.num_running),
             ("waiting", "Texts in the queue.", lambda: scheduler.num_waiting),
             ("kept_texts", "Finished texts in the cache.", lambda: scheduler.shelf.num_kept),
-            ("kept_tokens", "Their tokens.", lambda: scheduler.shelf.num_kept_tokens),
+            ("kept_tokens", "Tokens of those texts.", lambda: scheduler.shelf.num_kept_tokens),
         ):
             self.metrics.gauge(name, what, value)
         if self.state == "loading":
@@ -78,8 +78,8 @@ class Service:
         self.num_active += change
 
     async def fields(self, request: Request) -> Fields:
-        """The fields of a POST. Raises ApiError for a body that is not an object, too long, or
-        too slow."""
+        """The fields of a POST. Raises ApiError for a body that is too long, arrives too slowly or
+        is not a JSON object."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             await drop_body(request.receive)
@@ -106,7 +106,7 @@ class Service:
         return await self.prepared(lambda: fields_of(b"".join(pieces)))
 
     async def prepared(self, make: Callable[[], Result]) -> Result:
-        """The result of work that would block the loop."""
+        """Runs `make`, which would block the loop, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
     def exchange(self, jobs: Sequence[Job], *, is_stream: bool) -> Exchange:
@@ -130,7 +130,7 @@ class Service:
     async def while_there(
         self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
     ) -> Result:
-        """Same as exchange.while_there; if it ends early, so do the texts."""
+        """Same as exchange.while_there; cancels texts that are then unfinished."""
         try:
             return await while_there(request.receive, work)
         finally:

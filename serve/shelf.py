@@ -1,13 +1,13 @@
-"""The places for texts, and the finished texts kept in them.
+"""The engine's places for texts, and the finished texts kept in them for reuse.
 
-A finished text stays, and a text with a common prefix reuses its keys and values: the whole place
-if it continues all of them (the next turn of a conversation), else a fork of the shared part, which
-is copy-on-write. If no place is empty, the least recently used text goes.
+A new text with a common prefix reuses a kept text's keys and values: it takes over the place if it
+continues the whole text (the next turn of a conversation), else it gets a copy-on-write fork of the
+shared prefix. If no place is empty, the least recently used text is dropped.
 
-The longest common prefix is found by comparing token lists: 32 kept texts of 4,096 tokens take 0.1
-ms if one is equal throughout and the others differ at once, and 2 ms if all are equal (shared Zen 4
-core), once per text; a step of a small model takes 30 ms. A radix tree would save that time, but
-would be a second record of what is kept. The scheduler decides when texts begin and end."""
+The longest common prefix is found by comparing token lists: 32 kept texts of 4,096 tokens take
+0.1 ms if one matches entirely and the others differ from the start, and 2 ms if all match (shared
+Zen 4 core), once per text; a step of a small model takes 30 ms. A radix tree would save that time,
+but would be a second record of what is kept. The scheduler decides when texts begin and end."""
 
 from collections.abc import Iterable, Sequence
 
@@ -38,11 +38,11 @@ class Shelf:
         return sum(sequence.length for sequence in self._used)
 
     def known(self, ids: Sequence[int]) -> int:
-        """Tokens of a prompt that are reusable; at least one is always computed."""
+        """Number of reusable tokens of a prompt; its last token is always computed."""
         return self._nearest(ids)[1]
 
     def take(self, ids: Sequence[int], *, reuses: bool = True) -> TextSequence:
-        """A place with the longest known prefix of a prompt. There must be a free one."""
+        """A place with the longest known prefix of a prompt. Not all places may be in use."""
         assert len(self._used) < self.num_places, "every place is in use"
         found, count = self._nearest(ids) if reuses else (None, 0)
         if found is None:
@@ -52,7 +52,7 @@ class Shelf:
             found.rollback(count)
             sequence = found
         else:
-            if found in self._kept:  # it was used just now
+            if found in self._kept:  # makes it the most recently used
                 self._kept.append(self._kept.pop(self._kept.index(found)))
             self._make_room()
             sequence = found.fork()
@@ -68,7 +68,7 @@ class Shelf:
             return
         for other in list(self._kept):
             shared = common(other.ids, sequence.ids)
-            if shared == other.length:  # it adds nothing
+            if shared == other.length:  # the new sequence contains it
                 self._close(other)
             elif shared == sequence.length:
                 sequence.close()
@@ -77,7 +77,7 @@ class Shelf:
         self._kept.append(sequence)
 
     def drop(self, sequence: TextSequence) -> None:
-        """Closes a sequence that nobody may continue."""
+        """Closes a sequence that must not be reused."""
         self._used.remove(sequence)
         sequence.close()
 
@@ -88,7 +88,7 @@ class Shelf:
         assert all(sequence.is_open for sequence in (*self._kept, *self._used))
 
     def _nearest(self, ids: Sequence[int]) -> tuple[TextSequence | None, int]:
-        """(the sequence with the longest prefix of a prompt, length of that prefix)."""
+        """(the sequence that shares the longest prefix with a prompt, length of that prefix)."""
         return longest(ids, (*self._kept, *self._used) if self._can_fork else self._kept)
 
     @property
@@ -96,7 +96,7 @@ class Shelf:
         return self.num_places > 1
 
     def _has_other(self, kept: TextSequence) -> bool:
-        """True if there is another place besides it: an empty one, or one whose text may be
+        """True if, besides the place of `kept`, one is empty or holds a text that may be
         dropped."""
         return len(self._used) + 1 < self.num_places
 
@@ -116,7 +116,8 @@ class Shelf:
 def longest(
     ids: Sequence[int], sequences: Iterable[TextSequence]
 ) -> tuple[TextSequence | None, int]:
-    """(the one with the longest common prefix, its length); None if none shares any."""
+    """(the sequence that shares the longest prefix with a prompt, length of that prefix); (None, 0)
+    if none shares any."""
     best, most, ids = None, 0, ids[:-1]
     for sequence in sequences:
         count = common(sequence.ids, ids)
@@ -126,8 +127,8 @@ def longest(
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of two texts' common prefix. Compares slices that double in length, then bisects the
-    one that differs."""
+    """Length of the common prefix. Compares slices that double in length, then bisects the one that
+    differs."""
     most = min(len(a), len(b))
     low, high = 0, min(_FIRST_SLICE, most)  # the first `low` are equal
     while low < most and a[low:high] == b[low:high]:

@@ -1,5 +1,5 @@
-"""The paths besides the answers: models, tokens, templates, properties, health, metrics, the
-page."""
+"""The endpoints that generate nothing: models, tokens, templates, properties, health, metrics and
+the page."""
 
 import base64
 import hashlib
@@ -19,11 +19,12 @@ from sparkinfer.serve.fields import Fields
 from sparkinfer.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
-MAX_TEXT, MAX_TOKENS = 1 << 20, 1 << 17  # of /tokenize, 5 s on a busy core; of /detokenize
+MAX_TEXT = 1 << 20  # characters of a /tokenize: 5 s on a busy core
+MAX_TOKENS = 1 << 17  # of a /detokenize
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 if the server takes requests, in llama-server's words."""
+    """200 if the server accepts requests, 503 otherwise; with llama-server's messages."""
     if service.state == "ready":
         return JsonResponse({"status": "ok"})
     word = "loading model" if service.state == "loading" else "stopping"
@@ -167,7 +168,7 @@ def _content(fields: Fields) -> str:
 
 
 def _piece(found: bytes) -> str | list[int]:
-    """A token's text; if its bytes are not whole characters, the bytes."""
+    """A token's text, or its bytes if they are not valid UTF-8."""
     try:
         return found.decode("utf-8")
     except UnicodeDecodeError:

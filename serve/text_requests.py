@@ -1,4 +1,4 @@
-"""The shared part of all text requests, and completion requests: from fields to jobs."""
+"""Parses completion requests, and the fields that they share with chats, into jobs."""
 
 import json
 import time
@@ -31,7 +31,7 @@ NEUTRAL = (
     "prompt_cache_retention", "prediction", "id_slot", "timings_per_token", "return_tokens",
     "return_progress", "sse_ping_interval", "n_cache_reuse",
 )  # fmt: skip
-# Unsupported fields, with the values that turn them off, as llama-server's clients send them.
+# Unsupported fields: the values that turn them off, which llama-server's clients send, and why.
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("n_keep", (0, -1), "the context is not shifted"),
     ("n_discard", (0,), "the context is not shifted"),
@@ -46,7 +46,7 @@ UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How each text of a request is made and returned."""
+    """How each text of a request is generated and returned."""
 
     count: int  # per prompt
     is_stream: bool
@@ -78,7 +78,7 @@ def completion_request(fields: Fields, served: ServedModel, timeout_s: float) ->
         count = number
     if echoes and count is not None:
         raise wrong("echo", "echo with logprobs is not supported: prompts have no logprobs here")
-    fields.only("suffix", "", why="filling in the middle is not implemented")
+    fields.only("suffix", "", why="fill-in-the-middle is not supported")
     best_of = fields.whole("best_of", 1, MAX_CHOICES)
     wanted = take_wanted(fields, served, count, served.codec, timeout_s)
     if best_of not in (None, wanted.count):
@@ -98,7 +98,7 @@ def take_wanted(
     timeout_s: float,
     stops: Sequence[str] = (),
 ) -> Wanted:
-    """The fields shared by completions and chats; `stops` are the template's."""
+    """Reads the fields shared by completions and chats; `stops` are the template's."""
     fields.ignore(*NEUTRAL)
     for name, values, why in UNSUPPORTED:
         fields.only(name, *values, why=why)
@@ -130,7 +130,7 @@ def take_wanted(
 def jobs_of(
     served: ServedModel, ids: list[int], wanted: Wanted, codec: TextCodec, param: str
 ) -> list[Job]:
-    """A job for each choice: with a seed, the n-th has seed + n."""
+    """A job for each choice; with a seed, choice n is drawn with seed + n."""
     if not ids:
         raise wrong(param, f"{param} has no tokens; give it some text")
     if len(ids) >= served.context_length:
@@ -156,7 +156,7 @@ def jobs_of(
 
 
 def _prompts(value: object, served: ServedModel) -> list[tuple[str, list[int]]]:
-    """A text, its tokens, or a list of either."""
+    """Reads a text, its tokens, or a list of either."""
     if isinstance(value, str):
         return [(value, _encoded(value, served))]
     if isinstance(value, list) and value and all(_is_id(item) for item in value):
@@ -191,7 +191,7 @@ def _ids(value: list[int], served: ServedModel) -> list[int]:
 
 
 def _logprobs(value: object) -> int | None:
-    """The number of logprobs of a completion."""
+    """Number of most probable tokens to return at each position; None without logprobs."""
     if value is None:
         return None
     if value is True:
@@ -202,7 +202,7 @@ def _logprobs(value: object) -> int | None:
 
 
 def _max_tokens(fields: Fields, served: ServedModel) -> int:
-    """The limit under any of its names; never more than the server allows."""
+    """The request's limit, under any of its names, but at most the server's."""
     asked = None
     for name in ("max_completion_tokens", "max_tokens", "n_predict"):
         found = fields.whole(name, -1, (1 << 31) - 1)

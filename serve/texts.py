@@ -1,4 +1,4 @@
-"""One text of a request: its job, its state, and its events."""
+"""One text of a request: its job, state and events."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from sparkinfer.runtime.text.codec import TextCodec
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A text to be continued. `deadline`: when it fails, on time.monotonic's clock. `reuses`:
-    whether it may reuse keys and values that others have computed, and leave its own for others."""
+    """A text to be continued. After `deadline`, by time.monotonic, it fails. `reuses`: whether it
+    may reuse the keys and values of other texts, and leave its own for others."""
 
     ids: Sequence[int]
     codec: TextCodec
@@ -72,9 +72,9 @@ Listen = Callable[[int, Event], None]  # the index of the text within its reques
 
 
 class Text:
-    """A job in progress: it waits, reads its prompt, generates, and ends.
+    """A job in progress: it waits, computes its prompt, generates and ends.
 
-    `listen` is not called here: the scheduler delivers events in batches."""
+    `listen` is only stored here: the scheduler posts events in batches."""
 
     def __init__(self, job: Job, number: int, listen: Listen) -> None:
         self.job, self.number, self.listen = job, number, listen
@@ -107,7 +107,7 @@ class Text:
         )
 
     def part(self, most: int) -> Part:
-        """What to compute next: at most `most` tokens of its prompt, or its last token."""
+        """The next rows to compute: at most `most` tokens of its prompt, or its last token."""
         assert self.sequence is not None and self.generation is not None
         if self.num_unread <= most:
             part = self.generation.part()
@@ -128,9 +128,9 @@ class Text:
         self.num_said += sum(token.id is not None for token in tokens)
         return tokens
 
-    def let_go(self) -> None:
-        """Frees the resources of an ended text. Its last logits, a view of those of all texts of a
-        step, would otherwise live as long as any reference to the text."""
+    def release(self) -> None:
+        """Frees the resources of an ended text. Its last logits are a view of a whole step's, which
+        would otherwise live as long as any reference to the text."""
         self.generation = None
 
     @property

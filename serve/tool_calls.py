@@ -1,7 +1,7 @@
-"""Parses tool calls in answers, for templates that use a known form of calls.
+"""Parses tool calls in answers, for templates that use a known syntax of calls.
 
-A template tells its model how to write a call, so the form is detected from the template's text. If
-the form is unknown, tools are refused: the calls would be text that no client understands."""
+A template tells its model how to write a call, so the syntax is detected from the template's text.
+If it is unknown, tools are refused: clients would receive the calls as plain text."""
 
 import json
 import secrets
@@ -27,9 +27,9 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolForm:
-    """How a template's model calls tools. From `begin` on, text is a call; `where` says whether
-    that may be anywhere or only at the beginning. `read` returns the calls that begin there, or
-    None if they are malformed. `marks` may be special tokens."""
+    """A syntax of tool calls. Any of `begin` starts the calls, which last to the end of the answer;
+    `where` says whether they may start anywhere or only at its beginning. `read` returns the calls
+    in a text, or None if they are malformed. `marks` are delimiters that may be special tokens."""
 
     name: str
     begin: tuple[str, ...]
@@ -39,7 +39,8 @@ class ToolForm:
 
 
 def form_of(template: str) -> ToolForm | None:
-    """The form of a template's tool calls; None if it has no tools, or no known form."""
+    """The syntax of a template's tool calls; None if it has no tools, or their syntax is
+    unknown."""
     if "tools" not in template:
         return None
     return next((form for marks, form in _FORMS if all(mark in template for mark in marks)), None)
@@ -62,7 +63,7 @@ def _read_mistral(text: str) -> list[tuple[str, object]] | None:
 
 
 def _read_llama(text: str) -> list[tuple[str, object]] | None:
-    """One call, or several with semicolons between."""
+    """Reads one call, or several separated by semicolons."""
     rest, calls = text.strip().removeprefix("<|python_tag|>"), []
     while rest := rest.lstrip(" \n;"):
         try:
@@ -104,7 +105,7 @@ _FORMS: tuple[tuple[tuple[str, ...], ToolForm], ...] = (
 
 
 class ToolSplitter:
-    """Passes text up to the first call, and parses the calls at its end."""
+    """Passes on text up to the first call, and parses the calls once the text has ended."""
 
     def __init__(self, form: ToolForm, *, most: int = MAX_CALLS) -> None:
         self._form, self._most = form, most
@@ -112,7 +113,7 @@ class ToolSplitter:
         self._is_call = False
 
     def push(self, text: str) -> str:
-        """Returns what is certainly text."""
+        """Adds text; returns the part that cannot belong to a call."""
         self._held += text
         if self._is_call:
             return ""
@@ -136,7 +137,7 @@ class ToolSplitter:
         return self._take(len(self._held))
 
     def finish(self) -> tuple[str, Sequence[ToolCall]]:
-        """(held text that is not a call, calls). A malformed call is text."""
+        """(held-back text that is not a call, calls). A malformed call is returned as text."""
         text = self._take(len(self._held))
         found = self._form.read(text) if self._is_call else None
         if found is None:
@@ -158,5 +159,5 @@ class ToolSplitter:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the suffix of a text that is a prefix of `mark`."""
+    """Length of the longest proper prefix of `mark` that the text ends with."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

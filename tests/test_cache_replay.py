@@ -1,5 +1,5 @@
-"""Replays of the neuron cache: the bound is below what any policy can reach, checked by brute force;
-the policies work as published; the command."""
+"""Replays of the neuron cache: the bound is below what any policy can reach, checked by brute
+force; the policies work as published; the command."""
 
 import dataclasses
 import itertools
@@ -237,7 +237,7 @@ def test_the_command_compares_policies_and_plots_them(files, capsys):
     code, _, err = run_command(
         capsys, *given, "--cache-tokens", 80, "--cache-plot", files / "r.png"
     )
-    assert code == 0 and "no policy" not in err and "of the way from static to the bound" in err
+    assert code == 0 and "no policy" not in err and "of the gap between static and the bound" in err
     assert (files / "r.png").read_bytes().startswith(b"\x89PNG")
 
 

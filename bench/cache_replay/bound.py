@@ -1,20 +1,20 @@
-"""A lower bound on the seconds of any policy of the neuron cache, even one that knows the text in
+"""A lower bound on the time of any policy of the neuron cache, even one that knows the text in
 advance.
 
-A step takes at least the larger of what it computes and what it copies, and a layer at least the
-larger of its hot and its cold side. A maximum is at least any mean of its arguments, so for weights
-a, b, m >= 0 with a_l + b_l + m = 1 for every layer l
+A step takes at least the larger of its compute time and its copy time, and a layer at least the
+larger of its hot and its cold side. A maximum is at least any weighted mean of its arguments, so
+for weights a, b, m >= 0 with a_l + b_l + m = 1 for every layer l
 
     seconds(t) >= (1 - m) rest_s + sum_l [a_l cold_l(t) + b_l hot_l(t)] + m link(t),
 
-which is linear in the hits and the copies. The limit of N slots per layer and step is relaxed by a
-price for each slot and step. Then neurons are independent: a hit earns a_l cold_row_s - b_l
-hot_row_s, a copy costs m copy_row_s, and the best times for a neuron to be in a slot follow by
-dynamic programming (native/bound.cpp). The sum is a lower bound for all weights and
-prices; a subgradient method searches for large ones, and every value on the way is valid. Not
-counted, so that no policy can do better than the bound: gathering, fixed times of copies, and that a
-copy must begin a step before it is used. Policies are those that compute on the CPU what is in no
-slot; one that copies more neurons for a step than there are slots is not bounded.
+which is linear in the hits and the copies. The limit of N slots per layer and step is relaxed with
+a price for each slot and step (Lagrangian relaxation). Then neurons are independent: a hit saves
+a_l cold_row_s - b_l hot_row_s, a copy costs m copy_row_s, and dynamic programming finds the best
+times for a neuron to be in a slot (native/bound.cpp). The sum is a lower bound for any weights and
+prices; a subgradient method searches for those that make it large. To keep the bound valid for
+every policy, it leaves out gathering, fixed times of copies, and the rule that a copy must begin a
+step before it is used. It holds for policies that compute neurons without a slot on the CPU, not
+for one that copies more neurons for a step than there are slots.
 
 Letters: T steps, L layers, F neurons of a layer, N slots of a layer."""
 
@@ -26,14 +26,14 @@ from sparkinfer.bench.cache_replay.policies import Case
 from sparkinfer.runtime.neuron_cache.native.library import best_gain
 from sparkinfer.runtime.neuron_cache.policy import packed
 
-ROUNDS = 30  # of prices, for the first weight of the link
-LATER_ROUNDS = 8  # for the others, which begin with the prices found before
-LINK_WEIGHTS = 7  # tried
+ROUNDS = 30  # of the subgradient method, for the first weight of the link
+LATER_ROUNDS = 8  # for the others, which start from the prices found before
+LINK_WEIGHTS = 7  # steps of the search for the link's weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The bound in seconds per step, and what its relaxed solution does, per step."""
+    """The bound in seconds per step, and the hits and copies per step of its relaxed solution."""
 
     seconds: float
     link_weight: float
@@ -42,8 +42,8 @@ class Bound:
 
 
 def lower_bound(case: Case, known_s: float) -> Bound:
-    """The largest bound found. `known_s` is the seconds per step of some policy, which the bound
-    cannot exceed; it sets the size of the search's steps."""
+    """The largest bound found. `known_s`: the seconds per step of some policy, which the bound
+    cannot exceed; the subgradient's step size follows from it."""
     search = _Search(case, known_s)
     low, high = 0.0, 1.0
     tried: dict[float, Bound] = {}
@@ -71,13 +71,13 @@ class _Search:
         self.read_L = case.trace.read_TL.sum(axis=0)
         shape = len(case.slots_LN), case.num_tokens
         costs = case.costs
-        # as a share of what a hit earns
+        # As a fraction of the time that a hit saves.
         self.price_LT = np.full(shape, 0.05)
         self.hot_share_L = np.where(costs.hot_row_s_L < costs.cold_row_s_L, 0.0, 0.5)
         self.num_rounds = ROUNDS
 
     def run(self, link_weight: float) -> Bound:
-        """The best bound for this weight of the link, from the prices found before."""
+        """The best bound for this weight of the link, starting from the prices found before."""
         best: Bound | None = None
         scale = 1.0
         for number in range(self.num_rounds):
@@ -90,7 +90,7 @@ class _Search:
             if not norm:
                 break
             gap_s = max(0.0, self.known_s - bound.seconds * self.case.num_tokens)
-            earned_s = self._earned(link_weight).mean() or 1.0
+            earned_s = self._saved(link_weight).mean() or 1.0
             step = 0.5 * scale * gap_s / earned_s / norm
             self.price_LT = np.maximum(0.0, self.price_LT + step * slope_LT)
             turn = 0.1 * scale / np.sqrt(1 + number)
@@ -100,16 +100,16 @@ class _Search:
         self.num_rounds = LATER_ROUNDS
         return best
 
-    def _earned(self, link_weight: float) -> np.ndarray:
-        """Seconds that a hit earns, [L]; at least 0, since slots can stay empty."""
+    def _saved(self, link_weight: float) -> np.ndarray:
+        """Seconds that a hit saves, [L]; at least 0, since slots can stay empty."""
         costs, rest = self.case.costs, 1.0 - link_weight
         cold_L, hot_L = rest * (1.0 - self.hot_share_L), rest * self.hot_share_L
         return np.maximum(0.0, cold_L * costs.cold_row_s_L - hot_L * costs.hot_row_s_L)
 
     def _evaluate(self, link_weight: float) -> tuple[Bound, np.ndarray, np.ndarray]:
-        """The bound at these weights and prices; the number of neurons beyond each layer's slots at
-        each step [L, T]; and +1 for layers whose hot side takes longer, -1 for those whose cold
-        side does [L]."""
+        """The bound at these weights and prices; its subgradient in the prices, which is the slots
+        used minus those available [L, T]; and +1 for layers whose hot side takes longer, -1 for
+        those whose cold side does [L]."""
         case, costs = self.case, self.case.costs
         num_tokens, rest = case.num_tokens, 1.0 - link_weight
         cold_L, hot_L = rest * (1.0 - self.hot_share_L), rest * self.hot_share_L
@@ -141,9 +141,9 @@ class _Search:
         self, layer: int, earned_s: float, fetch_s: float
     ) -> tuple[float, np.ndarray, int, int]:
         """The most seconds that a layer's slots can save at these prices; and the slots used [T],
-        copies and hits. Prices are in units of what a hit earns."""
+        copies and hits."""
         case = self.case
-        if earned_s <= 0:  # then it is best to leave slots empty, which costs nothing
+        if earned_s <= 0:  # leaving slots empty is best, and costs nothing
             return 0.0, np.zeros(case.num_tokens, np.int32), 0, 0
         price_T = self.price_LT[layer].astype(np.float32)
         gain, used_T, copies, hits = best_gain(

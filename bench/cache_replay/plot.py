@@ -1,4 +1,4 @@
-"""The plot of a replay: milliseconds a token by policy, with the bound, and neurons copied."""
+"""Plots a replay: milliseconds per token by policy, with the bound, hit rates and copies."""
 
 from pathlib import Path
 
@@ -30,9 +30,9 @@ def plot_replay(report: ReplayReport, path: Path) -> None:
         for result in results
     ]
     axes.bar_label(bars, labels, padding=4, fontsize=8)
-    axes.axvline(report.bound_ms, color=RED, linewidth=1, label="no policy is below this")
+    axes.axvline(report.bound_ms, color=RED, linewidth=1, label="lower bound for any policy")
     axes.set_xlim(0, 1.5 * min(most, max(result.ms for result in results)))
-    axes.set_xlabel("milliseconds a token, by the plan's times")
+    axes.set_xlabel("milliseconds per token, by the plan's times")
     axes.invert_yaxis()
     axes.legend(loc="lower right", fontsize=8)
     with partial_file(path) as partial:

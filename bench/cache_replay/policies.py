@@ -1,7 +1,7 @@
-"""The policies that the neuron cache is compared with, each as published, and ours as it runs.
+"""Policies of the neuron cache: ours as it runs, and the published ones that it is compared with.
 
 All start with the plan's neurons in the slots. Neurons copied during a step are in the slots from
-the next step on, unless misses are copied before they are computed.
+the next step on, except in policies that copy misses before computing them.
 
 Letters: T tokens, L layers, F neurons of a layer, N slots of a layer, G groups of neurons."""
 
@@ -15,18 +15,18 @@ from sparkinfer.bench.cache_replay.times import Outcome
 from sparkinfer.neuron_cache import CacheCosts, CacheOptions
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 
-GROUP = 16  # neurons, as SparkInfer's plans usually have
+GROUP = 16  # neurons; usual in SparkInfer's plans
 LFU_DECAY = 0.9
-NEVER = np.iinfo(np.int32).max - 1  # is read again
+NEVER = np.iinfo(np.int32).max - 1  # the next read of a neuron that is not read again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A text's bits, and the slots of a plan."""
+    """A recorded text, and the slots and times of a plan."""
 
     trace: Trace
     slots_LN: tuple[np.ndarray, ...]  # the plan's neurons
-    frequency_LF: np.ndarray  # by the profile
+    frequency_LF: np.ndarray  # from the profile
     costs: CacheCosts
     options: CacheOptions
 
@@ -48,7 +48,7 @@ class Case:
 
 
 def ours(case: Case) -> Outcome:
-    """The cache's own policy, by the code that runs in the engine."""
+    """The neuron cache's own policy, run by the engine's code."""
     policy = CachePolicy.of(case.slots_LN, case.frequency_LF, case.costs, case.options)
     bits_TLW = case.trace.bits_TLW
     outcome = _nothing(case)
@@ -62,13 +62,13 @@ def ours(case: Case) -> Outcome:
 
 
 def static(case: Case) -> Outcome:
-    """The plan's neurons stay."""
+    """The plan's neurons stay in the slots."""
     return _replay(case, lambda resident_LF, is_read_LF: resident_LF)
 
 
 def hindsight(case: Case) -> Outcome:
-    """The neurons that this text reads most are in the slots from beginning to end, as if the plan
-    had been made from a profile of this very text. No policy can know them."""
+    """The neurons that this text reads most are in the slots throughout, as if the plan had been
+    made from a profile of this very text."""
     best_LF = _top(case.trace.frequency_LF(), case.num_slots_L)
     return _replay(
         case, lambda resident_LF, is_read_LF: resident_LF, start_LF=best_LF, is_free=True
@@ -79,14 +79,14 @@ def lru(case: Case) -> Outcome:
     """Every miss is copied before it is computed, and takes the slot of the neuron not read for the
     longest time; llama.cpp's cache of experts does the same. If a step reads more neurons than
     there are slots, the rest are copied but not kept."""
-    age_LF = np.where(case.planned_LF, case.frequency_LF - 2.0, -np.inf)  # when last read
+    last_LF = np.where(case.planned_LF, case.frequency_LF - 2.0, -np.inf)  # last step that read it
     clock = 0
 
     def then(resident_LF: np.ndarray, is_read_LF: np.ndarray) -> np.ndarray:
         nonlocal clock
         clock += 1
-        age_LF[is_read_LF] = clock
-        return _top(age_LF, case.num_slots_L)
+        last_LF[is_read_LF] = clock
+        return _top(last_LF, case.num_slots_L)
 
     outcome = _replay(case, then)
     missed_TL = case.trace.read_TL - outcome.hits_TL
@@ -97,7 +97,7 @@ def lru(case: Case) -> Outcome:
 
 
 def lfu(case: Case) -> Outcome:
-    """The neurons with the largest decayed counts; all swaps are made at once, while the step
+    """Keeps the neurons with the largest decayed counts; all swaps are made in one step, while it
     runs."""
     count_LF = case.frequency_LF / (1.0 - LFU_DECAY)
 
@@ -109,11 +109,11 @@ def lfu(case: Case) -> Outcome:
 
 
 def sparkinfer(case: Case) -> Outcome:
-    """SparkInfer's (Kairox): groups of 16 neurons in order of the profile's frequency, scored by the
-    moving average S <- lambda S + (1 - lambda) A of the share of a group that is read; every step
-    loads those of the best groups that are not in slots. lambda begins at 0.67 and is multiplied by
-    1.05 after a step that waited for the copy, by 0.95 after one that did not, from 0.05 to 0.95.
-    Every group is copied separately."""
+    """SparkInfer's policy (Kairox): groups of 16 neurons in order of the profile's frequency,
+    scored by the moving average S <- lambda S + (1 - lambda) A of the share A of a group that is
+    read; every step loads the best groups that are not in slots. lambda starts at 0.67, is
+    multiplied by 1.05 after a step that waited for the copy and by 0.95 after one that did not, and
+    stays within 0.05 to 0.95. Every group is copied separately."""
     costs, num_layers = case.costs, len(case.slots_LN)
     order_LF = np.argsort(-case.frequency_LF, axis=1, kind="stable")
     num_groups = -(-case.trace.num_neurons // GROUP)
@@ -148,8 +148,8 @@ def sparkinfer(case: Case) -> Outcome:
 
 
 def belady(case: Case) -> Outcome:
-    """The most hits of any policy that copies a neuron only when it is read, or not at all: the
-    slots keep what will be read soonest (Belady 1966). Its copies cost nothing here."""
+    """The most hits of any policy that copies a neuron only when it is read: the slots keep the
+    neurons that will be read soonest (Belady 1966). Its copies are not counted."""
     num_tokens, num_neurons = case.num_tokens, case.trace.num_neurons
     outcome = _nothing(case)
     for layer, slots_N in enumerate(case.slots_LN):
@@ -193,8 +193,8 @@ def _replay(
     start_LF: np.ndarray | None = None,
     is_free: bool = False,
 ) -> Outcome:
-    """Runs a policy that chooses the neurons in slots after each step, from those in slots before
-    and those read."""
+    """Runs a policy that chooses, after each step, the next step's neurons in slots from the
+    current ones and those read."""
     outcome = _nothing(case)
     resident_LF = case.planned_LF if start_LF is None else start_LF
     copied_L = np.zeros(len(case.slots_LN), np.int64)

@@ -1,4 +1,4 @@
-"""Which neurons each token of a text reads: recorded once, so that policies of the neuron cache can be
+"""Records which neurons each token of a text reads, so that policies of the neuron cache can be
 compared without running the model again.
 
 Letters: T tokens, L layers, F neurons of a layer, W words of F bits."""
@@ -17,29 +17,29 @@ from sparkinfer.runtime.neuron_cache.policy import packed
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """The bits of a text's tokens, in order."""
+    """The neurons read by each token of a text, as bits."""
 
     num_neurons: int
     bits_TLW: np.ndarray  # uint32, bit j % 32 of word j // 32 for neuron j
 
     def layers(self, chosen: Sequence[int]) -> "Trace":
-        """The bits of these layers only."""
+        """The trace of these layers only."""
         bits = np.ascontiguousarray(self.bits_TLW[:, list(chosen)])
         return Trace(num_neurons=self.num_neurons, bits_TLW=bits)
 
     def is_read(self, token: int) -> np.ndarray:
-        """bool [L, F]."""
+        """Whether a token reads each neuron, bool [L, F]."""
         as_bytes = self.bits_TLW[token].view(np.uint8)
         bits = np.unpackbits(as_bytes, axis=1, bitorder="little", count=self.num_neurons)
         return bits.view(bool)
 
     @property
     def read_TL(self) -> np.ndarray:
-        """Neurons read, int64."""
+        """Number of neurons read, int64."""
         return np.bitwise_count(self.bits_TLW).sum(axis=2, dtype=np.int64)
 
     def frequency_LF(self) -> np.ndarray:
-        """The share of the tokens that read each neuron, f64."""
+        """The share of tokens that read each neuron, f64."""
         total = np.zeros(self.bits_TLW.shape[1:2] + (self.num_neurons,), np.int64)
         for token in range(len(self.bits_TLW)):
             total += self.is_read(token)
@@ -47,7 +47,7 @@ class Trace:
 
 
 def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
-    """Runs the model over the tokens in windows of this length, each as a separate text.
+    """Runs the model over the tokens, each window of `window` tokens as a separate text.
 
     In mode predicted a neuron is read if the predictor names it; in mode exact, if it fires. Raises
     SparkinferError in mode dense, which reads every neuron."""

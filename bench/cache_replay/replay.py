@@ -1,5 +1,5 @@
-"""Compares policies of the neuron cache on a text, without a GPU: records once which neurons each token
-reads, then lets each policy swap them, and adds up the plan's times.
+"""Compares policies of the neuron cache on a text, without a GPU: records once which neurons each
+token reads, then replays each policy on that record and adds up the plan's times.
 
 Letters: T tokens, L layers, F neurons of a layer, N slots of a layer."""
 
@@ -36,7 +36,7 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         if self.num_tokens < LEAST_TOKENS:
             raise SparkinferError(
-                f"a replay of {self.num_tokens} tokens; wanted at least {LEAST_TOKENS}"
+                f"a replay of {self.num_tokens} tokens asked for, wanted at least {LEAST_TOKENS}"
             )
 
 
@@ -47,18 +47,18 @@ class PolicyResult:
     name: str
     hit_rate: float
     ms: float
-    copied: float  # neurons
+    copied: float  # number of neurons
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """Means per token. `bound` is below the time of any policy; `hindsight` keeps the neurons that
-    the text itself reads most, `belady` has the most hits without prefetching."""
+    """Means per token. `bound`: a lower bound for any policy; `hindsight`: the neurons that the
+    text reads most stay in the slots; `belady`: the most hits without prefetching."""
 
     num_tokens: int
     num_cached_layers: int
     num_slots: int
-    read: float  # neurons of cached layers
+    read: float  # number of neurons in cached layers
     policies: tuple[PolicyResult, ...]
     hindsight: PolicyResult
     belady_hit_rate: float
@@ -72,7 +72,7 @@ class ReplayReport:
 
     @property
     def share_of_bound(self) -> float | None:
-        """How far ours is on the way from static to the bound; None if there is nothing to gain."""
+        """The share of the gap from static to the bound that ours closes; None if there is none."""
         static_ms = self.of["static"].ms
         if static_ms <= self.bound_ms * (1 + 1e-9):
             return None
@@ -83,20 +83,20 @@ class ReplayReport:
         """The report for people."""
         share = self.share_of_bound
         found = [
-            f"{self.num_tokens} tokens read {self.read:,.0f} neurons each of"
-            f" {self.num_cached_layers} layers, which have {self.num_slots:,} slots"
+            f"{self.num_tokens} tokens, which read {self.read:,.0f} neurons each in"
+            f" {self.num_cached_layers} layers with {self.num_slots:,} slots"
         ]
         for result in (*self.policies, self.hindsight):
             found.append(
-                f"{result.name:<10} {result.ms:9.3f} ms a token, hits {result.hit_rate:6.1%},"
+                f"{result.name:<10} {result.ms:9.3f} ms per token, hits {result.hit_rate:6.1%},"
                 f" {result.copied:8.1f} neurons copied"
             )
         found.append(
-            f"{'bound':<10} {self.bound_ms:9.3f} ms a token, for a policy that knows the text"
+            f"{'bound':<10} {self.bound_ms:9.3f} ms per token at least, even for a policy that knows the text"
             f" (most hits without prefetching: {self.belady_hit_rate:.1%})"
         )
         if share is not None:
-            found.append(f"ours is {share:.0%} of the way from static to the bound")
+            found.append(f"ours closes {share:.0%} of the gap between static and the bound")
         return found
 
 
@@ -117,7 +117,7 @@ def replay(
         ids = engine.codec.encode(read_text(config.text, "text"))[: config.num_tokens]
         if len(ids) < LEAST_TOKENS:
             raise SparkinferError(
-                f"{config.text}: has {len(ids)} tokens; a replay wants at least {LEAST_TOKENS}"
+                f"{config.text}: has {len(ids)} tokens, wanted at least {LEAST_TOKENS}"
             )
         trace = record(engine, ids, min(len(ids), engine.model.shape.context_length))
     advance(1)
@@ -131,7 +131,7 @@ def num_stages() -> int:
 def case_of(
     plan: Split, trace: Trace, options: CacheOptions, costs: CacheCosts | None = None
 ) -> Case:
-    """The cached layers of a plan; `costs` are the plan's unless others are given."""
+    """The cached layers of a plan, with its costs unless others are given."""
     assert plan.cache is not None
     costs = plan.cache.costs if costs is None else costs
     chosen = [layer for layer, ids in enumerate(plan.hot) if is_cached(len(ids), trace.num_neurons)]
@@ -148,7 +148,7 @@ def case_of(
 
 
 def compare(case: Case, advance: Callable[[float], None] = lambda count: None) -> ReplayReport:
-    """All policies, and the bound."""
+    """Runs all policies and computes the bound."""
     read_TL = case.trace.read_TL
     results = []
     for name, policy in POLICIES.items():

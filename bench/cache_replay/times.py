@@ -1,4 +1,4 @@
-"""The seconds of a policy's hits, misses and copies, computed with the times of CacheCosts.
+"""Computes the seconds of a policy's steps from its hits, misses and copies and from CacheCosts.
 
 Letters: T tokens, L layers."""
 
@@ -11,12 +11,12 @@ from sparkinfer.neuron_cache import CacheCosts
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a policy did at each step."""
+    """A policy's hits and copies at each step."""
 
     hits_TL: np.ndarray  # neurons read that were in slots
     copied_TL: np.ndarray  # neurons copied while the step ran
-    is_critical: bool = False  # misses are copied before they are computed, on the fast side
-    num_copies_T: np.ndarray | None = None  # with a fixed time each; None: one if any
+    is_critical: bool = False  # misses are copied to the hot side before they are computed there
+    num_copies_T: np.ndarray | None = None  # transfers, each with a fixed time; None: one if any
 
     @property
     def num_copied(self) -> int:
@@ -26,9 +26,10 @@ class Outcome:
 def seconds_T(costs: CacheCosts, read_TL: np.ndarray, outcome: Outcome) -> np.ndarray:
     """Seconds of each step.
 
-    Copies run beside a step, which waits for them at its end; gathering takes the CPU's spare time
-    first. Critical copies begin when it is known what is read (after the gates of cold neurons in mode
-    exact, after a round trip otherwise), and all neurons are then computed on the fast side."""
+    Copies run concurrently with a step, which waits for them at its end; gathering uses the CPU's
+    idle time first. Critical copies begin when the neurons to read are known (after the gates of
+    cold neurons in mode exact, after a round trip otherwise); all neurons are then computed on the
+    hot side."""
     hits_TL, copied_TL = outcome.hits_TL, outcome.copied_TL
     copies_T = (copied_TL.any(axis=1)) * 1 if outcome.num_copies_T is None else outcome.num_copies_T
     link_T = copied_TL @ costs.copy_row_s_L + copies_T * costs.copy_s
