@@ -248,7 +248,7 @@ def test_the_command_compares_policies_and_plots_them(files, capsys):
         (["--cache-tokens", 80], 2, "--cache-tokens needs --cache-replay"),
         (["--split", "s.gguf", "--text", "t.txt", "--cache-replay", "-r", 3], 2, "leave out --repetitions"),
         (["--split", "plain.gguf", "--text", "t.txt", "--cache-replay"], 1, "solve --neuron-cache"),
-        (["--split", "s.gguf", "--text", "short.txt", "--cache-replay"], 1, "wants at least 64"),
+        (["--split", "s.gguf", "--text", "short.txt", "--cache-replay"], 1, "wanted at least 64"),
         (["--split", "s.gguf", "--text", "t.txt", "--cache-replay", "--cache-plot", "s.gguf"], 1, "s.gguf"),
     ],
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Hybrid steps of several rows and sequences, both roles on the CPU: whatever is computed beside it,
-a row has the bits that its sequence gets alone, one token at a time."""
+"""Hybrid steps of several rows and sequences, both roles on the CPU: whatever is computed beside
+it, a row has the bits that its sequence gets alone, one token at a time."""
 
 import dataclasses
 import random
@@ -195,7 +195,7 @@ def test_more_rows_than_a_step_takes_are_several_steps(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
 def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
-    """Their rows have other last bits than single ones, so drafts could change a text."""
+    """Their rows are rounded differently from single ones, so drafts could change a text."""
     from models import make_shape
 
     from sparkinfer.errors import SparkinferError

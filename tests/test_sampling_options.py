@@ -62,9 +62,9 @@ REFUSED = [
     ({"samplers": ("top_k", "best")}, f"no sampler is called 'best'; known: {', '.join(LETTERS)}"),
     ({"samplers": ("top_k", "top_k")}, "samplers has 'top_k' twice; name it once"),
     ({"min_keep": -1}, "min_keep is -1, wanted a whole number from 0"),
-    ({"seed": 1 << 64}, "seed is 18446744073709551616, wanted a number of 64 bits, say 0"),
-    ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809, wanted a number of 64 bits, say 0"),
-    ({"seed": 0.5}, "seed is 0.5, wanted a number of 64 bits, say 0"),
+    ({"seed": 1 << 64}, "seed is 18446744073709551616, wanted a 64-bit integer, say 0"),
+    ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809, wanted a 64-bit integer, say 0"),
+    ({"seed": 0.5}, "seed is 0.5, wanted a 64-bit integer, say 0"),
 ]  # fmt: skip
 
 

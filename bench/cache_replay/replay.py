@@ -92,8 +92,8 @@ class ReplayReport:
                 f" {result.copied:8.1f} neurons copied"
             )
         found.append(
-            f"{'bound':<10} {self.bound_ms:9.3f} ms per token at least, even for a policy that knows the text"
-            f" (most hits without prefetching: {self.belady_hit_rate:.1%})"
+            f"{'bound':<10} {self.bound_ms:9.3f} ms per token at least, even if a policy knows"
+            f" the text (most hits without prefetching: {self.belady_hit_rate:.1%})"
         )
         if share is not None:
             found.append(f"ours closes {share:.0%} of the gap between static and the bound")

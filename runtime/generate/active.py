@@ -1,16 +1,16 @@
-"""Selects the samplers that a chain runs: those not turned off by the options, in order."""
+"""Selects the samplers that a chain runs: those that the options do not turn off, in order."""
 
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
-# These keep the largest logit, and among equals the one with the lowest id.
+# These always keep the token with the largest logit (the lowest id among equal logits).
 _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")
 
 
 def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...]:
-    """Names of the samplers, or of Mirostat and the temperature before it, as in llama.cpp.
+    """Names of the samplers; with Mirostat, only temperature and Mirostat, as in llama.cpp.
 
-    If the temperature leaves one token, the samplers after it are dropped, and so are those directly
-    before it that keep that token anyway."""
+    If the temperature leaves one token, the samplers after it are dropped, and so are those
+    directly before it that always keep that token."""
     if options.mirostat:
         names = ["temperature", f"mirostat_{options.mirostat}"]
     else:
@@ -26,7 +26,7 @@ def active_samplers(options: SamplingOptions, vocab_size: int) -> tuple[str, ...
 
 
 def is_greedy(options: SamplingOptions) -> bool:
-    """True if the temperature, where it is among the samplers, leaves only the largest logit."""
+    """True if the temperature, when it is among the samplers, leaves only the largest logit."""
     return options.temperature <= 0 and (options.dynatemp_range == 0 or options.mirostat != 0)
 
 

@@ -1,9 +1,8 @@
-"""Adaptive-p: prefers tokens whose probability is near a target, and adjusts the target to what was
-drawn.
+"""Adaptive-p: prefers tokens whose probability is near a target, and adjusts the target to the
+tokens drawn.
 
 llama.cpp pull request 17927, llama_sampler_init_adaptive_p. The state, which belongs to the chain,
-is a mean of the probabilities of the tokens drawn so far, as they were before this sampler, in
-which each counts `decay` times as much as the one after it."""
+is an exponentially decaying mean of the drawn tokens' probabilities before this sampler."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ _PEAK_LOGIT, _SHARPNESS, _WIDTH = 5.0, 10.0, 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnMean:
-    """Sums over the drawn tokens: decay ** age * probability, and decay ** age."""
+    """Sums of decay ** age * probability and of decay ** age over the drawn tokens."""
 
     weighted_sum: float
     weight: float
@@ -40,7 +39,7 @@ def adaptive_p(candidates: Candidates, target: float, drawn: DrawnMean) -> Candi
     """logit_i = 5 - 10 d ** 2 / (1 + d), d = abs(p_i - t) / 0.3, t = 2 target - mean, clipped
     to [0, 1].
 
-    The result's `origin` is `candidates`: their probabilities are the ones that enter the mean."""
+    The result's `origin` is `candidates`, whose probabilities enter the mean."""
     aim = min(max(2 * target - drawn.weighted_sum / drawn.weight, 0.0), 1.0)
     distance_A = np.abs(candidates.probability_A - aim) / _WIDTH
     logits_A = _PEAK_LOGIT - _SHARPNESS * distance_A**2 / (1 + distance_A)

@@ -1,8 +1,7 @@
 """Candidates, the tokens that may still be drawn, and the search for the largest of many numbers.
 
-Letters: V vocabulary, A candidates. A token whose logit is -inf cannot be drawn and is not a
-candidate; +inf wins: if there is one, all other logits are dropped. So samplers only ever see
-finite logits."""
+Letters: V vocabulary, A candidates. Samplers only see finite logits: tokens with a logit of -inf
+are dropped, and if any logit is +inf, all other tokens are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,21 +14,22 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 
 Mask = np.ndarray | Tensor  # bool [V], or int32 [ceil(V / 32)], bit i % 32 of word i // 32
-# Columns whose maxima bound the k-th largest number. For 151,936 float32 on a Zen 4: 512 columns 23
-# us, 1,024 21 us, 2,048 17 us; the fewer there are, the more numbers pass the bound.
+# Columns whose maxima bound the k-th largest number. The maxima of 151,936 float32 take 23 us in
+# 512 columns, 21 us in 1,024 and 17 us in 2,048 (Zen 4); with fewer columns more numbers pass the
+# bound.
 _COLUMNS = 1024
-_FIRST_LOOK = 256  # llama.cpp's top-p looks at this many before it sorts everything
+_FIRST_LOOK = 256  # tokens that llama.cpp's top-p examines before it sorts everything
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Ids and finite logits, at least one: ascending by id, or descending by logit with the lower
-    id first where logits are equal (llama.cpp leaves the order of equals open)."""
+    """Ids and finite logits, at least one. They ascend by id, or descend by logit with the lower id
+    first among equals (llama.cpp does not define the order of equals)."""
 
     ids_A: np.ndarray  # int64
     logits_A: np.ndarray  # float32 or float64
     is_sorted: bool  # by logit
-    origin: "Candidates | None" = None  # the candidates adaptive-p derived these from
+    origin: "Candidates | None" = None  # the input of adaptive-p, if these are its output
 
     def __len__(self) -> int:
         return len(self.ids_A)
@@ -49,7 +49,8 @@ class Candidates:
         return float(found)
 
     def only(self, index: np.ndarray | slice, *, is_sorted: bool | None = None) -> "Candidates":
-        """The candidates at an index, which keeps the order or changes it as `is_sorted` says."""
+        """The candidates at an index. `is_sorted`: whether they are sorted by logit; None: as
+        now."""
         return Candidates(
             self.ids_A[index],
             self.logits_A[index],
@@ -77,7 +78,7 @@ class Candidates:
         return Candidates(self.ids_A[by_id], logits_A[by_id], False).largest(len(self))
 
     def positions_of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions of those `ids` that are candidates, indices of these in `ids`)."""
+        """(positions of the candidates among `ids`, their indices in `ids`)."""
         if self.is_sorted:
             by_id = np.argsort(self.ids_A)
             found = np.searchsorted(self.ids_A, ids, sorter=by_id)
@@ -102,7 +103,7 @@ def as_array(logits_V: Tensor) -> np.ndarray:
 
 
 def allowed_ids(mask: Mask, vocab_size: int) -> np.ndarray:
-    """Ids that a mask allows, ascending. Both forms: see `Mask`."""
+    """Ids that a mask of either form (see `Mask`) allows, ascending."""
     bits = mask.numpy(force=True) if isinstance(mask, Tensor) else mask
     if bits.dtype == np.int32:
         assert bits.shape == (-(-vocab_size // 32),), (bits.shape, vocab_size)
@@ -143,9 +144,9 @@ def nothing_error() -> SparkinferError:
 
 
 def largest(values_A: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` largest values, largest first; the first among equals.
+    """Positions of the `count` largest values, largest first; equal values in order of position.
 
-    Only values that reach a lower bound of the count-th largest are sorted."""
+    Sorts only the values that reach a lower bound of the count-th largest."""
     if count == 1:
         return np.array([values_A.argmax()])
     if count >= len(values_A):
@@ -155,10 +156,10 @@ def largest(values_A: np.ndarray, count: int) -> np.ndarray:
 
 
 def _near_the_largest(values_A: np.ndarray, count: int) -> np.ndarray:
-    """Ascending positions of the `count` largest values, and rarely of many more.
+    """Ascending positions of the `count` largest values, and usually of few others.
 
-    The count-th largest column maximum is a bound that at least `count` values reach, all of them
-    in columns whose maxima do. (torch.topk of 40 in 151,936 takes 255 us on a Zen 4, this 45.)"""
+    At least `count` values reach the count-th largest column maximum, all of them in columns whose
+    maxima do. (torch.topk of 40 in 151,936 takes 255 us on a Zen 4, this takes 45.)"""
     rows = len(values_A) // _COLUMNS
     if rows < 2:
         bound = np.partition(values_A, len(values_A) - count)[len(values_A) - count]
@@ -179,8 +180,8 @@ def _near_the_largest(values_A: np.ndarray, count: int) -> np.ndarray:
 def largest_until(
     values_A: np.ndarray, is_enough: Callable[[np.ndarray], int | None]
 ) -> np.ndarray:
-    """Positions of the largest values, largest first. `is_enough` is called with more and more of
-    them; it returns the number to keep, or None while there are too few."""
+    """Positions of the largest values, largest first. `is_enough` is called with growing numbers of
+    them; it returns the number to keep, or None if there are too few."""
     count = _FIRST_LOOK
     while True:
         index = largest(values_A, count)

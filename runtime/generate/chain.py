@@ -1,10 +1,10 @@
 """The sampler chain, from logits to a token: the samplers in order, and the draw.
 
-It follows llama.cpp's chain (common/sampling.cpp): mask, logit bias, then the samplers in the order
-of the options and a draw from what they leave; with Mirostat, the temperature and Mirostat instead.
-Only an accepted token changes state, so `distribution` may be called any number of times: the coin
-that decides whether XTC applies is tossed before the token it decides about; Mirostat's mu and
-adaptive-p's mean move after it."""
+It follows llama.cpp's chain (common/sampling.cpp): mask, logit bias, the samplers in the order of
+the options (with Mirostat: temperature and Mirostat instead), and a draw from the remaining
+candidates. Only an accepted token changes state, so `distribution` may be called any number of
+times: accepting a token updates Mirostat's mu and adaptive-p's mean, and draws the random number
+that decides whether XTC applies to the next token."""
 
 import random
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ class TokenLogprob(NamedTuple):
 
 
 class SamplerChain:
-    """A chain of samplers: draws are a function of options, seed, and the logits, histories and
-    masks seen so far.
+    """A chain of samplers. Its draws depend only on the options, the seed, and the logits,
+    histories and masks seen so far.
 
-    `dry_breakers` is the result of dry.dry_breakers for the options' breakers; without it nothing
-    breaks a repetition. `history` is all tokens before the one wanted, the prompt included."""
+    `dry_breakers` is the result of dry.dry_breakers for the options' breakers. `history` is all
+    tokens before the one to draw, including the prompt."""
 
     def __init__(
         self, options: SamplingOptions, vocab_size: int, dry_breakers: Breakers | None = None
@@ -72,7 +72,8 @@ class SamplerChain:
         self._drawn = DrawnMean.start(options.adaptive_target, options.adaptive_decay)
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None) -> int:
-        """The id of a token, drawn and accepted. Raises SparkinferError as `distribution` does."""
+        """Draws and accepts a token; returns its id. Raises SparkinferError as `distribution`
+        does."""
         if self._is_argmax:
             return self._argmax(logits_V, mask)
         candidates = self.distribution(logits_V, history, mask)
@@ -85,7 +86,7 @@ class SamplerChain:
     def distribution(
         self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None
     ) -> Candidates:
-        """Ids and probabilities the next token is drawn from, after all samplers.
+        """The candidates from which the next token is drawn, after all samplers.
 
         Changes no state. Raises SparkinferError for NaN, and if no token can be drawn: all logits
         are -inf, or all of those that the mask (see candidates.Mask) allows."""
@@ -99,8 +100,7 @@ class SamplerChain:
     def accept(self, token_id: int, candidates: Candidates) -> None:
         """Advances by a token drawn from `candidates`, the current distribution.
 
-        `sample` calls this itself; it is for callers that draw from the distribution by other
-        means."""
+        `sample` calls it; callers that draw from the distribution themselves must call it too."""
         if "xtc" in self.steps:
             self._coin = self._random.random()
         if self.options.mirostat:
@@ -169,7 +169,7 @@ class SamplerChain:
         return as_array(logits_V)
 
     def _candidates(self, logits_V: Tensor, mask: Mask | None) -> Candidates:
-        """Applies mask and logit bias. A token excluded by the mask stays out whatever its bias."""
+        """Applies mask and logit bias. No bias brings back a token that the mask excludes."""
         array_V, ids_A = self._array(logits_V), self._ids_V
         if mask is None and not self.options.logit_bias:
             return possible(ids_A, array_V)
@@ -183,7 +183,8 @@ class SamplerChain:
         return samplers.logit_bias(Candidates(ids_A, array_V, False), self.options.logit_bias)
 
     def _argmax(self, logits_V: Tensor, mask: Mask | None) -> int:
-        """One pass without a mask: numpy's argmax takes a NaN for the maximum."""
+        """The id of the largest logit. numpy's argmax finds a NaN first, so no pass checks for
+        it."""
         array_V = self._array(logits_V)
         found = int(array_V.argmax())
         if np.isnan(array_V[found]):

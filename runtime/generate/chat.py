@@ -4,8 +4,8 @@
         for token in chat.say("Hello"):
             print(token.text, end="")
 
-Each turn renders all messages again and computes only what the sequence lacks: in a growing
-conversation, the new messages."""
+Each turn renders all messages again and computes only the tokens after the common prefix with the
+sequence: in a growing conversation, the new messages."""
 
 import json
 import time
@@ -37,15 +37,15 @@ from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.typed import shown
 
 FORMAT, VERSION = "sparkinfer-chat", 1
-# A longer prompt is computed in pieces, between which the caller may stop.
+# Tokens of a piece. A longer prompt is computed in pieces, so the caller can stop between them.
 PIECE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """`variables` are template variables besides the messages: enable_thinking, ... `drops_oldest`:
-    when the conversation outgrows the context, its oldest turns are no longer rendered, so that a
-    quarter of the context is free; without it this is an error."""
+    """Options of a conversation. `variables`: template variables besides the messages, e.g.
+    enable_thinking. `drops_oldest`: when the messages take more than three quarters of the context,
+    the oldest turns are no longer rendered; otherwise a conversation that fills it is an error."""
 
     generation: GenerationOptions = field(
         default_factory=lambda: GenerationOptions(max_tokens=ENDLESS)
@@ -56,11 +56,12 @@ class ChatOptions:
 
 
 class Conversation:
-    """A conversation. `draws` is called for every token; `new_mask` makes the constraint of each
-    answer. `messages` has all but the system message, which is `system`; both may be changed
+    """A conversation. `draws` samples the tokens; `new_mask` creates the constraint of each answer.
+    `messages` has all messages but the system message, which is `system`; both may be changed
     between turns.
 
-    `run` is the latest answer's. A `with` block closes the sequence and the template at its end."""
+    `run` has the statistics of the latest answer. A `with` block closes the sequence and the
+    template."""
 
     def __init__(
         self,
@@ -96,8 +97,8 @@ class Conversation:
         return self._sequence.length + self._sequence.room
 
     def say(self, text: str) -> Generator[Token, None, None]:
-        """Yields the answer to a message. If the caller stops early, what was said so far is kept;
-        if nothing was, the message is taken back too.
+        """Yields the answer to a message. If the caller stops early, the partial answer is kept; if
+        it is empty, the message is removed too.
 
         Raises SparkinferError if the template rejects the messages or the context has no room for
         them; the conversation is then unchanged."""
@@ -110,7 +111,8 @@ class Conversation:
                 del self.messages[count:]
 
     def answer(self) -> Generator[Token, None, None]:
-        """Yields the answer to the messages, and appends it to them; otherwise as `say`."""
+        """Yields the answer to the present messages and appends it to them; otherwise like
+        `say`."""
         ids = self._prompt()
         generation = Generation(
             self._sequence,
@@ -127,7 +129,7 @@ class Conversation:
         try:
             yield from self._computed(generation, said)
         finally:
-            if self._sequence.is_open:  # even after an interruption in mid-step
+            if self._sequence.is_open:  # drops an unfinished step if interrupted
                 self._sequence.rollback(self._sequence.length)
             text = "".join(said)
             if text:
@@ -136,9 +138,9 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": text})
 
     def regenerate(self) -> Generator[Token, None, None]:
-        """Yields another answer in place of the last one, which is kept if nothing is said.
+        """Yields another answer in place of the last one, which is kept if the new one is empty.
 
-        Raises SparkinferError if there is none."""
+        Raises SparkinferError if there is no answer yet."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise SparkinferError("there is no answer yet to regenerate")
         old = self.messages.pop()
@@ -150,9 +152,9 @@ class Conversation:
                 self.messages.append(old)
 
     def undo(self) -> str:
-        """Takes back the user's last message and everything after it; returns its text.
+        """Removes the user's last message and everything after it; returns its text.
 
-        Raises SparkinferError if there is none."""
+        Raises SparkinferError if there is no such message."""
         asked = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise SparkinferError("there is no message to take back")
@@ -167,8 +169,8 @@ class Conversation:
         self.num_dropped = 0
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON, whole or not at all. Raises SparkinferError if the file
-        exists and is not a saved conversation."""
+        """Writes the messages as JSON, atomically. Raises SparkinferError if the file exists and is
+        not a saved conversation."""
         if path.exists():
             try:
                 _read(path)
@@ -190,8 +192,8 @@ class Conversation:
             raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Continues a conversation written by `save`. Raises SparkinferError for any other file,
-        and leaves the conversation unchanged."""
+        """Replaces the conversation by one written by `save`. Raises SparkinferError for any other
+        file; the conversation is then unchanged."""
         self.system, self.messages = _read(path)
         self.num_dropped = 0
 
@@ -206,8 +208,8 @@ class Conversation:
         self.close()
 
     def _prompt(self) -> list[int]:
-        """Tokens of all messages and the head of an answer, without the oldest turns if these are
-        dropped. Raises SparkinferError if they leave no room for an answer."""
+        """Tokens of the messages, except dropped turns, and of the answer's header. Raises
+        SparkinferError if they leave no room for an answer."""
         rendered = self._render(self.num_dropped)
         ids = self._codec.encode_rendered(rendered)
         context = self.context_length
@@ -244,7 +246,7 @@ class Conversation:
         )
 
     def _computed(self, generation: Generation, said: list[str]) -> Generator[Token, None, None]:
-        """The answer's tokens; appends their texts to `said`."""
+        """Yields the answer's tokens and appends their texts to `said`."""
         sequence, ids = self._sequence, generation.ids
         known = _num_common(sequence.ids, ids[:-1])
         sequence.rollback(known)
@@ -267,7 +269,8 @@ class Conversation:
 def _with_turn_end(
     codec: TextCodec, options: GenerationOptions, turn_end: str | None
 ) -> tuple[TextCodec, GenerationOptions]:
-    """Adds the template's turn end: as an end token if it is one, else as a stop string."""
+    """Adds the template's end of turn, as an end token if it is one token, else as a stop
+    string."""
     if turn_end is None:
         return codec, options
     token_id = codec.tokenizer.token_to_id(turn_end)

@@ -1,9 +1,11 @@
-"""Constraints: the tokens that may come next if a text is to follow a JSON schema or a grammar.
+"""Constraints: masks of the tokens that may come next in a text that follows a JSON schema or a
+grammar.
 
-llguidance, an optional package, does the parsing. This module passes it the tokens, refuses what it
-would ignore, and turns its answers into masks over logits.
+llguidance, an optional package, does the parsing. This module passes it the vocabulary, refuses
+schemas and grammars that it would not enforce in full, and turns its answers into masks over
+logits.
 
-Letters: V rows of logits, which may be more than the tokenizer has tokens."""
+Letters: V logits, which may be more than the tokenizer has tokens."""
 
 import json
 from typing import TYPE_CHECKING, Literal
@@ -24,22 +26,21 @@ if TYPE_CHECKING:
 
 Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
 
-# As in llama.cpp: a space between the parts of a document, or a new line with its indent. An unsure
-# model could otherwise emit whitespace forever.
+# As in llama.cpp: between the parts of a document a space, or a newline and indentation. An
+# uncertain model could otherwise emit whitespace forever.
 _WHITESPACE = r" |\n[ \t]{0,20}"
 # Without \uXXXX, which could disguise one key as another.
 _ESCAPES = 'nrbtf\\"'
-# A mask of a single-character grammar takes more than llguidance's own limit of 50,000 items.
+# A mask of a grammar of single characters exceeds llguidance's default limit of 50,000 items.
 _MAX_STEP = 1_000_000
-# Without this, llguidance writes out forced text, however long, and allows only the tokens the
-# tokenizer would use for it. Appended at the end so that its messages have the right line numbers.
+# Without this, llguidance expands forced text, however long, and allows only the tokens that the
+# tokenizer would use for it. Appended at the end, so line numbers in its messages stay right.
 _NOT_FORCED = '%llguidance {"no_forcing": true}'
 _tokenizers: WeakKeyDictionary[TextCodec, "LLTokenizer"] = WeakKeyDictionary()
 
 
 class Constraint:
-    """The position of a text in its grammar. Each text needs its own: `fork` copies one at its
-    position.
+    """The state of one text in its grammar; `fork` copies it for another text.
 
     End tokens are allowed only where the grammar may end."""
 
@@ -51,7 +52,7 @@ class Constraint:
         self._allowed: np.ndarray | None = None  # the tokens that may come next, once known
 
     def mask_V(self, vocab_size: int) -> Tensor:
-        """bool [V], True where a token is allowed: never for rows without a token.
+        """bool [V], True where a token is allowed; False for logits without a token.
 
         Raises SparkinferError if no token is allowed: the grammar cannot continue from here."""
         mask = np.zeros(vocab_size, dtype=bool)
@@ -67,7 +68,7 @@ class Constraint:
         return logits_V.masked_fill(~allowed_V, -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """Advances by a token. Raises SparkinferError, and stays put, if it is not allowed."""
+        """Advances by a token. Raises SparkinferError and keeps its state if it is not allowed."""
         is_token = 0 <= token_id < self._num_tokens
         if not is_token or not self._allowed_now()[token_id]:
             text = self._codec.tokenizer.id_to_token(token_id) if is_token else None
@@ -96,7 +97,7 @@ class Constraint:
         return self.can_end and not np.delete(allowed, self._end_ids).any()
 
     def fork(self) -> "Constraint":
-        """Another constraint at the same position; 15 us."""
+        """A copy with the same state; 15 us."""
         other = Constraint(self._matcher.deep_copy(), self._codec, self._num_tokens, self._what)
         other._has_ended, other._allowed = self._has_ended, self._allowed
         return other
@@ -123,7 +124,8 @@ class Constraint:
 
 
 def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) -> Constraint:
-    """Constrains texts to JSON valid under a schema (Draft 2020-12); a str is parsed as JSON.
+    """Constrains texts to JSON that is valid under a schema (Draft 2020-12); a str is parsed as
+    JSON.
 
     Named properties come in the schema's order. Raises SparkinferError for a schema that is
     malformed, unsatisfiable, or has a keyword that would not be enforced."""
@@ -142,8 +144,8 @@ def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) ->
 
 
 def regex_constraint(regex: str, codec: TextCodec) -> Constraint:
-    """Constrains texts to a regex matched from end to end, in the syntax of Rust's regex, without
-    look-around.
+    """Constrains texts to those that a regex matches in full. The syntax is that of Rust's regex,
+    without look-around.
 
     Raises SparkinferError for a regex that does not parse or is too large."""
     _check_text(regex, "regex")
@@ -151,9 +153,9 @@ def regex_constraint(regex: str, codec: TextCodec) -> Constraint:
 
 
 def lark_constraint(grammar: str, codec: TextCodec) -> Constraint:
-    """Constrains texts to llguidance's dialect of Lark, from its rule `start`.
+    """Constrains texts to a grammar in llguidance's dialect of Lark, from its rule `start`.
 
-    Terminals are lexed: the longest one wins. Raises SparkinferError with the position of a syntax
+    Terminals are lexed, longest match first. Raises SparkinferError with the position of a syntax
     error."""
     _check_text(grammar, "Lark grammar")
     if "%json" in grammar:  # its schema would not be checked for ignored keywords
@@ -191,16 +193,16 @@ def _constraint(what: Kind, lark: str, codec: TextCodec) -> Constraint:
     if "%llguidance" not in lark:
         lark = f"{lark}\n{_NOT_FORCED}\n"
     matcher = matcher_class(tokenizer, lark, log_level=0, limits=limits)
-    told = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-    if told:
-        raise SparkinferError(f"{what}: {_one_line(told[0])}")
+    messages = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+    if messages:
+        raise SparkinferError(f"{what}: {_one_line(messages[0])}")
     constraint = Constraint(matcher, codec, tokenizer.vocab_size, what)
     constraint.mask_V(tokenizer.vocab_size)  # raises if no text at all is allowed
     return constraint
 
 
 def _tokenizer(codec: TextCodec) -> "LLTokenizer":
-    """llguidance's view of the tokens: 0.3 s for 49,152, so built once per codec."""
+    """llguidance's form of the vocabulary, built once per codec: 0.3 s for 49,152 tokens."""
     from llguidance import LLTokenizer
 
     if codec not in _tokenizers:
@@ -247,7 +249,7 @@ def _check_text(text: str, what: Kind) -> None:
 
 
 def _one_line(message: str) -> str:
-    """llguidance's message without its excerpt of the source (lines of `3 | ...` and carets)."""
+    """llguidance's message without its source excerpt (lines of `3 | ...` and carets)."""
     if "panic" in message or "<backtrace>" in message:
         return "llguidance cannot handle it; make it smaller or simpler"
     lines = [line.strip() for line in message.splitlines()]

@@ -1,7 +1,5 @@
-"""Inputs of the draft controller: seconds per step, guesses that were right, and what trying may
-cost.
-
-The decisions are left to speculation.py."""
+"""Statistics for the draft controller (speculation.py): seconds per step, the acceptance rate of
+guesses, and the time that trials may cost."""
 
 import statistics
 from collections import deque
@@ -9,13 +7,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 NUM_TRUSTS = 5
-_PRIOR_RIGHT = (0.2, 0.3, 0.45, 0.75, 0.85)  # of a guess, by trust, before any was seen
+_PRIOR_RIGHT = (0.2, 0.3, 0.45, 0.75, 0.85)  # prior acceptance rate of a guess, by trust
 _PRIOR_WEIGHT = 4.0  # guesses that this prior counts for
-_FORGET = 0.98  # weight of past guesses at the next guess of the kind
+_FORGET = 0.98  # decay of the weight of past guesses
 _PRIOR_SLOPE = 0.5  # cost of another row in single steps, before any was measured
 _NUM_KEPT = 9  # measurements kept per number of rows; their median is used
-_SHARE = 0.005  # of the time without drafts: the most that trying may cost
-_START, _MOST_SAVED = 1.25, 20.0  # of the account, in single steps
+_SHARE = 0.005  # of the time without drafts, which trials may cost at most
+_START, _MOST_SAVED = 1.25, 20.0  # opening and largest balance of the account, in single steps
 
 
 class StepCosts:
@@ -38,8 +36,8 @@ class StepCosts:
         return rows in self._median
 
     def curve(self, most: int) -> list[float]:
-        """Costs of 0, 1, ... `most` rows, once a single row is measured. Beyond the measured counts,
-        the line from a single row to the largest count is extended."""
+        """Costs of 0, 1, ... `most` rows; a single row must have been measured. Beyond the largest
+        measured count, extrapolates the line from a single row to that count."""
         single = self._median[1]
         knots = sorted(self._median.items())
         found = [0.0, single]
@@ -65,9 +63,9 @@ class StepCosts:
 
 
 class Acceptance:
-    """How often a guess was right recently, by its trust and its place in the draft.
+    """The recent acceptance rate of guesses, by their trust and their place in the draft.
 
-    A place seldom reached is assumed to be like the one before."""
+    The rate of a place that is seldom reached is taken to be near that of the place before."""
 
     def __init__(self, most: int) -> None:
         self._right = [[0.0] * most for _ in range(NUM_TRUSTS)]
@@ -90,11 +88,11 @@ class Acceptance:
 
 @dataclass
 class Account:
-    """Seconds that trying may still cost."""
+    """The balance of seconds that drafts may still lose."""
 
-    least: int = 0  # tokens of a draft: the first must be affordable
+    least: int = 0  # tokens of a draft; the opening balance must cover one
     saved_s: float | None = None  # None until a single step is measured
-    owed_s: float = field(default=0.0)  # spent before that
+    owed_s: float = field(default=0.0)  # spent before then
 
     def settle(self, single_s: float, tokens: int, gain_s: float) -> None:
         if self.saved_s is None:

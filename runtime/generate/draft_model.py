@@ -1,8 +1,8 @@
-"""Guesses of a second, smaller model with the same vocabulary.
+"""Drafts by a second, smaller model with the same vocabulary.
 
-It keeps its own sequence in step with the text: the common prefix stays, the rest is forgotten, and
-missing tokens are computed. Its guesses are its most probable tokens, until it is not sure enough
-(llama.cpp's --draft-p-min)."""
+It keeps a sequence of its own in sync with the text: the common prefix stays, the rest is rolled
+back, and missing tokens are computed. A draft is its most probable tokens up to the first whose
+probability is too low (llama.cpp's --draft-p-min)."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from sparkinfer.typed import shown
 
 
 class DraftModel:
-    """Drafts of a model. `sequence` belongs to the draft model's engine; the caller closes it."""
+    """Drafts by a model. `sequence` belongs to the draft model's engine; the caller closes it."""
 
     name = "draft"
     is_free = False
@@ -30,7 +30,7 @@ class DraftModel:
         self._logits_V: Tensor | None = None  # after the last of the sequence's tokens
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Reads the text; does nothing if it is longer than the draft model's context."""
+        """Computes the text. If it does not fit into the draft model's context, guesses stop."""
         sequence = self._sequence
         if self._logits_V is not None and sequence.ids == ids:
             return
@@ -55,7 +55,7 @@ class DraftModel:
 
 
 def _step_s(sequence: TextSequence) -> float:
-    """Seconds of a step, the shortest of a few. Leaves the sequence empty."""
+    """Seconds of the fastest of a few steps. Leaves the sequence empty."""
     sequence.rollback(0)
     found = []
     for _ in range(min(4, sequence.room)):
@@ -67,7 +67,7 @@ def _step_s(sequence: TextSequence) -> float:
 
 
 def most_probable(logits_V: Tensor) -> tuple[int, float]:
-    """(token, its probability, NaN if any logit is)."""
+    """(token, its probability, which is NaN if any logit is)."""
     token = int(logits_V.argmax())
     return token, float(torch.softmax(logits_V, 0)[token])
 

@@ -1,5 +1,5 @@
-"""Options of speculative decoding, checked. Imports neither torch nor numpy, so that the command
-line can read its defaults here."""
+"""Options of speculative decoding. Imports neither torch nor numpy, because the command line reads
+its defaults here."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,15 +7,15 @@ from typing import Literal
 from sparkinfer.errors import SparkinferError
 
 SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
-LONGEST = 127  # with the token before it, as many rows as a step has
-MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times one of a single row on the CPUs measured
+LONGEST = 127  # with the token before it, the most rows of a step
+MOST_DRAFTED = 16  # a step of 17 rows takes 3 to 8 times as long as a single row on measured CPUs
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """Options of drafts. `type`: the source of guesses. A draft has `least` to `most` tokens; a
-    draft model stops where its next token is less probable than `min_probability`. `is_optional`:
-    drafts are switched off, instead of refused, if they could change the text."""
+    """Options of drafts. `type`: the source of drafts. A draft has `least` to `most` tokens; a
+    draft model stops before a token less probable than `min_probability`. `is_optional`: if drafts
+    could change the text, they are switched off instead of refused."""
 
     type: SpecType = "none"
     is_optional: bool = False

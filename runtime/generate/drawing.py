@@ -13,7 +13,7 @@ def sampling_of(
     temperature: float | None = None,
     seed: int | None = None,
 ) -> SamplingOptions:
-    """`sampling`, or llama.cpp's defaults; temperature and seed replace its own if given."""
+    """`sampling`, or llama.cpp's defaults, with temperature and seed replaced if given."""
     found = sampling or SamplingOptions()
     if temperature is not None:
         found = replace(found, temperature=temperature)

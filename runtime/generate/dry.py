@@ -1,7 +1,7 @@
-"""DRY ("don't repeat yourself"): a penalty for tokens that would continue a repetition.
+"""DRY ("don't repeat yourself"): penalises tokens that would continue a repetition.
 
-By p-e-w (text-generation-webui, pull request 5677); the breakers as in KoboldCpp (pi6am, pull
-request 982) and llama_sampler_init_dry."""
+By p-e-w (text-generation-webui, pull request 5677), with the sequence breakers of KoboldCpp (pi6am,
+pull request 982) and llama_sampler_init_dry."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from sparkinfer.runtime.generate.candidates import Candidates
 from sparkinfer.runtime.generate.penalties import last_tokens
 from sparkinfer.runtime.text.codec import TextCodec
 
-# Sequences that end a repetition, by first token: the tokens that follow it, () for none.
+# Token sequences that end a repetition: first token -> the tokens after it, () for a single token.
 Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 
 _MAX_BREAKER_LENGTH = 40  # characters; in llama.cpp this many bytes
@@ -24,10 +24,10 @@ _FLOAT_MAX = 3.4028234e38
 def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
     """The token sequences that may contain a breaker, whatever text surrounds it.
 
-    A token that contains the breaker is one by itself. A token that ends with the breaker's
-    beginning is one together with the tokens of the rest. Besides these, which are llama.cpp's, the
-    breaker's own tokens count: a character whose bytes are several tokens has no token that looks
-    like it. Reads the whole vocabulary: once per model, not per chain."""
+    These are, as in llama.cpp, each token whose text contains the breaker, and each token whose
+    text ends with a prefix of the breaker, followed by the tokens of the remainder. The breaker's
+    own tokens are added for characters whose bytes are split over several tokens. Reads the whole
+    vocabulary, so call it once per model rather than per chain."""
     tokenizer = codec.tokenizer
     wanted = [breaker[:_MAX_BREAKER_LENGTH] for breaker in breakers if breaker]
     if not wanted:
@@ -64,10 +64,11 @@ def dry(
     last_n: int,
     breakers: Breakers,
 ) -> Candidates:
-    """logit_i -= multiplier * base ** (length - allowed_length), where i would continue a sequence
-    of `length` >= allowed_length tokens that ends the last n and occurs in them once more.
+    """logit_i -= multiplier * base ** (length - allowed_length), if the last `length` >=
+    allowed_length tokens occur earlier among the last n, followed there by token i.
 
-    No sequence crosses a breaker, and no token that is a breaker by itself is penalised."""
+    No repetition crosses a breaker, and tokens that are breakers by themselves are not
+    penalised."""
     tokens_N = last_tokens(history, last_n)
     max_exponent = int(_FLOAT_MAX_LOG / np.log(base)) if base > 1.000001 else 0
     lengths = repeats(tokens_N, allowed_length, max_exponent, breakers)
@@ -82,17 +83,17 @@ def repeats(
     tokens_N: np.ndarray, allowed_length: int, max_exponent: int, breakers: Breakers
 ) -> dict[int, int]:
     """Maps each token that would continue a repetition of `allowed_length` tokens or more to the
-    length of the longest such repetition, up to the length from which the penalty is constant.
+    length of the longest such repetition, capped at the length where the penalty saturates.
 
-    llama.cpp finds all lengths by the Z-algorithm. Here the ends of possible repetitions are
-    compared with the end of the text, one token back at a time, while any match."""
+    llama.cpp finds the lengths with the Z-algorithm. Here all possible ends of repetitions are
+    compared with the end of the text, one token further back at a time, until none matches."""
     num_tokens = len(tokens_N)
     limit = tokens_since_breaker(tokens_N, breakers)
     if num_tokens <= allowed_length or limit < allowed_length:
         return {}
     if max_exponent:
         limit = min(limit, allowed_length + max_exponent)
-    length_N = np.zeros(num_tokens - 1, np.int64)  # length of the repetition ending at each
+    length_N = np.zeros(num_tokens - 1, np.int64)  # of the repetition that ends at each token
     ends = np.arange(num_tokens - 1)
     for back in range(limit):
         ends = ends[ends >= back]
@@ -110,8 +111,8 @@ def repeats(
 def tokens_since_breaker(tokens_N: np.ndarray, breakers: Breakers) -> int:
     """Number of tokens after the last breaker; all if there is none.
 
-    As in llama.cpp: scanning backwards, the first token that begins breakers decides, by the
-    longest of them."""
+    Scans backwards and takes the longest of the breakers that start at the first matching token, as
+    llama.cpp does."""
     tokens = tokens_N.tolist()
     for start in range(len(tokens) - 1, -1, -1):
         tails = breakers.get(tokens[start])

@@ -1,12 +1,12 @@
-"""Translates GBNF rules for llguidance: into one regex, or Lark.
+"""Translates GBNF rules for llguidance, into one regex or into Lark.
 
-A grammar without recursion becomes one regex, the fastest form. Any other becomes
-Lark, whose terminals llguidance lexes, longest match first. Keeping a grammar's own terminals would
-lose texts (`("a" | "ab") "bc"` would not give abc) or never end (`word word` with `word ::= "x"+`);
-llguidance's own converter has these faults. Here terminals are single characters, with which
-parsing is exact, except for longer ones that are unambiguous: their characters show where they end,
-and nothing else in the grammar begins as they do. A quoted string is one: masks of a JSON grammar
-take 57 us instead of 1,700 (49,152 tokens, one core)."""
+A grammar without recursion becomes one regex, the fastest form. Any other becomes Lark, whose
+terminals llguidance lexes, longest match first. With the grammar's own terminals, some texts would
+be rejected (`("a" | "ab") "bc"` would not match abc) and some grammars would never end (`word word`
+with `word ::= "x"+`); llguidance's own converter has these faults. Here terminals are single
+characters, which makes parsing exact, or longer ones that are unambiguous: their characters show
+where they end, and no other terminal starts with the same characters. A quoted string is such a
+terminal: a mask of a JSON grammar then takes 57 us instead of 1,700 (49,152 tokens, one core)."""
 
 from collections.abc import Iterator
 
@@ -28,8 +28,8 @@ from sparkinfer.runtime.generate.gbnf_regular import (
     times,
 )
 
-MAX_PARTS = 40  # of a sequence; in longer ones not all parts are examined
-MAX_ROUNDS = 8  # rounds of withdrawing lexemes that begin like others; after them, all are
+MAX_PARTS = 40  # longer sequences are not searched for lexemes of several parts
+MAX_ROUNDS = 8  # of withdrawing lexemes that start like others; then all are withdrawn
 
 
 def as_regex(rules: dict[str, Node]) -> str | None:
@@ -100,7 +100,7 @@ class _Finder:
         return node
 
     def _parts(self, nodes: tuple[Node, ...]) -> Iterator[Node]:
-        """The longest lexemes, from left to right."""
+        """The parts of a sequence, joined into the longest lexemes from left to right."""
         start = 0
         while start < len(nodes):
             ends = range(len(nodes), start + 1, -1) if len(nodes) <= MAX_PARTS else ()
@@ -116,7 +116,7 @@ class _Finder:
 
     def _lexeme(self, node: Node) -> Lexeme | None:
         if isinstance(node, Reference):
-            return None  # the rule itself is examined
+            return None  # the referenced rule is examined by itself
         written_out = self._written_out.of(node)
         starts = None if written_out is None else starts_if_unmistakable(written_out)
         if written_out is None or starts is None:

@@ -1,6 +1,6 @@
-"""Parses GBNF, llama.cpp's grammars, into rules.
+"""Parses GBNF, llama.cpp's grammar format, into rules.
 
-The syntax is that of llama.cpp's grammars/README.md without its tokens (`<think>`)."""
+The syntax is that of llama.cpp's grammars/README.md, without tokens (`<think>`)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sparkinfer.errors import SparkinferError
 from sparkinfer.typed import shown
 
-Ranges = tuple[tuple[int, int], ...]  # of characters, ordered and disjoint
+Ranges = tuple[tuple[int, int], ...]  # of code points, inclusive, ordered and disjoint
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 MAX_DEPTH = 200  # of nested groups
 MAX_RULES = 1_000
@@ -54,7 +54,7 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Lexeme:
-    """A part that became one terminal; the parser makes none."""
+    """A part translated into one terminal (see gbnf.py); the parser creates none."""
 
     regex: str
     starts: Ranges
@@ -67,7 +67,7 @@ def parse(text: str) -> dict[str, Node]:
     """The rules by name. Raises SparkinferError with the line of a syntax error."""
     rules = _Parser(text).rules()
     if "root" not in rules:
-        raise SparkinferError("the grammar has no rule 'root', with which every GBNF text begins")
+        raise SparkinferError("the grammar has no rule 'root', from which every text is derived")
     for node in rules.values():
         for reference in references(node):
             if reference.name not in rules:
@@ -108,7 +108,7 @@ def references(node: Node) -> Iterator[Reference]:
 
 
 def _ending(rules: dict[str, Node]) -> set[str]:
-    """The rules that can derive a complete text."""
+    """The names of the rules that can derive a finite text."""
     found: set[str] = set()
     while more := {name for name in rules.keys() - found if _ends(rules[name], found)}:
         found |= more
@@ -269,7 +269,7 @@ class _Parser:
         return self._text[start : self._at]
 
     def _skip(self, across_lines: bool = False) -> None:
-        """Skips spaces and comments, and line ends if the rule continues after them."""
+        """Skips spaces and comments, and with `across_lines` also newlines."""
         while sign := self._peek():
             if sign == "#":
                 line_end = self._text.find("\n", self._at)

@@ -1,4 +1,4 @@
-"""The regular parts of a GBNF grammar: expanded without references, and as regexes."""
+"""The regular parts of a GBNF grammar: expands references and builds regexes."""
 
 from dataclasses import dataclass, field
 
@@ -36,7 +36,7 @@ class WrittenOut:
                 return node, 1
             case Reference():
                 if node.name not in self._known:
-                    self._known[node.name] = None  # while it is being expanded
+                    self._known[node.name] = None  # a reference to it from its own body is recursive
                     self._known[node.name] = self._sized(self._rules[node.name])
                 return self._known[node.name]
             case Repeat():
@@ -70,19 +70,19 @@ def regex_of(node: Node) -> str:
 
 
 def times(node: Repeat) -> str:
-    """The repetition operator, as regexes and Lark write it."""
+    """The repetition operator in the syntax of regexes and Lark."""
     signs = {(0, None): "*", (1, None): "+", (0, 1): "?"}
     most = "" if node.most is None else node.most
     return signs.get((node.least, node.most)) or f"{{{node.least},{most}}}"
 
 
 def starts_if_unmistakable(node: Node) -> Ranges | None:
-    """The characters that a part begins with, if its characters show where it ends: a reader is at
-    one position in it at any time, and none of its texts is the prefix of a longer one. Otherwise
-    None. The node has no references.
+    """The characters that a part starts with, if its characters show where it ends; else None. They
+    do if the part is deterministic and none of its texts is a prefix of a longer one. The node has
+    no references.
 
-    Decided by Glushkov's automaton: each character of the expression is a position, and the
-    positions that may follow one another's must have disjoint characters."""
+    Decided by Glushkov's automaton: each character of the expression is a position, and positions
+    that may follow the same position must have disjoint characters."""
     positions = _Positions()
     try:
         part = positions.of(node)

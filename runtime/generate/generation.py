@@ -1,4 +1,4 @@
-"""Generates a text: from the prompt's tokens to the last one, one draw at a time."""
+"""Generates a text token by token, from its prompt to its end."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,15 @@ from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.codec import TextCodec
 
 NOT_STOPPED = "not started"
-LEAST_SHIFTED = 4  # tokens of a context that can be shifted
-ENDLESS = -1  # as max_tokens: until the text or the context ends
+LEAST_SHIFTED = 4  # tokens; a shorter context cannot be shifted
+ENDLESS = -1  # max_tokens: until the text or the context ends
 
 
 @dataclass(frozen=True)
 class Token:
-    """A generated token. `text` may be empty: a character's first bytes, or the possible start of a
-    stop string. `id` is None if a text ended while text was still held back. `logprobs` are the
-    most probable tokens with the natural logarithms of their probabilities before any sampler."""
+    """A generated token. `text` is empty while it is held back: the first bytes of a character, or
+    a possible start of a stop string. `id` is None for text that was still held back at the end.
+    `logprobs` are the most probable tokens and their natural log probabilities before samplers."""
 
     id: int | None
     text: str
@@ -33,11 +33,10 @@ class Token:
 
 @dataclass
 class Run:
-    """Statistics of a generation; times in seconds, `ffn_bytes` read by the decode steps.
+    """Statistics of a generation; times in seconds. `ffn_bytes` were read by the decode steps.
 
-    `cached_tokens` of the prompt were in the cache. `drafted` tokens were guessed and computed
-    along with others; `accepted` of them were right, and `decode_steps` are then fewer than
-    tokens."""
+    `cached_tokens` of the prompt were in the cache already. `drafted` tokens were guessed and
+    checked, and `accepted` of them were right, so there may be fewer decode steps than tokens."""
 
     prefill_tokens: int = 0
     cached_tokens: int = 0
@@ -47,7 +46,7 @@ class Run:
     decode_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
-    shifts: int = 0  # times the context was full and half of the text was dropped
+    shifts: int = 0  # number of context shifts
     ffn_bytes: int = 0
     stopped_by: str = NOT_STOPPED  # or "end of text", "stop string", "max tokens" or "context"
 
@@ -63,9 +62,10 @@ class Run:
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     """When a text ends. `stops`: strings that end it and are not part of it. `ignores_end`: end
-    tokens count as ordinary ones. `num_logprobs`: log probabilities of that many tokens besides
-    the drawn one; None gives none at all. `shift_keep`: at the end of the context the text continues
-    with that many tokens of its beginning and the last half of the rest; None: it ends there."""
+    tokens are ordinary tokens. `num_logprobs`: number of most probable tokens whose log
+    probabilities are returned besides the drawn token's; None: none at all. `shift_keep`: when the
+    context is full, the text continues with its first `shift_keep` tokens and the last half of the
+    rest; None: it ends."""
 
     max_tokens: int = 128
     stops: tuple[str, ...] = ()
@@ -108,19 +108,18 @@ class Drafts(Protocol):
     """A source of guesses: runtime.generate.speculation."""
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
-        """At most `room` tokens that may follow `ids`; none if a guess does not pay."""
+        """At most `room` tokens that may follow `ids`; none if a draft does not pay."""
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Records the seconds of a step of `rows` rows and the number of accepted drafted
-        tokens."""
+        """Records a step of `rows` rows: its seconds, and the number of accepted draft tokens."""
 
 
 class Generation:
-    """The generation of one text. `sequence` may hold tokens: a common prefix with `ids` is not
-    computed again. Afterwards it has all tokens that were yielded, except perhaps the last.
+    """The generation of one text. `sequence` may hold tokens already; their common prefix with
+    `ids` is not computed again. In the end it holds all yielded tokens, except perhaps the last.
 
-    Its driver computes `part()`, passes the logits to `take()` and calls `draw()`, until it
-    `is_over`; `tokens()` does so for one text, `together()` for several in common steps."""
+    Until it `is_over`, the caller computes `part()`, passes the logits to `take()` and calls
+    `draw()`. `tokens()` does so for one text, `together()` for several in shared steps."""
 
     def __init__(
         self,
@@ -141,23 +140,23 @@ class Generation:
         self._stream = codec.stream(self.ids)
         self._filter = StopFilter(options.stops)
         self._left = options.max_tokens
-        self._read_before = 0  # bytes of feed-forward weights read up to the prompt's end
-        # The latest step: its logits, the draft after its first token, and how much of that has
-        # turned out right; the next token is drawn from the row after that.
+        self._read_before = 0  # bytes of feed-forward weights read before decoding began
+        # The latest step: its logits, the draft after its first token, and the number of draft
+        # tokens accepted so far, which is also the row that the next token is drawn from.
         self._logits_RV: Tensor | None = None
         self._draft: Sequence[int] = ()
         self._right = 0
         self._step_s = 0.0
-        self._kept = 0  # tokens of the sequence before it
-        self._length = 0  # and its length unless something else uses it
+        self._kept = 0  # length of the sequence before that step
+        self._length = 0  # length it must have before the next step
 
     @property
     def is_over(self) -> bool:
         return self.run.stopped_by != NOT_STOPPED
 
     def tokens(self) -> Iterator[Token]:
-        """Yields tokens as they are made. Raises SparkinferError if the model, the constraint or the
-        context fails."""
+        """Yields tokens as they are generated. Raises SparkinferError if no token can be drawn or
+        the context cannot hold the next one."""
         try:
             while not self.is_over:
                 part = self.part()
@@ -170,8 +169,8 @@ class Generation:
             self.close()
 
     def part(self) -> Part | None:
-        """What must be computed before the next draw: the prompt, or the last token and the draft
-        after it; None if that token was drafted and is computed already."""
+        """The rows to compute before the next draw: the prompt, or the last token and a draft after
+        it; None if the last token was an accepted draft, whose logits are known."""
         if self._logits_RV is None:
             return Part(sequence=self.sequence, tokens=self._new_of_prompt())
         token_id = self.ids[-1]
@@ -196,7 +195,7 @@ class Generation:
         return Part(sequence=self.sequence, tokens=tokens, wanted="all" if self._draft else "last")
 
     def take(self, logits_RV: Tensor, seconds: float) -> None:
-        """Takes the logits of `part()` and the seconds they took."""
+        """Stores the logits of `part()`; `seconds` is the time that they took."""
         if self._logits_RV is None:
             self.run.prefill_s = seconds
             self._read_before = self._traffic.total
@@ -208,7 +207,7 @@ class Generation:
         self._logits_RV = logits_RV
 
     def draw(self) -> list[Token]:
-        """Draws the next token, with the text to emit: none if it ends the text."""
+        """Draws the next token and returns the tokens to emit, which are none at an end token."""
         assert self._logits_RV is not None
         began = time.perf_counter()
         logits_V = self._logits_RV[self._right]
@@ -224,8 +223,8 @@ class Generation:
         return tokens
 
     def close(self) -> None:
-        """Drops drafted tokens that were not accepted."""
-        if self._draft and self.sequence.is_open:  # a step that failed has added nothing
+        """Rolls back draft tokens that were not accepted."""
+        if self._draft and self.sequence.is_open:  # a failed step has added nothing
             self._length = min(self._kept + 1 + self._right, self.sequence.length)
             self.sequence.rollback(self._length)
         if self._drafts and self._step_s:
@@ -233,7 +232,7 @@ class Generation:
         self._draft, self._right, self._step_s = (), 0, 0.0
 
     def _new_of_prompt(self) -> list[int]:
-        """The prompt's tokens that the sequence lacks, at least one."""
+        """The prompt's tokens after its common prefix with the sequence, at least one."""
         text, known = self.sequence, 0
         while known < min(text.length, len(self.ids) - 1) and text.ids[known] == self.ids[known]:
             known += 1
@@ -243,8 +242,8 @@ class Generation:
         return self.ids[known:]
 
     def _shift(self) -> None:
-        """Continues with the beginning of the text and the last half of the rest, recomputed at
-        their new positions."""
+        """Keeps the beginning of the text, and recomputes the last half of the rest right after
+        it."""
         if self.sequence.length < LEAST_SHIFTED:
             raise SparkinferError(
                 f"a context of {self.sequence.length} is too short to drop half of it; load with a"
@@ -277,7 +276,7 @@ class Generation:
 
     @property
     def _has_room(self) -> bool:
-        """True if a token that was not drafted fits."""
+        """True if the sequence has room for another token once wrong draft tokens are dropped."""
         wrong = len(self._draft) - self._right
         return self.sequence.room + wrong > 0
 
@@ -295,7 +294,7 @@ class Generation:
 def together(
     generations: Sequence[Generation], run: Callable[[Sequence[Part]], Sequence[Tensor]]
 ) -> Iterator[tuple[int, Token]]:
-    """Yields (index of the text, token) of several texts, which `run` computes in common steps."""
+    """Yields (index of the text, token) for several texts, which `run` computes in shared steps."""
     try:
         while living := [n for n, g in enumerate(generations) if not g.is_over]:
             parts = {n: part for n in living if (part := generations[n].part()) is not None}

@@ -1,7 +1,7 @@
 """Accepts only JSON schemas (Draft 2020-12) that a constraint enforces in full.
 
 llguidance raises for some unknown keywords and ignores others ("nullable", misspelt ones, formats
-beside numbers), so this module lists what a schema may contain."""
+of numbers), so this module lists the keywords that a schema may contain."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _KNOWN = _ANNOTATIONS | _SCHEMA | _SCHEMAS | _NAMED_SCHEMAS | _VALUES
 _FORMATS = {
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 }  # fmt: skip
-_MAX_WHOLE = 1 << 53  # llguidance keeps numbers as float64
+_MAX_WHOLE = 1 << 53  # llguidance stores numbers as float64
 
 
 def parse_schema(text: str) -> object:
@@ -38,8 +38,8 @@ def parse_schema(text: str) -> object:
 
 
 def check_schema(schema: object) -> dict[str, object]:
-    """Returns the schema if all its keywords are enforced. Otherwise raises SparkinferError with the
-    first one that is not, and its place as a JSON pointer."""
+    """Returns the schema if all its keywords are enforced. Raises SparkinferError with the first
+    one that is not, and its place as a JSON pointer."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -55,7 +55,7 @@ def check_schema(schema: object) -> dict[str, object]:
             raise _refused(place, "$ref", f"{shown(target)} is not a schema inside this one")
     if "#" not in _ending(schemas):
         raise SparkinferError(
-            "the JSON schema can never end: what it requires refers to itself without a way out"
+            "the JSON schema has no finite document: its required parts refer to themselves"
         )
     return schema
 
@@ -101,7 +101,7 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
     required, least = schema.get("required", []), schema.get("minProperties", 0)
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _refused(place, "required", "wanted a list of names")
-    # A grammar cannot check whether a free key has occurred: {"a": 1, "a": 2} has one property.
+    # A grammar cannot tell whether a key is repeated: {"a": 1, "a": 2} has one property.
     if isinstance(least, int | float) and least > len(set(required)) + 1:
         raise _refused(
             place, "minProperties", "at most one more than there are names in 'required'"
@@ -109,7 +109,7 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
 
 
 def _check_numbers(place: str, schema: dict[str, object]) -> None:
-    """Refuses numbers that the grammar would change."""
+    """Refuses numbers that llguidance would round."""
     for keyword in _BOUNDS | {"const", "enum"}:
         waiting = [schema.get(keyword)]
         while waiting:
@@ -125,7 +125,7 @@ def _check_numbers(place: str, schema: dict[str, object]) -> None:
 
 
 def _ending(schemas: dict[str, dict[str, object]]) -> set[str]:
-    """Places of the schemas that may have finite documents, as far as $ref decides."""
+    """Places of the schemas that have finite documents, judged by required parts and $ref alone."""
     found: set[str] = set()
 
     def ends(place: str) -> bool:
@@ -142,7 +142,7 @@ def _ending(schemas: dict[str, dict[str, object]]) -> set[str]:
 
 
 def _needs(place: str, schema: dict[str, object]) -> Iterator[str | list[str]]:
-    """Places of schemas that every document of this one contains; of a list, one suffices."""
+    """Places of the schemas that every document of this one must satisfy; of a list, any one."""
     if "const" in schema or "enum" in schema:
         return
     if isinstance(target := schema.get("$ref"), str):

@@ -1,8 +1,7 @@
 """Mirostat: adapts the number of candidates to keep surprise near a target.
 
-Basu et al. 2020 (arXiv:2007.14966), as in llama_sampler_init_mirostat and _mirostat_v2. The state
-is one number, mu, the largest surprise in bits allowed; it starts at twice the target and belongs
-to the chain."""
+Basu et al. 2020 (arXiv:2007.14966), as in llama_sampler_init_mirostat and _mirostat_v2. The state,
+which belongs to the chain, is one number: mu, the largest allowed surprise in bits."""
 
 import math
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from sparkinfer.runtime.generate.candidates import Candidates
 
-_NUM_ESTIMATED = 100  # llama.cpp's m: tokens the exponent is estimated from
+_NUM_ESTIMATED = 100  # llama.cpp's m: tokens from which the exponent is estimated
 
 
 def start_of(target: float) -> float:
@@ -19,13 +18,14 @@ def start_of(target: float) -> float:
 
 
 def moved(mu: float, probability: float, *, target: float, rate: float) -> float:
-    """mu after a token of this probability among its candidates: mu - rate * (surprise - target)."""
+    """mu after a token of this probability among its candidates: mu - rate * (surprise -
+    target)."""
     return mu - rate * (-math.log2(probability) - target)
 
 
 def mirostat_1(candidates: Candidates, mu: float, vocab_size: int) -> Candidates:
-    """The k likeliest, k such that a Zipf distribution of the estimated exponent s would have
-    surprise mu: k = (e * 2 ** mu / (1 - V ** -e)) ** (1 / s), e = s - 1."""
+    """The k most probable tokens, for k such that a Zipf distribution with the estimated exponent s
+    would have surprise mu: k = (e * 2 ** mu / (1 - V ** -e)) ** (1 / s), e = s - 1."""
     first = candidates.largest(_NUM_ESTIMATED)
     if len(first) < 2:
         return candidates
@@ -34,9 +34,10 @@ def mirostat_1(candidates: Candidates, mu: float, vocab_size: int) -> Candidates
 
 
 def zipf_count(sorted_logits_M: np.ndarray, mu: float, vocab_size: int) -> float:
-    """k of the formula above; s is the least squares slope of ln p over ln rank, token by token.
+    """k of the formula above; s is the least squares fit of the drops in ln p between successive
+    tokens to those in ln rank.
 
-    As exp(ln k), since 1 / s may be large: infinite or 0 where s is 0 (all logits are equal)."""
+    Computed as exp(ln k), since 1 / s may be large; infinite or 0 if s is 0 (equal logits)."""
     rank = np.arange(1, len(sorted_logits_M))
     slope = np.log((rank + 1) / rank)
     drop = -np.diff(sorted_logits_M)

@@ -1,9 +1,9 @@
-"""Guesses from the text itself: what followed its latest tokens when they last occurred.
+"""Drafts from n-grams: the tokens that followed the text's last tokens at an earlier occurrence.
 
-There are two ways. `NgramDrafter` looks the end of the text up in the text before it and takes the
-longest match (prompt lookup decoding, Saxena 2023; llama.cpp's ngram-simple) of any length, through
-an index of n-grams. `NgramPool` keeps what followed each n-gram in a table of fixed size, shared by
-successive texts (llama.cpp's ngram-mod, common/ngram-mod.cpp): it guesses what other texts said."""
+`NgramDrafter` searches the text for the longest match of its end, through an index of n-grams
+(prompt lookup decoding, Saxena 2023; llama.cpp's ngram-simple). `NgramPool` stores the token that
+followed each n-gram in a hash table of fixed size, shared by successive texts (llama.cpp's
+ngram-mod, common/ngram-mod.cpp), so its drafts may come from earlier texts."""
 
 from array import array
 from bisect import bisect_left
@@ -13,28 +13,28 @@ from sparkinfer.runtime.generate.speculation import Guess
 
 _SIZES = (12, 6, 3, 2)  # lengths of the n-grams in the index, looked up longest first
 _LONGEST_MATCH = 32  # tokens compared; longer matches carry no more information
-_NUM_LATEST = 4  # latest occurrences of an n-gram compared, beside those near the last guess
-_MOST_TOKENS = 1 << 15  # in the index, about 1 KB each; a longer text keeps its last half or more
-_TRUST = (3, 5, 9, 17)  # a match of each of these lengths is one step more credible
+_NUM_LATEST = 4  # latest occurrences of an n-gram compared, besides those near the last guess
+_MOST_TOKENS = 1 << 15  # in the index, about 1 KB each; beyond, the older half is dropped
+_TRUST = (3, 5, 9, 17)  # lengths of a match from which its trust is 1, 2, 3, 4
 
 
 class NgramDrafter:
-    """Guesses from the longest match of the text's end in the text. Among equal matches it takes
-    the one nearest to the source of the last guess, else the latest: where a text is copied with
-    changes, the guess resumes after the change."""
+    """Drafts from the longest match of the text's end in the text. Of equally long matches it takes
+    the one nearest to the source of the last draft, or the latest if there was none: where a text
+    is copied with changes, drafts resume after the change."""
 
     name = "ngram"
     is_free = True
     token_s = 0.0
 
     def __init__(self) -> None:
-        self._ids: Sequence[int] = ()  # the indexed text, and how much of it is indexed
-        self._num_known = self._first = 0  # and where it begins
-        self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram: where it ended, ascending
+        self._ids: Sequence[int] = ()  # the indexed text
+        self._num_known = self._first = 0  # end and start of its indexed part
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> its ends, ascending
         self._lag: int | None = None  # tokens between the end of the text and its source
 
     def propose(self, ids: Sequence[int], most: int) -> Guess:
-        """At most `most` tokens. A source that reaches the end of the text is repeated."""
+        """A draft of `most` tokens, or none. A source that reaches the end of the text repeats."""
         self.prepare(ids)
         for size in _SIZES:
             ends = self._ends.get(tuple(ids[-size:]), ()) if len(ids) >= size else ()
@@ -48,7 +48,7 @@ class NgramDrafter:
         return Guess(())
 
     def _longest(self, ids: Sequence[int], ends: Sequence[int], size: int) -> tuple[int, int]:
-        """(length of the match, where its continuation begins)."""
+        """(length of the longest match, position after it)."""
         near = len(ids) - (self._lag or 0)
         at = bisect_left(ends, near)
         found = set(ends[-_NUM_LATEST:]) | set(ends[max(0, at - 1) : at + 1])
@@ -57,7 +57,7 @@ class NgramDrafter:
         return length, end
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Indexes the n-grams that have a successor."""
+        """Indexes the n-grams that are followed by a token."""
         known = self._num_known
         is_same = ids is self._ids or ids[:known] == self._ids[:known]
         if not is_same or len(ids) < known:
@@ -79,7 +79,8 @@ class NgramDrafter:
 
 
 def _match(ids: Sequence[int], end: int, length: int) -> int:
-    """Number of tokens before `end` that equal the text's last ones; at least `length` do."""
+    """Length of the match that ends at `end` with the end of the text; known to be `length` or
+    more."""
     longest = min(end, _LONGEST_MATCH)
     while length < longest and ids[end - 1 - length] == ids[-1 - length]:
         length += 1
@@ -87,13 +88,13 @@ def _match(ids: Sequence[int], end: int, length: int) -> int:
 
 
 _EMPTY = -1
-_FACTOR = 6364136223846793005  # Knuth's MMIX generator, as llama.cpp hashes
+_FACTOR = 6364136223846793005  # of Knuth's MMIX generator, as in llama.cpp's hash
 _WORD = (1 << 64) - 1
 
 
 class NgramPool:
-    """What followed an n-gram the last time, in `num_entries` numbers of 4 bytes. An n-gram is
-    found by its hash alone, so two may share an entry: that costs a wrong guess, no more."""
+    """A hash table of `num_entries` 4-byte ids: the token that last followed each n-gram. n-grams
+    with the same hash share an entry, which only makes some drafts wrong."""
 
     name = "ngram-mod"
     is_free = True
@@ -104,7 +105,7 @@ class NgramPool:
         self._size = size
         self._entries = array("i", [_EMPTY]) * num_entries
         self._highest = pow(_FACTOR, size, _WORD + 1)
-        # Hash of the text's last n-gram. The text counts as preceded by tokens 0.
+        # Hash of the text's last n-gram; zeros precede the text.
         self._start = sum(pow(_FACTOR, age, _WORD + 1) for age in range(size)) & _WORD
         self._hash = self._start
         self._ids: Sequence[int] = ()
@@ -137,5 +138,5 @@ class NgramPool:
         self._num_known = len(ids)
 
     def _next(self, state: int, leaving: int, token: int) -> int:
-        """The hash one token further: sum of (token + 1) * FACTOR ** age, minus the oldest term."""
+        """The rolling hash, sum of (token + 1) * FACTOR ** age, moved on by one token."""
         return (state * _FACTOR + token + 1 - self._highest * (leaving + 1)) & _WORD

@@ -1,4 +1,5 @@
-"""Penalties for recent tokens: repeat, frequency and presence. Repeated sequences: dry.py."""
+"""Penalties for recent tokens: repeat, frequency and presence. dry.py penalises repeated
+sequences."""
 
 from collections.abc import Sequence
 
@@ -22,11 +23,11 @@ def penalties(
     frequency: float,
     presence: float,
 ) -> Candidates:
-    """Penalises a token that occurs c > 0 times among the last n: logit * repeat if it is not
-    positive, logit / repeat if it is, then - c * frequency - presence.
+    """Penalises a token that occurs c > 0 times among the last n: multiplies its logit by `repeat`
+    if it is not positive, else divides it, then subtracts c * frequency + presence.
 
-    Keskar et al. 2019 (arXiv:1909.05858) only divide, which would favour negative logits; the other
-    two are OpenAI's. llama_sampler_init_penalties."""
+    Keskar et al. 2019 (arXiv:1909.05858) always divide, which would favour negative logits; the
+    other two penalties are OpenAI's. llama_sampler_init_penalties."""
     ids, counts = np.unique(last_tokens(history, last_n), return_counts=True)
     positions, there = candidates.positions_of(ids)
     logits = candidates.logits_A[positions].astype(np.float64)

@@ -1,8 +1,8 @@
 """Saves the state of a text to a file: its tokens, and the keys and values of every layer.
 
-A text with the same beginning then need not be computed from its start. The state depends on the
-model, on how it is run and on the processor's arithmetic; a file made under other conditions is
-refused, as its numbers would differ from those computed here."""
+A text with the same prefix then need not compute it again. The state depends on the model, the mode
+and the arithmetic of the processor; a file made under other conditions is refused, because its
+numbers would differ from those computed here."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from sparkinfer.runtime.step.sequences import Sequence
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
 FORMAT, VERSION = "sparkinfer.prompt", 3
-MAX_HEADER_BYTES = 1 << 20  # searched for the format
-SHOWN_DIGITS, MAX_SHOWN = 12, 120  # of a digest and of other values, in an error
+MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name
+SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values in errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptKey:
-    """Everything that a state depends on. `arithmetic`: the instruction level, or "torch"."""
+    """Everything that a state depends on. `arithmetic`: the kernels' level, or "torch"."""
 
     model_id: str
-    weights: str  # weights_digest of the file that is run
+    weights: str  # weights_digest of the model
     mode: str
     arithmetic: str
     vocab_size: int
@@ -37,8 +37,8 @@ class PromptKey:
 
 
 def weights_digest(model: ModelFile) -> str:
-    """Digest of the names, types and shapes of all tensors, the first row of each, and whole
-    limits: files of one checkpoint with other types or limits share a model_id."""
+    """Digest of all tensors' names, types and shapes, of their first rows, and of limits in full.
+    (Files made from one checkpoint share their model_id even if types or limits differ.)"""
     digest = hashlib.sha256()
     for name in sorted(model.tensors):
         entry = model.tensors[name]
@@ -50,7 +50,7 @@ def weights_digest(model: ModelFile) -> str:
 
 
 def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
-    """Writes the state of a sequence, whole or not at all."""
+    """Writes the state of a sequence atomically."""
     if not sequence.length:
         raise SparkinferError(f"{path}: not written: the text has no tokens yet")
     arrays = {"ids": np.asarray(sequence.ids, dtype=np.int64)}
@@ -62,7 +62,7 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
 
 
 def is_prompt(path: Path) -> bool:
-    """True if `save_prompt` wrote the file, even if damaged: nothing else may be overwritten."""
+    """True if `save_prompt` wrote the file, even if it is damaged. No other file is overwritten."""
     try:
         with path.open("rb") as file:
             return f'"format":"{FORMAT}"'.encode() in file.read(MAX_HEADER_BYTES)[8:]
@@ -80,7 +80,7 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     _check_key(path, metadata, key)
     if metadata["sha256"] != _digest(arrays):
         raise SparkinferError(
-            f"{path}: damaged, its content is not what was written; make it again"
+            f"{path}: damaged, its content does not match its checksum; make it again"
         )
     count = (len(arrays) - 1) // 2
     names = {"ids", *(f"{kind}.{n}" for kind in ("key", "value") for n in range(count))}

@@ -1,4 +1,4 @@
-"""Splits an answer's reasoning, from <think> at its beginning to </think>, from the rest."""
+"""Separates an answer's reasoning, from <think> at its beginning to </think>, from the rest."""
 
 from typing import Literal
 
@@ -12,21 +12,22 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 def close_reasoning(answer: str, *, is_open: bool) -> str:
-    """An answer that stopped while reasoning, with the closing tag that templates look for."""
+    """Appends the closing tag, which templates look for, to an answer that stopped while
+    reasoning."""
     has_begun = is_open or answer.lstrip().startswith(BEGIN)
     return f"{answer}\n{END}\n\n" if has_begun and END not in answer else answer
 
 
 class ReasoningSplitter:
-    """Takes an answer piece by piece, and returns it as (text, whether it is reasoning). Both tags
-    count as reasoning; later tags are ordinary text."""
+    """Takes an answer in pieces and returns it as (text, whether it is reasoning). Both tags count
+    as reasoning; later tags are ordinary text."""
 
     def __init__(self, *, is_open: bool) -> None:
         self._place: Place = "inside" if is_open else "before"
         self._held = ""
 
     def push(self, text: str) -> list[tuple[str, bool]]:
-        """Returns what is certain; the rest comes with later pieces, or by `flush`."""
+        """Adds a piece; returns the text whose kind is certain and holds back the rest."""
         self._held += text
         if self._place == "before":
             begun = self._held.lstrip()
@@ -39,12 +40,13 @@ class ReasoningSplitter:
         return [part for part in parts if part[0]]
 
     def flush(self) -> list[tuple[str, bool]]:
-        """Returns what was held back, at the end of the answer."""
+        """Returns the held-back text, at the end of the answer."""
         text = self._take(len(self._held))
         return [(text, self._place == "inside")] if text else []
 
     def _reasoning(self) -> str:
-        """Text that is reasoning for certain: excludes a possible start of the tag."""
+        """Takes the text that is certainly reasoning: all but a possible start of the closing
+        tag."""
         at = self._held.find(END)
         if at >= 0:
             self._place = "after"

@@ -1,9 +1,10 @@
-"""Samplers that narrow down the candidates, and those that change how sharp their logits are.
+"""Samplers that remove candidates or scale their logits: logit bias, top-k, top-p, temperature,
+etc.
 
-Each is a pure function of candidates and settings: it returns new candidates and changes nothing.
-Formulas are those of llama.cpp's src/llama-sampler.cpp, computed in float64 where it has float32.
-At least `min_keep` candidates survive a sampler, if there are as many. Penalties for earlier tokens
-are left to penalties.py and dry.py, the order of samplers and the draw to chain.py."""
+Each is a pure function that returns new candidates. The formulas are those of llama.cpp's
+src/llama-sampler.cpp, in float64 where it uses float32. At least `min_keep` candidates survive a
+sampler, if there are that many. penalties.py and dry.py penalise earlier tokens; chain.py runs the
+samplers in order and draws."""
 
 import math
 import sys
@@ -13,17 +14,17 @@ import numpy as np
 
 from sparkinfer.runtime.generate.candidates import Candidates, largest_until, possible
 
-# From here on no quotient of a float32 overflows a float64. Below, two different logits, at least
-# 1e-45 apart, differ by so many temperatures that only the largest can be drawn.
+# No float32 divided by this or more overflows a float64. Below it, different logits, which are at
+# least 1e-45 apart, differ by so many temperatures that only the largest can be drawn.
 _TINY_TEMPERATURE = 1e-200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def logit_bias(candidates: Candidates, bias: Sequence[tuple[int, float]]) -> Candidates:
-    """logit_i += sum of the biases of i, as a float32; -inf bans a token, and +inf makes it win.
+    """logit_i += sum of the biases of i, in float32; -inf bans a token, +inf forces it.
 
-    A banned token stays banned: -inf and +inf give -inf. Unlike all other samplers it accepts
-    infinite logits. llama_sampler_init_logit_bias, and OpenAI's logit_bias."""
+    A ban wins over +inf. Unlike all other samplers it accepts infinite logits.
+    llama_sampler_init_logit_bias, and OpenAI's logit_bias."""
     if not bias:
         return possible(candidates.ids_A, candidates.logits_A)
     positions, there = candidates.positions_of(np.array([token_id for token_id, _ in bias]))
@@ -67,7 +68,7 @@ def min_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
     if p <= 0:
         return candidates
     logits_A = candidates.logits_A
-    # In float64: comparing float32 logits with a float would round the bound first.
+    # In float64: to compare float32 logits with a Python float, numpy would round it first.
     least = np.float64(logits_A[0] if candidates.is_sorted else logits_A.max()) + math.log(p)
     if candidates.is_sorted:
         return candidates.only(slice(max(np.count_nonzero(logits_A >= least), min_keep)))
@@ -76,8 +77,8 @@ def min_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
 
 
 def typical_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates:
-    """The tokens whose surprise is nearest to the entropy, as few as have probabilities above p in
-    sum: ordered by abs(-ln p_i - H), H = -sum p_i ln p_i.
+    """The smallest set of tokens whose surprise is nearest to the entropy and whose probabilities
+    sum to more than p: ordered by abs(-ln p_i - H), H = -sum p_i ln p_i.
 
     Locally typical sampling, Meister et al. 2022 (arXiv:2202.00666)."""
     if p >= 1:
@@ -85,7 +86,7 @@ def typical_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates
     probability_A = candidates.probability_A
     with np.errstate(divide="ignore"):
         surprise_A = -np.log(probability_A)
-    # 0 ln 0 is 0 (probabilities that underflow); llama.cpp gets NaN there.
+    # 0 ln 0 is 0 (for probabilities that underflow); llama.cpp gets NaN.
     entropy = float(probability_A @ np.where(probability_A > 0, surprise_A, 0.0))
 
     def count_of(index: np.ndarray) -> int | None:
@@ -96,7 +97,8 @@ def typical_p(candidates: Candidates, p: float, min_keep: int = 0) -> Candidates
 
 
 def _count_reaching(probability: np.ndarray, p: float, side: str, min_keep: int) -> int | None:
-    """How many sum up to p (side left) or beyond it (right), at least `min_keep`; None: too few."""
+    """The number of first values whose sum reaches p (side left) or exceeds it (right), at least
+    `min_keep`; None if all together do not."""
     sums = np.cumsum(probability)
     count = max(int(np.searchsorted(sums, p, side=side)) + 1, min_keep)  # type: ignore[call-overload]
     return count if count <= len(sums) else None
@@ -105,8 +107,8 @@ def _count_reaching(probability: np.ndarray, p: float, side: str, min_keep: int)
 def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
     """Tokens with logit_i >= max - n * standard deviation of the logits; all if n <= 0.
 
-    Tang et al. 2024 (arXiv:2411.07641). llama.cpp keeps the others with logits of -inf, which a
-    later dynamic temperature counts as possible outcomes; here they are removed."""
+    Tang et al. 2024 (arXiv:2411.07641). llama.cpp keeps the other tokens with logits of -inf, and a
+    later dynamic temperature counts them as candidates; here they are removed."""
     if n <= 0 or len(candidates) < 2:
         return candidates
     logits_A = candidates.logits_A.astype(np.float64)
@@ -114,16 +116,15 @@ def top_n_sigma(candidates: Candidates, n: float) -> Candidates:
 
 
 def xtc(candidates: Candidates, threshold: float, min_keep: int = 0) -> Candidates:
-    """Removes the most probable tokens: of those with p_i >= threshold only the least probable
-    stays.
+    """Removes the tokens with p_i >= threshold except the least probable of them.
 
-    Whether it applies is a coin tossed by the chain. "Exclude top choices" by p-e-w
+    The chain decides at random whether to apply it. "Exclude top choices" by p-e-w
     (text-generation-webui, pull request 6335); llama_sampler_init_xtc."""
     likely = np.flatnonzero(candidates.probability_A >= threshold)
     num_out = len(likely) - 1
     if threshold > 0.5 or num_out < 1 or len(candidates) - num_out < min_keep:
         return candidates
-    # Among equals the last: the one with the highest id, as in a sorted set.
+    # Of equally probable tokens, the one with the highest id stays, which comes last when sorted.
     by_logit = np.argsort(-candidates.logits_A[likely], kind="stable")
     is_kept = np.ones(len(candidates), bool)
     is_kept[likely[by_logit[:-1]]] = False
@@ -131,7 +132,7 @@ def xtc(candidates: Candidates, threshold: float, min_keep: int = 0) -> Candidat
 
 
 def temperature(candidates: Candidates, t: float) -> Candidates:
-    """logit_i / t; at or below zero only the largest logit (among equals the lowest id)."""
+    """logit_i / t; for t <= 0 only the largest logit stays (the lowest id among equals)."""
     if t <= 0:
         return candidates.largest(1)
     if t == 1:
@@ -146,7 +147,8 @@ def temperature(candidates: Candidates, t: float) -> Candidates:
 def dynamic_temperature(
     candidates: Candidates, t: float, spread: float, exponent: float
 ) -> Candidates:
-    """A temperature between max(0, t - spread) and t + spread, low where the model is sure:
+    """A temperature between low = max(0, t - spread) and high = t + spread, low where the model is
+    certain:
 
     low + (high - low) * (H / ln A) ** exponent, H the entropy of the A candidates. Zhu et al. 2023
     (arXiv:2309.02772) and kalomaze; llama_sampler_init_temp_ext."""

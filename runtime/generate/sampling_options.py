@@ -1,7 +1,7 @@
-"""Sampling options: llama.cpp's settings, with its names and defaults, checked.
+"""Sampling options: llama.cpp's settings, with its names and defaults.
 
-Imports neither torch nor numpy, so that the command line can read its defaults here. The samplers
-are in samplers.py, penalties.py, dry.py and mirostat.py."""
+Imports neither torch nor numpy, because the command line reads its defaults here. The samplers are
+in samplers.py, penalties.py, dry.py, adaptive.py and mirostat.py."""
 
 import math
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ LETTERS = {
 DEFAULT_SAMPLERS = tuple(LETTERS)[:-1]
 _NAMES = {letter: name for name, letter in LETTERS.items()}
 _ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
-# Numbers of 64 bits, signed and unsigned.
+# Signed and unsigned 64-bit numbers.
 _SEEDS = range(-(1 << 63), 1 << 64)
 _INFINITY = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """llama.cpp's common_params_sampling. Every sampler has a value that turns it off."""
+    """llama.cpp's common_params_sampling. Every sampler has a setting that turns it off."""
 
     temperature: float = 0.80  # at or below 0: greedy
     dynatemp_range: float = 0.0  # 0: off
@@ -61,9 +61,9 @@ class SamplingOptions:
     mirostat_lr: float = 0.10  # eta
     mirostat_ent: float = 5.0  # tau, in bits
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias); -inf bans, +inf forces
-    samplers: tuple[str, ...] = DEFAULT_SAMPLERS  # in this order; samplers not named are off
-    min_keep: int = 0  # least candidates left by top_p, min_p, typ_p and xtc
-    seed: int | None = None  # None: a new one each time
+    samplers: tuple[str, ...] = DEFAULT_SAMPLERS  # in this order; the others are off
+    min_keep: int = 0  # candidates that top_p, min_p, typ_p and xtc leave at least
+    seed: int | None = None  # None: a random one each time
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -79,7 +79,7 @@ class SamplingOptions:
         if self.seed is not None and (
             not _is_whole(self.seed) or not _SEEDS.start <= self.seed < _SEEDS.stop
         ):
-            raise SparkinferError(f"seed is {self.seed!r}, wanted a number of 64 bits, say 0")
+            raise SparkinferError(f"seed is {self.seed!r}, wanted a 64-bit integer, say 0")
         _check_samplers(self.samplers)
         for breaker in self.dry_sequence_breakers:
             if not isinstance(breaker, str) or not breaker:
@@ -121,7 +121,8 @@ _LOWEST = {
 
 
 def samplers_of_names(text: str) -> tuple[str, ...]:
-    """Parses the order "top_k;temperature", also as top-k, topk, temp, typ, nucleus, in any case.
+    """Parses an order such as "top_k;temperature". Accepts top-k, topk, temp, typ and nucleus too,
+    and any case.
 
     Raises SparkinferError for an unknown name."""
     plain = {name.replace("_", ""): name for name in LETTERS} | _ALIASES
@@ -133,7 +134,8 @@ def samplers_of_names(text: str) -> tuple[str, ...]:
 
 
 def samplers_of_letters(text: str) -> tuple[str, ...]:
-    """Parses the order "kt", by llama.cpp's letters. Raises SparkinferError for an unknown one."""
+    """Parses an order in llama.cpp's letters, such as "kt". Raises SparkinferError for an unknown
+    letter."""
     for letter in text:
         if letter not in _NAMES:
             known = ", ".join(f"{letter} {name}" for letter, name in _NAMES.items())
@@ -142,7 +144,7 @@ def samplers_of_letters(text: str) -> tuple[str, ...]:
 
 
 def bias_of(text: str) -> tuple[int, float]:
-    """(token id, bias) of llama.cpp's TOKEN(+/-)BIAS: 15043+1, 15043-inf.
+    """Parses llama.cpp's TOKEN(+/-)BIAS, such as 15043+1 or 15043-inf, into (token id, bias).
 
     Raises SparkinferError for any other text."""
     cut = next((i for i, c in enumerate(text) if c in "+-" and i), 0)

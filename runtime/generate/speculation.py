@@ -1,21 +1,21 @@
-"""The draft controller: decides how far ahead it pays to guess, between a drafter and the steps
-that check its guesses.
+"""The draft controller of speculative decoding: decides how many tokens to draft for each step.
 
-A step of r rows takes c(r) seconds and yields one token more than it had right guesses. With a(i)
-the probability that the i-th guess is right if those before it were, a draft of n tokens yields
+A step of r rows takes c(r) seconds and yields its accepted guesses and one more token. If a(i) is
+the probability that the i-th guess is right given that those before it are, a draft of n tokens
+yields
 
     E(n) = 1 + a(1) + a(1) a(2) + ... + a(1) ... a(n)   tokens in   c(n + 1)   seconds,
 
 and the n that maximises E(n) - rate * c(n + 1) maximises the long-run rate, where `rate` is the
-rate achieved (Dinkelbach 1967, for ratios; n = 0 is a step without a draft). c is the median of the
-latest steps with as many rows; a is counted by the drafter's confidence in its guess (`trust`), and
-where guesses are free, also for guesses not taken. All losses against steps of one row, and all
-time spent on guessing except for reading the prompt, are paid from an account that gets _SHARE of
-the time, so that a text for which guesses do not pay takes at most that share longer. Occasional
-trials are paid from it, too.
+rate achieved so far (Dinkelbach 1967, for ratios; n = 0 is a step without a draft). c(r) is the
+median of the latest steps of r rows. a is counted separately for each confidence (`trust`) of the
+drafter; where guesses are free, unused guesses count too. Losses against single-row steps, and time
+spent on guessing except for reading a new text, are paid from an account that receives draft_costs'
+_SHARE of the time, so a text for which drafts do not pay takes at most that share longer. The
+account also pays for occasional trials.
 
-The costs depend on the machine, and so do the choices; the text does not, because a step gives each
-row the bits it has alone, whatever the others are. Otherwise `check_rows` refuses."""
+Costs, and therefore choices, depend on the machine. The text does not, because each row of a step
+is bit-identical to a single step; where it is not, `check_rows` refuses."""
 
 import time
 from collections.abc import Sequence
@@ -29,34 +29,35 @@ from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.hybrid_step import HybridStep
 from sparkinfer.runtime.step.native_step import NativeStep
 
-_FORGET_RATE = 0.95  # of the steps that the rate averages
-_TRIAL_EVERY, _TRIAL = 64, 3  # tokens between drafts against the odds, and their length
-_VARY_EVERY = 16  # drafts after which one has another length, to learn its cost
-_SINGLE_EVERY = 128  # drafts after which there is a step without, for the same reason
-_MARGIN = 0.05  # tokens that a draft must promise to gain; less is noise
-_COSTLY_TRUST = 3  # of the guesses of a drafter that is not free
-_OFF_AFTER = 8  # guesses in a row that did not pay
+_FORGET_RATE = 0.95  # decay of the weight of past steps in the rate
+_TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
+_VARY_EVERY = 16  # every so many drafts, one has another length, to learn that length's cost
+_SINGLE_EVERY = 128  # after so many drafts, one step has none, to measure a single row
+_MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
+_COSTLY_TRUST = 3  # trust in the guesses of a drafter that is not free
+_OFF_AFTER = 8  # successive decisions against a draft
 
 
 def has_equal_rows(decoder: Decoder) -> bool:
-    """True if a row of any pass has the same bits as a single step: all are native."""
+    """True if every row of any pass is bit-identical to a single step: all passes are native."""
     return isinstance(decoder.native, NativeStep)
 
 
 def has_equal_steps(decoder: Decoder) -> bool:
-    """True if rows of a step have the same bits as single steps; prompts may be passes of others."""
+    """True if every row of a decode step is bit-identical to a single step; prefill may differ."""
     native = decoder.native
     return has_equal_rows(decoder) or (isinstance(native, HybridStep) and native.has_equal_rows)
 
 
 def check_rows(decoder: Decoder) -> None:
-    """Raises SparkinferError unless rows of a step have the same bits as single steps."""
+    """Raises SparkinferError unless every row of a decode step is bit-identical to a single
+    step."""
     if has_equal_steps(decoder):
         return
     native = decoder.native
     reason = native if isinstance(native, str) else "a part of the model is on a GPU"
     if isinstance(native, HybridStep):
-        reason = "K-quants on a GPU have other last bits in steps of several rows"
+        reason = "K-quants on a GPU are rounded differently in steps of several rows"
     raise SparkinferError(
         f"speculation could change the text here: only steps whose rows are bit-identical to single"
         f" tokens check drafts ({reason}); leave --speculate out"
@@ -73,11 +74,11 @@ class Guess:
 
 class Drafter(Protocol):
     name: str
-    is_free: bool  # a guess takes next to no time, whatever its length
-    token_s: float  # otherwise about the seconds per token
+    is_free: bool  # the time of a guess is negligible, whatever its length
+    token_s: float  # otherwise an estimate of the seconds per token
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Reads a text, which usually grows from call to call."""
+        """Reads the text, which usually has grown since the last call."""
 
     def propose(self, ids: Sequence[int], most: int) -> Guess:
         """At most `most` tokens that may follow `ids`, the text last prepared."""
@@ -85,7 +86,7 @@ class Drafter(Protocol):
 
 @dataclass
 class _Pending:
-    """A guess whose tokens are still to come; the first `checked` came and were right."""
+    """A guess for the tokens from `start` on, of which the first `checked` were right so far."""
 
     start: int
     guess: Guess
@@ -94,8 +95,8 @@ class _Pending:
 
 @dataclass
 class Totals:
-    """Totals so far; times in seconds. `baseline_s`: the time the same tokens would have taken one
-    by one, by the median of single-row steps."""
+    """Totals so far; times in seconds. `baseline_s`: the time of the same tokens one by one, at the
+    median of single-row steps."""
 
     tokens: int = 0
     steps: int = 0
@@ -110,13 +111,13 @@ class Totals:
 
     @property
     def gain(self) -> float:
-        """Speedup; 1 if nothing was measured."""
+        """Estimated speedup; 1 if nothing was measured."""
         took = self.step_s + self.draft_s
         return self.baseline_s / took if took and self.baseline_s else 1.0
 
 
 class Speculation:
-    """The drafts of one Generation, or of many in succession: see the module's docstring."""
+    """The drafts of one Generation, or of several in succession: see the module's docstring."""
 
     def __init__(self, drafter: Drafter, options: SpeculationOptions) -> None:
         self.options, self._drafter = options, drafter
@@ -124,22 +125,22 @@ class Speculation:
         self._acceptance = Acceptance(options.most)
         self._account = Account(options.least)
         self._ids: Sequence[int] = ()  # the text of the last call
-        self._length = 0  # its length then
+        self._length = 0  # its length in that call
         self._pending: list[_Pending] = []
-        # Recent tokens, and the seconds they took by the medians.
+        # Decaying sums of recent tokens and their seconds, for the rate.
         self._lately = (0.0, 0.0)
         self._draft_s = 0.0  # for the coming step
-        self._is_read, self._read_s = False, 0.0  # drafter knows text; seconds
+        self._is_read, self._read_s = False, 0.0  # whether the drafter has read the text; time
         self._since_trial = self._since_single = self._since_varied = 0
         self._num_declined = 0
         self._is_on = True
-        # For a drafter that is not free: seconds per guessed and per read token; how much of the
-        # text it has read, and what must be read before the next guess.
+        # For a drafter that is not free: seconds per guessed and per read token, number of tokens
+        # read, and seconds of reading before the next guess.
         self._token_s = self._read_token_s = drafter.token_s
         self._num_read, self._gap_s = 0, 0.0
 
     def draft(self, ids: Sequence[int], room: int) -> Sequence[int]:
-        """At most `room` tokens that may follow `ids`; none if a guess does not pay."""
+        """At most `room` tokens that may follow `ids`; none if a draft does not pay."""
         began, self._read_s = time.perf_counter(), 0.0
         self._check(ids)
         tokens = self._draft(ids, min(room, self.options.most))
@@ -149,8 +150,7 @@ class Speculation:
         return tokens
 
     def learn(self, rows: int, accepted: int, seconds: float) -> None:
-        """Records the seconds of a step of `rows` rows and the number of accepted drafted
-        tokens."""
+        """Records a step of `rows` rows: its seconds, and the number of accepted draft tokens."""
         self.costs.learn(rows, seconds)
         totals, tokens = self.totals, 1 + accepted
         totals.steps += 1
@@ -165,7 +165,7 @@ class Speculation:
         self._since_trial += tokens
         if single_s is None:
             return
-        # Nothing is known about steps before the first single one: they count from here on.
+        # Steps before the first single-row one are not counted.
         totals.baseline_s += tokens * single_s if rows > 1 else seconds
         gain_s = tokens * single_s - seconds if rows > 1 else 0.0
         self._account.settle(single_s, tokens, gain_s)
@@ -186,7 +186,7 @@ class Speculation:
         )
 
     def _check(self, ids: Sequence[int]) -> None:
-        """Compares earlier guesses with the tokens that came."""
+        """Compares earlier guesses with the tokens that followed."""
         if ids is not self._ids or len(ids) < self._length:
             self._pending.clear()
             self._is_read = False
@@ -198,7 +198,7 @@ class Speculation:
         self._pending = still
 
     def _follow(self, pending: _Pending, ids: Sequence[int]) -> bool:
-        """True if tokens are still to come."""
+        """Compares a guess with the text; true if it is right so far and not yet complete."""
         tokens, trust = pending.guess.tokens, pending.guess.trust
         while pending.checked < len(tokens) and pending.start + pending.checked < len(ids):
             is_right = tokens[pending.checked] == ids[pending.start + pending.checked]
@@ -213,13 +213,13 @@ class Speculation:
             return ()
         if self._drafter.is_free:
             return self._free_guess(ids, most)
-        gap = len(ids) - self._num_read if self._is_read else 0  # a new text is read for free
+        gap = len(ids) - self._num_read if self._is_read else 0  # reading a new text is not charged
         self._gap_s = gap * self._read_token_s
         length = self._length_for(_COSTLY_TRUST, most)
         return self._costly_guess(ids, length) if length else ()
 
     def _free_guess(self, ids: Sequence[int], most: int) -> Sequence[int]:
-        """Returns the tokens worth computing; the whole guess is compared with the text later."""
+        """The tokens worth computing; the text is later compared with the whole guess."""
         if not self._account.can_pay(0.0):
             return ()
         self._prepare(ids)
@@ -237,14 +237,14 @@ class Speculation:
         token_s = (time.perf_counter() - began) / max(1, len(tokens))
         self._token_s += 0.1 * (token_s - self._token_s)
         if not tokens:
-            self._acceptance.learn(_COSTLY_TRUST, 0, False)  # no guess
+            self._acceptance.learn(_COSTLY_TRUST, 0, False)  # no guess counts as a wrong one
         if len(tokens) < max(1, self.options.least):
             return ()
         self._pending.append(_Pending(len(ids), Guess(tokens, _COSTLY_TRUST)))
         return tokens
 
     def _prepare(self, ids: Sequence[int]) -> None:
-        """Lets the drafter read the text: free for a new text, as is the model's own prefill."""
+        """Lets the drafter read the text. For a new text this is not charged, like a prefill."""
         began = time.perf_counter()
         self._drafter.prepare(ids)
         took = time.perf_counter() - began
@@ -256,7 +256,7 @@ class Speculation:
         self._num_read = len(ids)
 
     def _length_for(self, trust: int, most: int) -> int:
-        """How much of a guess of `most` tokens to compute in the next step."""
+        """The number of tokens to draft for the next step, at most `most`."""
         length = self.best_length(trust, most)
         if length:
             length = self._varied(length, most)
@@ -280,7 +280,7 @@ class Speculation:
         return best
 
     def _draft_costs(self, most: int) -> list[float]:
-        """Seconds of a draft of 0, 1, ... `most` tokens and its step."""
+        """Seconds of drafting 0, 1, ... `most` tokens and of the step that checks them."""
         single_s, *curve = self.costs.curve(most + 1)[1:]
         before_s = self._gap_s
         return [single_s] + [
@@ -288,14 +288,14 @@ class Speculation:
         ]
 
     def _can_pay(self, length: int, cost_s: Sequence[float]) -> bool:
-        """True if the account can afford a draft that is all wrong. While no cost is known, each row
-        is taken to cost a single step."""
+        """True if the account can afford a draft that is entirely wrong. Until a step of several
+        rows is measured, each row is assumed to cost a single step."""
         loss_s = cost_s[length] - cost_s[0]
         unknown_s = 0.0 if self.costs.is_known else length * cost_s[0]
         return self._account.can_pay(max(loss_s, unknown_s))
 
     def _varied(self, length: int, most: int) -> int:
-        """The length, or occasionally one nearby whose cost is unknown."""
+        """The given length, or occasionally a nearby one whose cost is unknown."""
         self._since_varied += 1
         if self._since_varied < _VARY_EVERY:
             return length
@@ -305,7 +305,8 @@ class Speculation:
         return min(unknown, key=lambda n: abs(n - length), default=length)
 
     def _is_trial_due(self, trust: int, most: int) -> bool:
-        """True if a draft against the odds is due: costs and drafters may have changed."""
+        """True if a trial, a draft that is not expected to pay, is due: conditions may have
+        changed."""
         length = max(min(_TRIAL, most), self.options.least)
         is_likely = (
             self._acceptance.expected(trust, 1)[1] > 1.5 if self._drafter.is_free else self._is_read

@@ -1,17 +1,17 @@
-"""Stop strings: they end a text wherever token boundaries fall."""
+"""Stop strings: they end a text regardless of token boundaries."""
 
 from collections.abc import Sequence
 
 
 class StopFilter:
-    """Passes text up to the first stop string; holds back a possible start of one."""
+    """Passes on text up to the first stop string; holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that certainly precedes a stop string, whether one has come)."""
+        """(text that cannot belong to a stop string, whether one was found)."""
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
@@ -23,13 +23,13 @@ class StopFilter:
         return text, False
 
     def flush(self) -> str:
-        """Returns what is held back, at the end of the text."""
+        """Returns the held-back text, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the suffix of `text` that is a prefix of `stop`."""
+    """Length of the longest proper prefix of `stop` that `text` ends with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

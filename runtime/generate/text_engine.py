@@ -56,12 +56,12 @@ class TextEngine:
 
     @told_out_of_memory()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
-        """Runs a text through all layers but not the head: for observers."""
+        """Runs a text through all layers but not the head; for observers."""
         self._run_alone(token_ids, "none")
 
     @told_out_of_memory()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        """f32 [T, V] on the CPU: the logits after each token of a text starting with the first."""
+        """The logits after each token of a whole text, f32 [T, V] on the CPU."""
         return self._run_alone(token_ids, "all")
 
     def _run_alone(self, token_ids: Sequence[int] | Tensor, wanted: Wanted) -> Tensor:
@@ -70,15 +70,15 @@ class TextEngine:
             return text.extend(ids_T.tolist(), wanted)
 
     def sequence(self) -> TextSequence:
-        """A sequence for one text, kept until it is closed: see runtime.step.sequences.
+        """Opens a sequence for one text, kept until it is closed: see runtime.step.sequences.
 
         Raises SparkinferError if all `num_sequences` are in use."""
         return self._sequences.open()
 
     @told_out_of_memory()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
-        """Computes tokens of several sequences in common steps, which read each weight once: for
-        each part its logits f32 [R, V], bit-identical to those computed alone."""
+        """Computes tokens of several sequences in shared steps, which read each weight once.
+        Returns the logits of each part, f32 [R, V], bit-identical to those of the part alone."""
         return self._sequences.run(parts)
 
     def generate(
@@ -94,14 +94,14 @@ class TextEngine:
         drafts: Drafts | None = None,
         sequence: TextSequence | None = None,
     ) -> Iterator[Token]:
-        """Yields tokens as they are made; afterwards `last_run` has their statistics.
+        """Yields tokens as they are generated; afterwards `last_run` has their statistics.
 
-        `sampling` is llama.cpp's defaults if not given; temperature (0 is greedy) and seed (makes a
-        run repeatable) override its own. `options` say when the text ends, in place of max_tokens.
-        `constraint` restricts the text, see runtime.generate.constraints. `drafts` guesses tokens,
-        which changes only the speed. `sequence` keeps the text, and is continued if the prompt
-        begins with its tokens; without one the text is forgotten. Raises SparkinferError for a
-        prompt that is empty or does not fit."""
+        `sampling` defaults to llama.cpp's settings; temperature (0 is greedy) and seed (makes a run
+        repeatable) override its own. `options` replaces max_tokens. `constraint` restricts the
+        text, see runtime.generate.constraints. `drafts` guesses tokens, which changes only the
+        speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
+        Without one, the text is not kept. Raises SparkinferError for a prompt that is empty or too
+        long."""
         generation_of = self._generation_of(
             prompt, sampling_of(sampling, temperature, seed),
             options or GenerationOptions(max_tokens=max_tokens), constraint, drafts,
@@ -116,7 +116,7 @@ class TextEngine:
         constraint: Mask | None,
         drafts: Drafts | None,
     ) -> Callable[[TextSequence], Generation]:
-        """Refuses wrong arguments before the text takes a sequence."""
+        """Checks the arguments; returns a function that starts the generation in a sequence."""
         if drafts is not None:
             check_rows(self._live)
         if options.shift_keep is not None and 2 * options.shift_keep > self.context_length:
@@ -150,8 +150,8 @@ class TextEngine:
         options: GenerationOptions | None = None,
         constraints: Sequence[Mask] = (),
     ) -> Iterator[tuple[int, Token]]:
-        """Yields (index of the prompt, token): texts generated together in common steps, each with
-        the tokens it has alone. As `generate`; `last_runs` has one entry per prompt.
+        """Generates several texts in shared steps and yields (index of the prompt, token). Each
+        text is the one that `generate` would yield. `last_runs` has one entry per prompt.
 
         Raises SparkinferError for more prompts than the engine has sequences."""
         makers = [
@@ -177,11 +177,11 @@ class TextEngine:
         new_constraint: Callable[[], Mask] | None = None,
         drafts: Drafts | None = None,
     ) -> Conversation:
-        """A conversation, in a sequence of its own: see runtime.generate.chat.
+        """Starts a conversation in a sequence of its own: see runtime.generate.chat.
 
-        `template` is the model's own, the name of one, or a file; `new_constraint` makes the
-        constraint of each answer. Raises SparkinferError if there is no template, or no sequence
-        left."""
+        `template`: the name of a template or a file; None takes the model's own. `new_constraint`
+        creates the constraint of each answer. Raises SparkinferError if there is no template, or no
+        sequence is free."""
         found = chat_template_of(self.model, self.codec, template)
         if drafts is not None:
             check_rows(self._live)
@@ -192,7 +192,7 @@ class TextEngine:
         )  # fmt: skip
 
     def prompt_key(self) -> PromptKey:
-        """Everything the state of a text depends on: runtime.generate.prompt_cache."""
+        """Everything that the state of a text depends on: see runtime.generate.prompt_cache."""
         return PromptKey(
             model_id=self.model.model_id,
             weights=weights_digest(self.model),
@@ -206,7 +206,7 @@ class TextEngine:
 
     @property
     def has_equal_rows(self) -> bool:
-        """True if a row of a step has the bits it has alone, whatever else is in the step."""
+        """True if every row of any pass is bit-identical to a single step."""
         return has_equal_rows(self._live)
 
     @property
@@ -216,7 +216,7 @@ class TextEngine:
 
     @property
     def not_native(self) -> str | None:
-        """Why a decode step is not one native call, in a few words; None if it is one."""
+        """The reason why a decode step is not one native call; None if it is."""
         native = self._live.native
         return native if isinstance(native, str) else None
 
@@ -234,7 +234,7 @@ class TextEngine:
         if not len(given):
             raise SparkinferError("the prompt has no tokens; give it some text")
         if given.dtype not in _INTEGERS:
-            raise SparkinferError(f"token ids are numbers of type {given.dtype}, wanted integers")
+            raise SparkinferError(f"token ids are of type {given.dtype}, wanted integers")
         ids_T = given.to(torch.int64).cpu()
         vocab_size = self.model.shape.vocab_size
         if len(ids_T) > self.context_length:
