@@ -36,7 +36,9 @@ class WrittenOut:
                 return node, 1
             case Reference():
                 if node.name not in self._known:
-                    self._known[node.name] = None  # a reference to it from its own body is recursive
+                    self._known[node.name] = (
+                        None  # a reference to it from its own body is recursive
+                    )
                     self._known[node.name] = self._sized(self._rules[node.name])
                 return self._known[node.name]
             case Repeat():

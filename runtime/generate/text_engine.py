@@ -78,7 +78,8 @@ class TextEngine:
     @told_out_of_memory()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
         """Computes tokens of several sequences in shared steps, which read each weight once.
-        Returns the logits of each part, f32 [R, V], bit-identical to those of the part alone."""
+        Returns the logits of each part, f32 [R, V]; with `has_equal_rows` they are bit-identical to
+        those of the part alone."""
         return self._sequences.run(parts)
 
     def generate(
