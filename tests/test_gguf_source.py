@@ -212,7 +212,9 @@ def test_k_quants_are_written_and_computed_with(silu, stock, tmp_path, outtype):
 def test_rows_of_partial_blocks_of_256_become_f16_or_are_refused(tmp_path):
     narrow = random_llama(tmp_path / "hf", hidden_size=64, intermediate_size=256)
     report = run(narrow, tmp_path / "m.gguf", outtype="q4_k")
-    assert any("f16, because their rows are not whole q4_k blocks of 256" in n for n in report.notes)
+    assert any(
+        "f16, because their rows are not whole q4_k blocks of 256" in n for n in report.notes
+    )
     with pytest.raises(SparkinferError, match="rows of 64 values are not whole blocks of 256"):
         run(narrow, tmp_path / "n.gguf", tensor_types=("attn_q=q4_k",))
 
