@@ -1,18 +1,18 @@
-"""The rows that one step computes: a token each, of one or several sequences."""
+"""The rows of a step: each is one token of one of its sequences."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Wanted = Literal["none", "last", "all"]  # which tokens' logits are wanted
+Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
 _WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One token of a step. Rows of a sequence are consecutive, without gaps in position. A row with
-    a `source` is not computed: it copies keys and values of the row of that number, as branches of
-    a draft tree copy their stem."""
+    a `source` is not computed: it copies the keys and values of the row with that index, as the
+    branches of a draft tree copy their stem."""
 
     token: int
     position: int

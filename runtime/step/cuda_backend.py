@@ -1,5 +1,4 @@
-"""The CUDA backend of a hybrid step: two streams per GPU, whose part of a step is captured into one
-graph."""
+"""The CUDA backend of a hybrid step: two streams per GPU, and CUDA graphs of its part of a step."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ def cuda_backend(
     kernels: Kernels | None = None,
 ) -> Backend:
     """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
-    every kernel is launched for every token: the same numbers, slower, for debugging.
+    every step launches its kernels one by one: slower, with the same results.
 
     Raises ImportError if Triton is not installed."""
     return Backend(
@@ -54,8 +53,8 @@ def _submitted(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]
 
 
 def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
-    """Captures what `submit` gives to the stream, and to streams that fork from it and join it;
-    returns a function that replays it on the stream.
+    """Captures the work that `submit` enqueues on the stream, and on streams that fork from it and
+    join it; returns a function that replays it on the stream.
 
     Other threads may allocate meanwhile; their work is not captured."""
     assert isinstance(stream, CudaStream)
@@ -80,7 +79,7 @@ def _captured(stream: Stream, submit: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Disables garbage collection: it could free an unused engine or step during a capture, where
+    """Disables garbage collection: it could free an unused engine or step during a capture, when
     unpinning memory is not allowed."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,5 +1,5 @@
-"""Chooses how a token is decoded: in one native call, by one captured graph per GPU, or, if neither
-is possible, layer by layer in torch."""
+"""Chooses how a token is decoded: in one native call on the CPU, by captured graphs on GPUs, or, if
+neither is possible, layer by layer in torch."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -32,11 +32,10 @@ def decode_step(
     max_rows: int = 1,
     on_capture: Callable[[], None] = lambda: None,
 ) -> DecodeStep | str:
-    """The decode step for a model placed like this, or a few words on why there is none.
+    """The decode step for a model with this placement, or the reason why there is none.
 
-    `max_rows` and `on_capture` are of a hybrid step (hybrid_builder.build).
-
-    `backend` is None without a GPU, and a reason where a GPU's step does not work."""
+    `backend`: None without a GPU; the reason if a step on the GPU does not work. `max_rows` and
+    `on_capture` are for hybrid steps: see hybrid_builder.build."""
     if backend is None:
         return native_step.build(weights, input_layer_offset, traffic, neuron_cache)
     if isinstance(backend, str):

@@ -1,6 +1,6 @@
-"""The forward pass: token ids in, logits out; and one layer of it by itself.
+"""The forward pass, from token ids to logits, and its reference in torch, layer by layer.
 
-Letters: T tokens, R rows that want logits, D model width, V vocabulary."""
+Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,17 +32,17 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A model's forward pass, natively where possible."""
+    """A model's forward pass: native where possible, else in torch."""
 
     weights: Weights
     input_layer_offset: int  # whose FFN input predictors take: 0 this layer's, 1 the previous one's
     observers: Observers
-    native: DecodeStep | str  # the native decode step, or why there is none
+    native: DecodeStep | str  # the decode step, or the reason why there is none
     chunk: int = SHORT_CHUNK  # tokens per pass without observers
 
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
-        """Logits f32 [V] after one token, computed natively if there is a native step and no active
-        observer. The two paths differ in the order of summation."""
+        """Logits f32 [V] after one token, by the decode step if there is one and no active
+        observer, else in torch. The two paths differ in the order of summation."""
         if self._native_rows is not None:
             row = Row(token=token, position=position, sequence=sequence, has_logits=True)
             return self._native_rows.run_rows([row])[0]
@@ -52,8 +52,8 @@ class Decoder:
 
     @property
     def _native_rows(self) -> NativeStep | None:
-        """The step that takes several rows natively, bit-identical to single steps; None if it
-        cannot be used."""
+        """The native step, whose rows are bit-identical to single steps; None if it cannot be
+        used."""
         native = self.native
         return native if isinstance(native, NativeStep) and not self.observers.active else None
 
@@ -65,9 +65,10 @@ class Decoder:
         return SHORT_CHUNK if self.observers.active else self.chunk
 
     def run(self, rows: Sequence[Row]) -> Tensor:
-        """Logits f32 [R, V] of the rows that want them, on the CPU; keys and values are cached.
+        """Logits f32 [R, V] of the rows that have them, on the CPU; appends keys and values to the
+        cache.
 
-        Takes at most `most_tokens` computed rows. Their places in the cache must be reserved
+        Takes at most `most_tokens` computed rows. Their positions must be reserved in the cache
         (KVCache.reserve)."""
         if self._native_rows is not None:
             return self._native_rows.run_rows(rows)
@@ -77,8 +78,8 @@ class Decoder:
         return torch.cat([none, *self._by_runs(rows)])
 
     def _by_runs(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """Logits of the runs of rows of one sequence, in order. Tokens of decoding are steps of a
-        hybrid step, as many at a time as it takes; pieces of prompts are passes."""
+        """Yields the logits in order. Runs of decoded rows are computed together by the hybrid
+        step; each run of a prompt's rows is a pass of its own."""
         hybrid = None if self.observers.active else self.native
         waiting: list[Row] = []
         for run in runs_of(rows):
@@ -111,7 +112,7 @@ class Decoder:
         return self.logits(hidden_TD[wanted_T.to(hidden_TD.device)])
 
     def _copy(self, source: Row, target: Row) -> None:
-        """Copies keys and values of a row to the same position of another sequence."""
+        """Copies a row's keys and values to the same position of another sequence."""
         for layer in self.weights.layers:
             cache, start = layer.attention.cache, source.position
             cache.write(target.sequence, start, *cache.read(source.sequence, start, start + 1))
@@ -119,7 +120,7 @@ class Decoder:
     def forward(self, ids_T: Tensor, start: int, sequence: int = 0) -> Tensor:
         """Hidden states [T, D] before the head, for tokens of a sequence at positions from `start`.
 
-        Takes at most `most_tokens`; keys and values go into the cache."""
+        Takes at most `most_tokens` tokens; appends keys and values to the cache."""
         assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
         weights = self.weights
         x_TD = embed(weights.embedding, weights.positions, ids_T, start)
@@ -154,7 +155,8 @@ class Decoder:
 
 
 def _is_decoded(run: Sequence[Row]) -> bool:
-    """True if all logits of a run are wanted, as those of drafts are, and it is not a prompt's."""
+    """True if all rows have logits, as in decoding (drafts included), and none is a copy. A prompt
+    has logits for its last token at most, so it is a pass unless it is a single token."""
     return all(row.has_logits and row.source is None for row in run)
 
 
@@ -171,7 +173,7 @@ def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int
 def _plain_ops(
     index: int, form: LayerForm, input_layer_offset: int
 ) -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
-    """The operations of a layer, and the values that none behind each of them reads."""
+    """(operations of a layer, for each the values that no later one reads)."""
     ops = tuple(layer_ops(index, form, input_layer_offset))
     return ops, last_reads(ops, kept=("x", ffn_in(index)))
 
@@ -190,9 +192,9 @@ def run_layer(
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
-    The reference for what the operations of a layer compute; program.py has their order. `x_TD` is
-    on the layer's device; its cache holds the tokens before `start`. `predictor_input_TD` of None is
-    the layer's own feed-forward input. All blocks of neurons are one operation, see FeedForward."""
+    This is the reference for the operations of a layer; program.py has their order. `x_TD` is on
+    the layer's device; its cache holds the tokens before `start`. `predictor_input_TD`: None for
+    the layer's own feed-forward input. All blocks of neurons are one operation: see FeedForward."""
     form = replace(layer_form(layer), blocks=(("all", HOST),), has_down_bias=False)
     ops, unread = _plain_ops(index, form, int(predictor_input_TD is not None))
     values = {"x": x_TD}

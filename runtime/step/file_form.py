@@ -1,8 +1,8 @@
-"""The form of a step from its files: the same program as `forms` makes from loaded weights, with the
-bytes of the weights that each operation reads.
+"""The form of a step from a model file and a plan: the same as `forms` builds from loaded weights,
+with the bytes of the weights that each operation reads.
 
-They are the matrices' bytes: modes "exact" and "predicted" read fewer of the neurons'. Of the
-embedding, one row is read."""
+Neurons count in full, although modes "exact" and "predicted" read only some of them; the embedding
+counts as one row."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
 
 
 def file_form(model: ModelFile, split: Split | None) -> StepForm:
-    """The form of a step with this plan; None: all on the host. `model` is what is in memory: without
-    predictors, if they are not used (Split.held)."""
+    """The form of a step with this plan; None: everything on the host. `model` has only what is
+    loaded, so no predictors if they are not used (Split.held)."""
     num_layers = model.shape.num_layers
     home = np.zeros(num_layers + 1, int)
     if split is not None and split.home:
@@ -71,7 +71,7 @@ def _layer(model: ModelFile, split: Split | None, index: int, home: str) -> Laye
 
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
-    """Bytes by the names of parts; together they are those that plans count (budget.layer_bytes)."""
+    """Bytes by part; they sum to those that plans count (budget.layer_bytes)."""
     sizes, num_neurons = layer_bytes(model, index), model.shape.num_neurons
     found = dict.fromkeys((*NORMS, "attention", "down_bias"), 0)
     for name, entry in layer_tensors(model, index).items():
@@ -87,6 +87,6 @@ def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
 
 
 def _with_bits(layers: list[LayerForm]) -> list[LayerForm]:
-    """The last layer of each GPU that writes bits copies them."""
+    """Sets `copies_bits` for the last layer of each GPU that writes bits."""
     last = {form.home: index for index, form in enumerate(layers) if form.has_bits}
     return [replace(form, copies_bits=index in last.values()) for index, form in enumerate(layers)]

@@ -1,4 +1,5 @@
-"""The form of a step from its loaded weights: on the host alone, or placed on GPUs and the host."""
+"""Builds the form of a step from loaded weights: all on the host, or placed on GPUs and the
+host."""
 
 from collections.abc import Sequence
 
@@ -17,7 +18,8 @@ def layer_form(
     layer: Layer, *, device: str = HOST, home: str = HOST, has_bits: bool = False,
     copies_bits: bool = False,
 ) -> LayerForm:  # fmt: skip
-    """`device` is attention's; hot neurons are on `home`, cold ones on the host."""
+    """The form of a layer with attention on `device`, hot neurons on `home` and cold ones on the
+    host."""
     places = {"hot": home, "cold": HOST}
     blocks = layer.ffn.blocks
     is_divided = len(blocks) > 1
@@ -35,7 +37,7 @@ def layer_form(
 
 
 def host_form(weights: Weights, input_layer_offset: int) -> StepForm:
-    """Everything on the host."""
+    """The form of a step entirely on the host."""
     layers = [layer_form(layer) for layer in weights.layers]
     return StepForm(
         layers=tuple(layers),
@@ -51,8 +53,8 @@ def placed_form(
     input_layer_offset: int,
     bits: Sequence[tuple[bool, bool]],
 ) -> StepForm:
-    """The form of a hybrid step. `bits` of each layer: whether its GPU writes the bits of its hot
-    neurons, and whether they are copied to the host after it."""
+    """The form of a hybrid step. `bits`, for each layer: whether its GPU writes the bits of its hot
+    neurons, and whether these are copied to the host after the layer."""
     layers: list[LayerForm] = []
     for index, layer in enumerate(weights.layers):
         home = gpu(placement.numbers[index])

@@ -1,12 +1,13 @@
-"""One GPU's operations of a decode step: the kernels of each, and the vectors that they share.
+"""One GPU's operations of a decode step: their kernels, and the buffers that they share.
 
-Every vector has a fixed address: a step allocates nothing, so that it can be captured once and
+Every buffer has a fixed address and a step allocates nothing, so it can be captured once and
 replayed. program.py has the order of operations, hybrid_lowering.py submits them.
 
-A step of T rows uses the beginning of each vector, [T, ...]; that of one row has no axis for it.
+A step of T rows uses the beginning of each buffer, as [T, ...]; with one row, the T axis is
+omitted.
 
-Letters: T rows, D model width, F neurons of a layer, N hot ones, R predictor rank, H heads, K key-value
-heads, W head width, S partial sums, P vectors to be added up, V vocabulary."""
+Letters: T rows, D model width, F neurons of a layer, N hot ones, R predictor rank, H heads, K
+key-value heads, W head width, S partial sums, P summands, V vocabulary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,13 +41,14 @@ class DividedLayer:
     hot_id_N: Tensor | None  # int32
     cold: NativeNeurons | None
     num_parts: int  # S, the partial sums of the hot neurons
-    named_W: Tensor  # the predicted neurons on the host, int32 [F / 32 rounded up] of each row
-    # With a neuron cache in mode "exact", int32 on the device: the slot of each neuron, and the bits of
-    # the hot ones that a step reads, which it writes.
+    named_W: Tensor  # bits of the predicted neurons on the host, int32 [F / 32 rounded up] per row
+    # With a neuron cache in mode "exact", int32 on the device: the slot of each neuron, and the
+    # bits of the hot neurons that fired, which a step writes.
     hot_bits: tuple[Tensor, Tensor] | None = None
 
     def rows(self, name: str) -> tuple[int, int]:
-        """The rows of an output in DeviceBuffers.sum_PD: those that a sum takes are adjacent."""
+        """The range of an output's rows in DeviceBuffers.sum_PD; the summands of a sum are
+        adjacent."""
         num_parts = self.num_parts
         if name == "attn_out":
             return 0, 1
@@ -58,7 +60,7 @@ class DividedLayer:
         return 1 + num_parts, 2 + num_parts
 
 
-# Names in the program -> fields.
+# Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
     "head_in": "attn_input_D", "named": "named_W", "logits": "logits_V",
@@ -68,8 +70,8 @@ _REAL = torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBuffers:
-    """The vectors of a step on one GPU, f32 unless noted. Their memory is for `max_rows` rows, their
-    shapes are for `num_rows`."""
+    """The buffers of a step on one GPU, f32 unless noted. They have memory for `max_rows` rows and
+    shapes for `num_rows`."""
 
     max_rows: int
     num_rows: int
@@ -139,7 +141,7 @@ class DeviceBuffers:
         )
 
     def rows(self, num_rows: int) -> "DeviceBuffers":
-        """The same memory for steps of this many rows."""
+        """The same memory with shapes for steps of `num_rows` rows."""
         changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _LISTS}
         for name in _VECTORS:
             values = getattr(self, name)
@@ -151,7 +153,7 @@ class DeviceBuffers:
         return replace(self, **changes, num_rows=num_rows)
 
     def first(self, values: Tensor, size: int, *, num_rows: int | None = None) -> Tensor:
-        """[T, size] at the beginning of a vector's memory."""
+        """The beginning of a buffer's memory as [T, size]."""
         num_rows = self.num_rows if num_rows is None else num_rows
         flat = values.flatten()[: num_rows * size]
         return flat if num_rows == 1 else flat.view(num_rows, size)
@@ -163,7 +165,8 @@ _VECTORS = ("x_D", "attn_input_D", "qkv", "heads_HW", "named_W", "logits_V")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKernels:
-    """Submits the operations of a GPU to its main stream. `side` is for what runs beside them."""
+    """Submits the operations of a GPU to its main stream. `side` is for work concurrent with
+    them."""
 
     kernels: Kernels
     main: Stream
@@ -173,7 +176,8 @@ class DeviceKernels:
     slot_kernels: SlotKernels | None = None
 
     def value(self, name: str, divided: DividedLayer | None) -> Tensor:
-        """A value by its name in the program; those of a layer's sums depend on the layer."""
+        """The buffer of a value in the program. For the terms of a layer's sums it depends on the
+        layer."""
         b = self.buffers
         base, _, number = name.partition(".")
         if base == "ffn_in":
@@ -185,14 +189,14 @@ class DeviceKernels:
         return self.sums([name], divided)[0]
 
     def sums(self, names: Sequence[str], divided: DividedLayer) -> Tensor:
-        """[P, D] the rows of some outputs of a layer, which are adjacent."""
+        """The adjacent rows of some outputs of a layer, [P, D]."""
         first, last = (divided.rows(name) for name in (names[0], names[-1]))
         count = sum(len(range(*divided.rows(name))) for name in names)
         assert count == last[1] - first[0], (names, first, last)
         return self.buffers.sum_PD[first[0] : last[1]]
 
     def embed(self, embedding: Matrix, *, has_positions: bool) -> None:
-        """Learned positions are in the hidden state already."""
+        """Writes the embedding to the hidden state, or adds it to the learned positions there."""
         b = self.buffers
         self._launch(
             lambda: self.kernels.embed(embedding, b.token_T, b.x_D, is_added=has_positions),
@@ -207,7 +211,8 @@ class DeviceKernels:
         out_D: Tensor | None,
         x_out_D: Tensor | None,
     ) -> None:
-        """out = the norm of x + the rows of sum, which is also written to x_out."""
+        """x_out = x + the sum of the rows of sum; out = the norm of that. Both outputs are
+        optional."""
         weight_D, bias_D = (norm.weight_D, norm.bias_D) if norm else (None, None)
         epsilon = norm.epsilon if norm else 0.0
         self._launch(
@@ -271,7 +276,7 @@ class DeviceKernels:
         )  # fmt: skip
 
     def hot(self, divided: DividedLayer, x_D: Tensor) -> None:
-        """Writes the partial sums of a layer's hot neurons."""
+        """Writes the partial sums of a layer's hot neurons to sum_PD."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert hot is not None
         gate, up, down = hot.gate, hot.up, hot.down

@@ -1,8 +1,8 @@
-"""Lowers a step program to what is submitted to the streams of GPUs, and to functions of the host.
+"""Lowers a step program to submissions to the streams of GPUs: kernels, copies and host functions.
 
-One submission is one operation or more: a sum on a GPU waits for the norm that reads it, which adds as
-it reads; consecutive operations of the host become one function. A submission reads and writes what its
-operations do together, and `waits` derives from that which streams wait for which."""
+A submission is one or more operations: a sum on a GPU is fused with the norm that reads it, and
+consecutive operations of the host become one host function. From what the submissions read and
+write, `waits` derives which streams must wait for which."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from sparkinfer.runtime.step.native_ops import overwritten
 from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts, neuron_node
 from sparkinfer.runtime.step.program import HOST, Op, device_of, edges, name_of
 
-StreamKey = tuple[str, bool]  # a GPU, and whether it is the stream beside its kernels
+StreamKey = tuple[str, bool]  # (GPU, whether it is the side stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sum:
-    """A sum on a GPU that has not been taken yet."""
+    """A sum on a GPU that has not been submitted yet."""
 
     target: str
     base: str
@@ -125,7 +125,7 @@ class Lowering:
         )
 
     def _add(self, op: Op) -> None:
-        """Puts a sum off until it is read; sums into the same value are taken together."""
+        """Defers a sum until it is read; merges sums into the same value."""
         base, *terms = op.reads
         assert op.layer is not None
         before = self.pending.get(op.device)
@@ -137,7 +137,7 @@ class Lowering:
         )
 
     def _settle_before(self, op: Op) -> None:
-        """Takes the sums that an operation needs and does not take itself."""
+        """Submits the deferred sums that an operation needs but is not fused with."""
         for device, pending in list(self.pending.items()):
             takes_it = op.kind in ("add", "norm") and op.reads[0] == pending.target
             if takes_it or not pending.is_touched_by(op):
@@ -156,7 +156,7 @@ class Lowering:
             )
 
     def _norm(self, op: Op, later: Sequence[Op]) -> None:
-        """A norm takes a sum that is put off, and keeps it if it is read again."""
+        """Submits a norm, fused with a deferred sum, which is also written if it is read again."""
         ((value,), (out,)) = op.reads, op.writes
         pending = self.pending.pop(op.device, None)
         norm = self.weights.output_norm
@@ -188,7 +188,7 @@ class Lowering:
         return self._tensor(pending.base, pending.layer), rows_PD
 
     def _run(self, op: Op) -> Callable[[], None]:
-        """The calls of an operation that is submitted by itself."""
+        """The function that submits a single operation."""
         device, weights = self.devices[op.home], self.weights
         if op.kind == "copy":
             return self._copy(op)
@@ -241,8 +241,8 @@ class Lowering:
         return run
 
     def _place(self, device: DeviceKernels) -> None:
-        """Copies the rows' positions to a GPU, and with several sequences which they are of, and the
-        blocks of all."""
+        """Copies the rows' positions to a GPU, and with several sequences also the rows' sequences
+        and the block table."""
         b, host = device.buffers, self.host
         device.main.copy(b.position_T, host.position_T)
         if b.table_SN is not None:
@@ -269,7 +269,7 @@ def _copy_to_rows(device: DeviceKernels, target: Tensor, values_D: Tensor) -> No
 
 
 def is_in_line(op: Op) -> bool:
-    """True for what the host runs as a part of the native step."""
+    """True for operations that the host runs as a part of the native step."""
     return op.device == HOST and op.kind != "copy" and not op.is_beside and op.part != "positions"
 
 
@@ -284,15 +284,15 @@ def _is_read(value: str, later: Sequence[Op]) -> bool:
 
 
 def waits(submissions: Sequence[Submission]) -> list[list[StreamKey]]:
-    """The streams that each submission's stream waits for before it, as far as they have got: no more
-    than what it reads and writes demands. Each segment, a GPU's consecutive work, begins after the one
-    before it has ended."""
+    """For each submission, the streams whose previous work its stream must wait for. Waits that
+    follow from earlier ones are left out. Each segment, a GPU's consecutive work, begins after the
+    previous one has ended."""
     needed: dict[int, list[int]] = {}
     for first, second in edges([(each.reads, each.writes) for each in submissions]):
         needed.setdefault(second, []).append(first)
     count: Counter[StreamKey] = Counter()
     seen: dict[StreamKey, Counter[StreamKey]] = {}
-    numbers: list[int] = []  # of the submissions within their streams
+    numbers: list[int] = []  # indices of the submissions within their streams
     found = []
 
     def join(stream: StreamKey, other: StreamKey) -> None:

@@ -1,11 +1,11 @@
-"""Lowers the host's operations of a step program to those of kernels/cpu/step.h."""
+"""Lowers the host's operations in a step program to those of kernels/cpu/step.h."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import Structure, c_int32
 
 from sparkinfer.runtime.step.program import Op, name_of
 
-# In the order of the enums of step.h.
+# In the order of the enums in step.h.
 OP_KINDS = (
     "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head"
 )  # fmt: skip
@@ -21,8 +21,8 @@ class OpStruct(Structure):
 
 
 def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpStruct]]:
-    """The operations of each of `ops`, none for biases, which sums add themselves. `row_L`: the
-    layers' places in the step."""
+    """The native operations for each of `ops`; none for a bias, which the sum that reads it adds.
+    `row_L`: the index of each layer within the step."""
     for op in ops:
         names = [name_of(value) for value in op.reads]
         out = name_of(op.writes[0])
@@ -33,7 +33,7 @@ def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpS
             yield [_op("head norm", layer, names[0], out=out)]
         elif op.kind == "norm":
             yield [_op("norm", layer, names[0], out=out, part=NORMS.index(op.part))]
-        elif op.kind == "head":  # without an output norm, rows are only gathered
+        elif op.kind == "head":  # without an output norm, "head norm" only gathers the rows
             gather = [] if names[0] == "head_in" else [_op("head norm", layer, "x", out="head_in")]
             yield [*gather, _op("head", layer, "head_in")]
         elif op.kind == "neurons":
@@ -50,13 +50,13 @@ def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpS
 
 
 def overwritten(op: Op) -> tuple[str, ...]:
-    """Values that an operation of the host uses as scratch: a longer sum is taken in its second
-    term."""
+    """Values that an operation of the host overwrites: a sum of three or more terms accumulates in
+    the second."""
     return op.reads[1:2] if op.kind == "add" and len(op.reads) > 2 else ()
 
 
 def _sum(layer: int, terms: list[str], out: str) -> Iterator[OpStruct]:
-    """The first term + the sum of the others, which is taken in the second."""
+    """The first term + the sum of the others, which accumulates in the second term."""
     first, second, *others = terms
     for term in others:
         if term == "bias":

@@ -1,8 +1,7 @@
 """The host's parts of a hybrid decode step, each a C function that a CUDA graph calls: consecutive
 operations of the step program in one call, the cold neurons of a divided layer in another.
 
-All of them share a few vectors (`HostBuffers`), which is safe because the program orders whatever
-reads and writes them.
+They share a few buffers (`HostBuffers`), whose reads and writes the step program orders.
 
 Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
 sequences, N blocks of one."""
@@ -33,8 +32,8 @@ class PartStruct(Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class HostBuffers:
-    """Values of the program on the host, pinned if there is a GPU; without the axis of T if a step
-    has one row. `structs` and `count` are the rows as the host's functions take them."""
+    """The step program's values on the host, pinned if there is a GPU; with one row, the T axis is
+    omitted. `structs` and `count` pass the rows to the host functions."""
 
     token_T: Tensor  # int64
     position_T: Tensor  # int64
@@ -61,7 +60,8 @@ class HostBuffers:
         max_rows: int = 1,
         table_SN: Tensor | None = None,
     ) -> "HostBuffers":
-        """`table_SN` is the cache's table, if there are several sequences."""
+        """Allocates the buffers. `table_SN`: the cache's block table, if there are several
+        sequences."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
@@ -89,15 +89,15 @@ class HostBuffers:
         return len(self.structs)
 
     def rows(self, num_rows: int) -> "HostBuffers":
-        """The same memory for steps of this many rows."""
+        """The same memory with shapes for steps of `num_rows` rows."""
         changes: dict[str, Any] = {name: getattr(self, name)[:num_rows] for name in _OF_STEP}
         changes |= {name: first(getattr(self, name), num_rows) for name in _OF_ROWS}
         changes["ffn_in_2TD"] = first(self.ffn_in_2TD, num_rows, axis=1)
         return replace(self, **changes)
 
     def value(self, name: str) -> Tensor | None:
-        """A value by its name in the program; None if no other device has it. Those whose place
-        depends on the layer are not among them."""
+        """The buffer of a value in the program; None if no device shares it, or if its place
+        depends on the layer."""
         base, _, number = name.partition(".")
         if base == "ffn_in":
             return self.ffn_in_2TD[int(number)]
@@ -113,7 +113,7 @@ _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "name
 
 
 def first(values: Tensor, num_rows: int, axis: int = 0) -> Tensor:
-    """The values of the first rows; those of a single one have no axis for it."""
+    """The values of the first rows; for a single row, without the axis."""
     if num_rows == 1:
         return values.select(axis, 0)
     return values.narrow(axis, 0, num_rows)
@@ -125,13 +125,13 @@ class NativeParts:
 
     step: StepStruct
     host: HostBuffers
-    ranges: dict[Op, tuple[int, int]]  # of the operations of `step`
+    ranges: dict[Op, tuple[int, int]]  # of native operations in `step`, by operation
     kept: tuple[object, ...]
 
     @classmethod
     def of(cls, weights: Weights, ops: Sequence[Op], host: HostBuffers) -> "NativeParts":
-        """Builds the parts for the operations that the host runs in line, in order. Raises NotNative
-        for what the kernels do not cover."""
+        """Builds the parts for these operations, in order. Raises NotNative if the CPU kernels do
+        not support the model."""
         if not library.is_available():
             raise NotNative("the C++ kernels are not built")
         builder = StepBuilder()
@@ -163,8 +163,8 @@ class NativeParts:
         return cls(step=step, host=host, ranges=ranges, kept=(*builder.kept, host))
 
     def node(self, ops: Sequence[Op], named_TW: Tensor | None = None) -> HostNode:
-        """The node for consecutive operations. Predicted neurons are written to `named_TW`, for
-        others to read."""
+        """The node for consecutive operations. With `named_TW`, predicted neurons are written there
+        for other nodes."""
         host = self.host
 
         def shared(values: Iterable[str]) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""The native step: one call of step.h runs the whole model for one or several rows. It is built once
-from the loaded weights.
+"""The native step: one call of step.h runs the whole model for one or several rows. It is built
+once from the loaded weights.
 
-Models that it does not cover run through decoder.py; `build` says why."""
+Models that it does not support run layer by layer in decoder.py; `build` returns the reason."""
 
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
@@ -100,13 +100,13 @@ class NativeStep:
         return self.step.max_rows
 
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
-        """Logits f32 [V] after one token, by `run_rows`."""
+        """Logits f32 [V] after one token."""
         row = Row(token=token, position=position, sequence=sequence, has_logits=True)
         return self.run_rows([row])[0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Logits f32 [rows that want logits, V]; appends the rows to the cache and counts traffic.
-        A row's bits do not depend on the other rows.
+        """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. A
+        row's result is bit-identical whatever the other rows are.
 
         Raises IndexError for a token or position out of range."""
         structs = (RowStruct * len(rows))()
@@ -126,7 +126,7 @@ class NativeStep:
         return logits
 
     def _count(self) -> None:
-        """Moves the bytes that were read from the step to `traffic`."""
+        """Moves the step's byte counts to `traffic`."""
         step, traffic = self.step, self.traffic
         traffic.gate += step.gate_bytes
         traffic.up += step.up_bytes
@@ -138,8 +138,8 @@ class NativeStep:
 
 
 def _decoded(rows: Sequence[Row]) -> list[bool]:
-    """Which of the computed rows of a step are tokens of decoding: those whose logits are wanted. The
-    others are of a prompt."""
+    """For each computed row, whether it counts as decoded rather than as a prompt's: it has
+    logits."""
     return [row.has_logits for row in rows if row.source is None]
 
 
@@ -149,7 +149,7 @@ def build(
     traffic: Traffic,
     neuron_cache: NeuronCache | None = None,
 ) -> NativeStep | str:
-    """The native step of this model, or a few words on why there is none."""
+    """The native step of this model, or the reason why there is none."""
     if not library.is_available():
         return "the C++ kernels are not built"
     try:
@@ -210,7 +210,7 @@ class StepBuilder(Structs):
         self.kept.append(ops)
 
     def frame(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
-        """A step of these layers, without embedding, head, operations and workspace."""
+        """A step with these layers, without embedding, head, operations and workspace."""
         layers = (LayerStruct * len(layer_structs))(*layer_structs)
         first = weights.layers[0]
         cache, ffn = first.attention.cache, first.ffn
@@ -285,7 +285,7 @@ class StepBuilder(Structs):
         )
 
     def layer(self, layer: Layer, neuron_blocks: Sequence[NeuronBlock]) -> LayerStruct:
-        """The struct of a layer with only these of its neuron blocks."""
+        """The struct of a layer with these neuron blocks."""
         attention, ffn = layer.attention, layer.ffn
         inputs = [self.linear(linear) for linear in attention.inputs]
         blocks = (BlockStruct * len(neuron_blocks))(*map(self.block, neuron_blocks))

@@ -1,6 +1,7 @@
-"""A backend that plays both roles of a hybrid step on the CPU: kernels run when submitted.
+"""A backend that runs both sides of a hybrid step on the CPU, where kernels run as they are
+submitted.
 
-It tests the step without a GPU and is the reference for a captured one."""
+It tests the step without a GPU and is the reference for a captured step."""
 
 from collections.abc import Callable
 

@@ -1,17 +1,18 @@
-"""A model's decode step as a list of operations, declared once: the order of blocks, and where each
-operation runs.
+"""A model's decode step as a list of operations, declared once: their order, and where each runs.
 
-Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_builder` to streams of GPUs
-and functions of the host, `decoder` runs a layer of it in torch. None of them knows the order of
-blocks, and none orders operations by anything but what they read and write.
+Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_builder` to GPU streams and
+host functions, and `decoder` runs one layer of it in torch. No executor encodes the order of
+operations; it follows from what they read and write.
 
-A value is a name and the device that has it, `x@host`. Values are places: a later operation may write
-one again, and must come after all that read it before (`edges`).
+A value is a name and a device, `x@host`, and stands for a buffer: a later operation may overwrite
+it, but only after all earlier reads (`edges`).
 
-    x           the hidden state           attn_in   the input of attention, if a norm writes it
-    ffn_in.0/1  the input of the neurons of even and odd layers, alternating: a predictor may take the
-                previous layer's           named     the neurons that the predictor names
-    ffn_out     the neurons' output; of a layer whose neurons are divided, hot_out and cold_out"""
+    x           the hidden state
+    attn_in     the input of attention, if a norm writes it
+    ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
+                predictor may take the previous layer's
+    named       the neurons that the predictor names
+    ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,17 +46,17 @@ def device_of(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operation. `part` names the weights it reads, as in `LayerForm.weight_bytes`."""
+    """One operation. `part` names the weights that it reads, as in `LayerForm.weight_bytes`."""
 
     kind: Kind
-    layer: int | None  # None: outside of the layers
+    layer: int | None  # None: outside the layers
     device: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     part: str = ""
-    home: str = HOST  # the GPU whose streams it is submitted to; the host before and after them
-    is_beside: bool = False  # runs beside that GPU's kernels, not in line with them
-    weight_bytes: int = 0  # of its matrices; a sparse mode reads fewer of the neurons'
+    home: str = HOST  # the GPU to whose streams it is submitted; HOST before and after all GPUs
+    is_beside: bool = False  # on that GPU's side stream, concurrent with its kernels
+    weight_bytes: int = 0  # of its matrices; a sparse mode reads fewer bytes of neurons
 
     @property
     def is_between_gpus(self) -> bool:
@@ -64,17 +65,17 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerForm:
-    """What decides the operations of a layer."""
+    """The properties of a layer that determine its operations."""
 
     order: Order
     has_second_norm: bool = False  # parallel: attention has a norm of its own
-    has_predictor: bool = False  # and runs it
+    has_predictor: bool = False  # one that is run
     has_down_bias: bool = False
     device: str = HOST  # of attention, norms and predictor
     home: str = HOST  # the GPU whose streams run the layer
     blocks: tuple[tuple[Block, str], ...] = (("all", HOST),)  # of neurons, and the device of each
-    has_bits: bool = False  # the hot neurons' bits are written for a neuron cache
-    copies_bits: bool = False  # after the layer, those of all layers of this GPU
+    has_bits: bool = False  # the bits of its hot neurons are written for a neuron cache
+    copies_bits: bool = False  # after it, the bits of all layers of this GPU are copied to the host
     weight_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)  # by part
 
     @property
@@ -84,7 +85,7 @@ class LayerForm:
 
 @dataclass(frozen=True, kw_only=True)
 class StepForm:
-    """What decides the operations of a step."""
+    """The properties of a model and its placement that determine the operations of a step."""
 
     layers: tuple[LayerForm, ...]
     input_layer_offset: int = (
@@ -99,7 +100,7 @@ class StepForm:
 
 
 def in_line(layers: Iterable[LayerForm]) -> tuple[LayerForm, ...]:
-    """The layers, with neighbours that are wholly on the host submitted to one GPU's streams."""
+    """Gives neighbouring layers that are wholly on the host the same home."""
     found: list[LayerForm] = []
     for form in layers:
         if found and found[-1].is_whole_on_host and form.is_whole_on_host:
@@ -109,7 +110,7 @@ def in_line(layers: Iterable[LayerForm]) -> tuple[LayerForm, ...]:
 
 
 def layer_ops(index: int, form: LayerForm, input_layer_offset: int) -> Iterator[Op]:
-    """A layer, from x to x on its device. This is the definition of the three orders of blocks."""
+    """The operations of a layer, from x to x on its device. Defines the three orders of blocks."""
     write = _LayerWriter(index, form, input_layer_offset)
     ffn_in, outs = write.ffn_in, write.outs
     if form.order == "parallel":
@@ -149,7 +150,7 @@ class _LayerWriter:
         self, kind: Kind, reads: Iterable[str], writes: Iterable[str], part: str = "",
         device: str | None = None, is_beside: bool = False,
     ) -> Op:  # fmt: skip
-        """Values without a device are on the layer's, or on `device`."""
+        """Values without a device are on `device`, by default the layer's."""
         form = self.form
         device = device or form.device
         return Op(
@@ -176,8 +177,8 @@ class _LayerWriter:
         return self._op("add", terms, [y])
 
     def feed_forward(self) -> Iterator[Op]:
-        """The neurons of all devices; outputs end on the layer's. Those of the host run beside the
-        GPU, from its values or, if attention is on the host, from the host's own."""
+        """The neurons on all devices; their outputs end up on the layer's device. In a layer that
+        is not wholly on the host, neurons on the host run concurrently with the GPU's kernels."""
         form = self.form
         if form.has_predictor:
             yield self._op("predict", [self.named_by], ["named"], "predictor")
@@ -214,7 +215,7 @@ def ffn_in(layer: int) -> str:
 
 
 def step_program(form: StepForm) -> tuple[Op, ...]:
-    """The whole step: token and position on the host to logits on the host."""
+    """The operations of a step, from token and position to logits, both on the host."""
     writer = _StepWriter(form)
     writer.embed()
     for index in range(len(form.layers)):
@@ -224,13 +225,13 @@ def step_program(form: StepForm) -> tuple[Op, ...]:
 
 
 class _StepWriter:
-    """Follows the hidden state from device to device."""
+    """Writes the program, and tracks which device has the hidden state."""
 
     def __init__(self, form: StepForm) -> None:
         self.form = form
         self.ops: list[Op] = []
         self.place = form.embedding  # of the hidden state
-        self.visited = HOST  # the GPU that is being submitted to
+        self.visited = HOST  # the GPU to which operations are being submitted
 
     def embed(self) -> None:
         positions = ["position"] if self.form.has_positions else []
@@ -283,7 +284,8 @@ class _StepWriter:
         )
 
     def _move(self, target: str, home: str, layer: int | None) -> None:
-        """Moves the hidden state and, if the layer's predictor takes it, the previous layer's input."""
+        """Moves the hidden state and, if the layer's predictor reads it, the previous layer's
+        feed-forward input."""
         source, self.place = self.place, target
         if source == target:
             return
@@ -306,8 +308,8 @@ class _StepWriter:
         )
 
     def _submit(self, op: Op) -> None:
-        """Each visit of a GPU begins with the token's position. Copies between GPUs are no part of a
-        visit."""
+        """Appends an operation. A visit to a GPU begins by copying the position there; a copy
+        between GPUs ends it."""
         if op.is_between_gpus:
             self.visited = HOST
         elif op.home not in (HOST, self.visited):
@@ -317,7 +319,8 @@ class _StepWriter:
 
 
 def last_reads(ops: Sequence[Op], kept: Sequence[str]) -> list[tuple[str, ...]]:
-    """Names of the values that each operation is the last to read; not of those `kept`."""
+    """For each operation, the names of the values that it is the last to read, except those in
+    `kept`."""
     seen, found = set(kept), []
     for op in reversed(ops):
         names = dict.fromkeys(map(name_of, op.reads))
@@ -327,8 +330,8 @@ def last_reads(ops: Sequence[Op], kept: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def edges(ops: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[tuple[int, int]]:
-    """Pairs of (reads, writes) that must keep their order: a read after the write before it, a write
-    after the reads and the write before it."""
+    """Pairs (earlier, later) of indices of `ops`, given as (reads, writes), that must keep their
+    order: read after write, write after read, write after write."""
     found: set[tuple[int, int]] = set()
     written: dict[str, int] = {}
     read: dict[str, list[int]] = {}

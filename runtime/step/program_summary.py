@@ -1,4 +1,5 @@
-"""A step program for display: operations one by one, runs of layers alike, and bytes by device."""
+"""Formats a step program for display: its operations, with equal layers merged, and bytes by
+device."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from sparkinfer.runtime.step.program import HOST, Op, at, device_of, name_of, st
 from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split, without_predictors
 
-# Parts that an operation's name does not say.
+# Parts that are shown with the operation's name.
 _SHOWN_PARTS = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm", "positions", "hot", "cold")
 
 
@@ -23,7 +24,7 @@ class OpFact:
     part: str
     layer: int | None
     device: str
-    beside: str | None  # the GPU beside whose kernels it runs
+    beside: str | None  # the GPU on whose side stream it runs
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     weight_bytes: int
@@ -41,7 +42,8 @@ class ProgramSummary:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: an operation of one layer or of several, or a reference to other layers."""
+    """A line of the table: an operation of one or several layers, or a reference to earlier
+    layers."""
 
     layers: str
     device: str
@@ -125,7 +127,7 @@ def lines_of(summary: ProgramSummary) -> list[Line]:
 
 
 def _shape(ops: Sequence[OpFact]) -> tuple[object, ...]:
-    """What two layers have in common whose operations are the same."""
+    """A key that is equal for layers with the same operations."""
     return tuple(
         (op.operation, op.part, op.device, op.beside, _values(op, op.reads), _values(op, op.writes))
         for op in ops
@@ -146,7 +148,7 @@ def _line(layers: str, ops: Sequence[OpFact]) -> Line:
 
 
 def _values(op: OpFact, values: Sequence[str]) -> str:
-    """Names without what the line says anyway: its layer, and its device unless it is a copy."""
+    """Names of values, without the layer and the device that the line shows anyway."""
     found = []
     for value in values:
         name = name_of(value)

@@ -1,7 +1,7 @@
-"""Sequences: texts whose keys and values an engine keeps, several at a time.
+"""Sequences: texts whose keys and values an engine keeps.
 
     with engine.sequence() as text:
-        logits_1V = text.extend(ids)          # logits after the last of them
+        logits_1V = text.extend(ids)          # logits after the last token
         branch = text.fork()                  # shares the tokens so far
         text.rollback(10)                     # forgets all but the first ten tokens
 
@@ -28,7 +28,7 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A batch's part for one sequence: appends `tokens` to it and computes them."""
+    """Tokens to append to a sequence and to compute."""
 
     sequence: "Sequence"
     tokens: Several[int]
@@ -54,8 +54,8 @@ class Sequences:
         return self.live.weights.cache
 
     def open(self, *, yields: bool = False, beside: "Sequence | None" = None) -> "Sequence":
-        """Opens an empty sequence. If no place is free, a sequence that `yields` is closed to make
-        room, except the one it is opened `beside`.
+        """Opens an empty sequence. If no place is free, closes the oldest sequence that `yields`,
+        other than `beside`.
 
         Raises SparkinferError if all places are in use."""
         num_places = self.cache.table.num_sequences
@@ -80,10 +80,11 @@ class Sequences:
 
     @torch.inference_mode()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
-        """Computes tokens of several sequences together; returns each part's logits, f32 [R, V].
+        """Computes tokens of several sequences in shared steps; returns each part's logits,
+        f32 [R, V].
 
-        Raises SparkinferError, without changing anything, if a sequence has no room for them, is in
-        two parts, or belongs to another engine."""
+        Raises SparkinferError, without changing anything, if a sequence has no room for its tokens,
+        is in two parts, or belongs to another engine."""
         parts = list(parts)
         self._check(parts)
         rows = [row for part in parts for row in self._rows(part)]
@@ -122,7 +123,7 @@ class Sequences:
 
 
 def _are_tokens(tokens: object) -> bool:
-    """Whether this is a list, tuple or array of integers; text and floats are not."""
+    """True for a list, tuple or array of integers; false for text and floats."""
     if isinstance(tokens, Tensor | np.ndarray):
         return tokens.ndim == 1 and str(tokens.dtype).removeprefix("torch.") in _INTEGERS
     if not isinstance(tokens, Several) or isinstance(tokens, str | bytes):
@@ -131,7 +132,7 @@ def _are_tokens(tokens: object) -> bool:
 
 
 def not_tokens(found: object) -> SparkinferError:
-    """The error for anything but token ids; says how to get them from text."""
+    """The error for a value that is not a list of token ids."""
     return SparkinferError(
         f"{shown(found)} given as token ids; wanted a list of integers, as engine.codec.encode(text)"
         " returns"
@@ -143,7 +144,7 @@ def _num_logits(part: Part) -> int:
 
 
 class Sequence:
-    """One sequence, made by `Engine.sequence`; closed at the end of its `with` block."""
+    """One sequence, opened by `Engine.sequence` and closed at the end of its `with` block."""
 
     def __init__(self, owner: Sequences, number: int, *, yields: bool) -> None:
         self._owner: Sequences | None = owner
@@ -156,12 +157,12 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens that still fit into the context."""
+        """Number of tokens that still fit into the context."""
         return self._live.context_length - self.length
 
     def extend(self, tokens: Several[int], wanted: Wanted = "last") -> Tensor:
-        """Appends and computes tokens; returns the logits f32 [R, V] after the last of them, all of
-        them, or none.
+        """Appends and computes tokens; returns the logits f32 [R, V] after the last token, after
+        each token, or none.
 
         Raises SparkinferError if they do not fit into the context."""
         return self._live.run([Part(sequence=self, tokens=tokens, wanted=wanted)])[0]
@@ -185,7 +186,7 @@ class Sequence:
         return other
 
     def read_state(self) -> list[tuple[Tensor, Tensor]]:
-        """Copies of keys and values [T, K, X] of each layer, as stored."""
+        """Copies of each layer's keys and values [T, K, X], as stored."""
         cache = self._live.cache
         return [layer.read(self.number, 0, self.length) for layer in cache.layers]
 
@@ -222,7 +223,7 @@ class Sequence:
         return self._owner is not None
 
     def close(self) -> None:
-        """Frees its place. A second call does nothing."""
+        """Frees the sequence's place. A second call does nothing."""
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.release(self.number)

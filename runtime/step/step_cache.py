@@ -1,8 +1,9 @@
-"""The neuron cache of a hybrid step: where the bits of its layers are, and its slots on the GPUs.
+"""Connects the neuron cache to a hybrid step: the bits of the neurons read, and the slots on GPUs.
 
-In mode "predicted" the bits are the predictions that the cold neurons need anyway, kept separately for
-each layer. In mode "exact" the CPU writes the bits of its neurons and each GPU those of its own, which
-one copy per step and GPU brings to the host. Layers without cold neurons on the CPU have no bits.
+In mode "predicted" the bits are the predictions that the cold neurons need anyway, kept separately
+for each layer. In mode "exact" the CPU writes the bits of its neurons and each GPU those of its
+own, which are copied to the host once per step and GPU. Layers without cold neurons on the CPU have
+no bits.
 
 Letters: L layers, F neurons of a layer, W words of F bits."""
 
@@ -43,12 +44,12 @@ class StepCache:
                 "the neuron cache needs Triton's kernels on a GPU, found none: pip install triton, or"
                 " leave --neuron-cache out"
             )
-        cache.before_step()  # swaps that another step has begun
+        cache.before_step()  # completes swaps that another step began
         self.cache, self._backend, self._placement = cache, backend, placement
         self.is_exact = weights.layers[0].ffn.mode == "exact"
         num_layers, num_neurons = cache.residency.slot_LF.shape
         self._is_pinned = backend.is_pinned and pinned.is_possible()
-        self._bits_LW = self._host(num_layers, -(-num_neurons // 32))  # of the CPU's, or of all
+        self._bits_LW = self._host(num_layers, -(-num_neurons // 32))  # exact: of cold neurons only
         self._all_1LW = torch.zeros_like(self._bits_LW, pin_memory=False)[None]
         self._layers: dict[int, dict[int, SlotLayer]] = {}  # by GPU, by layer
         self._gpu_bits: dict[int, _GpuBits] = {}
@@ -83,11 +84,13 @@ class StepCache:
         return SlotLayer(hot=hot, cold=cold, hot_id_N=hot.id_N, slot_F=slot_F)
 
     def cold_bits(self, layer: int) -> Tensor:
-        """[W] on the host: where the cold neurons of a layer have their names, or write their bits."""
+        """Bits [W] on the host: the predictions for a layer's cold neurons, or those that they
+        write."""
         return self._bits_LW[layer]
 
     def hot_bits(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """(slots [F], bits [W]) on the device of a layer whose GPU packs them."""
+        """(slot of each neuron [F], bits of hot neurons [W]) on a layer's GPU; None if that GPU
+        writes no bits for the layer."""
         number = self._placement.numbers[layer]
         slots = self._layers.get(number, {}).get(layer)
         if slots is None or slots.slot_F is None:
@@ -95,12 +98,13 @@ class StepCache:
         return slots.slot_F, self._gpu_bits[number].device_LW[layer]
 
     def bits_of_gpu(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """(on its GPU, on the host) the bits of a layer's GPU, if this is its last layer with bits."""
+        """The bits of a layer's GPU, (on the GPU, on the host), if this is its last layer with
+        bits; else None."""
         bits = self._gpu_bits.get(self._placement.numbers[layer])
         return None if bits is None or bits.last != layer else (bits.device_LW, bits.host_LW)
 
     def connect(self, mains: Mapping[int, Stream]) -> None:
-        """Attaches the cache to a step whose GPUs have these streams."""
+        """Attaches the cache to a step whose GPUs have these main streams."""
         residency, kernels = self.cache.residency, self._backend.slot_kernels
         assert kernels is not None
         devices = []

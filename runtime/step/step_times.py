@@ -1,8 +1,8 @@
-"""Measures time and bytes of native steps by part, in an array that a step fills while attached.
+"""Measures the time and bytes of native steps by part, in an array that a step fills while
+attached.
 
-The clock is read between parts, so that they sum to the time of the native call. A step without an
-array reads no clock; logits have the same bits either way. The caller knows which block of neurons
-is on which side of a plan.
+The clock is read between parts, so that they sum to the time of the native call. Without an array,
+a step does not read the clock; logits are bit-identical either way.
 
 Letters: L layers, P parts."""
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from sparkinfer.runtime.step.native_step import NativeStep
 
-# Matches enum Timed in kernels/cpu/step.h. A layer's first block of neurons is "neurons", the others
-# are "neurons_2"; "other" is the embedding, norms and sums.
+# Matches enum Timed in kernels/cpu/step.h. A layer's first block of neurons is "neurons", the
+# others are "neurons_2"; "other" is the embedding, norms and sums.
 PARTS = ("inputs", "attend", "output", "predictor", "neurons", "neurons_2", "head", "other")
 
 
 @contextmanager
 def timed_parts(native: NativeStep) -> Iterator[Tensor]:
-    """Yields int64 [L + 1, P, 2]: nanoseconds, and bytes of weights as Traffic counts them, of all
-    steps inside the `with` block; the last row is for what belongs to no layer."""
+    """Yields int64 [L + 1, P, 2]: the nanoseconds, and the bytes of weights as Traffic counts them,
+    of all steps inside the `with` block; the last row is for parts outside the layers."""
     counts_LP2 = torch.zeros(native.step.num_layers + 1, len(PARTS), 2, dtype=torch.int64)
     assert native.step.times is None, "the step is being timed already"
     native.step.times = counts_LP2.data_ptr()
