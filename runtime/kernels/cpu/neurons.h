@@ -24,8 +24,8 @@ class Neurons {
         open_position_ = arena.take<int32_t>(F);
         const int64_t groups = groups_of(F);
         hidden_ = {arena.take<float>(T * groups * SUM_ROWS), nullptr, groups};
-        if (T == 1) return;
         up_many_ = arena.take<float>(T * groups * SUM_ROWS);
+        if (T == 1) return;
         hidden_.mask = arena.take<uint64_t>(T * groups);
         num_read_ = arena.take<NumRead>(groups);
     }
@@ -34,6 +34,8 @@ class Neurons {
     // out [T, D]; sets the bits of those whose row of `down` is read.
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}) {
+        if (!named && T <= RowSums::MOST_TOGETHER && WholeNeurons::takes(block, gate))
+            return run_whole(block, gate, x, T, out, read, fired);
         if (T > 1) return run_many(block, gate, named, x, T, out, read, fired);
         if (!named) return run_one(block, gate, nullptr, block.num_neurons, x, out, read, fired);
         run_one(block, gate, position_, list(block, *named, position_), x, out, read, fired);
@@ -54,6 +56,29 @@ class Neurons {
             count += named.has(block.id[p]);
         }
         return count;
+    }
+
+    // All neurons of contiguous matrices.
+    void run_whole(const SparkBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
+                   NeuronBytes& read, Fired fired) {
+        const int64_t N = block.num_neurons, chunk = groups_of_chunk(N) * SUM_ROWS;
+        const int64_t chunks = (N + chunk - 1) / chunk;
+        const Input gate_x = x.as(block.gate.kind, T);
+        const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
+        const WholeNeurons whole = {block, gate, gate_x, up_x, T, hidden_, up_many_, sums_.part, chunk};
+        split(T * N * row_bytes(block.gate), chunks, 1, MAX_CHUNKS,
+              [&](int64_t c0, int64_t c1) { whole.run(c0, c1); });
+        auto join = [&](int64_t t, int64_t d0, int64_t d1) {
+            RowSums::join(sums_.part + t * D, T * D, chunks, block.down.kind, d0, d1, out + t * D);
+        };
+        split(T * chunks * D * 4, T == 1 ? D : T, T == 1 ? 128 : 1, 1, [&](int64_t i0, int64_t i1) {
+            if (T == 1) return join(0, i0, i1);
+            for (int64_t t = i0; t < i1; ++t) join(t, 0, D);
+        });
+        read.gate += N * row_bytes(block.gate), read.down += N * row_bytes(block.down);
+        if (block.up.data) read.up += N * row_bytes(block.up);
+        for (int64_t t = 0; fired.bits && t < T; ++t)
+            for (int64_t p = 0; p < N; ++p) fired.set(t, id_of(block, p));
     }
 
     // ---- one token ------------------------------------------------------------------------------
@@ -77,15 +102,7 @@ class Neurons {
         const Input gate_x = x.as(block.gate.kind, 1);
         const Input up_x = block.up.data ? x.as(block.up.kind, 1) : gate_x;
         Open opened[MAX_CHUNKS];
-        const bool is_whole = !rows && WholeNeurons::takes(block, gate);
-        const WholeNeurons whole = {block, gate,          gate_x,      up_x, gate_, up_,
-                                    hidden_.value, sums_.part, chunk};
         split(count * row_bytes(block.gate), chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
-            if (is_whole) {
-                whole.run(c0, c1);
-                for (int64_t c = c0; c < c1; ++c) opened[c] = all(begin_of(c), begin_of(c + 1));
-                return;
-            }
             for (int64_t c = c0; c < c1; ++c)
                 opened[c] = run_chunk(block, gate, gate_x, up_x, position, rows, begin_of(c),
                                       begin_of(c + 1), sums_.part + c * D);
@@ -110,12 +127,6 @@ class Neurons {
     struct Open {
         int64_t begin, end, pending, num_fired;
     };
-
-    // Neurons a0 .. a1-1, all of which contributed.
-    Open all(int64_t a0, int64_t a1) {
-        for (int64_t a = a0; a < a1; ++a) open_position_[a] = static_cast<int32_t>(a);
-        return {a0, a1, a1, a1 - a0};
-    }
 
     // Appends candidates a0 .. a1-1 to `out`. `rows` null: row a is neuron a.
     Open run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,

@@ -37,9 +37,12 @@ struct Places {
 
 class RowSums {
   public:
+    // Most vectors whose chunks are added at the same time, each to a sum of its own.
+    static constexpr int64_t MOST_TOGETHER = 16;
+
     // Allocates for sums of up to D columns and T vectors.
     RowSums(Arena& arena, int64_t D, int64_t T)
-        : part(arena.take<float>(std::max(MAX_CHUNKS, T > 1 ? T : 0) * D)), D(D) {}
+        : part(arena.take<float>(std::max(MAX_CHUNKS * std::min(T, MOST_TOGETHER), T) * D)), D(D) {}
 
     // out [D] = the sums of the chunks, part + c * stride, in the order of their columns.
     static void join(const float* part, int64_t stride, int64_t chunks, int32_t kind, int64_t d0,
@@ -65,7 +68,7 @@ class RowSums {
               });
     }
 
-    float* const part;  // [chunks or T, D]
+    float* const part;  // [chunks, T, D] or [T, D]
 
   private:
     static constexpr int64_t COLUMNS_GRAIN = 256, VECTORS_GRAIN = 8, MOST_VECTORS = 64;

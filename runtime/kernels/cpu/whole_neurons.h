@@ -1,5 +1,6 @@
-// One token's feed-forward in mode "dense" where each matrix is contiguous: a thread reads its part of
-// gate, of up and of down to the end, and prefetches the beginning of the next meanwhile.
+// The feed-forward in mode "dense" where each matrix is contiguous, for one token or a few: a thread
+// reads its part of gate, of up and of down to the end, and prefetches the beginning of the next
+// meanwhile.
 #pragma once
 #include "gate.h"
 
@@ -7,9 +8,11 @@ struct WholeNeurons {
     const SparkBlock& block;
     const Gate& gate;
     const Input &gate_x, &up_x;
-    float *gate_value, *up_value, *hidden;  // [N]
-    float* part;                            // [chunks, D]
-    int64_t chunk;                          // neurons of one
+    int64_t T;
+    Coefficients hidden;
+    float* up_value;  // as hidden's values
+    float* part;      // [chunks, T, D]
+    int64_t chunk;    // neurons of one
 
     static bool takes(const SparkBlock& block, const Gate& gate) {
         auto is_run = [](const SparkMatrix& m) { return !m.data || m.stride == row_bytes(m); };
@@ -21,9 +24,10 @@ struct WholeNeurons {
     void run(int64_t c0, int64_t c1) const {
         const int64_t a0 = c0 * chunk, a1 = std::min(c1 * chunk, block.num_neurons);
         const bool has_up = block.up.data;
-        multiply(block.gate, gate_x, a0, a1, gate_value, has_up ? row(block.up, a0) : nullptr);
+        multiply(block.gate, gate_x, a0, a1, hidden.value, has_up ? row(block.up, a0) : nullptr);
         if (has_up) multiply(block.up, up_x, a0, a1, up_value, nullptr);
-        activate(a0, a1);
+        for (int64_t t = 0; t < T; ++t)
+            activate(a0, a1, hidden.value + t * hidden.stride(), up_value + t * hidden.stride());
         for (int64_t c = c0; c < c1; ++c) add(c, a1);
     }
 
@@ -37,41 +41,49 @@ struct WholeNeurons {
         Rows rows = rows_of(m);
         const int64_t last = after ? a1 : a0 + (a1 - a0 - 1) / SUM_ROWS * SUM_ROWS;
         rows.after = after;
-        if (last > a0) kernels().dot_rows[m.kind](rows, x, y, 0, a0, last);
+        if (last > a0) kernels().dot_rows[m.kind](rows, x, y, hidden.stride(), a0, last);
         if (after) return;
         const uint8_t* also[SUM_ROWS];
         for (int64_t i = 0; i < SUM_ROWS; ++i)
             also[i] = row(block.down, std::min(a0 + i, block.num_neurons - 1));
         rows.also = also;
-        kernels().dot_rows[m.kind](rows, x, y, 0, last, a1);
+        kernels().dot_rows[m.kind](rows, x, y, hidden.stride(), last, a1);
     }
 
-    void activate(int64_t a0, int64_t a1) const {
+    // Gates a0 .. a1-1 of one token become hidden values.
+    void activate(int64_t a0, int64_t a1, float* value, float* by) const {
         const SparkMatrix& up = block.up;
-        for (int64_t a = a0; block.gate.bias && a < a1; ++a) gate_value[a] += block.gate.bias[a];
-        gate.smooth(gate_value + a0, a1 - a0);
-        std::copy(gate_value + a0, gate_value + a1, hidden + a0);
-        for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(hidden[a], 0.0f);
-        for (int64_t a = a0; up.bias && a < a1; ++a) up_value[a] += up.bias[a];
+        for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
+        gate.smooth(value + a0, a1 - a0);
+        for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a], 0.0f);
+        for (int64_t a = a0; up.bias && a < a1; ++a) by[a] += up.bias[a];
         const bool is_drelu = gate.activation == ACTIVATION_DRELU;
-        for (int64_t a = a0; is_drelu && a < a1; ++a)
-            up_value[a] = up_value[a] < 0.0f ? 0.0f : up_value[a];
-        for (int64_t a = a0; up.data && a < a1; ++a) hidden[a] *= up_value[a];
+        for (int64_t a = a0; is_drelu && a < a1; ++a) by[a] = by[a] < 0.0f ? 0.0f : by[a];
+        for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];
     }
 
     // The sums of chunk c, while the neurons after it, below `end`, are prefetched.
     void add(int64_t c, int64_t end) const {
         const SparkMatrix& m = block.down;
         const int64_t D = m.num_columns, a1 = std::min((c + 1) * chunk, end);
-        float* out = part + c * D;
-        std::fill_n(out, D, 0.0f);
+        float* out = part + c * T * D;
+        std::fill_n(out, T * D, 0.0f);
         for (int64_t a = c * chunk; a < a1; a += SUM_ROWS) {
             const int64_t count = std::min(SUM_ROWS, a1 - a), left = end - a - count;
             const uint8_t* then = row(m, a + count);
             Rows rows = {row(m, a), m.stride, D, nullptr, count};
             rows.then = &then, rows.num_then = left > 0;
             rows.then_bytes = std::min(SUM_ROWS, left) * m.stride;
-            kernels().accumulate_rows[m.kind](rows, hidden + a, out, 0, count, 0, D);
+            if (T == 1) {
+                kernels().accumulate_rows[m.kind](rows, hidden.value + a, out, 0, count, 0, D);
+                continue;
+            }
+            const int64_t group = a / SUM_ROWS;
+            for (int64_t t = 0; t < T; ++t)
+                hidden.mask[t * hidden.groups + group] = ~0ull >> (SUM_ROWS - count);
+            kernels().accumulate_many[m.kind](rows, 0, count,
+                                              {hidden.value + a, hidden.mask + group, out,
+                                               hidden.stride(), hidden.groups, D, T, 0, D});
         }
     }
 };
