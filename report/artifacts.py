@@ -31,7 +31,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Artifacts:
-    """The loaded files; None, or (), for those not given. `quality_L` is from the report beside the
+    """The loaded files; None or () for those not given. `quality_L` is from the report next to the
     profile."""
 
     model: ModelFile
@@ -103,10 +103,10 @@ def _predictors_path(given: Path | None) -> Path | None:
 
 
 def _check_model(model: ModelFile, path: Path, model_id: str | None) -> None:
-    """Raises SparkinferError for a file of another model; None is a file without a model id."""
+    """Raises SparkinferError for a file of another model; files without a model id (None) pass."""
     if model_id not in (None, model.model_id):
         raise SparkinferError(
-            f"{path}: of model {str(model_id)[:12]}, but {model.path} is {model.model_id[:12]};"
+            f"{path}: is for model {str(model_id)[:12]}, but {model.path} is {model.model_id[:12]};"
             " give files of one model"
         )
 
@@ -114,8 +114,8 @@ def _check_model(model: ModelFile, path: Path, model_id: str | None) -> None:
 def _check_shape(path: Path, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
         raise SparkinferError(
-            f"{path}: of {list(found)} layers and neurons, the model has {list(wanted)}; give files"
-            " of one model"
+            f"{path}: has {list(found)} layers and neurons, but the model has {list(wanted)}; give"
+            " files of one model"
         )
 
 

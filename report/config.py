@@ -1,4 +1,4 @@
-"""The configuration of `sparkinfer report`, and its summary of the page it wrote."""
+"""The configuration of `sparkinfer report`, and the summary that it returns."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ MAX_BYTES = 2 << 20  # of a page
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """The files of one model; for None, the page names the command that makes the file."""
+    """The files of one model; where one is None, the page names the command that makes it."""
 
     model: Path
     output: Path

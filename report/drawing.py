@@ -56,21 +56,22 @@ def style() -> AbstractContextManager[None]:
 
 
 def gridded(axes: Axes, which: Literal["both", "x", "y"] = "y") -> None:
-    """Draws grid lines behind a plot in place of ticks."""
+    """Draws grid lines behind a plot instead of ticks."""
     axes.grid(True, axis=which)
     axes.tick_params(length=0)
 
 
 def plot_of(name: str, figure: Figure, *, alt: str, caption: str) -> Plot:
-    """Writes a figure to a Plot; the same figure always gives the same SVG."""
+    """Renders a figure as a Plot; the same figure always gives the same SVG."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return Plot(name=name, svg=Markup(_inline(written.getvalue(), name)), alt=alt, caption=caption)
 
 
 def _inline(text: str, name: str) -> str:
-    """The bare svg element in the page's font and colours, scaled to its place. Ids contain the
-    plot's name, so that plots do not clash. Hidden from screen readers, which get `alt`."""
+    """The bare svg element with the page's font and colours and without a fixed size. Ids contain
+    the plot's name, so that plots do not clash. It is hidden from screen readers, which get
+    `alt`."""
     start = text.index("<svg")
     view = re.search(r'viewBox="[^"]+"', text)
     assert view is not None

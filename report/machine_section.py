@@ -1,4 +1,4 @@
-"""The section of the machine's figures that predictions rest on."""
+"""The section with the machine's measured figures, on which predictions rest."""
 
 from sparkinfer.machine_file import Figure, Machine
 from sparkinfer.report.artifacts import Artifacts
@@ -11,7 +11,9 @@ NONE = "–"
 
 def machine_section(found: Artifacts, names: Names) -> Section:
     machine = found.machine
-    lead = "What predictions rest on: the best of several rounds, and the spread of half of them."
+    lead = (
+        "The figures that predictions rest on: the best of several rounds, and their middle half."
+    )
     if machine is None:
         return Section(name="machine", title="Machine", lead=lead, missing=(names.no_machine,))
     doubtful = sum(figure.is_doubtful for figure in machine.figures.values())

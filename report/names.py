@@ -1,4 +1,4 @@
-"""The names of files on the page, and the commands that make those not given."""
+"""File names as they appear on the page, and the commands that make missing files."""
 
 import shlex
 
@@ -9,8 +9,7 @@ PROFILE, MACHINE, PLAN = "model.profile.safetensors", "machine.json", "model.spl
 
 
 class Names:
-    """The names of the files given, else of those that the README's commands write; never their
-    folders."""
+    """The names of the given files, without folders; defaults for those not given."""
 
     def __init__(self, config: ReportConfig) -> None:
         self.model = shlex.quote(config.model.name)
@@ -47,7 +46,7 @@ class Names:
             " --train-predictors predictors"
         )
         return Missing(
-            line="The predictors' recall is in the .report.json beside a profile (--profile); this"
+            line="The predictors' recall is in the .report.json next to a profile (--profile); this"
             " writes both:",
             command=command,
         )

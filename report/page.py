@@ -1,6 +1,6 @@
-"""The content of a page, and its HTML: one file that fetches nothing.
+"""The content of a page, and its HTML: one self-contained file.
 
-The template (page.html) escapes every text; only the plots' SVG, which is our own, is inserted
+The template (page.html) escapes all text; only the plots' SVG, which we draw ourselves, is inserted
 unescaped."""
 
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table. The first `num_texts` columns are words, the others numbers; `head` is () if it
-    needs none. A folded one opens on a click, and in print; a wide one has no plot beside it."""
+    """A table. The first `num_texts` columns are words, the others numbers; `head` is () for a
+    table without a header. A folded table opens on a click and in print; a wide one takes the full
+    width, with no plot beside it."""
 
     caption: str
     head: tuple[str, ...]
@@ -47,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """A note on a missing input, and the command that makes it; "" if none does."""
+    """A note on a missing input, and the command that makes it ("" if there is none)."""
 
     line: str
     command: str = ""

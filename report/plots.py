@@ -1,4 +1,4 @@
-"""The report's plots. They contain no text from files: names are in the page, escaped.
+"""The report's plots. They contain no text from files; file names are in the page, escaped.
 
 Letters: L layers, F neurons, R columns of ranks, N plotted shares of the neurons."""
 
@@ -102,7 +102,7 @@ def plot_density(profile: Profile) -> Plot:
             "density", figure,
             alt=f"Of a layer's neurons {mean:.1f}% fire for a token on average: least in layer"
             f" {low} ({density_L[low]:.1f}%), most in layer {high} ({density_L[high]:.1f}%).",
-            caption="What does not fire need not be read.",
+            caption="Up and down rows of neurons that do not fire need not be read.",
         )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def plot_map(split: Split, profile: Profile) -> Plot:
             "map", figure,
             alt=f"{hot:.1%} of the neurons, with {hot_fired:.1%} of the firings, are on a GPU;"
             f" so are the dense blocks of {sum(split.dense_on_gpu)} of {num_layers} layers.",
-            caption="A dense block is attention, norms, predictor and cache of a layer.",
+            caption="A dense block is the attention, norms, predictor and KV cache of a layer.",
         )  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def plot_bytes(gpus: Sequence[Items], cpu: Items) -> Plot:
             "bytes", figure,
             alt=f"{format_bytes(on_gpus)} are on GPUs and {format_bytes(sum(cpu.values()))} in main"
             f" memory; the largest item is {MEANINGS[largest]}, {format_bytes(totals[largest])}.",
-            caption="Workspace is what a pass needs besides weights and cache.",
+            caption="Workspace is what a pass needs besides weights and KV cache.",
         )  # fmt: skip
 
 
@@ -236,8 +236,8 @@ def plot_predictors(quality_L: Sequence[LayerQuality]) -> Plot:
             alt=f"On average over the layers, recall is {recall_L.mean():.1f}%, precision"
             f" {precision_L.mean():.1f}% and the lost norm {lost_L.mean():.2f}%; the most is lost"
             f" in layer {int(lost_L.argmax())}, {lost_L.max():.2f}%.",
-            caption="Recall: of the neurons that fire, those named. Precision: of those named, the"
-            " ones that fire. Lost norm: what the missed ones take from the layer's output.",
+            caption="Recall: the share of firing neurons that are named. Precision: the share of"
+            " named neurons that fire. Lost norm: the part of the layer's output that is missed.",
         )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def plot_quality(rows: Sequence[tuple[str, float, float | None]]) -> Plot:
         axes.spines[["left", "bottom"]].set_visible(False)
         told = "; ".join(f"{name}: {increase:+.2%}" for name, increase, _ in rows)
         return plot_of("quality", figure, alt=f"Perplexity above that of the dense model: {told}.",
-                       caption="An interval that contains zero: no loss is certain.")  # fmt: skip
+                       caption="Where the interval contains zero, there may be no loss.")  # fmt: skip
 
 
 def _layers_below(axes: Axes) -> None:
@@ -267,7 +267,7 @@ def _layers_below(axes: Axes) -> None:
 
 
 def _rows(axes: Axes, device_LR: np.ndarray, num_gpus: int) -> None:
-    """Draws runs of ranks on the same device as bars, as one outline per device."""
+    """Draws runs of ranks on the same device as bars, with one path per device."""
     num_columns = device_LR.shape[1]
     for device in range(num_gpus + 1):
         boxes = []

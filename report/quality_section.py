@@ -1,4 +1,4 @@
-"""The section on the quality of modes against the dense model, from all available records."""
+"""The section that compares the modes' quality with the dense model's, from all records given."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ NONE = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A mode measured by one source. Half widths are None if unknown."""
+    """A measurement of a mode, from one source. Half-widths are None if unknown."""
 
     mode: RunMode
     source: str  # described in a few words
@@ -64,7 +64,8 @@ class Measured:
 
 
 def measured_of(found: Artifacts) -> list[Measured]:
-    """Comparisons, then the records of model, predictors and profile, without duplicates."""
+    """Comparisons (`eval`), then the records of model, predictors and profile, without
+    duplicates."""
     measured = []
     for number, report in enumerate(found.evals, 1):
         name = "eval" if len(found.evals) == 1 else f"eval {number}"
@@ -80,19 +81,19 @@ def measured_of(found: Artifacts) -> list[Measured]:
 
 
 def cost_of(found: Artifacts, mode: RunMode) -> Measured | None:
-    """The best known measurement of a mode."""
+    """The first measurement of a mode, in the order of `measured_of`."""
     return next((one for one in measured_of(found) if one.mode == mode), None)
 
 
 def costs_nothing(found: Artifacts, mode: RunMode) -> bool:
-    """Whether a mode by definition computes the same as the dense model."""
+    """True if a mode by definition computes the same as the dense model."""
     return mode == "dense" or (mode == "exact" and not is_smooth(found.model))
 
 
 def quality_section(found: Artifacts, names: Names) -> Section:
     measured = measured_of(found)
     missing = () if found.evals else (names.no_eval,)
-    lead = "What a mode costs against the same file computed densely, on the same held-out text."
+    lead = "The loss of each mode against the same file run densely, on the same held-out text."
     if not measured:
         return Section(name="quality", title="Quality against dense", lead=lead, missing=missing)
     rows = tuple(
@@ -112,7 +113,7 @@ def quality_section(found: Artifacts, names: Names) -> Section:
 
 
 def _own_table(found: Artifacts) -> Table:
-    """The table of figures that only comparisons have."""
+    """A table of the figures that only comparisons have."""
     rows = []
     for number, one in enumerate(found.evals, 1):
         p99 = f"{one.kl_p99:.4f}"

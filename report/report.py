@@ -1,6 +1,6 @@
-"""Makes one page of everything known about a model on a machine, from its files.
+"""Makes a page about a model on a machine, from the files of the other stages.
 
-The sections are in `sections` and its neighbours, the HTML in `page`."""
+The sections are in `sections`, `quality_section` and `machine_section`, the HTML in `page`."""
 
 from importlib.metadata import version
 
@@ -115,7 +115,7 @@ def _summary(found: Artifacts, speeds: Speeds, mode: RunMode) -> str:
 def _runs(found: Artifacts, mode: RunMode) -> Tile:
     split = found.split
     if split is None:
-        note = "unless another is asked for; no plan given"
+        note = "unless another mode is asked for; no plan given"
         return Tile(label="Runs as", value=mode, unit="mode", note=note)
     held = format_bytes(sum(split.cpu_bytes.values()))
     used = sum(split.gpu_bytes.values())

@@ -1,6 +1,8 @@
-"""The report's sections, from loaded files to words, tables and plots.
+"""The report's sections: text, tables and plots made from the loaded files.
 
-A section whose input is absent names the command that makes it. Letters: L layers."""
+A section whose input is missing names the command that makes it.
+
+Letters: L layers."""
 
 from collections.abc import Sequence
 
@@ -69,9 +71,9 @@ def _speed_table(split: Split, speeds: Speeds) -> Table:
         there = f"{advice.layer_split_layers} of {len(split.hot)} on GPUs, all weights read"
         rows += [row("the CPU alone", advice.cpu_only_s, "the same with nothing on a GPU"),
                  row("whole layers", advice.layer_split_s, there),
-                 row("the machine's limit", advice.limit_s, "its bytes at full bandwidth")]  # fmt: skip
+                 row("the machine's limit", advice.limit_s, "the plan's bytes at full bandwidth")]  # fmt: skip
     head = ("", "", "tokens/s", "the plan over it")
-    return Table(caption="The plan beside others", head=head, rows=tuple(rows), num_texts=2)
+    return Table(caption="The plan and others", head=head, rows=tuple(rows), num_texts=2)
 
 
 def placement_section(found: Artifacts, names: Names) -> Section:
@@ -85,7 +87,7 @@ def placement_section(found: Artifacts, names: Names) -> Section:
         tables = (_device_table(split, profile), _layer_table(split, profile))
     return Section(
         name="placement", title="Placement",
-        lead="Which neurons the GPU holds: the hottest of each layer, as far as they pay off.",
+        lead="The neurons that the GPU holds: the hottest of each layer, as far as they pay off.",
         plots=drawn, tables=tables, missing=tuple(missing),
     )  # fmt: skip
 
@@ -228,7 +230,7 @@ def _predictor_table(found: Artifacts) -> Table:
 
 
 def _stored_predictors(found: Artifacts) -> Table | None:
-    """The predictors of their file or of the model, which have no record of their quality."""
+    """The predictors of their file or of the model, for which no quality is recorded."""
     if found.predictors is not None:
         info = found.predictors.info
         sizes = [sum(matrix.data.nbytes for matrix in layer.matrices(n).values())

@@ -1,6 +1,6 @@
-"""Predicted speeds: alternatives to a plan, and the curve of speed over GPU memory.
+"""Predicted speeds: those of a plan's alternatives, and the curve of speed over GPU memory.
 
-All of them come from the solver's time model, and are reproducible."""
+All come from the solver's time model and are reproducible."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ BEYOND = 1.08  # end of the curve, relative to the memory that holds everything
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """The predicted speeds. `why_not` says why there are none; `curve` is None without a GPU."""
+    """The predicted speeds. `why_not` says why they are missing; `curve` is None without a GPU."""
 
     advice: Advice | None = None  # on the plan
     curve: Sweep | None = None
@@ -45,7 +45,7 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
         if not inputs.machine.gpus:
             return Speeds(advice=advice, why_not="The machine file has no GPU to plan for.")
         return Speeds(advice=advice, curve=_curve(inputs, found.split))
-    except SparkinferError as error:  # the files are valid, but the model or machine has no plans
+    except SparkinferError as error:  # the files are valid, but there is no plan for them
         line = str(error)
         for path in (config.model, profile, machine):  # the page names files, not folders
             line = line.replace(str(path), path.name)
@@ -53,7 +53,7 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
 
 
 def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> Inputs:
-    """The solver's inputs as the plan was made; without a plan, for the first GPU."""
+    """The inputs that the plan was solved for; without a plan, those for the first GPU."""
     if split is None:
         return load_inputs(
             model=model, profile=profile, machine=machine, budgets=(0,), host_budget=None,
@@ -88,7 +88,8 @@ def placement_of(split: Split, pipeline: Pipeline) -> Placement:
 
 
 def _curve(inputs: Inputs, split: Split | None) -> Sweep:
-    """The speed curve from no memory to as much as helps, or as much as the GPU has."""
+    """The speed curve from no memory up to a little more than everything takes, or to the GPU's
+    memory if that is less, but at least to the plan's budget."""
     if split is None:
         modes: tuple[PlanMode, ...] = tuple(allowed_modes(inputs, MAX_LOSS)[0])
     else:

@@ -4,9 +4,9 @@
     CACHE/rates.json                        see sparkinfer.run.rates
 
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
-the state that an interrupted stage resumes from. Its lock is shared by users of the artifact and
-exclusive to makers and removers, so that concurrent runs make nothing twice and nothing in use is
-removed. `keys` defines the keys."""
+the state from which an interrupted stage resumes. Users of an artifact hold its lock shared; to
+make or remove it takes the exclusive lock, so that concurrent runs make nothing twice and nothing
+in use is removed. `keys` defines the keys."""
 
 import fcntl
 import json
@@ -26,10 +26,10 @@ from sparkinfer.run.keys import STAGES, digest
 
 FORMAT, VERSION = "sparkinfer.cache-entry", 1
 ENTRY, LOCK = "entry.json", "lock"
-# Neither follows a link to a file elsewhere nor waits for a pipe.
+# Opens neither through a symbolic link nor waits for a named pipe.
 LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 Say = Callable[[str], None]
-# Makes an artifact in a folder; its result is stored in the entry as facts.
+# Makes an artifact in a folder; the returned mapping is stored in the entry as facts.
 Make = Callable[[Path], Mapping[str, Any]]
 
 
@@ -54,7 +54,8 @@ class Entry:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its files still have their original sizes, and the stage's facts are there."""
+        """True if its files have their original sizes and the facts that its stage needs are
+        there."""
         facts = STAGES[self.kind].facts if self.kind in STAGES else ()
         return all(_size(self.folder / name) == size for name, size in self.sizes.items()) and all(
             _is_number(self.facts.get(name), least) for name, least in facts
@@ -68,7 +69,7 @@ def current_version(kind: str) -> tuple[int, ...]:
 def read_entry(folder: Path) -> Entry | None:
     """The entry in a folder, of any version; None if there is none or it is damaged."""
     try:
-        if not (folder / ENTRY).is_file():  # reading a pipe would wait
+        if not (folder / ENTRY).is_file():  # reading a named pipe would block
             return None
         values = json.loads((folder / ENTRY).read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
@@ -130,12 +131,12 @@ class Cache:
     def obtain(self, kind: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
         """The artifact, made if it does not exist, and locked until the cache is closed.
 
-        Waits if another run is making it. Raises what `make` raises."""
+        Waits if another run is making it. Exceptions of `make` pass through."""
         folder = self.place(kind, key)
         if folder in self._held:
             if (found := self.find(kind, key)) is not None:
                 return found
-            self._release(folder)  # it was damaged meanwhile; its maker needs the lock exclusively
+            self._release(folder)  # damaged meanwhile; to make it again takes the exclusive lock
         while True:
             self._lock(folder, fcntl.LOCK_SH)
             if (found := self.find(kind, key)) is not None:
@@ -154,7 +155,7 @@ class Cache:
     def _make(self, kind: str, folder: Path, source: str, make: Make) -> None:
         began = time.perf_counter()
         with suppress(FileNotFoundError):
-            (folder / ENTRY).unlink()  # its files are no longer whole
+            (folder / ENTRY).unlink()  # until it is made again, there is no artifact
         facts = make(folder)
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         sizes = {
@@ -206,8 +207,8 @@ class Cache:
 
 
 def try_lock(descriptor: int, how: int) -> bool:
-    """Tries to lock a file; false if another process holds it. Without file locks on this system,
-    true: two runs may do the same work, but each writes its files whole."""
+    """Tries to lock a file; false if another process holds the lock. True also where the file
+    system has no locks: two runs may then do the same work, but each writes its files whole."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -218,7 +219,7 @@ def try_lock(descriptor: int, how: int) -> bool:
 
 
 def _is_same(descriptor: int, path: Path) -> bool:
-    """Whether `path` still names the open file."""
+    """True if `path` still names the open file."""
     try:
         there = path.stat()
     except OSError:

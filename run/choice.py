@@ -1,8 +1,8 @@
 """Chooses how `sparkinfer run` runs a model: type, device, mode, predictors, plan.
 
-Each decision gives one line with its reason. Whatever sizes and memories determine is decided
-before any stage runs; whether predictors pay off is decided after a first look at how many neurons
-fire (`worth`). Options of the user come first."""
+Each decision is announced in one line with its reason. Everything that follows from sizes and
+memories is decided before any stage runs; whether predictors pay off is decided after a first look
+at how many neurons fire (`worth`). The user's options take precedence."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -28,12 +28,12 @@ BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
 LARGE = ("f32", "f16", "bf16")
 # Shares of available memory given to a model; the rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
-STEP_BYTES = 256 << 20  # granularity of a default budget, so that it is the same the next time
-# A predictor's bytes relative to its layer: 9.4 % in f16 (docs/predictors.md), 18 % in q8_0. It
-# predicts a tenth more neurons than fire.
+STEP_BYTES = 256 << 20  # a default budget is a multiple of it, so that the next run finds the same
+# A predictor's bytes relative to its layer's neurons: 9.4 % in f16 (docs/predictors.md), 18 % in
+# q8_0. It names a tenth more neurons than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
-SURELY = 4  # safety factor on estimated temporaries, larger than was ever needed
+SURELY = 4  # safety factor on estimated temporaries, above which they need not be measured
 LEAST_GAIN = 0.1  # share of a token's bytes saved that is worth minutes of training
 
 
@@ -64,15 +64,15 @@ class Wishes:
         if self.mode is not None and self.mode not in get_args(RunMode):
             raise SparkinferError(f"mode {self.mode!r}; wanted one of {get_args(RunMode)}")
         if not self.max_loss >= 0:
-            raise SparkinferError(f"a loss of {self.max_loss} is allowed, wanted 0 or more")
+            raise SparkinferError(f"max loss is {self.max_loss}, wanted 0 or more")
         if self.tokens is not None and self.tokens < 1:
             raise SparkinferError(f"tokens is {self.tokens}, wanted 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How to run a model. `model` is the planned file; `predictors` whether to train some, None if
-    a first look decides. `budgets` are those of a plan, () without one."""
+    """How to run a model. `model` is the planned file; `predictors` says whether to train some,
+    None if a first look decides. `budgets` are those of a plan, () without one."""
 
     model: ModelFile
     outtype: Outtype | None
@@ -84,15 +84,15 @@ class Choice:
     lines: tuple[str, ...]
 
     def needs_look(self, wishes: Wishes) -> bool:
-        """Whether to profile a few tokens first: to decide on predictors, to choose how many tokens
-        to train them on, or because a plan needs counts and there will be no others."""
+        """True if a few tokens must be profiled first: to decide on predictors, to choose how many
+        tokens to train them on, or because a plan needs counts and there are no others."""
         if self.predictors:
             return wishes.tokens is None
         return self.predictors is None or bool(self.budgets)
 
 
 def room_here(wishes: Wishes) -> Room:
-    """Memory of this machine for a model; a VRAM budget of the user is taken as it is."""
+    """This machine's memory for a model; a VRAM budget given by the user is taken as it is."""
     main = int(MAIN_SHARE * memory_limit_bytes())
     if not torch.cuda.is_available() or (wishes.device or "cuda").startswith("cpu"):
         return Room(main=main)
@@ -141,7 +141,7 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
 def _check_cache(
     model: ModelFile, wishes: Wishes, budgets: tuple[int, ...], device: str | None
 ) -> None:
-    """Raises SparkinferError for a cache that the engine would refuse after all the work."""
+    """Raises SparkinferError for cache options that the engine would refuse once all is done."""
     asked = (wishes.cache_type_k, wishes.cache_type_v, wishes.kv_offload)
     if any(option is not None for option in asked):
         cache_types_of(model, *asked, has_plan=bool(budgets), device=device_of(device))
@@ -156,14 +156,14 @@ def run_bytes(model: ModelFile, context_length: int) -> int:
 
 
 def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
-    """The type that loses least of those that fit a GPU whole, or else all memories; and why. None
-    is a GGUF's own types."""
+    """The type that loses least among those with which the model fits a GPU, or else all memories
+    together; and why. None stands for a GGUF's own types."""
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
     own = source.own or (None if source.own_type in LARGE else source.draft(None))
     kinds: list[Outtype | None] = [None] if own is not None else []
     kinds += [kind for kind in BY_QUALITY if own is None or kind != source.own_type]
-    sizes: dict[Outtype | None, int] = {}  # reading all headers again takes seconds for each type
+    sizes: dict[Outtype | None, int] = {}  # kept, since reading all headers takes seconds
     limits = [(room.main + sum(room.gpus), "memory")]
     for limit, place in ([(room.gpus[0], "VRAM")] if room.gpus else []) + limits:
         for kind in kinds:
@@ -192,15 +192,15 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
     if kind is None:
         made = source.draft(None).tensors["blk.0.ffn_up.weight"].kind
         return (
-            f"type {made}: the file's {source.own_type} cannot be computed with, and this one keeps its"
-            f" quality ({fits})"
+            f"type {made}: there are no kernels for the file's {source.own_type}, and this one keeps"
+            f" its quality ({fits})"
         )
     if kind == BY_QUALITY[0]:
         return (
-            f"type {kind}: nearly the same model as in {source.own_type}, and fewer bytes to read a"
-            f" token ({fits}); --outtype q4_k is faster and loses more"
+            f"type {kind}: nearly the same model as in {source.own_type}, with fewer bytes to read"
+            f" per token ({fits}); --outtype q4_k is faster and loses more"
         )
-    return f"type {kind}: the one that loses least of those that fit ({fits})"
+    return f"type {kind}: the one that loses least among those that fit ({fits})"
 
 
 # ---- the mode -----------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
 def choose_predictors(
     model: ModelFile, wishes: Wishes, *, is_on_gpu: bool
 ) -> tuple[bool | None, str]:
-    """Whether to train predictors, None if a look decides; and why."""
+    """(whether to train predictors, why); None if a look decides."""
     if wishes.mode in ("dense", "exact"):
         return False, f"mode {wishes.mode}: asked for"
     if model.predictor is not None:
@@ -240,8 +240,8 @@ def choose_predictors(
 
 
 def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, str]:
-    """Whether predictors save enough of a token's bytes if a share `density` of the neurons fires;
-    and why. With a plan only neurons' bytes count, as those are left to the CPU."""
+    """(whether predictors save enough of a token's bytes if a share `density` of the neurons fires,
+    why). With a plan only the neurons' bytes count, since it is neurons that stay on the CPU."""
     always = 0.0 if has_plan else float(_always_bytes(model))
     exact, predicted = bytes_exact(model, density), bytes_predicted(model, density)
     saved = 1 - (always + predicted) / (always + exact)

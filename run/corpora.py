@@ -1,4 +1,4 @@
-"""The texts that a model is profiled on: the user's, or the package's own if none are given."""
+"""The texts that a model is profiled on: the user's, or by default the one in the package."""
 
 import hashlib
 import lzma

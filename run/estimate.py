@@ -1,7 +1,7 @@
 """Estimates the work before the first token: stages, their seconds and their bytes on disk.
 
-Seconds follow from sizes and from measured rates of this machine: short measurements of reading,
-packing, writing and multiplying, or the times of earlier stages (rates)."""
+Seconds follow from sizes and from this machine's rates: short measurements of reading, packing,
+writing and multiplying, or the rates of earlier stages (`rates`)."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -28,14 +28,14 @@ from sparkinfer.run.stages import (
 )
 from sparkinfer.sizes import format_bytes
 
-# Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M parameters
-# in q8_0, two shared cores of a Zen 4); training took 2.9 to 3.3 times as long.
+# Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M
+# parameters in q8_0, two shared cores of a Zen 4); with training it took 2.9 to 3.3 times as long.
 COUNT_SHARE, TRAIN_FACTOR = 0.5, 3.0
-# Verifying 134 M values, which one thread unpacks in 0.5 s, took 4 to 6 s, and for a checkpoint 4 s
-# more of processor time, to import transformers.
+# Verifying 134 M values, which one thread unpacks in 0.5 s, took 4 to 6 s; for a checkpoint, 4 s of
+# processor time more, to import transformers.
 VERIFY_UNPACKINGS, IMPORT_S = 9.0, 4.0
 VERIFY_LIMIT_S = 60.0  # maximum for a verification that was not requested
-SOLVE_LIMIT_S = 30.0  # of the integer program
+SOLVE_LIMIT_S = 30.0  # for the integer program
 PATIENCE_S = 15 * 60.0  # maximum for a profile that was not requested
 TOKENS = (131_072, 65_536, 32_768, 16_384)
 SPARE_BYTES = 256 << 20  # kept free on the disk
@@ -43,7 +43,7 @@ SPARE_BYTES = 256 << 20  # kept free on the disk
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A stage to be run. With `at_most`, its seconds are an upper bound, not an estimate."""
+    """A stage to run. With `at_most`, its seconds are an upper bound, not an estimate."""
 
     kind: str
     label: str
@@ -54,7 +54,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The stages to be run, and the free space for them."""
+    """The stages to run, and the free disk space."""
 
     works: tuple[Work, ...]
     free_bytes: int
@@ -74,16 +74,16 @@ class Estimate:
         )
         return (
             f"before the first token: {words(self.seconds)} and {format_bytes(self.num_bytes)} of"
-            f" disk, once ({parts})"
+            f" disk, only once ({parts})"
         )
 
     def check_disk(self, folder: object) -> None:
         """Raises SparkinferError if the disk has no room for the stages' outputs."""
         if self.works and self.num_bytes + SPARE_BYTES > self.free_bytes:
             raise SparkinferError(
-                f"{folder}: about {format_bytes(self.num_bytes)} would be written and"
-                f" {format_bytes(self.free_bytes)} are free; {VARIABLE} names a folder on another"
-                " disk, sparkinfer cache clear makes room"
+                f"{folder}: about {format_bytes(self.num_bytes)} would be written, but only"
+                f" {format_bytes(self.free_bytes)} are free; set {VARIABLE} to a folder on another"
+                " disk, or make room with sparkinfer cache clear"
             )
 
 
@@ -133,8 +133,8 @@ def tokens_for(job: Job, tokens_per_s: float) -> int | None:
 
 
 def _is_hopeless(job: Job) -> bool:
-    """Whether to skip even the look: predictors were not requested, and training them on the fewest
-    tokens would take over twice PATIENCE_S."""
+    """True if not even a look is worth it: predictors were not requested, and training them on the
+    fewest tokens would take over twice PATIENCE_S."""
     choice = job.choice
     if choice.predictors is not None or choice.budgets or job.wishes.tokens is not None:
         return False
@@ -146,8 +146,8 @@ def _is_hopeless(job: Job) -> bool:
 def too_long(per_s: float) -> str:
     """The line that says why there are no predictors."""
     return (
-        f"mode exact: predictors would take {words(TOKENS[-1] * TRAIN_FACTOR / per_s)} here (some"
-        f" {per_s:,.0f} tokens are counted a second); --mode predicted trains them anyway"
+        f"mode exact: training predictors would take {words(TOKENS[-1] * TRAIN_FACTOR / per_s)} here"
+        f" (a profile counts some {per_s:,.0f} tokens per second); --mode predicted trains them anyway"
     )
 
 

@@ -1,4 +1,5 @@
-"""Lists and clears the cache of `sparkinfer run`; only unused files of ours are removed."""
+"""Lists and clears the cache of `sparkinfer run`; only our own files that are not in use are
+removed."""
 
 import fcntl
 import os
@@ -23,8 +24,8 @@ PARTIAL = re.compile(r".+\.[0-9a-f]{8}\.(partial|old)")
 
 @dataclass(frozen=True, kw_only=True)
 class Shelved:
-    """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" if unknown, `file`,
-    the one that other commands take, if it is not ready."""
+    """A folder of the cache. `last_used` is in seconds since 1970; `source` is "" if unknown;
+    `file`, which other commands take, is "" unless the artifact is ready."""
 
     name: str
     kind: str
@@ -38,7 +39,7 @@ class Shelved:
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared:
-    """The result of `clear`. `kept` are (name, why) of artifacts that could not be removed."""
+    """The result of `clear`. `kept` has (name, reason) of artifacts that could not be removed."""
 
     removed: tuple[str, ...]
     num_bytes: int
@@ -52,8 +53,8 @@ def list_cache(cache: Path) -> tuple[Shelved, ...]:
 
 
 def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -> Cleared:
-    """Removes artifacts: all, those with these names (of a folder, a kind or a source), or the
-    stale and unfinished ones.
+    """Removes artifacts: all, or those with these names (of a folder, a kind or a source), and with
+    `stale_only` only stale and unfinished ones.
 
     Raises SparkinferError for a name that matches nothing."""
     shelved = list_cache(cache)
@@ -87,7 +88,7 @@ def _has_name(shelved: Shelved, name: str) -> bool:
 
 
 def _folders(cache: Path) -> Iterator[Path]:
-    """Folders that `run` made: with such a name, no links, with a lock or an entry inside."""
+    """The folders that `run` made: not links, named like one, with a lock or an entry inside."""
     try:
         inside = sorted(cache.iterdir())
     except FileNotFoundError:
@@ -178,7 +179,7 @@ def _remove_ours(folder: Path) -> str | None:
 
 
 def _is_ours(folder: Path, name: str) -> bool:
-    """Whether a stage writes files of that name, or might have in another version."""
+    """True if a stage writes files of that name, or may have in another version."""
     stage = STAGES.get(folder.name.rpartition("-")[0])
     patterns = stage.files if stage else tuple(p for s in STAGES.values() for p in s.files)
     plain = name.rpartition(".")[0].rpartition(".")[0] if PARTIAL.fullmatch(name) else name

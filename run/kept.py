@@ -1,4 +1,4 @@
-"""What `sparkinfer run` has kept for a model: files that other commands take."""
+"""Finds the files that `sparkinfer run` has cached for a model, for use by other commands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Kept:
 
 
 def kept_for(model: Path) -> Kept:
-    """What is kept for a model file, or for a source of `run`. Damaged files are left out."""
+    """The files cached for a model file, or for a source of `run`. Damaged ones are left out."""
     try:
         cache = Cache(cache_folder())
         ready = [each for each in list_cache(cache.folder) if each.state == "ready"]
@@ -57,7 +57,7 @@ def kept_for(model: Path) -> Kept:
 
 
 def _converted(cache: Cache, source: Path) -> Path | None:
-    """What `run` converted a source to: the type may be any, the activation is the source's own."""
+    """The file that `run` converted a source to, in any type, with the source's own activation."""
     identity = identity_of_source(source)
     for outtype in (None, *get_args(Outtype)):
         key = {"source": identity, "outtype": outtype, "activation": None}

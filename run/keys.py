@@ -1,7 +1,9 @@
-"""The keys of artifacts of `sparkinfer run`: identities of sources and files, versions of stages.
+"""The keys of the artifacts of `sparkinfer run`: identities of sources and files, versions of
+stages.
 
-A file is identified, wherever it is, by its size, modification time and samples of its bytes; a
-small one by all of its bytes. That is cheap for 100 GB, and changing a byte changes the time."""
+A file is identified, wherever it is, by its size, its modification time and samples of its bytes; a
+small one by its size and all of its bytes. That is cheap even for 100 GB, and any change of a file
+changes its modification time."""
 
 import hashlib
 import json
@@ -22,8 +24,8 @@ SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A kind of artifact. `version` has the stage's own number, raised whenever it makes something
-    else from the same input, and those of the formats that it writes."""
+    """A kind of artifact. `version` has the stage's own number, which is raised whenever the same
+    input gives another output, and the versions of the formats that it writes."""
 
     what: str  # for messages
     version: tuple[int, ...]

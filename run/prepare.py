@@ -1,4 +1,4 @@
-"""Runs the stages from a source to a model file and perhaps a plan, unless they are cached."""
+"""Runs the stages from a source to a model file and, if needed, a plan, unless they are cached."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ from sparkinfer.run.rates import Rates
 from sparkinfer.run.source import Source
 from sparkinfer.run.stages import Job
 
-# Makes an artifact of the model without predictors in a folder.
+# Makes an artifact in a folder, from the model without predictors: (model, folder) -> facts.
 Make = Callable[[Path, Path], Mapping[str, Any]]
 
 
@@ -56,7 +56,7 @@ class Steps:
     made: list[str] = field(default_factory=list)
 
     def replan(self, tokens: int | None) -> None:
-        """Estimates the rest anew after a look, and announces it."""
+        """Estimates the remaining work anew after a look, and announces it."""
         self.planned, self.before = estimate(self.job, tokens), self.done
         if self.planned.works:
             self.job.say(self.planned.line)
@@ -64,7 +64,7 @@ class Steps:
     def obtain(
         self, kind: str, key: Mapping[str, Any], make: Callable[[Path], Mapping[str, Any]]
     ) -> Entry:
-        """The artifact; if it must be made, a line announces that."""
+        """The artifact; if it must be made, a line announces its stage."""
 
         def told(folder: Path) -> Mapping[str, Any]:
             self.done += 1
@@ -89,8 +89,8 @@ def job_of(
     *,
     is_verified: bool | None = None,
 ) -> Job:
-    """Decides everything possible before any stage runs, and says why. Raises SparkinferError for a
-    source that cannot be run as wished."""
+    """Decides everything that can be decided before any stage runs, and says why. Raises
+    SparkinferError for a source that cannot be run with these options."""
     choice = choose(source, wishes, room_here(wishes))
     _check_tokens(choice, wishes)
     for line in choice.lines:
@@ -103,13 +103,13 @@ def job_of(
 
 
 def _check_tokens(choice: Choice, wishes: Wishes) -> None:
-    """Raises SparkinferError for a profile too short to train predictors, which would otherwise be
-    found after the conversion."""
+    """Raises SparkinferError for too few tokens to train predictors, which would otherwise be found
+    only after the conversion."""
     least = MIN_TRAINING_WINDOWS * min(WINDOW, choice.model.shape.context_length)
     if wishes.tokens is not None and wishes.tokens < least and choice.predictors is not False:
         raise SparkinferError(
-            f"--tokens {wishes.tokens} are too few to train predictors, wanted {least:,} or more;"
-            " without --tokens the number is chosen by the time that they take"
+            f"--tokens {wishes.tokens}: too few to train predictors, wanted {least:,} or more;"
+            " without --tokens the number is chosen by the time that it takes"
         )
 
 
@@ -121,7 +121,8 @@ def estimate_of(job: Job) -> Estimate:
 
 
 def prepare(job: Job, planned: Estimate) -> Ready:
-    """Runs the stages. Raises Interrupted with the stage reached; finished work is kept."""
+    """Runs the stages. An interrupt raises Interrupted, which names the stage; finished work is
+    kept."""
     began = time.perf_counter()
     steps = Steps(job, planned)
     try:
@@ -156,8 +157,8 @@ def _run(job: Job, steps: Steps) -> tuple[Path, Path | None]:
 
 @dataclass
 class Base:
-    """The model without predictors, and the artifacts made from it. Each is made when needed, so
-    that inputs missing from the cache are not made again for existing outputs."""
+    """The model without predictors, and the artifacts made from it. Each is made only when needed:
+    for an output that is in the cache, missing inputs are not made again."""
 
     job: Job
     steps: Steps
@@ -204,7 +205,7 @@ class Base:
 
 
 def _tokens(job: Job, look: Entry) -> int | None:
-    """Tokens to profile, decided by a look; None for no predictors. Says why."""
+    """The number of tokens to profile, decided by a look; None for no predictors. Says why."""
     if job.choice.predictors is False:
         return None
     per_s, density = float(look.facts["tokens_per_s"]), float(look.facts["density"])

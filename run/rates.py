@@ -1,5 +1,5 @@
-"""The speed of this machine at the stages of `sparkinfer run`: measured briefly, or remembered from
-earlier runs in rates.json of the cache."""
+"""This machine's speed in the stages of `sparkinfer run`: measured briefly, or remembered from
+earlier runs in the cache's rates.json."""
 
 import json
 import os
@@ -29,7 +29,7 @@ T, M, N = 512, 1024, 4096  # shape of the timed matrix product
 
 @dataclass
 class Rates:
-    """Remembered rates. `stored` are amounts per second by name."""
+    """Remembered rates. `stored` has amounts per second by name."""
 
     path: Path
     machine: str  # the one that was measured
@@ -71,8 +71,8 @@ class Rates:
 
 
 def encode_bytes_per_s(model: ModelFile) -> float:
-    """Bytes per second of a planned model file's matrices, read from their source and packed by all
-    threads of a conversion; measured on slices of its layers."""
+    """Bytes per second at which all threads of a conversion read a planned model file's matrices
+    from their source and pack them; estimated from one thread, on slices of the layers."""
     began, count = time.perf_counter(), 0
     for entry, first, last in _slices(model):
         count += entry.read_rows(first, last).nbytes

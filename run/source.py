@@ -30,16 +30,16 @@ class Source:
 
     def draft(self, outtype: Outtype | None) -> ModelFile:
         """The model file that a conversion would write, without reading weights. Raises
-        SparkinferError."""
+        SparkinferError for a source that cannot be converted."""
         try:
             return _draft(self.path, outtype, self.activation, self.scratch)
         except SparkinferError:
             if self.own is None:
                 raise
-            return self.own  # its rows do not divide into blocks of that type: nothing would change
+            return self.own  # e.g. rows that are not whole blocks of that type: nothing to convert
 
     def is_of_type(self, outtype: Outtype | None) -> bool:
-        """Whether the source is a GGUF that can be run as it is in this type."""
+        """True if the source is a GGUF that can be run as it is in this type."""
         return self.own is not None and outtype in (None, self.own_type)
 
 
@@ -67,13 +67,13 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
 
 
 def has_template(model: ModelFile) -> bool:
-    """Whether the model has a chat template."""
+    """True if the model has a chat template."""
     return TEMPLATE_KEY in model.extra_keys or TEMPLATES_KEY in model.extra_keys
 
 
 def _as_it_is(path: Path, activation: str | None) -> tuple[ModelFile | None, str]:
-    """The model of a GGUF, None if it must be converted (a llama.cpp layout or types); and its
-    type."""
+    """(the model of a GGUF, the type of its matrices); the model is None if it must be converted,
+    because of llama.cpp's layout or to set its activation."""
     keys, tensors = read_model_gguf(path)
     kinds = [e.kind for n, e in tensors.items() if n.endswith("ffn_up.weight")]
     kind = kinds[0] if kinds else "unknown"

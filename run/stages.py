@@ -1,7 +1,7 @@
-"""The stages between a source and tokens, each making an artifact in the cache from files.
+"""The stages of `sparkinfer run`, each of which makes an artifact in the cache.
 
-Each stage does what its command does; its key has everything that determines the artifact.
-`prepare` decides which stages run, and in which order."""
+Each stage does the work of the command of that name; its key has everything that determines the
+artifact. `prepare` decides which stages run, and in which order."""
 
 import platform
 import time
@@ -49,7 +49,7 @@ class Job:
     source: Source
     choice: Choice
     wishes: Wishes
-    texts: tuple[Path, ...]  # () for the package's own
+    texts: tuple[Path, ...]  # (): the text in the package
     cache: Cache
     rates: Rates
     is_verified: bool = True
@@ -152,7 +152,7 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
         device=job.choice.device, force=True,
     )  # fmt: skip
-    heard: list[float] = []  # when the count began, and after each window
+    heard: list[float] = []  # times: when counting began, and after each window
 
     with reading(model, *texts), progress("looking", tokens, "tokens") as advance:
 

@@ -1,13 +1,13 @@
-"""Advice on a plan: its limit, what other placements would reach, and budgets that would help.
+"""Advises on a plan: its speed limit, the speed of other placements, and budgets that would help.
 
-    limit         the bytes that the plan's step touches on either side, over the bandwidth of that
-                  side, both overlapped, without fixed costs: max(GPU bytes / B_g, CPU bytes / B_c)
+    limit         the bytes that a step of the plan reads on each side over that side's bandwidth,
+                  fully overlapped and without fixed costs: max(GPU bytes / B_g, CPU bytes / B_c)
     fits from     the budget that holds everything
     helps from    below it no placement is more than WORTH_IT faster than the CPU alone, by the
-                  bound at single prices (`lagrangian`), which is never too high
+                  bound at single prices (`lagrangian`), which is never above the true minimum
 
-B_c is the fastest rate at which any loop on this machine reads memory, so the limit is a true lower
-bound. Other placements are in `layer_split`.
+B_c is the highest rate at which any measured loop reads memory on this machine, so the limit is a
+lower bound on the seconds. Splits by whole layers are in `layer_split`.
 
 Letters: L layers, K GPUs, P prices, B budgets."""
 
@@ -62,7 +62,8 @@ def best_cpu_rate(inputs: Inputs) -> float:
 
 
 def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> float:
-    """The GPUs run one after the other; the CPU overlaps with all of them."""
+    """The limit in seconds per token. GPUs run one after the other; the CPU overlaps with all of
+    them."""
     model, placement = inputs.model, plan.placement
     kv = kv_bytes_per_layer(model, inputs.context_length) / 2
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
@@ -95,5 +96,5 @@ def helps_from(problem: Problem) -> int | None:
 
 
 def host_bytes(inputs: Inputs, pipeline: Pipeline) -> int:
-    """Main memory for the model with nothing on a GPU."""
+    """Main memory that the model takes with nothing on a GPU."""
     return pipeline.model.placeable_bytes + embedding_bytes(inputs.model) + inputs.workspace

@@ -1,7 +1,7 @@
-"""The times that the online neuron cache decides by, from the machine's figures.
+"""The costs in seconds by which the online neuron cache decides, from the machine's figures.
 
-A cached layer has hot and cold neurons. Its seconds (M_l in `problem`) are written as a function of
-the neurons that a token reads on either side, so that they change with swaps:
+A cached layer has hot and cold neurons. Its seconds (M_l in `problem`) are expressed in the neurons
+that a token reads on each side, so that they follow the swaps:
 
     M_l = max(hot_s + hot_row_s * hot rows read,  cold_s + cold_row_s * cold rows read)
 
@@ -14,15 +14,15 @@ What counts as read depends on the mode:
                neuron fires, its up and down rows.
 
 With the profile's expected counts, the sum over the cached layers plus `rest_s` is the plan's
-objective. A row on the GPU takes its bytes over the GPU's rate; on the CPU, in mode exact, its bytes
-over the rates of its matrices at the layer's density. `problem` spreads a layer's CPU seconds over
-all of its bytes, gates included; cold_s takes the difference. In mode predicted a row on either side
-takes that side's expected seconds over its expected rows.
+objective. A row on the GPU takes its bytes over the GPU's rate; on the CPU, in mode exact, its
+bytes over the rates of its matrices at the layer's density. `problem` spreads a layer's CPU seconds
+over all of its bytes, gates included; cold_s takes the difference. In mode predicted a row on
+either side takes that side's expected seconds over its expected rows.
 
-A copied neuron takes all of its bytes over the rate of the link (pinned memory); a step's copy takes
-`Gpu.copy_latency_s` besides. Gathering reads and writes all of its bytes, at the rate at which the
-fewest measured threads read memory, since one thread gathers; SWAP_S is added for the host's work on
-each swap that does not depend on bytes.
+A copied neuron takes all of its bytes over the rate of the link (from pinned memory), and each
+step's copy takes `Gpu.copy_latency_s` in addition. Gathering reads and writes all of a neuron's
+bytes, at the rate measured with the fewest threads, since one thread gathers; SWAP_S is added for
+the host's work on a swap that does not depend on bytes.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -45,7 +45,7 @@ from sparkinfer.solver.problem import (
 )
 from sparkinfer.split_file import PlanMode
 
-# Lists and tables of a swap, on the host: measured on two busy cores, 47 swaps a step.
+# The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5
 
 
@@ -68,9 +68,9 @@ def cache_costs(
     placement: Placement,
     gpu: Gpu | None = None,
 ) -> CacheCosts:
-    """The times for a placement of a problem, which was built from the other arguments; `gpu`
-    defaults to the machine's first. All times of layers that are not cached are zero: their seconds
-    are in `rest_s`."""
+    """The costs for a placement; `problem` was built from the other arguments, and `gpu` defaults
+    to the machine's first. Layers that are not cached have costs of zero: their seconds are in
+    `rest_s`."""
     gpu = machine.gpus[0] if gpu is None else gpu
     reads_LF = expected_reads(model, profile, mode)
     reads_LF = np.take_along_axis(reads_LF, problem.order_LF.astype(np.int64), axis=1)
@@ -95,7 +95,7 @@ def cache_costs(
 
 
 def cache_plan(costs: CacheCosts, reads_LF: np.ndarray, most_rows: int) -> CachePlan:
-    """The plan's part for the cache; `reads_LF` is from `expected_reads`."""
+    """The cache's section of a plan; `reads_LF` is from `expected_reads`."""
     return CachePlan(most_rows=most_rows, costs=costs, frequency=tuple(reads_LF.astype(np.float32)))
 
 
@@ -130,7 +130,7 @@ def _sides(
         sizes = layer_bytes(model, layer)
         hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
         cold_row_s = _cpu_row_seconds(model, machine, layer, reads_F.mean())
-        if num_cold > 0:  # the gates' seconds must not become negative
+        if num_cold > 0:  # cold_s, which then has only the gates, must not become negative
             cold_row_s = min(cold_row_s, cold_s / num_cold)
     else:
         row_bytes = touched_F.sum() / max(reads_F.sum(), 1e-300)

@@ -1,4 +1,4 @@
-"""Explains where each byte of a plan's GPU memory goes: a table of items, and one of layers.
+"""Explains what each byte of a plan's GPU memory is used for: a table of items, and one of layers.
 
 It reads the written plan and its model file, not the solver's data."""
 
@@ -26,7 +26,7 @@ class LayerUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """`unused_bytes` are granted by a budget and unused by the plan."""
+    """The items of each GPU, and the bytes of its budget that the plan leaves unused."""
 
     items_of_gpus: tuple[Items, ...]
     unused_bytes: tuple[int, ...]

@@ -1,17 +1,17 @@
 """The placement as an integer program: a layer's neurons in groups of similar hotness, solved by
 HiGHS through PuLP.
 
-Sets     l = 0..L-1 layers, g = 0..G-1 groups of a layer (consecutive ranks, sizes n_lg),
+Sets     l = 0..L-1 layers, g = 0..G-1 groups of a layer (consecutive ranks; n_lg neurons),
          k = 0..K-1 GPUs
 Binary   hot_l_g_k    the neurons of group g are on GPU k, all of them or none
-         has_hot_l_k  any of the layer's groups is
+         has_hot_l_k  any group of layer l is on GPU k
          dense_l_k    the layer's dense block is on GPU k
-         split_l_k    the layer's parts are on GPU k and on the CPU
+         split_l_k    layer l has parts on both GPU k and the CPU
          head_k       the output head is on GPU k
-         home_i_k     GPU k is the home of layer i (of the head for i = L); only where K > 1
+         home_i_k     GPU k is the home of layer i (of the head for i = L); only if K > 1
 Real     seconds_l    T_l >= 0
-         head_seconds
-         visit_i_k    >= 0; a visit to GPU k begins with item i: a dense block, or the head for i = L
+         head_seconds visit_i_k    >= 0; a visit to GPU k begins with item i: a dense block, or the
+         head for i = L
 
 With t_lg the touched bytes of a group, b_l the bytes of a neuron, B_k the rate of GPU k, B_l that
 of the CPU for the layer's neurons, and the dense block's seconds D_l = dense_cpu_s_l + sum_k
@@ -29,32 +29,36 @@ dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
     head_time          head_seconds = head_cpu_s + sum_k head_k (head_gpu_s_k - head_cpu_s)
     budget_k           sum_l (dense_bytes_l dense_l_k + sum_g n_lg b_l hot_l_g_k)
                        + head_bytes head_k <= budget_k - workspace_k
-    host               the same sum over all k >= need        (only where need > 0)
-    one_home_i         sum_k home_i_k = 1                     (this and the next where K > 1)
+    host               the left side summed over all k >= need    (only if need > 0)
+    one_home_i         sum_k home_i_k = 1                         (this and the next only if K > 1)
     hot_at_home_l_k, dense_at_home_l_k, head_at_home_k    has_hot, dense, head <= home
     order_i_k          sum_(j <= k) home_(i+1)_j <= sum_(j <= k) home_i_j
 
-The workspace needs no variable: the CPU-only placement, which takes none, satisfies the budget row
-as well. A GPU whose budget does not hold its workspace gets no variables at all. Hot and cold
-neurons of one layer need no separate rule: with the dense block on the GPU the cold ones split the
-layer, with it on the CPU the hot ones do. Nothing forces hot groups to be the hottest: if the GPU
-is the longer side, another choice can balance the layer better.
+The workspace needs no variable: a placement with nothing on the GPU, which needs no workspace,
+satisfies the budget row anyway. A GPU whose budget does not hold its workspace gets no variables at
+all. No rule is needed for a layer with both hot and cold neurons: if its dense block is on the GPU,
+the cold ones split the layer; if it is on the CPU, the hot ones do. Nothing forces the hottest
+groups to be on the GPU: where the GPU takes longer than the CPU, another choice can balance the
+layer better.
 
-HiGHS works with absolute tolerances of 1e-6, so seconds are counted in thousandths of the CPU-only
-token and bytes in the largest neuron. The groups' edges include those of the start's hot neurons in
-each layer, so that the start is a point of the program and the answer is never slower than it.
+HiGHS works with absolute tolerances of 1e-6, so the unit of seconds is a thousandth of a token on
+the CPU alone, and the unit of bytes the largest neuron. In each layer, the boundary between the
+start's hot and cold neurons is also a boundary between groups, so that the start is a feasible
+point of the program and the answer is never slower.
 
 Measured (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores busy with other
-work). To a gap of 0.1 %, without the start's edges: 0.9-7.9 s with 1,000 groups and 1.7-31 s with
-2,000; one summed row instead of a row a group for the two indicator rules 1.1-16 s and 1.8-31 s. To
-a gap of 0.01 % with 2,000 groups no variant finished everywhere in 30 s: counts per group as
-integers, or continuous groups, were faster at some budgets, but ended at 15 % and 3 % at 12 GiB,
-binary groups never above 0.3 %. Hence binary groups, a row a group, 1,000 groups. With the start's
-edges 0.4-1.3 s, and 0.7-1.0 s for a 70B shape (80 layers of 28,672 neurons).
+work). To a gap of 0.1 %, without the start's boundaries: 0.9-7.9 s with 1,000 groups and 1.7-31 s
+with 2,000; with one summed row instead of a row per group for the two indicator rules, 1.1-16 s and
+1.8-31 s. To a gap of 0.01 % with 2,000 groups, no variant finished within 30 s at every budget:
+integer counts per group, or continuous groups, were faster at some budgets, but ended with gaps of
+15 % and 3 % at 12 GiB, binary groups never above 0.3 %. Hence binary groups, a row per group, 1,000
+groups. With the start's boundaries it takes 0.4-1.3 s, and 0.7-1.0 s for a 70B shape (80 layers of
+28,672 neurons).
 
-With a binary for "anything is on the GPU" and the workspace as its coefficient in the budget, HiGHS
-1.15.1 once in 1,200 solves of tiny random models called a placement optimal that was 0.07 % slower
-than the best; with the program above, never in the same 1,200. So its bound is not a certificate.
+In a variant with a binary for "anything is on the GPU", whose coefficient in the budget was the
+workspace, HiGHS 1.15.1 once called a placement optimal that was 0.07 % slower than the best, in
+1,200 solves of tiny random models; with the program above, never in the same 1,200. So HiGHS's
+bound is not a certificate.
 
 Bounds for single neurons are left to `lagrangian` and `knapsack`."""
 
@@ -75,7 +79,7 @@ from sparkinfer.solver.pipeline import (
 )
 from sparkinfer.solver.problem import Placement, ffn_seconds
 
-MAX_GROUPS = 1000  # over all layers, but at least one per layer; the start's edges are extra
+MAX_GROUPS = 1000  # over all layers, but at least one per layer; the start's boundaries add more
 GROUPED_GAP = 1e-3  # below this the grouping itself is the error
 NEURON_GAP = 1e-6  # if every group is one neuron
 THOUSANDTHS = 1000.0
@@ -141,7 +145,8 @@ def solve_grouped(
     time_limit_s: float,
     max_groups: int = MAX_GROUPS,
 ) -> GroupedResult:
-    """The best placement of whole groups, to the gap above or as far as the time allows.
+    """The best placement of whole groups, to GROUPED_GAP (or NEURON_GAP) or as far as the time
+    allows.
 
     `start` must be feasible."""
     began = time.perf_counter()
@@ -165,7 +170,7 @@ def solve_grouped(
     is_solved = found == statuses.kOptimal or highs.getInfo().primal_solution_status == 2
     if is_solved and found != statuses.kInfeasible:
         plan = _read(pipeline, program)
-        # HiGHS's rounding could take a byte too many; the start never does.
+        # HiGHS's tolerances may exceed a budget by a byte; the start never does.
         if not plan_is_feasible(pipeline, plan):
             plan = start
     names = {statuses.kOptimal: "optimal", statuses.kTimeLimit: "time_limit"}
@@ -236,7 +241,8 @@ def _build(pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: i
 def _group_edges(
     pipeline: Pipeline, *, start: PipelinePlacement | None, max_groups: int
 ) -> list[np.ndarray]:
-    """First ranks of each layer's groups: even sizes, and the ends of the start's hot neurons."""
+    """First ranks of each layer's groups: even sizes, cut again where the start's hot neurons begin
+    and end."""
     model = pipeline.model
     per_layer = max(1, max_groups // (model.num_layers * pipeline.num_gpus))
     size = -(-model.num_neurons // per_layer)
@@ -369,7 +375,7 @@ def _set_start(pipeline: Pipeline, program: _Program, start: PipelinePlacement) 
     """Sets every variable to its value in the start."""
     model, placement = pipeline.model, start.placement
     num_hot_L, dense_L = placement.num_hot_L, placement.dense_L
-    # A GPU without variables holds nothing: its layers may count as those of any other.
+    # A GPU without variables holds nothing, so its layers may be assigned to any other GPU.
     usable = np.array(program.gpus)
     home_I = usable[np.searchsorted(usable, start.home_I).clip(max=len(usable) - 1)]
     touched_L = (model.touched_LF * placement.hot_LF).sum(axis=1)

@@ -1,12 +1,12 @@
 """How full memories can be made: exact sums of whole blocks and whole neurons.
 
-A plan is refused if main memory cannot hold what is not on the GPUs. Whether some plan fits all
+A plan is infeasible if main memory cannot hold what is not on the GPUs. Whether some plan fits all
 memories, and which memories would suffice, depends on sums of bytes alone: a layer has either none
-of its neurons on the GPU or C_l to F of them; a dense block or the head is either there or not. All
-sums that a run of layers can have, up to the available room, are the set bits of one integer, in
-units of the sizes' greatest common divisor; items of equal size are added together, by doubling.
-The searches for fast plans look at few of these sums; if they find no plan that fits, these sums
-decide whether there is one.
+of its neurons on the GPU or C_l to F of them, and a dense block or the head is either there or not.
+All sums that a run of layers can have, up to the available room, are kept as the set bits of one
+integer, in units of the sizes' greatest common divisor; items of equal size are added together, by
+doubling. The searches for fast plans try only few of these sums; where they find no plan that fits,
+the sums decide whether there is one.
 
 Letters: K GPUs, L layers, I = L + 1 items (the head is the last)."""
 
@@ -25,7 +25,8 @@ Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending an
 
 @dataclass(frozen=True, kw_only=True)
 class _Class:
-    """Items of one size: neurons of `layers`, or else their dense blocks, or the head."""
+    """Items of one size: the neurons of `layers`, or their dense blocks, or (without layers) the
+    head."""
 
     size: int
     counts: Intervals
@@ -45,7 +46,7 @@ def emptiest(run: Problem, need_bytes: int) -> Placement | None:
     spare = sum(c.size * c.counts[-1][1] for c in classes) - need_bytes
     if spare < 0:
         return None
-    # The rest on the CPU is at most `spare`, and as large as possible.
+    # What stays on the CPU is as large as possible, but at most `spare`.
     left = [
         _Class(size=c.size, counts=[(c.counts[-1][1] - b, c.counts[-1][1] - a)
                                     for a, b in reversed(c.counts)])
@@ -87,8 +88,8 @@ def fullest_plan(pipeline: Pipeline) -> PipelinePlacement:
 
 
 def least_room(pipeline: Pipeline, gpu: int) -> int | None:
-    """The least room of one GPU, above 0, with which some plan fits all memories, the other GPUs'
-    room unchanged; None if no room suffices."""
+    """The least room of one GPU, above 0, with which some plan fits all memories if the other GPUs'
+    room stays as it is; None if no room suffices."""
     best: int | None = None
     for least, cut in _cuts_by_need(pipeline, gpu):
         if best is not None and least >= best:
@@ -105,7 +106,7 @@ def least_room(pipeline: Pipeline, gpu: int) -> int | None:
 
 
 def _cuts_by_room(pipeline: Pipeline) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Every row of cuts with the most bytes that it could hold, the most first."""
+    """Yields every row of cuts with the most bytes that it could hold, the most first."""
     cut_CK, most_CK = _most(pipeline)
     most_C = most_CK.sum(axis=1)
     for row in np.argsort(-most_C, kind="stable"):
@@ -113,7 +114,8 @@ def _cuts_by_room(pipeline: Pipeline) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def _cuts_by_need(pipeline: Pipeline, gpu: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Every row of cuts with the fewest bytes that could be left to `gpu`, the fewest first."""
+    """Yields every row of cuts with the fewest bytes that `gpu` would have to hold, the fewest
+    first."""
     cut_CK, most_CK = _most(pipeline)
     others_C = most_CK.sum(axis=1) - most_CK[:, gpu]
     least_C = np.maximum(1, pipeline.need_bytes - others_C)
@@ -122,7 +124,8 @@ def _cuts_by_need(pipeline: Pipeline, gpu: int) -> Iterator[tuple[int, tuple[int
 
 
 def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:
-    """Every row of cuts [C, K + 1], and the most bytes that each GPU could hold of its run [C, K]."""
+    """Every row of cuts [C, K + 1], and the most bytes that each GPU could hold of its run [C,
+    K]."""
     model, cut_CK = pipeline.model, pipeline.cut_rows()
     layers = model.dense_bytes_L + model.neuron_bytes_L * model.num_neurons
     until_I = np.concatenate([[0], np.cumsum(np.append(layers, model.head_bytes))])
@@ -131,7 +134,7 @@ def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _classes(run: Problem) -> Iterator[_Class]:
-    """The items of a run by size; those of no bytes are left out."""
+    """The items of a run by size; those of zero bytes are left out."""
     if run.head_bytes:
         yield _Class(size=run.head_bytes, counts=[(0, 1)])
     for size in sorted(set(run.dense_bytes_L.tolist()) - {0}):
@@ -218,8 +221,8 @@ def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> Placem
 
 
 def _spread(run: Problem, layers: tuple[int, ...], count: int) -> list[int]:
-    """Spreads this many neurons over layers of ascending C_l, over as many layers as possible:
-    since the hottest of each go first, every layer then gets the most for its round trip."""
+    """Spreads this many neurons over as many layers as possible; `layers` are sorted by C_l. The
+    hottest of each layer go first, so that every layer gets the most for its round trip."""
     least = [max(1, int(run.min_hot_L[layer])) for layer in layers]
     used = int((np.cumsum(least) <= count).sum()) if count else 0
     found = least[:used] + [0] * (len(layers) - used)

@@ -1,4 +1,4 @@
-"""Inputs of one solve: the files, checked to belong together, and the pipeline made from them."""
+"""The inputs of a solve: the files, checked to belong together, and the pipeline made from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import build_problem
 from sparkinfer.split_file import PlanMode
 
-# Bytes of a pass besides weights and cache, for a model, a context and a mode.
+# Computes the bytes of a pass besides weights and KV cache, for a model, a context and a mode.
 Workspace = Callable[[ModelFile, int, PlanMode], int]
 _NONE = Figure(best=1.0)
 # Stands in for the GPU of a machine without one; with a budget of 0 its figures do not matter.
@@ -36,7 +36,7 @@ NO_GPU = Gpu(
 class Inputs:
     """Checked inputs. `paths` are those of model, profile and machine file, for messages.
 
-    With a neuron cache, main memory is checked after a plan is found (`with_cache`)."""
+    With a neuron cache, main memory is only checked once a plan is found (`with_cache`)."""
 
     model: ModelFile
     profile: Profile
@@ -47,7 +47,7 @@ class Inputs:
     workspace: int
     budgets: tuple[int, ...]  # of each GPU used
     host_budget: int
-    swapped_rows: int = 0  # of a neuron cache, in a step at most; 0: the plan has none
+    swapped_rows: int = 0  # most neurons that a neuron cache swaps in a step; 0: no neuron cache
     num_sequences: int = 1  # texts at a time
 
     @property
@@ -115,7 +115,7 @@ def load_inputs(
     files = (file, Profile.load(profile), Machine.load(machine))
     if files[0].has_limits:
         raise SparkinferError(
-            f"{model}: has limits, which run only on the CPU so far and which the solver does not"
+            f"{model}: has limits, which so far run only on the CPU and which the solver does not"
             " model; run it without a plan, or solve for a file without them"
         )
     inputs = Inputs(
@@ -168,7 +168,8 @@ def _check_profile(inputs: Inputs) -> None:
     if inputs.context_length > model.shape.context_length:
         raise SparkinferError(
             f"a context of {inputs.context_length} tokens; {model_path} was made for"
-            f" {model.shape.context_length}{'; --rope-scaling yarn stretches it' if model.graph.rotary else ''}"
+            f" {model.shape.context_length}"
+            f"{'; --rope-scaling yarn extends it' if model.graph.rotary else ''}"
         )
 
 

@@ -1,24 +1,25 @@
 """A bound and a placement by dynamic programming over bytes, for models of few layers.
 
 The Lagrangian bound is loose by up to one layer's fixed costs, which is negligible for 32 layers
-and several percent for 8 small ones. Here every layer and the head is an item with exactly one
-option, (dense block here or there, n hot neurons), and bytes are counted in units:
+and several percent for 8 small ones. Here every layer and the head is an item, for which exactly
+one option is chosen, (dense block on the CPU or the GPU, n hot neurons), and bytes are counted in
+units:
 
     best[item, on, r] = min over options with the block on and u <= r units
                             [seconds + min(best[item - 1, 1, r - u],
                                            best[item - 1, 0, r - u] + (visit where on))]
 
-where on says whether the item's block is on the GPU. With the bytes of every option rounded down to
-units, and M_l of n neurons taken as in `lagrangian` (no more than that of any n neurons; the host's
-limit is ignored), the result is no more than T of any placement: a bound, at most (L + 1) units of
-memory better than any real placement. With bytes rounded up and the n hottest neurons, it is a
-placement that fits.
+where `on` is 1 if the item's block is on the GPU. With the bytes of every option rounded down to
+units, M_l of n neurons taken as in `lagrangian` (no more than that of any n neurons) and the host's
+limit ignored, the result is at most T of any placement: a lower bound, which corresponds to at most
+L + 1 extra units of memory. With bytes rounded up and the n hottest neurons, it is a placement that
+fits.
 
 Measured (8 layers of 1,024 neurons, width 256, launch 4 us, round trip 15 us, one busy core of
 two): gaps of 0.8 to 9.6 % become 0.04 % or less in 0.3 s or less. With 22 layers of 5,632 neurons
 it takes 1-8 s and proves less than the Lagrangian search, whose gap there is 0.004 % or less.
 
-Filling what the rounding up leaves is left to `refine`.
+The memory that rounding up leaves unused is filled by `refine`.
 
 Letters: L layers, F neurons, O options of an item, R units of memory."""
 
@@ -99,7 +100,8 @@ def knapsack_placement(problem: Problem) -> Placement:
 
 
 def _items(problem: Problem, *, is_relaxed: bool) -> list[_Item]:
-    """The layers, then the head; in seconds of the best sets of neurons, or of the hottest ones."""
+    """The layers, then the head; `is_relaxed` takes the seconds of the best set of n neurons, not
+    of the n hottest."""
     items = [_layer_item(problem, layer, is_relaxed) for layer in range(problem.num_layers)]
     none = np.zeros(1, np.int64)
     head_cpu = _Side(bytes_O=none, seconds_O=np.array([problem.head_cpu_s]), num_hot_O=none)
@@ -112,7 +114,7 @@ def _items(problem: Problem, *, is_relaxed: bool) -> list[_Item]:
 
 
 def _nothing(num_units: int) -> np.ndarray:
-    """best before the first item, [2, R]: the hidden state comes from the CPU."""
+    """`best` before the first item, [2, R]: the hidden state is on the CPU."""
     return np.stack([np.zeros(num_units), np.full(num_units, np.inf)])
 
 
@@ -153,8 +155,8 @@ def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: b
 def _add_side(
     best_R: np.ndarray, units_O: np.ndarray, seconds_O: np.ndarray, *, keep_choices: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """best of an item and a side from that of the previous items; and the option for every r, if
-    choices are kept."""
+    """`best` of an item on one side from that of the previous items, and if choices are kept the
+    option chosen for every r."""
     new_R = np.full_like(best_R, np.inf)
     choice_R = np.zeros(len(best_R) if keep_choices else 0, np.int64)
     for option in _useful(units_O, seconds_O, len(best_R) - 1):

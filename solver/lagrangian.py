@@ -1,7 +1,7 @@
 """A certified lower bound on T, and good placements, at the granularity of single neurons.
 
-Charge a price (seconds per byte) for every byte of the GPU instead of limiting it. The layers then
-no longer compete for bytes, and for any price
+Instead of limiting the bytes on the GPU, charge a price for each, in seconds per byte. The layers
+then no longer compete for bytes, and for any price
 
     value(price) = min over the devices of all dense blocks and the head
                        [sum_l min over neurons of l [T_l + price * bytes_l]
@@ -9,31 +9,31 @@ no longer compete for bytes, and for any price
                  - price * (room where price >= 0, need where price < 0)
 
 is at most T of any placement that uses the GPU and stays within the budgets: such a placement is
-among those minimised over, and need <= its bytes <= room. room is the budget less the workspace,
-need what the host cannot hold; if it holds everything, negative prices prove nothing and are not
-tried. So each price is a certificate, whatever search found it.
+among those minimised over, and need <= its bytes <= room. Here room is the budget less the
+workspace and need the bytes that the host cannot hold; if it holds everything, negative prices
+prove nothing and are not tried. So every price yields a valid bound, however it was found.
 
 The bound is loosest where the best price leaves a dense block half on the GPU, since one block is
 worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and each
-device of the head. Within a branch the minimum over the sets of m layers is exact: layer by layer,
-the least cost of everything up to it with m blocks on the GPU, with this layer's block there or not
-(the cost of a visit couples a layer only to the one before it). The bound is the least over the
-branches that fit of the best value found in each, or T of the placement without a GPU if that is
-less.
+device of the head. Within a branch the minimum over the sets of m layers is exact, by a recursion
+over the layers: the least cost of all layers so far with m blocks on the GPU, the last one's there
+or not (the cost of a visit couples a layer only to the one before it). The bound is the least, over
+the branches that fit, of the best value found in each, or T of the placement without a GPU if that
+is less.
 
 For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
-n < F: the layer is split wherever the dense block is, and
+n < F: the layer is then split, wherever its dense block is, and
 
     M = max(x / B_g + launch, (touched_l - x) / B_c + round_trip)
 
-depends on the chosen set through x alone, which lies between the sum of the n smallest and of the n
-largest. M falls up to the x* where both sides are equal and rises after it, so taking x* where it
-lies in that range, else the nearer end, is exact or too low: a bound over all subsets, not only
-over prefixes (`Problem.least_split_s_LN`). As a function of n it is convex: it falls by ever less
-while even the n largest are below x* (each saves touched / B_c), is level, and rises by ever more
-once even the n smallest are above x*. So the best n for a price is the first whose next step
-changes M by at least -price * bytes: one binary search in the steps for all prices. n = 0 and n = F
-are compared separately.
+depends on the chosen set only through x, which lies between the sum of the n smallest and that of
+the n largest. M falls up to the x* where both sides are equal and rises after it, so taking x* if
+it lies in that range, else the nearer end, is exact or too low: a bound over all subsets, not only
+over prefixes (`Problem.least_split_s_LN`). As a function of n it is convex: it falls, by less and
+less, while even the n largest are below x* (each saves touched / B_c), then is constant, then
+rises, by more and more, once even the n smallest are above x*. So the best n for a price is the
+first whose next step changes M by at least -price * bytes: one binary search in the steps for all
+prices. n = 0 and n = F are compared separately.
 
 Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU."""
 
@@ -58,7 +58,7 @@ from sparkinfer.solver.refine import fill
 FIRST_PRICES = 500
 LEAST_SHARE = 1e-6  # the lowest price above 0, as a share of the seconds to read a byte on the CPU
 ZOOM_PRICES, ZOOM_ROUNDS = 32, 5
-MAX_BRANCHES_TRIED = 16  # branches that get a placement, best bound first
+MAX_BRANCHES_TRIED = 16  # branches for which a placement is made, best bound first
 # The sums behind a bound have up to a few thousand terms in f64.
 ROUNDING = 1e-12
 
@@ -76,7 +76,7 @@ class LagrangianResult:
 
 @dataclass(frozen=True, order=True)
 class _Branch:
-    """A branch and the best of the prices tried, between its two neighbours."""
+    """A branch, with the best of the prices tried and that price's neighbours on either side."""
 
     value_s: float
     num_dense: int
@@ -128,8 +128,8 @@ def search(problem: Problem) -> LagrangianResult:
 def priced_layers(problem: Problem, price_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Least M_l + price * neuron bytes of each layer, and its number of hot neurons.
 
-    Two arrays [2, K, L]; the first index says whether the dense block is on the GPU. The cost is
-    exact or too low."""
+    Two arrays [2, K, L]; the first index is 1 for a dense block on the GPU. The cost is exact or
+    too low."""
     shape = (2, len(price_K), problem.num_layers)
     cost_2KL, count_2KL = np.empty(shape), np.empty(shape, np.int64)
     for layer in range(problem.num_layers):
@@ -177,8 +177,8 @@ def least_costs(problem: Problem, price_K: np.ndarray) -> np.ndarray:
 def chain_costs(
     problem: Problem, price_K: np.ndarray, off_KL: np.ndarray, on_KL: np.ndarray, *, first: int
 ) -> np.ndarray:
-    """Least T + price * bytes of the first i layers from `first` on, for each i from 0 to all of them,
-    and in the last row of all of them and the head; f64 [L + 2 - first, K]."""
+    """Least T + price * bytes of the i layers from `first` on, for every i; the last row is for all
+    of them and the head. f64 [L + 2 - first, K]."""
     visit_s, off_K, on_K = problem.visit_s, np.zeros_like(price_K), np.full_like(price_K, np.inf)
     costs = [off_K]
     for layer in range(first, problem.num_layers):
@@ -210,9 +210,8 @@ def _values(problem: Problem, price_K: np.ndarray) -> np.ndarray:
 def _sums(
     off_KL: np.ndarray, on_KL: np.ndarray, visit_s: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Least sums after 0, 1, .. L layers with m blocks on the GPU, the last one off or on it.
-
-    Pairs of f64 [K, L + 1]; infinite if there are fewer than m layers."""
+    """Yields, after 0, 1, .. L layers, the least sums with m blocks on the GPU: with the last block
+    off the GPU, and on it. Pairs of f64 [K, L + 1]; infinite if there are fewer than m layers."""
     num_prices, num_layers = off_KL.shape
     off_Km = np.full((num_prices, num_layers + 1), np.inf)
     on_Km = off_Km.copy()
@@ -230,7 +229,7 @@ def _sums(
 
 
 def _branches(problem: Problem) -> list[_Branch]:
-    """Every branch that fits, least value first; the first has its best possible price."""
+    """Every branch that fits, least value first; the first has its best price, found by zooming."""
     if problem.room_bytes < 0:
         return []
     price_K = first_prices(problem)
@@ -250,8 +249,8 @@ def _branches(problem: Problem) -> list[_Branch]:
 
 
 def first_prices(problem: Problem) -> np.ndarray:
-    """Prices from 0 to where one neuron costs more than a whole token can save, and their negatives
-    if the host is too small."""
+    """Prices from 0 up to one at which a single neuron costs more than a whole token can save, and
+    their negatives if the host is too small."""
     cpu_s = float(problem.cpu_s_per_byte_L.max())
     most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     most_s += problem.num_layers * problem.round_trip_s
@@ -262,7 +261,7 @@ def first_prices(problem: Problem) -> np.ndarray:
 
 
 def _zoom(problem: Problem, branch: _Branch) -> _Branch:
-    """The same branch with a better price: a branch's value is concave in the price."""
+    """The same branch with a better price: its value is concave in the price."""
     for _ in range(ZOOM_ROUNDS):
         price_K = np.linspace(branch.low, branch.high, ZOOM_PRICES)
         price_K = np.unique(np.append(price_K, branch.price))
@@ -288,8 +287,8 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
     """A placement of neurons for these dense blocks; None if none fits.
 
-    Takes the neurons of the lowest price from 0 on at which they fit, then calls `fill`; if they are
-    too few for the host, takes those of the highest price up to 0 at which they suffice."""
+    Takes the neurons chosen at the lowest price >= 0 at which they fit, then calls `fill`; if they
+    are too few for the host, takes those at the highest price <= 0 at which they suffice."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
     if room < 0:
@@ -312,9 +311,9 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
 def _balanced(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
 ) -> Placement:
-    """The same numbers of neurons per layer, of consecutive ranks that balance the two sides best:
-    from the hottest such window to the coldest, the touched bytes fall by at most a neuron at a
-    time. If the host can hold few neurons, more are on the GPU than pay off."""
+    """The same numbers of neurons per layer, but each layer's consecutive ranks moved to where they
+    balance the two sides best: shifting such a window by one rank changes the touched bytes by at most
+    a neuron's. For hosts that can hold so few neurons that more are on the GPU than pay off."""
     hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
     for layer, count in enumerate(num_hot_L.tolist()):
         if 0 < count < problem.num_neurons:
@@ -368,9 +367,9 @@ def _priced_counts(
 def _trimmed(
     problem: Problem, num_hot_L: np.ndarray, fewer_L: np.ndarray, least: int, room: int
 ) -> np.ndarray | None:
-    """The counts, lowered until their bytes hardly exceed `least`, but no layer's below that in
-    `fewer_L`; None if they need more than `room`. `fewer_L` has the counts of almost the same price,
-    so anything in between costs no more than either."""
+    """The counts, lowered until their bytes hardly exceed `least`, but no layer's below its count
+    in `fewer_L`; None if they need more than `room`. `fewer_L` has the counts at almost the same
+    price, so that counts in between cost about the same."""
     num_hot_L, surplus = num_hot_L.copy(), int(num_hot_L @ problem.neuron_bytes_L) - least
     for layer in np.argsort(-num_hot_L, kind="stable"):
         floor = max(fewer_L[layer], problem.min_hot_L[layer])
@@ -382,8 +381,8 @@ def _trimmed(
 
 
 def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
-    """The counts with one neuron fewer, or none, where that is no slower: the relaxation rounds
-    where the two sides are balanced."""
+    """The counts, with one neuron fewer or none in layers where that is no slower: where the two
+    sides balance, the relaxation may count one too many."""
 
     def seconds_L(count_L: np.ndarray) -> np.ndarray:
         touched_L = np.take_along_axis(problem.prefix_LN, count_L[:, None], axis=1)[:, 0]

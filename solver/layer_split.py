@@ -2,20 +2,22 @@
 
 Assumptions:
 
-- -ngl n puts the last n layers on the GPUs, each with its whole cache; with n = L + 1, the head
+- -ngl n puts the last n layers on the GPUs, each with its whole KV cache; with n = L + 1, the head
   too. The largest n that fits is the best, since nothing here is faster on the CPU. Several GPUs
   are filled one after the other, in order.
 - Every GPU in use has a compute buffer of the size of our workspace. Memory that the driver takes
   for itself is counted for neither program.
 - There is no sparsity and there are no predictors: a token reads every weight, and half of the
-  cache, in the types of this file; on the CPU at the measured rates of our products of whole
+  KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
   matrices, plus the fixed cost of a layer.
-- Nothing overlaps: V / B_g + (W - V) / B_c for V of W bytes on GPUs, plus the launch of every
+- Nothing overlaps: V / B_g + (W - V) / B_c if V of W bytes are on GPUs, plus the launch of every
   kernel.
 - The hidden state is copied once to each GPU in use and once from it. If a GPU has the head, the
   logits are copied from it as well.
 
-The rates of llama.cpp's own kernels are not modelled. Letters: L layers."""
+The rates of llama.cpp's own kernels are not modelled.
+
+Letters: L layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +45,8 @@ from sparkinfer.solver.problem import (
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSplit:
-    """Seconds per token, the layers on GPUs, whether the head is there, and the GPU of each."""
+    """Seconds per token, the number of layers on GPUs, whether the head is on one, and the GPU of
+    each of them."""
 
     seconds: float
     num_layers: int
@@ -132,7 +135,7 @@ def _cpu_seconds(inputs: Inputs, layer: int) -> float:
 
 
 def _weights(inputs: Inputs, layer: int) -> Iterator[TensorEntry]:
-    """Everything of a layer but its predictor."""
+    """The tensors of a layer, without its predictor's."""
     for name, entry in layer_tensors(inputs.model, layer).items():
         if not is_predictor(name):
             yield entry

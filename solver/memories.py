@@ -1,8 +1,8 @@
 """Refuses memories that are too small for any plan, and names the smallest that suffice.
 
-The smallest memories are found by the same exact sums (`fullest`) that decide whether there is a
-plan, so they work, and one byte less is refused. If several modes may be planned for, the smallest
-memory is that of the mode that needs least."""
+The smallest memories come from the same exact sums (`fullest`) that decide whether there is a plan,
+so they work, and one byte less is refused. If several modes are allowed, the smallest memory is
+that of the mode that needs least."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
-    """Memories that would suffice: other budgets, or another main memory; None if no size does.
-    `together`: neither is enough alone, but both are."""
+    """Memories that would suffice: either these budgets or this main memory (None: no size is
+    enough), or with `together` only both."""
 
     budgets: tuple[int, ...] | None  # per GPU; those that need not change are as given
     host: int | None
@@ -103,7 +103,7 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
         if inputs.swapped_rows:
             return (
-                f"a budget of {problem.budget_bytes:,} bytes holds nothing beside the neuron cache:"
+                f"a budget of {problem.budget_bytes:,} bytes holds nothing besides the neuron cache:"
                 f" the smallest that does is {_size(budgets[0])}, of which"
                 f" {problem.workspace_bytes:,} are workspace and the cache's; most_rows=N with a"
                 " smaller N takes less"

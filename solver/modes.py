@@ -1,8 +1,8 @@
-"""Chooses a plan's mode: the fastest by the solver's own model, among those that cost no quality.
+"""Chooses a plan's mode: the fastest by the solver's own model, among those within the loss limit.
 
-Each mode that the model file supports and whose recorded loss is within the limit
-(sparkinfer.mode_choice) gets its best plan in the same memories. Mode dense is always among them,
-and its plan is never slower than a split by whole layers, which is one of its own placements
+The best plan in the same memories is found for each mode that the model file supports and whose
+recorded loss is within the limit (sparkinfer.mode_choice). Mode dense is always among them, and its
+plan is never slower than a split by whole layers, which is one of its own placements
 (`layer_split`). The fastest wins; the others' times are reported."""
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
 class Alternative:
     """Another way to run the model in the same memories: seconds per token, or why there are none.
 
-    `is_unproven`: its plan may be slower than its best one, which cannot beat the chosen one."""
+    `is_unproven`: the search ended early, so its best plan may be faster than this one."""
 
     name: AlternativeName
     seconds: float | None
@@ -37,7 +37,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The plan and the inputs it was found for; `others` are slower or not allowed."""
+    """The plan and the inputs that it was found for; `others` are slower or not allowed."""
 
     inputs: Inputs
     pipeline: Pipeline
@@ -93,7 +93,7 @@ def in_mode(inputs: Inputs, mode: PlanMode, workspace: Workspace) -> Inputs:
 
 
 def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list[Alternative]]:
-    """The modes to plan for, and those that cost too much."""
+    """The modes to plan for, and those that would lose too much quality."""
     allowed: list[PlanMode] = []
     others = []
     for mode in sparse_modes(inputs.model):
@@ -106,13 +106,13 @@ def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list
 
 
 def _cached_modes(inputs: Inputs, allowed: list[PlanMode], max_loss: float) -> list[PlanMode]:
-    """Those in which a neuron cache has something to follow. Raises SparkinferError if there is
-    none."""
+    """The modes in which a neuron cache has something to follow. Raises SparkinferError if there
+    are none."""
     found: list[PlanMode] = [mode for mode in allowed if mode != "dense"]
     if not found:
         raise SparkinferError(
             f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the perplexity by"
-            " the file's record, and there a neuron cache has nothing to follow; leave"
+            " the file's record, and dense has nothing for a neuron cache to follow; leave"
             " --neuron-cache out, or ask for --mode exact or predicted"
         )
     return found

@@ -1,11 +1,11 @@
 """Finds the best placement of a problem by several methods, with a bound.
 
-For one GPU, or one run of layers on it, the Lagrangian search goes first, and a dynamic program
-follows if it leaves a gap. For several, the rows of cuts (`pipeline`) are tried best bound first,
-until the rest cannot beat the best found by more than CUT_GAP. The grouped integer program starts
+For one GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
+if it leaves a gap. For several GPUs, rows of cuts (`pipeline`) are tried in order of their bounds,
+until the rest cannot beat the best plan by more than CUT_GAP. The grouped integer program starts
 from there, and its answer is refined to single neurons. The fastest plan wins. The bound is that of
-the numpy methods, which anyone can recompute by adding up; the integer program's own is only
-compared with it, since it depends on HiGHS's tolerances."""
+the numpy methods, which can be recomputed by adding up; the integer program's own is only compared
+with it, since it depends on HiGHS's tolerances."""
 
 import time
 from collections.abc import Sequence
@@ -41,19 +41,20 @@ from sparkinfer.solver.refine import fill
 
 Status = Literal["optimal", "time_limit", "fits", "cpu_only"]
 # Shares of the objective.
-HIGHS_SLACK = 1e-6  # tolerance for HiGHS's tolerances
+HIGHS_SLACK = 1e-6  # by which HiGHS's own tolerances may be off
 NOTED_GAP = 5e-3
-KNAPSACK_GAP = 1e-4  # with 32 layers and more the Lagrangian search leaves less
+KNAPSACK_GAP = 1e-4  # with 32 or more layers the Lagrangian search leaves less
 CUT_GAP = 5e-4
-# A plan already proven to the integer program's own gap gets it as a second opinion, for at most
-# this long: small models with large fixed costs would take all of the time.
+# If a plan is already proven to the integer program's own gap, that program is only a second
+# opinion and runs for at most this long: for small models with large fixed costs it would run to
+# its limit.
 SECOND_OPINION_S = 3.0
-CUTS_S = 4.0  # for rows of cuts; the first is always tried
+CUTS_S = 4.0  # time for rows of cuts; the first row is always tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, its seconds per token, and a bound that no placement of neurons is below.
+    """A plan, its seconds per token, and a lower bound on those of any placement.
 
     Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap), `time_limit`
     (neither; the bound holds anyway), `fits` (everything is on the GPU), `cpu_only` (nothing
@@ -88,9 +89,9 @@ def find_plan(
     known: Sequence[PipelinePlacement] = (),
     beat_s: float = np.inf,
 ) -> Answer | None:
-    """The fastest plan found, no slower than those `known`; everything on one GPU if it fits there
-    and the CPU alone is not faster. If no plan can take less than `beat_s`, the first one found is
-    returned.
+    """The fastest plan found, no slower than those in `known`; everything on one GPU if it fits
+    there and the CPU alone is not faster. If the bound shows that no plan takes less than `beat_s`,
+    the search stops and returns the best plan so far.
 
     None if no plan fits all memories."""
     nothing = cpu_only_plan(pipeline)
@@ -106,7 +107,7 @@ def find_plan(
         return _answer(pipeline, "cpu_only", nothing, bound_s)
     fullest = fullest_plan(pipeline) if pipeline.need_bytes > 0 else nothing
     if not plan_is_feasible(pipeline, fullest):
-        return None  # exact sums, in 0.1 s for a 7B shape; the search took 90 s to find nothing
+        return None  # by exact sums: 0.1 s for a 7B shape, where the search took 90 s to find none
     plans, bound_s = _start(pipeline)
     plans = [*plans, *known]
     start = _fastest(pipeline, plans)
@@ -135,7 +136,7 @@ def find_plan(
 
 
 def _start(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """Plans, hottest neurons first, and a bound before the integer program."""
+    """Plans to start the integer program from, and a bound."""
     if pipeline.num_gpus == 1:
         problem = replace(pipeline.model, need_bytes=pipeline.need_bytes)
         placements, bound_s = start_run(problem)
@@ -158,7 +159,7 @@ def start_run(problem: Problem) -> tuple[list[Placement], float]:
 
 
 def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
-    """A run without layers: the head, or nothing at all."""
+    """Placements of a run without layers, which has the head or nothing, and their bound."""
     both = [
         Placement(
             hot_LF=np.zeros(problem.touched_LF.shape, bool), dense_L=np.zeros(0, bool), head=on
@@ -170,8 +171,8 @@ def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
 
 
 def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """The same for several GPUs. The bound is the least of the cuts tried, by their own bounds, and
-    of those not tried, by the cheap one."""
+    """`_start` for several GPUs. The bound is the least over all cuts: of those tried by the sum of
+    their runs' bounds, of the others by the cheap bound."""
     began = time.perf_counter()
     cut_CK, quick_C = pipeline.cuts()
     best: PipelinePlacement | None = None
@@ -206,10 +207,9 @@ def _fastest_run(run: Problem, placements: list[Placement]) -> Placement:
 def _for_host(
     pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement
 ) -> PipelinePlacement | None:
-    """The plan if the host can hold the rest; else one with more on the GPUs.
-
-    None if these cuts have no such plan. How the surplus is distributed is a heuristic: the bound
-    does not depend on it."""
+    """The plan if the host can hold the rest, else a plan with more on the GPUs; None if none was
+    found for these cuts. How the surplus is distributed over the GPUs is a heuristic, on which the
+    bound does not depend."""
     held = held_bytes(pipeline, plan)
     missing = pipeline.need_bytes - sum(held)
     if missing <= 0:
@@ -278,7 +278,7 @@ def _answer(
 
 
 def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
-    """Everything on one GPU: the runtime then needs no round trips and no second set of kernels."""
+    """Everything on one GPU, which needs no round trips and no CPU kernels."""
     problem = pipeline.problems[gpu]
     everything = on_one_device(problem, gpu=True)
     plan = PipelinePlacement(
@@ -297,7 +297,8 @@ def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
 
 
 def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelinePlacement]:
-    """The plan, and the same with the rest of each GPU filled with single neurons."""
+    """The plan, the plan put together again from its runs, and the fastest refinement of each run
+    (`refined`)."""
     num_items = len(plan.home_I)
     cut_K = np.searchsorted(plan.home_I, np.arange(pipeline.num_gpus + 1))
     cut_K[-1] = num_items
@@ -317,8 +318,8 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
 
 
 def refined(problem: Problem, placement: Placement) -> list[Placement]:
-    """The placement; with single neurons in the rest of the budget; with new neurons for the same
-    dense blocks."""
+    """The placement; the same with the rest of the budget filled with single neurons; and one with
+    neurons chosen anew for the same dense blocks."""
     if problem.room_bytes < 0 or problem.num_layers == 0:
         return [placement]
     num_hot_L = fill(

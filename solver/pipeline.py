@@ -1,22 +1,23 @@
-"""Several GPUs: each holds a run of consecutive layers, the first GPU the first of them.
+"""Placements on several GPUs: each holds a run of consecutive layers, in the order of the GPUs.
 
 Every layer has a home, the GPU that holds whatever of it is not on the CPU: its dense block, its
-hot neurons, or both. Homes never decrease from layer to layer, and that of the output head is not
-before the last layer's, so a token's hidden state passes from one GPU to the next at most once
-each, and no layer waits for two. A plan is then a row of cuts, and between two cuts is the problem
-of one GPU (`problem`), so that bounds and placements of single GPUs add up:
+hot neurons, or both. Homes never decrease from layer to layer, and the output head's is not before
+the last layer's, so a token's hidden state goes from each GPU to the next at most once, and no
+layer waits for two GPUs. A plan is then a row of cuts, and between two cuts lies the problem of one
+GPU (`problem`), so that bounds and placements of single GPUs add up:
 
-    T = sum_k T of the layers cut_k .. cut_(k+1) - 1 on GPU k, the head with the last run
+    T = sum_k T of the items cut_k .. cut_(k+1) - 1 on GPU k
 
-(a visit begins and ends on one GPU: between two, a hidden state is copied out of one and into the
+(a visit begins and ends on one GPU: between two, the hidden state is copied out of one and into the
 other). With one GPU there is one run and nothing to cut. A cheap bound for all cuts at once prices
 every layer on every GPU once: for any prices p_k and any reward r >= 0 with p_k + r >= 0
 
-    T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k] + r * need
+    T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k] + r *
+    need
 
-since the bytes of run k are at most room_k and in sum at least `need`, what the host cannot hold.
-For a given r each run has its own best price. Without a need, r is 0. The problem of one run is
-left to `lagrangian` and `knapsack`.
+since the bytes of run k are at most room_k, and those of all runs at least `need`, which the host
+cannot hold. For a given r each run has its own best price. If need is 0, so is r. The problem of
+one run is solved by `lagrangian` and `knapsack`.
 
 Letters: K GPUs, L layers, I = L + 1 items (the head is the last), P prices."""
 
@@ -46,8 +47,8 @@ MAX_CUTS = 3_000_000  # rows of cuts that are compared: 4 GPUs for 80 layers are
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """`problems[k]` is the whole model with GPU k as the only one; `need_bytes` is of all GPUs
-    together (that of a problem is 0)."""
+    """`problems[k]` is the whole model with GPU k as the only one; `need_bytes` is what all GPUs
+    together must hold (each problem's own is 0)."""
 
     problems: tuple[Problem, ...]
     need_bytes: int
@@ -125,7 +126,7 @@ class PipelinePlacement:
     home_I: np.ndarray
 
     def on_gpu(self, pipeline: Pipeline, gpu: int) -> Placement:
-        """The same placement with everything that is not at home there on the CPU."""
+        """The same placement, with everything whose home is another GPU moved to the CPU."""
         is_home_I = self.home_I == gpu
         return Placement(
             hot_LF=self.placement.hot_LF & is_home_I[:-1, None],
@@ -159,7 +160,7 @@ def held_bytes(pipeline: Pipeline, plan: PipelinePlacement) -> list[int]:
 
 
 def plan_is_feasible(pipeline: Pipeline, plan: PipelinePlacement) -> bool:
-    """True if the plan keeps to all memories, the order of homes, and every layer's minimum."""
+    """True if the plan respects all memories, the order of homes, and every layer's minimum."""
     held = held_bytes(pipeline, plan)
     if (np.diff(plan.home_I) < 0).any() or sum(held) < pipeline.need_bytes:
         return False

@@ -69,7 +69,7 @@ def plot_heat_map(config: SolveConfig, path: Path) -> None:
 
 
 def draw_heat_map(split: Split, profile: Profile, name: str, path: Path) -> None:
-    """The same for a loaded plan; `name` is the model's."""
+    """Plots a loaded plan; `name` is the model's."""
     device_LR = device_of_ranks(split, profile)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)
@@ -114,7 +114,7 @@ def firings_on_gpu(split: Split, profile: Profile) -> np.ndarray:
 
 
 def device_of_ranks(split: Split, profile: Profile, num_columns: int = NUM_COLUMNS) -> np.ndarray:
-    """The device of most neurons in a column of ranks: 0 the CPU, k + 1 GPU k; int [L, R]."""
+    """The device of most neurons in each column of ranks, int [L, R]: 0 is the CPU, k + 1 GPU k."""
     num_layers, num_neurons = profile.active_count_LF.shape
     num_columns = min(num_columns, num_neurons)
     column_F = np.arange(num_neurons) * num_columns // num_neurons

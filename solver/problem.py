@@ -1,28 +1,30 @@
 """The placement problem: its numbers, and the cost of a placement.
 
 Attention comes before the feed-forward part of a layer and does not overlap with it; inside the
-feed-forward part the hot neurons (GPU) and the cold ones (CPU) do. With B_g the bytes a second of
-the GPU, for layer l:
+feed-forward part the hot neurons (GPU) and the cold ones (CPU) do. With B_g the bandwidth of the
+GPU in bytes per second, for layer l:
 
     T_l = D_l + M_l
-    D_l = seconds of the dense block on its device: attention, KV bytes of half the context, and the
-    predictor (only in predicted mode: otherwise it is neither run nor in memory) M_l = max(hot_l /
-    B_g + launch * [l has hot neurons], cold_l / B_c_l + round_trip * [l is split])
+    D_l = seconds of the dense block on its device: attention, the keys and values of half the
+          context, and the predictor (only in mode predicted: in others it is not even in memory)
+    M_l = max(hot_l / B_g + launch * [l has hot neurons], cold_l / B_c_l + round_trip * [l is
+    split])
 
-and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU seconds are
+and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU, seconds are
 bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block and in the head;
 `launch` is that of all kernels of a layer's hot neurons. A visit is a run of consecutive dense
 blocks on the GPU, the head being the last block: the embedding row comes from the CPU and the
 logits go there, so the hidden state is copied to the GPU where a run begins and back where it ends.
-On the CPU every matrix is read at the rate that the runtime reaches for its type and the share of
-its rows that a token needs (on average over the layer's neurons, wherever they are placed), the KV
-cache at that of attention, and a dense block there adds layer_s, the runtime's time for a layer of
-no bytes; token_s is the same for a token of no layers. A layer of mode dense is assumed to cost as
-much as one of mode exact, since no lower cost was measured. B_c_l is the mean of these rates over
-all touched bytes of a layer's neurons.
 
-hot_l and cold_l are the bytes that a token is expected to touch of the neurons on either side; a
-neuron that fires with frequency a touches, in mode
+On the CPU every matrix is read at the rate that the runtime reaches for its type and for the share
+of its rows that a token needs (on average over the layer's neurons, wherever they are placed), the
+KV cache at the rate of attention. A dense block there adds layer_s, the runtime's fixed cost of a
+layer; token_s is the fixed cost of a token. A layer of mode dense is assumed to cost as much as one
+of mode exact, since no lower cost was measured. B_c_l is the mean of these rates over all touched
+bytes of a layer's neurons.
+
+hot_l and cold_l are the bytes that a token is expected to touch of the neurons on each side. A
+neuron that fires with frequency a touches, by mode,
 
     dense:      gate_row + up_row + down_row
     exact:      gate_row + a * (up_row + down_row)
@@ -32,19 +34,19 @@ where overfetch_l is the number of predicted neurons for each one that fires. A 
 its parts are not all on one device: hot and cold neurons both exist, or hot neurons exist and the
 dense block is on the CPU, or the dense block is on the GPU and cold neurons exist.
 
-A layer has no hot neurons or at least C_l. A layer that leaves the CPU saves there at most the
-touched bytes of its hot neurons over B_c, and pays a launch and a round trip for it; so C_l is the
-smallest n whose n hottest neurons satisfy
+A layer has no hot neurons or at least C_l. Moving neurons to the GPU saves at most their touched
+bytes / B_c_l on the CPU, and costs a launch and a round trip; so C_l is the smallest n whose n
+hottest neurons satisfy
 
     sum of their touched bytes / B_c_l  >  launch + round_trip
 
-(their cost on the GPU does not enter, as it overlaps), and F if no n does: all or none.
+(their cost on the GPU does not enter, as it overlaps), or F if no n does: all or none.
 
 The GPU holds at most its budget, including a workspace if it holds anything; the host at most its
 own, which is the same as at least `need_bytes` on the GPU.
 
-Ignored: the one row per token of the embedding matrix, and the bytes (not the fixed cost) of what a
-round trip copies. Several GPUs are left to `pipeline`, the search to `optimise`.
+Ignored: the one row of the embedding matrix per token, and the bytes (not the fixed cost) that a
+round trip copies. Several GPUs are modelled in `pipeline`; the search is in `optimise`.
 
 Letters: L layers, F neurons of a layer. Neurons are addressed by rank: 0 is the hottest."""
 
@@ -106,7 +108,8 @@ class Problem:
 
     @property
     def room_bytes(self) -> int:
-        """What the budget leaves for weights and KV cache; negative if the workspace exceeds it."""
+        """Bytes of the budget left for weights and KV cache; negative if the workspace exceeds
+        it."""
         return self.budget_bytes - self.workspace_bytes
 
     @cached_property
@@ -121,9 +124,8 @@ class Problem:
 
     @cached_property
     def least_split_s_LN(self) -> np.ndarray:
-        """M_l with any set of n hot neurons, n = 0..F: exact or too low, and convex in n.
-
-        Infinite if the layer is not split (n = 0 and F) and below C_l. Why: see `lagrangian`."""
+        """Lower bound on M_l with any set of n hot neurons, n = 0..F; convex in n, as derived in
+        `lagrangian`. Infinite where the layer is not split (n = 0 and F) and below C_l."""
         prefix_LN, gpu_s = self.prefix_LN, self.gpu_s_per_byte
         total_L1, cpu_s_L1 = self.touched_L[:, None], self.cpu_s_per_byte_L[:, None]
         all_cold_L1 = total_L1 * cpu_s_L1 + self.round_trip_s
@@ -278,8 +280,8 @@ def _neuron_seconds(
     up_L: np.ndarray,
     down_L: np.ndarray,
 ) -> np.ndarray:
-    """CPU seconds of these touched bytes, f64 [L]. `share_2L`: the share of the neurons whose gates
-    are read, and the share whose other rows are."""
+    """CPU seconds of these touched bytes, f64 [L]. `share_2L` is the share of the neurons whose
+    gate rows are read, and that of those whose up and down rows are."""
     seconds = []
     for layer in range(model.shape.num_layers):
         tensors = layer_tensors(model, layer)
@@ -369,7 +371,8 @@ def placement_bytes(problem: Problem, placement: Placement) -> int:
 
 
 def is_feasible(problem: Problem, placement: Placement) -> bool:
-    """True if it keeps to both memories and every layer has no hot neurons or at least C_l."""
+    """True if the placement respects both memories and every layer has no hot neurons or at least
+    C_l."""
     num_hot_L, num_bytes = placement.num_hot_L, placement_bytes(problem, placement)
     has_enough = ((num_hot_L == 0) | (num_hot_L >= problem.min_hot_L)).all()
     held = num_bytes - problem.workspace_bytes * placement.uses_gpu
@@ -377,7 +380,7 @@ def is_feasible(problem: Problem, placement: Placement) -> bool:
 
 
 def segment(problem: Problem, start: int, stop: int, *, has_head: bool, need_bytes: int) -> Problem:
-    """The problem of the layers start..stop-1 alone; without the head, a head of no bytes."""
+    """The problem of the layers start..stop-1 alone; without `has_head` the head costs nothing."""
     part = slice(start, stop)
     names = ("order_LF", "touched_LF", "neuron_bytes_L", "min_hot_L", "dense_bytes_L",
              "dense_gpu_s_L", "dense_cpu_s_L", "cpu_s_per_byte_L")  # fmt: skip

@@ -1,7 +1,7 @@
 """Fills the rest of a budget with the neurons that save the most seconds per byte.
 
-It works on counts: a layer's hot neurons are its hottest. It never makes a placement slower, and
-leaves the dense blocks where they are."""
+It works on counts, since a layer's hot neurons here are its hottest. It never makes a placement
+slower, and leaves the dense blocks where they are."""
 
 import heapq
 from collections.abc import Iterator
@@ -14,9 +14,10 @@ from sparkinfer.solver.problem import Problem
 def fill(
     problem: Problem, *, num_hot_L: np.ndarray, dense_L: np.ndarray, room_bytes: int
 ) -> np.ndarray:
-    """Counts that are at least `num_hot_L`, and take at most `room_bytes` more.
+    """Counts that are at least `num_hot_L` and take at most `room_bytes` more.
 
-    Greedy: the step that saves the most seconds per byte first, until none that fits saves any."""
+    Greedy: the step that saves the most seconds per byte first, until no step that fits saves
+    any."""
     layers = [
         _Layer(problem, layer, int(num_hot_L[layer]), bool(dense_L[layer]))
         for layer in range(problem.num_layers)
@@ -38,7 +39,7 @@ def fill(
 
 
 class _Layer:
-    """One layer's number of hot neurons, and the saving of a step up from it."""
+    """One layer's number of hot neurons, and what adding more would save."""
 
     def __init__(self, problem: Problem, layer: int, num_hot: int, is_dense_on_gpu: bool) -> None:
         self.problem = problem
@@ -70,7 +71,8 @@ class _Layer:
         return best
 
     def _steps(self) -> Iterator[int]:
-        """Steps from none to C_l; else of one neuron, or some of a run of equals; or the rest."""
+        """Sizes of steps to try: all the rest; C_l from none; else one neuron, or part of a run of
+        equally hot ones."""
         left = self.problem.num_neurons - self.num_hot
         yield left
         if self.num_hot == 0:
@@ -80,7 +82,8 @@ class _Layer:
             yield from self._halves_of_run(left)
 
     def _halves_of_run(self, left: int) -> Iterator[int]:
-        """Halves of the run of neurons as hot as the next one: a profile has many at zero."""
+        """The run of neurons that are as hot as the next one, then half of it and so on: a profile
+        has many neurons that never fire."""
         next_touched = self.touched_F[self.num_hot]
         run = int(np.searchsorted(-self.touched_F, -next_touched, "right")) - self.num_hot
         while run > 1:

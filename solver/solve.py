@@ -37,7 +37,7 @@ from sparkinfer.solver.with_cache import (
 )
 from sparkinfer.split_file import PlanMode, Split
 
-COMPARED_S = 2.0  # of the integer program, for a plan that is only compared with
+COMPARED_S = 2.0  # time limit of the integer program for a plan that is only a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class SolveConfig:
     profile: Path
     machine: Path
     output: Path
-    vram_budget_bytes: int | tuple[int, ...]  # of the first GPU, or of each
+    vram_budget_bytes: int | tuple[int, ...]  # for the first GPU, or for each
     host_budget_bytes: int | None = None  # None: the machine's main memory
     context_length: int | None = None  # None: the model's, up to DEFAULT_CONTEXT
     mode: PlanMode | None = None  # None: the fastest that costs at most `max_loss`
     max_loss: float = MAX_LOSS  # of the perplexity, by the model file's record
-    time_limit_s: float = 30.0  # of the integer program
+    time_limit_s: float = 30.0  # for the integer program
     neuron_cache: CacheOptions | None = None  # None: hot neurons stay as planned
     num_sequences: int = 1  # texts at a time, each with a context of its own
     rope_scaling: str | None = None  # as in EngineConfig: for a context above the trained one
@@ -75,7 +75,7 @@ class SolveConfig:
         if self.mode is not None and self.mode not in get_args(PlanMode):
             raise SparkinferError(f"mode {self.mode!r}; wanted one of {get_args(PlanMode)}")
         if not self.max_loss >= 0:
-            raise SparkinferError(f"a loss of {self.max_loss} is allowed; wanted 0 or more")
+            raise SparkinferError(f"max loss is {self.max_loss}; wanted 0 or more")
         if not self.time_limit_s > 0:
             raise SparkinferError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
         if self.output in (self.model, self.profile, self.machine):
@@ -84,7 +84,7 @@ class SolveConfig:
         self._check_cache()
 
     def _check_cache(self) -> None:
-        """Raises SparkinferError for a neuron cache where none can be."""
+        """Raises SparkinferError for a neuron cache that these options rule out."""
         if self.neuron_cache is None:
             return
         check_options(self.neuron_cache)
@@ -129,7 +129,7 @@ class SolveReport:
     num_dense_on_gpu: int
     num_layers: int
     head_on_gpu: bool
-    hot_traffic_share: float  # of the feed-forward bytes touched, the share read by the GPU
+    hot_traffic_share: float  # share of the touched feed-forward bytes that the GPU reads
     gpu_bytes: Items
     cpu_bytes: Items
     bytes_of_gpus: tuple[Items, ...]
@@ -249,7 +249,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
 
 
 def _doubts(inputs: Inputs) -> list[str]:
-    """Warns if the CPU's rates, on which every prediction rests, were disturbed when measured."""
+    """Warns if the CPU's rates, on which every prediction rests, varied when they were measured."""
     costs = inputs.machine.costs
     rates = [*costs.all_rows_gb_per_s.values(), *costs.chosen_rows_gb_per_s.values()]
     doubtful = sum(figure.is_doubtful for figure in rates)
@@ -279,7 +279,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         )
     if inputs.mode == "predicted" and model.predictor and not model.predictor.density_L:
         notes.append(
-            "how many neurons the predictors name is unknown: the plan assumes those that fire"
+            "how many neurons the predictors name is unknown: the plan assumes as many as fire"
         )
     silent = np.flatnonzero(~inputs.profile.active_count_LF.any(axis=1)).tolist()
     if silent:
@@ -358,7 +358,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
 
 
 def _cache_notes(found: Found, split: Split) -> list[str]:
-    """What the plan's neuron cache takes; without one, that there is room for it, if there is."""
+    """A note on what the plan's neuron cache takes, or on room for one if the plan has none."""
     inputs, placement = found.inputs, found.answer.placement
     if not inputs.swapped_rows:
         line = advice_line(inputs, found.pipeline, placement, split)

@@ -1,4 +1,4 @@
-"""Sweeps the budget of one GPU: the curve of predicted speed."""
+"""Predicts the speed over a range of budgets of one GPU."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from sparkinfer.solver.solve import SolveConfig, estimated_workspace, inputs_of
 from sparkinfer.split_file import PlanMode
 
 FORMAT, VERSION = "sparkinfer.sweep", 2
-TIME_LIMIT_S = 2.0  # of the integer program, at each budget
+TIME_LIMIT_S = 2.0  # for the integer program, at each budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ def sweep(
     num_budgets: int,
     workspace: Workspace | None = None,
 ) -> Sweep:
-    """Plans for evenly spaced budgets from `first` to `last`; a budget in which nothing fits has
-    the plan of the CPU alone. Raises SparkinferError if no budget has a plan."""
+    """Plans for evenly spaced budgets from `first` to `last`; a budget that is too small for
+    anything gets the plan of the CPU alone. Raises SparkinferError if no budget has a plan."""
     if config.neuron_cache is not None:
         raise SparkinferError("a curve over budgets has no neuron cache: leave --neuron-cache out")
     inputs = inputs_of(config, workspace)
@@ -90,9 +90,9 @@ def sweep_of(
     workspace: Workspace = estimated_workspace,
     is_proven: bool = True,
 ) -> Sweep:
-    """The same for loaded inputs, with the fastest of some modes; () is that of the inputs. Unless
-    `is_proven`, the integer program, which a clock stops, is left out: the same inputs then give
-    the same curve, with plans less than 1 % slower."""
+    """`sweep` for loaded inputs; each plan is the fastest of `modes` (by default the inputs' own).
+    Unless `is_proven`, the integer program is left out, because it stops by the clock: the same
+    inputs then give the same curve, with plans less than 1 % slower."""
     sizes: dict[PlanMode, int] = {}
 
     def known_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:

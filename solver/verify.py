@@ -1,8 +1,8 @@
 """Checks a plan against the files it was made from, in plain numpy, neuron by neuron.
 
-It is independent of how plans are found: it shares `budget` and `kernel_counts` of `sparkinfer`
-with the solver (bytes and kernels must be the runtime's) and nothing else. The times are those of
-`sparkinfer.solver.problem`'s docstring, implemented a second time."""
+It is independent of how plans are found: it shares only `budget` and `kernel_counts` of
+`sparkinfer` with the solver, since bytes and kernels must be the runtime's. The times are those in
+the docstring of `sparkinfer.solver.problem`, implemented a second time."""
 
 from collections.abc import Sequence
 
@@ -30,8 +30,8 @@ TOLERANCE = 1e-9
 
 
 def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> None:
-    """Raises SparkinferError if the plan breaks its budget, its bytes or its seconds are wrong, a
-    layer has too few hot neurons, or they are not listed hottest first, ties by id."""
+    """Raises SparkinferError if the plan exceeds a budget, if its bytes or its seconds are wrong,
+    if a layer has too few hot neurons, or if they are not listed hottest first, ties by id."""
     split.validate()
     split.check_against(model, model.path)
     if profile.model_id != split.model_id:
@@ -53,15 +53,15 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
     seconds = plan_seconds(split, model=model, profile=profile, machine=machine)
     if not abs(seconds - split.objective_s) <= TOLERANCE * seconds:
         raise SparkinferError(
-            f"the plan is wrong: it takes {seconds:.9g} s a token, it says {split.objective_s:.9g}"
+            f"the plan is wrong: it takes {seconds:.9g} s a token, but says {split.objective_s:.9g}"
         )
     if split.cache is not None:
         _check_cache(split, split.cache, model, profile)
 
 
 def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Profile) -> None:
-    """Checks that the cache begins with the profile's frequencies, and that a token which reads as
-    many neurons as the profile expects takes the plan's seconds by the cache's times."""
+    """Checks that the cache's initial frequencies are the profile's, and that by the cache's costs
+    a token that reads as many neurons as the profile expects takes the plan's seconds."""
     seconds, costs = cache.costs.rest_s, cache.costs
     for layer, ids in enumerate(split.hot):
         named_F, fired_F = _shares(split, model, profile, layer)
@@ -115,8 +115,7 @@ def _gpu_rate(machine: Machine, gpu: int) -> float:
 
 
 def _copies_seconds(split: Split, model: ModelFile, machine: Machine, home: Sequence[int]) -> float:
-    """Seconds to copy a hidden state over all devices, from the CPU and back to it, and the
-    logits."""
+    """Seconds to copy a hidden state from the CPU through all devices and back, and the logits."""
     blocks = (*split.dense_on_gpu, split.head_on_gpu)
     places = [gpu if is_on_gpu else None for is_on_gpu, gpu in zip(blocks, home, strict=True)]
     total, hidden = 0.0, 4 * model.shape.width
@@ -191,7 +190,8 @@ def _shares(
 
 
 def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float) -> None:
-    """Checks C_l: the num_hot hottest neurons must save enough; one fewer need not."""
+    """Checks that a layer has no hot neurons, all, or at least C_l: the `num_hot` hottest must save
+    more than a launch and a round trip cost."""
     if num_hot in (0, len(cpu_s_F)):
         return
     saved_s = np.sort(cpu_s_F)[::-1][:num_hot].sum()

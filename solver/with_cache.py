@@ -1,9 +1,10 @@
-"""Plans with an online neuron cache: its bytes in both memories, its part of the plan, and notes.
+"""Plans with an online neuron cache: its bytes in both memories, its section of the plan, and
+notes.
 
-The most that staging and tables can take on the GPU is taken from the budget with the workspace, before
-neurons are placed. Main memory holds a copy of every hot neuron of a divided layer, so its use
-depends on the plan. It is not a constraint of the search but checked afterwards (`check_host`): the
-plan is the fastest for the GPU's budget.
+The most that staging and tables can take on the GPU is taken from the budget with the workspace,
+before neurons are placed. Main memory holds a copy of every hot neuron of a divided layer, so its
+use depends on the plan: the search ignores it and finds the fastest plan for the GPU's budget, and
+`check_host` checks it afterwards.
 
 Letters: L layers."""
 
@@ -59,7 +60,7 @@ def check_divided(inputs: Inputs, placement: Placement) -> None:
 
 
 def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> CachePlan | None:
-    """The cache's part of a plan; None if none was asked for."""
+    """The cache's section of a plan; None if no cache was asked for."""
     if not inputs.swapped_rows:
         return None
     reads_LF = expected_reads(inputs.model, inputs.profile, inputs.mode)
@@ -91,8 +92,8 @@ def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: flo
 def advice_line(
     inputs: Inputs, pipeline: Pipeline, placement: Placement, split: Split
 ) -> str | None:
-    """Says that there is room for a cache, and its bytes. None if either memory has no room, or if
-    no swap could make a token faster because the CPU is not the longer side of any layer."""
+    """A line that says that there is room for a cache, and its bytes. None if either memory has no
+    room, or if no swap could make a token faster because no layer waits for the CPU."""
     if len(inputs.budgets) > 1 or inputs.mode == "dense" or not _is_cached_L(placement).any():
         return None
     size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=inputs.mode == "exact")

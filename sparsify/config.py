@@ -13,18 +13,18 @@ from sparkinfer.sparsify.schedule import check_shares
 Precision = Literal["auto", "f32", "bf16"]
 SAVE_EVERY_S = 600.0
 DEFAULT_SHARE = 0.6
-# Replaced activations that decide by themselves what is zero: there is no share to choose.
+# Activations that decide by themselves which neurons are silent, so that no share can be chosen.
 UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyConfig:
-    """Sizes are in tokens; a step is `batch_tokens` of each process."""
+    """Sizes are in tokens; in a step each process trains on `batch_tokens`."""
 
     model: Path
     corpora: tuple[Path, ...]
-    output: Path  # the model file; with several shares one each, see `of_share`
-    shares: tuple[float, ...] = ()  # (): DEFAULT_SHARE, or what ReLU gives
+    output: Path  # the model file; with several shares, one for each (see `of_share`)
+    shares: tuple[float, ...] = ()  # (): DEFAULT_SHARE; not used for ReLU, which has its own
     tokens: int = 1_000_000  # per share, over all processes
     held_out: tuple[Path, ...] = ()  # the first selects the best state
     held_out_tokens: int = 16_384  # per file, at the end of a share
@@ -32,7 +32,7 @@ class SparsifyConfig:
     checks: int = 12  # per share
     rule: Rule = "threshold"
     allocation: Allocation = "uniform"
-    rank: int | None = None  # of low-rank updates; None: whole matrices
+    rank: int | None = None  # of low-rank updates; None trains whole matrices
     learning_rate: float = 3e-4
     warmup_steps: int = 10
     layer_weight: float = 0.0  # of the relative squared error of every layer's output
@@ -88,7 +88,9 @@ class SparsifyConfig:
         if self.rank is not None and self.rank < 1:
             raise SparkinferError(f"rank is {self.rank}, wanted 1 or more")
         if self.seed < 0 or self.warmup_steps < 0:
-            raise SparkinferError("seed and warm-up steps are 0 or more")
+            raise SparkinferError(
+                f"seed is {self.seed} and warm-up steps are {self.warmup_steps}, wanted 0 or more"
+            )
 
     @property
     def targets(self) -> tuple[float, ...]:
@@ -100,7 +102,7 @@ class SparsifyConfig:
         return self.rule not in UNCHOSEN
 
     def of_share(self, path: Path, share: float) -> Path:
-        """`path`; with several shares "model-60.gguf" for "model.gguf"."""
+        """`path`, or with several shares, "model-60.gguf" for "model.gguf"."""
         if len(self.targets) == 1:
             return path
         return path.with_name(f"{path.stem}-{100 * share:g}{path.suffix}")

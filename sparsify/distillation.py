@@ -1,9 +1,10 @@
-"""The loss: KL(dense || sparse), from the dense model's predictions to those of the model in
-training.
+"""The training loss: KL(dense || sparse), between the predictions of the dense model and those of
+the model in training.
 
-The vocabulary is large (49,152 words of 576 values in SmolLM2: a token's logits are 85 times its
-hidden state), so logits exist only for a few tokens at a time, forward and backward: the gradient
-with respect to the hidden state is computed on the way, as in Liger-Kernel's fused linear losses.
+The vocabulary is large (49,152 tokens for a width of 576 in SmolLM2: a token's logits are 85 times
+as large as its hidden state), so logits exist only for a few tokens at a time: the forward pass
+also computes the gradient with respect to the hidden state, as in Liger-Kernel's fused linear
+losses.
 
 Letters: T tokens, D model width, V vocabulary."""
 
@@ -36,8 +37,8 @@ class _Divergence(torch.autograd.Function):
 
 
 def divergence(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor) -> Tensor:
-    """f32 [T]: sum over words of p_dense (log p_dense - log p_sparse), in nats, from the final
-    hidden states. Products are computed in the type of `head_VD`; only `sparse_TD` gets a
+    """f32 [T]: sum over the vocabulary of p_dense (log p_dense - log p_sparse), in nats, from the
+    final hidden states. Products are computed in the type of `head_VD`; only `sparse_TD` gets a
     gradient."""
     with torch.autocast(sparse_TD.device.type, enabled=False):
         return _Divergence.apply(sparse_TD, dense_TD, head_VD)
@@ -60,7 +61,7 @@ def log_words(hidden_TD: Tensor, head_VD: Tensor) -> Tensor:
 
 
 def _kl(sparse_TV: Tensor, dense_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """KL of each token, and p_dense."""
+    """KL of each token, and p_dense; works in place, on log probabilities."""
     difference_TV = dense_TV - sparse_TV
     words_TV = dense_TV.exp_()
     return difference_TV.mul_(words_TV).sum(dim=-1), words_TV

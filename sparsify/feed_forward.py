@@ -1,11 +1,11 @@
-"""The feed-forward layer in training: the trained matrices beside the dense ones, and limits.
+"""The feed-forward layer in training: trained matrices next to the dense ones, and limits.
 
-Neuron j is silent for a token where |act(gate_j x)| <= limit_j. A replaced activation changes
-gradually from the model's own to ReLU (`blend`): relu has limits of 0, fatrelu (ProSparse, arXiv
-2402.13516) one limit for all neurons, drelu (TurboSparse, arXiv 2406.05955) ReLU of up too.
-Attention, norms and embeddings are shared by the model in training and its dense self, so both are
-one module: `is_dense` selects the current one. Limits are found in sparsify.limits, the loss is in
-sparsify.distillation.
+Neuron j is silent for a token if |act(gate_j x)| <= limit_j. Under the rule "threshold" the
+activation stays; under the others it changes gradually to ReLU (`blend`): relu has limits of 0,
+fatrelu (ProSparse, arXiv 2402.13516) one limit for all neurons, and drelu (TurboSparse, arXiv
+2406.05955) applies ReLU to up as well. Attention, norms and embeddings are shared by the model in
+training and its dense self, so one module serves both: `is_dense` selects between them. Limits are
+set by sparsify.limits; the loss is in sparsify.distillation.
 
 Letters: L layers, T tokens, D model width, F neurons, R rank of an update."""
 
@@ -26,14 +26,15 @@ Watch = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 def silence(value_TF: Tensor, limit_F: Tensor) -> Tensor:
-    """Values at or below their neuron's limit in magnitude become 0; NaN is kept."""
+    """The values, with 0 for those whose magnitude is at or below their neuron's limit; NaN
+    stays."""
     return torch.where(value_TF.abs() <= limit_F.to(value_TF.dtype), 0.0, value_TF)
 
 
 class Update(nn.Module):
     """A matrix and its trained low-rank update: x (W + up down)^T; the update starts at zero.
 
-    `weight` is the dense matrix in the type of the products, shared with the dense model."""
+    `weight` is the dense matrix in the dtype of the products, shared with the dense model."""
 
     def __init__(self, linear: nn.Linear, weight: Tensor, rank: int, start: Tensor) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Update(nn.Module):
 class FeedForward(nn.Module):
     """Replaces a layer's `mlp`; its matrices keep their names.
 
-    `dense` are the weights of the dense model in the type of the products, by MATRICES."""
+    `dense` has the dense model's weights in the dtype of the products, in the order of MATRICES."""
 
     def __init__(self, mlp: nn.Module, layer: int, rule: Rule, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class FeedForward(nn.Module):
         self.down_proj: nn.Linear | Update = parts.down_proj
         self.act_fn: Callable[[Tensor], Tensor] = parts.act_fn
         self.layer, self.rule, self.is_dense = layer, rule, False
-        self.blend = 0.0  # of a replaced activation: from the model's own, 0, to ReLU, 1
+        self.blend = 0.0  # 0: the model's own activation; 1: ReLU
         self.dense = tuple(getattr(mlp, name).weight.detach().to(dtype, copy=True)
                            for name in MATRICES)  # fmt: skip
         device = self.dense[0].device
@@ -73,7 +74,7 @@ class FeedForward(nn.Module):
         self.watch: Watch | None = None
         self.keeps_outputs = False
         self.dense_output: Tensor | None = None
-        self.difference: Tensor | None = None  # relative, of the outputs; see keeps_outputs
+        self.difference: Tensor | None = None  # relative squared error of the output, if kept
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.is_dense:
@@ -151,8 +152,8 @@ def make_trainable(
 def whole_matrices(
     layers: Sequence[FeedForward], source: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, f32 matrix on the CPU) of everything trained; `source` returns the
-    dense matrices by that name, to which updates are added."""
+    """Yields (name in the checkpoint, f32 matrix on the CPU) of everything trained; `source`
+    returns the dense matrix of a name, to which updates are added."""
     for layer in layers:
         for part_name in MATRICES:
             part, name = getattr(layer, part_name), checkpoint_name(layer.layer, part_name)
@@ -169,7 +170,7 @@ def matrix_names(layers: Sequence[FeedForward]) -> list[str]:
 
 @torch.no_grad()
 def put_matrices(layers: Sequence[FeedForward], matrices: Mapping[str, Tensor]) -> None:
-    """Replaces the matrices used in computation; the dense ones stay."""
+    """Overwrites the trained matrices; the dense ones stay."""
     for layer in layers:
         for name in MATRICES:
             getattr(layer, name).weight.copy_(matrices[checkpoint_name(layer.layer, name)])

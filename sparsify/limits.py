@@ -1,13 +1,14 @@
-"""Chooses silent neurons: a limit for each, so that a given share of a layer stays silent.
+"""Sets the neurons' limits such that a given share of the neurons is silent.
 
 The contribution of neuron j to the output for a token is about |act(gate_j x)| w_j with the weight
 w_j = E|up_j x| |down_j|, measured on the dense model and scaled to mean 1 in a layer. The neuron is
-silent where that product is at most t, so limit_j = t / w_j. t follows the share: it moves towards
-the quantile of |act(gate)| w of every batch (`Limits.follow`), until it is frozen.
+silent if that product is at most t, so limit_j = t / w_j. t tracks the wanted share: after every
+batch it moves towards the quantile of |act(gate)| w in that batch (`Limits.move`), until it is
+frozen.
 
-One t per layer gives every layer the same share (`uniform`). With `global` there is one for all
-layers, and w is scaled by 1 / E|FFN output| of its layer: contributions small relative to their
-layer's output go first.
+With `uniform`, every layer has its own t, and all have the same share. With `global`, there is one
+t for all layers, and w is scaled by 1 / E|FFN output| of its layer, so that contributions that are
+small relative to their layer's output go first.
 
 Letters: L layers, T tokens, D model width, F neurons."""
 
@@ -23,13 +24,13 @@ from sparkinfer.sparsify.feed_forward import FeedForward
 
 Allocation = Literal["uniform", "global"]
 ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "global")
-SAMPLES = 1 << 17  # values per layer and batch that a quantile is taken of
-SPEED = 0.2  # of t towards the quantile of a batch
-LAG_STEPS = 10  # with fewer steps to reach a share, the speed is raised
+SAMPLES = 1 << 17  # values per layer and pass for a quantile
+SPEED = 0.2  # share of the way to a batch's quantile that t moves
+LAG_STEPS = 10  # the speed is raised to this over the number of steps, if that is more
 
 
 class Measure:
-    """A watcher: accumulates, in float64, what the neurons' weights are computed from."""
+    """A watcher that accumulates, in float64, the means that the neurons' weights come from."""
 
     def __init__(self, layers: Sequence[FeedForward]) -> None:
         size = (len(layers), len(layers[0].limit_F))
@@ -77,7 +78,7 @@ class Limits:
     def from_limits(cls, limit_LF: Tensor, allocation: Allocation) -> "Limits":
         """The t and w that give `limit_LF`. Raises ValueError unless all are above 0."""
         if not (limit_LF > 0).all():
-            raise ValueError("a limit of 0 says nothing about its neuron's weight")
+            raise ValueError("a neuron's weight cannot be derived from a limit of 0")
         inverse_LF = 1 / limit_LF.double()
         threshold_L = 1 / inverse_LF.mean(dim=1)
         return cls(
@@ -95,12 +96,12 @@ class Limits:
             layer.limit_F = limit_F.to(layer.dense[0].device)
 
     def move(self, quantile_L: Tensor, speed: float) -> None:
-        """Moves t towards the quantiles of a batch; with `speed` 1 onto them."""
+        """Moves t towards the quantiles of a batch; a `speed` of 1 moves it all the way."""
         self.threshold_L += speed * (quantile_L - self.threshold_L)
 
 
 class Scores:
-    """A watcher: a sample of |act(gate)| w of every layer, of one batch."""
+    """A watcher that keeps a sample of |act(gate)| w of every layer for one batch."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -114,7 +115,8 @@ class Scores:
         self.values.setdefault(layer, []).append(scores.flatten())
 
     def quantiles(self, share: float, ranks: Ranks) -> Tensor:
-        """f64 [L]: the quantile of a layer's scores at the share (`global`: of all layers')."""
+        """f64 [L]: the quantile, at the share, of each layer's scores (`global`: of all
+        layers')."""
         of_layer = [torch.cat(self.values[layer]) for layer in sorted(self.values)]
         if self.limits.allocation == "global":
             found = [_quantile(torch.cat(of_layer), share)] * len(of_layer)

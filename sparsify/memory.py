@@ -14,9 +14,9 @@ from sparkinfer.sparsify.distillation import CHUNK_VALUES
 from sparkinfer.system_memory import free_memory_bytes
 
 FREE_SHARE = 0.95
-# What autograd keeps per token and layer: bytes per unit of width, and values per neuron. With
-# SmolLM2-135M in bf16 and 512 tokens per pass, 3.44 GiB are predicted and at most 3.16 GiB were
-# resident.
+# Activations that autograd keeps per token and layer: bytes per unit of width, and values per
+# neuron. For SmolLM2-135M in bf16 with 512 tokens per pass this predicts 3.44 GiB; at most 3.16 GiB
+# were resident.
 KEPT_WIDTHS, KEPT_NEURONS = 40, 14
 PROGRAM_BYTES = 600 << 20  # Python, torch, transformers, products' own copies
 
@@ -68,7 +68,7 @@ def needs_of(shape: ModelShape, config: SparsifyConfig, dtype: torch.dtype, tied
 
 
 def check_memory(needs: Needs, device: torch.device, processes: int) -> str:
-    """Memory needed and free, in one line; over all processes of this machine.
+    """A line on the memory needed, by all processes of this machine, and free.
 
     Raises SparkinferError if it does not fit."""
     if device.type == "cuda":

@@ -1,4 +1,5 @@
-"""Prepares a run before it loads its model: source, sizes, memory, outputs; and finishes it."""
+"""Plans a run before its model is loaded: source, sizes, memory, outputs; and cleans up after
+it."""
 
 import math
 import shutil
@@ -41,8 +42,8 @@ class Plan:
 
     @classmethod
     def of(cls, config: SparsifyConfig, ranks: Ranks) -> "Plan":
-        """Called after `make_checkpoint`. Raises SparkinferError for a model that convert does not
-        know, and for one that cannot be trained in this memory."""
+        """To be called after `make_checkpoint`. Raises SparkinferError for a model that convert
+        does not support, and for one that cannot be trained in this memory."""
         source = dense_folder(config)
         checkpoint = Checkpoint.open(source)
         shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
@@ -103,7 +104,8 @@ class Plan:
 
 
 def check_outputs(config: SparsifyConfig) -> None:
-    """Refuses outputs that exist or cannot be written; those of a resumed run may exist."""
+    """Raises SparkinferError for outputs that exist or cannot be written; a resumed run may have
+    some of its checkpoints."""
     goes_on = (config.work_folder / "state.safetensors").exists()
     read = [config.model, config.start_from, *config.corpora, *config.held_out]
     inputs = [path for path in read if path is not None]

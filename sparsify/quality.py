@@ -13,12 +13,13 @@ from sparkinfer.profile.ranks import Ranks
 from sparkinfer.sparsify.distillation import chunks, log_words
 from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, dense, watched
 
-SURE = 1.96  # standard errors in half a 95 % interval
+SURE = 1.96  # half-width of a 95 % interval, in standard errors
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """`kl_95` is half the 95 % interval of `kl`: windows, not tokens, count as independent."""
+    """`kl_95` is the half-width of the 95 % interval of `kl`, with windows, not tokens, as
+    independent samples."""
 
     num_tokens: int
     kl: float
@@ -83,7 +84,7 @@ def evaluate(
     tokens_W, kl_W = rows_W[:, 0], rows_W[:, 1]
     tokens, predicted = float(tokens_W.sum()), float(tokens_W.sum()) - len(windows)
     kl = float(kl_W.sum()) / tokens
-    # A ratio of sums: the windows' deviations from it, weighted by their lengths.
+    # The variance of a ratio of sums, from the windows' residuals.
     variance = (kl_W - kl * tokens_W).square().sum() * len(windows) / max(1, len(windows) - 1)
     return Quality(
         num_tokens=int(tokens),
@@ -97,7 +98,7 @@ def evaluate(
 
 
 def _sums(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor, ids_T: Tensor) -> Tensor:
-    """f64 [5], the sums over a window: tokens, KL, loss sparse and dense, same top tokens."""
+    """f64 [5], sums over a window: tokens, KL, loss sparse and dense, tokens with the same top."""
     sums = torch.zeros(5, dtype=torch.float64)
     sums[0] = len(ids_T)
     for start, stop in chunks(len(ids_T), len(head_VD)):
@@ -112,7 +113,7 @@ def _sums(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor, ids_T: Tensor) -
 
 
 def hidden_states(model: nn.Module, ids_BT: Tensor) -> Tensor:
-    """[B, T, D]: what the output head reads."""
+    """[B, T, D]: the input of the output head."""
     found: Tensor = decoder_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
     return found
 

@@ -1,4 +1,4 @@
-"""The record of a run so far: the curve of quality, and the outputs. Plain numbers."""
+"""The record of a run so far: the curve of quality, and the outputs, without weights."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ from sparkinfer.sparsify.quality import Quality
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The curve at one step: `quality` is of the first held-out text."""
+    """A point of the curve; `quality` is measured on the first held-out text."""
 
     step: int
     tokens: int
@@ -23,7 +23,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """One share: its checkpoint, and its quality on every held-out text, by the file's name."""
+    """A finished share: its checkpoint, and its quality on every held-out text, by file name."""
 
     share: float
     checkpoint: Path
@@ -37,7 +37,7 @@ class Record:
     started: Quality | None = None  # of the trained checkpoint that it starts from
     curve: list[Point] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
-    seconds: float = 0.0  # in steps; excludes loading and evaluation
+    seconds: float = 0.0  # of training steps, without loading and evaluation
 
     def to_array(self) -> np.ndarray:
         return np.frombuffer(json.dumps(asdict(self), default=str).encode(), np.uint8)

@@ -1,4 +1,4 @@
-"""Makes a dense model sparse: trains it to predict what its dense self predicts, with fewer
+"""Makes a dense model sparse: trains it to match the predictions of its dense self with fewer
 neurons.
 
     checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share, with limits
@@ -7,7 +7,7 @@ The neurons' weights and first limits are measured on the first windows of the c
 step trains on a batch while the silent share follows the schedule. From time to time the model is
 compared with its dense self on held-out text; the best state of every share is written.
 
-Model files are left to the command line, which calls convert."""
+Model files are written by the command line, which calls convert."""
 
 import time
 from collections.abc import Callable
@@ -34,14 +34,14 @@ from sparkinfer.sparsify.texts import read_texts, up_to
 from sparkinfer.sparsify.trained_checkpoint import read_trained, write_trained
 from sparkinfer.sparsify.trainer import NotFinite, Trainer
 
-SAVE_SHARE = 0.05  # of the time may go into saving
+SAVE_SHARE = 0.05  # of the time, at most, goes into saving
 Say = Callable[[str], None]
 OnTokens = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyReport:
-    """`record` has the curve, what was made, and the untrained model's quality by share."""
+    """`record` has the curve, the finished shares, and the untrained model's quality by share."""
 
     model_id: str  # of the dense model
     precision: str  # of the products
@@ -86,7 +86,8 @@ class Run:
         self.trainer.set_share(self.schedule.share(0), self.texts.measured)
 
     def _start_from(self, folder: Path) -> None:
-        """The weights and limits of a trained checkpoint, and the share they silence."""
+        """Starts from the weights and limits of a trained checkpoint and the share that they
+        silence."""
         names = matrix_names(self.student.layers)
         matrices, limit_LF = read_trained(folder, names)
         shapes = [matrix.shape for layer in self.student.layers for matrix in layer.dense]
@@ -117,7 +118,7 @@ class Run:
         )
 
     def train(self, signals: Signals) -> None:
-        """Runs all remaining steps. Raises Interrupted, with the state saved."""
+        """Runs all remaining steps. After a signal, saves the state and raises Interrupted."""
         size, schedule = self.plan.batch_windows, self.schedule
         windows = islice(self.texts.training, self.trainer.step * size * self.ranks.size, None)
         self.on_tokens(self.trainer.step * self.plan.step_tokens)
@@ -189,7 +190,7 @@ class Run:
         write_trained(self.plan.source, folder, matrices, limit_LF, self.config.rule)
 
     def _pause(self, signals: Signals, must_save: bool) -> None:
-        """Saves when it is time, and stops on a signal: all processes or none."""
+        """Saves when a save is due, and stops after a signal: all processes together."""
         since = time.monotonic() - self.saved_at
         is_due = since > max(self.config.save_every_s, self.save_s / SAVE_SHARE)
         is_stop = signals.wants_stop(self.ranks)
@@ -199,7 +200,7 @@ class Run:
             raise signals.interrupted(self.plan.state_path)
 
     def save(self) -> None:
-        """Saves the position of the run, in the first process."""
+        """Saves the position of the run; the first process writes the file."""
         began = time.monotonic()
         self.ranks.first_only(
             lambda: state.save(
@@ -228,10 +229,11 @@ def sparsify(
     say: Say = lambda line: None,
     on_tokens: OnTokens = lambda count: None,
 ) -> SparsifyReport:
-    """Trains, and writes a checkpoint for every share. `plan.finish` removes the work files.
+    """Trains, and writes a checkpoint for every share. The caller removes the work files with
+    `plan.finish`.
 
-    Raises SparkinferError for a model that cannot be trained, and Interrupted, with the state
-    saved, on a signal."""
+    Raises SparkinferError for a model that cannot be trained; after a signal, saves the state and
+    raises Interrupted."""
     with Ranks() as ranks, Signals() as signals:
         ranks.first_only(lambda: check_outputs(config))
         ranks.first_only(lambda: make_checkpoint(config))

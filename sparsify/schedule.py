@@ -1,24 +1,24 @@
 """Schedules of a run: the silent share, the learning rate, and when limits are frozen.
 
-Several shares are reached in sequence, each with the same number of steps: the share rises along
-half a cosine from its last value (ProSparse, arXiv 2402.13516, raises its penalty like that), is
-held, and in the last part the limits are frozen. The learning rate warms up and falls along half a
-cosine in each."""
+Several shares are reached in sequence, each in a stage of the same number of steps: the share rises
+along half a cosine from the previous one (as ProSparse, arXiv 2402.13516, raises its penalty), then
+is held, and in the last part of the stage the limits are frozen. In every stage the learning rate
+warms up and falls along half a cosine."""
 
 import math
 from dataclasses import dataclass
 
 from sparkinfer.errors import SparkinferError
 
-RAMP = 0.4  # of a share's steps
-FROZEN = 0.2  # of a share's steps, the last ones
-FIRST_SHARE = 0.5  # of the first target: silencing that many costs little (docs/sparsify.md)
-LAST_RATE = 0.05  # of the learning rate
+RAMP = 0.4  # of a stage's steps, in which the share rises
+FROZEN = 0.2  # of a stage's steps, the last ones, with frozen limits
+FIRST_SHARE = 0.5  # of the first target, to start from: it costs little (docs/sparsify.md)
+LAST_RATE = 0.05  # of the learning rate, at the end of a stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """`steps_of_share` steps for each of `shares`, in ascending order."""
+    """`steps_of_share` steps for each of `shares`, which ascend."""
 
     shares: tuple[float, ...]
     steps_of_share: int
@@ -53,7 +53,7 @@ class Schedule:
         return self._progress(step) >= RAMP
 
     def is_frozen(self, step: int) -> bool:
-        """True if limits are frozen."""
+        """True once limits are frozen."""
         return self._progress(step) >= 1 - FROZEN
 
     def ends_stage(self, step: int) -> bool:

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the current step is finished, the state saved, and the run ends."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: the run finishes its current step, saves its state and
+ends."""
 
 import signal
 import threading
@@ -13,8 +14,9 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """A context manager. The first signal is noted, a second one ends the program at once; under
-    torchrun, which sends every signal twice, none does."""
+    """A context manager. During training the first signal is noted and a second one ends the
+    program at once, except under torchrun, which sends every signal twice. Before training, the
+    first one ends the program."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -36,7 +38,7 @@ class Signals:
         self.number = number
 
     def train(self, ranks: Ranks) -> None:
-        """Makes a signal end the run after the current step, from here on."""
+        """From here on, a signal ends the run after the current step."""
         self.is_training, self.num_processes = True, ranks.size
 
     def wants_stop(self, ranks: Ranks) -> bool:

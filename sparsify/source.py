@@ -19,14 +19,15 @@ from sparkinfer.rope import RopeScaling
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.sparsify.trained_checkpoint import save_tensors
 
-# By llama.cpp's name of the graph: transformers' class and type, which share the tensors' names.
+# transformers' class and model type, by llama.cpp's name of the graph. All use the same tensor
+# names.
 CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
 TRAINABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-TURNED_IN_PAIRS = ("llama",)  # graphs whose rotary pairs of queries and keys are adjacent
+TURNED_IN_PAIRS = ("llama",)  # graphs that rotate adjacent rows of queries and keys
 OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -59,7 +60,7 @@ def check_trainable(path: Path, config: Mapping[str, object]) -> None:
 
 
 def as_checkpoint(source: Path, folder: Path) -> Path:
-    """`source` if it is a checkpoint folder; otherwise `folder`, made from the model file.
+    """`source` if it is a checkpoint folder; otherwise `folder`, written from the model file.
 
     Raises SparkinferError for a model that cannot be trained."""
     if source.is_dir():
@@ -158,7 +159,8 @@ def _name_of(name: str) -> str:
 
 
 def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
-    """The stored values in f16, bf16 and f32, otherwise unpacked to f32."""
+    """A tensor's values in transformers' layout: as stored for f16, bf16 and f32, else unpacked to
+    f32."""
     if entry.kind == "bf16":
         values = torch.from_numpy(entry.read().copy()).view(torch.bfloat16).view(entry.shape)
     elif entry.kind in ("f16", "f32"):

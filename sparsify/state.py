@@ -1,7 +1,7 @@
-"""The state of a training run: everything that its next step depends on, as arrays of one file.
+"""The state of a training run: everything that its next step depends on, as arrays in one file of
+profile.resume's format.
 
-The file is profile.resume's. Nothing is drawn at random after the start: the order of the corpus
-follows from the seed and the step."""
+No random state is needed: the order of the corpus follows from the seed and the step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Best:
 
 
 def model_arrays(trainer: Trainer) -> dict[str, Tensor]:
-    """All arrays that the function of the model depends on."""
+    """All arrays that determine what the model computes: trained parameters and limits."""
     limits = {"weight_LF": trainer.limits.weight_LF, "threshold_L": trainer.limits.threshold_L}
     return {**limits, **trainer.parameters}
 
@@ -86,7 +86,7 @@ def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
 
 
 def save(path: Path, settings: Settings, position: Position) -> None:
-    """Saves a position. Raises SparkinferError if there is no room; an older file then stays
+    """Saves a position. Raises SparkinferError if it cannot be written; an older file is then left
     unchanged."""
     try:
         save_position(path, settings, position)

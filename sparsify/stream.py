@@ -42,9 +42,9 @@ class Stream:
         return list(torch.tensor(ids[:num_tokens]).split(self.length))
 
     def windows(self, *, least: int = 1) -> Iterator[Tensor]:
-        """int64 [length] each, without end.
+        """Yields windows, int64 [length], without end.
 
-        Raises SparkinferError, in place of the first repetition, for a corpus of fewer windows than
+        Raises SparkinferError instead of repeating the corpus if it has fewer windows than
         `least`."""
         rest: list[int] = []
         num_given = 0

@@ -13,7 +13,7 @@ from sparkinfer.sparsify.feed_forward import FeedForward, Rule, decoder_of, inst
 
 @dataclass(frozen=True, kw_only=True)
 class Student:
-    """`dtype` is the type of the products; trained matrices and sums are f32."""
+    """`dtype` is that of the products; trained matrices and sums are f32."""
 
     model: nn.Module
     layers: list[FeedForward]
@@ -42,7 +42,8 @@ def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> S
 
 
 def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype) -> None:
-    """Converts matrices outside the feed-forward layers to `dtype`; the residual stays f32."""
+    """Converts matrices outside the feed-forward layers to `dtype`; the residual stream stays
+    f32."""
     if dtype == torch.float32:
         return
     ours = {id(part) for layer in layers for part in layer.modules()}
@@ -55,7 +56,7 @@ def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype)
 
 
 def dtype_of(precision: Precision, device: str) -> torch.dtype:
-    """bf16 if the processor multiplies it: 2.5 times as fast as f32 on a Zen 4 core."""
+    """bf16 if the processor has instructions for it (on a Zen 4 core 2.5 times as fast as f32)."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else torch.float32
     if device.startswith("cuda"):

@@ -17,13 +17,13 @@ from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.stream import Stream
 from sparkinfer.tokenizer_text import read_tokenizer
 
-MEASURED_WINDOWS = 16  # for measuring the neurons' weights; they are trained on too
+MEASURED_WINDOWS = 16  # for measuring the neurons' weights; also used for training
 HELD_OUT_WINDOW = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """`held_out` by file, of which the first decides; `training` has no end."""
+    """`held_out` is by file, and the first file selects the best state; `training` never ends."""
 
     held_out: dict[str, tuple[Tensor, ...]]
     measured: tuple[Tensor, ...]

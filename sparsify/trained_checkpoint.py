@@ -1,7 +1,8 @@
-"""A trained checkpoint: a Hugging Face folder, with the neurons' limits beside its weights.
+"""Writes and reads a trained checkpoint: a Hugging Face folder that also has the neurons' limits.
 
-transformers loads the folder and computes the dense function of the trained weights; the limits are
-in limits.FILE_NAME, which convert reads. The trained matrices are f32, all others are unchanged."""
+transformers can load the folder, but ignores the limits and runs the trained weights densely. The
+limits are in limits.FILE_NAME, which convert reads. The trained matrices are f32, all others
+unchanged."""
 
 import json
 import shutil
@@ -28,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 def write_trained(
     source: Path, folder: Path, matrices: Mapping[str, Tensor], limit_LF: np.ndarray, rule: str
 ) -> None:
-    """Writes the checkpoint `source` with other `matrices`, by their names there, as `folder`."""
+    """Writes `folder`: the checkpoint `source`, with the tensors named in `matrices` replaced."""
     checkpoint = Checkpoint.open(source)
     unknown = matrices.keys() - checkpoint.tensors.keys()
     assert not unknown, sorted(unknown)[:3]
@@ -54,7 +55,9 @@ def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor],
     checkpoint = Checkpoint.open(folder)
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
-        raise SparkinferError(f"{folder}: no tensor {shown(missing[0])}; it is of another model")
+        raise SparkinferError(
+            f"{folder}: no tensor {shown(missing[0])}; it was trained from another model"
+        )
     gates = [layer.gate_F for layer in Limits.load(folder / FILE_NAME).layers]
     if any(gate is None for gate in gates):
         raise SparkinferError(f"{folder / FILE_NAME}: a layer has no limits for its gates")

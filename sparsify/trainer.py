@@ -1,6 +1,6 @@
-"""One step of training, and the state that a step changes.
+"""A training step, and the state that it changes.
 
-Letters: B windows, T tokens of one, D model width, L layers."""
+Letters: B windows, T tokens of a window, D model width, L layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from sparkinfer.sparsify.schedule import Schedule
 from sparkinfer.sparsify.student import Student
 
 MAX_NORM = 1.0  # of the gradient
-PASSES = 2  # for limits of a share: those of lower layers change the inputs of upper ones
+PASSES = 2  # to set the limits of a share, since those of lower layers change upper layers' inputs
 BETAS = (0.9, 0.95)
 
 
@@ -40,7 +40,7 @@ class StepReport:
 
 
 class Trainer:
-    """The student, its optimizer and its limits; `step` counts the steps done."""
+    """The student, its optimizer and its limits; `step` is the number of steps done."""
 
     def __init__(
         self, config: SparsifyConfig, student: Student, schedule: Schedule, ranks: Ranks
@@ -53,7 +53,7 @@ class Trainer:
         self.step = 0
         self.speed = min(1.0, max(SPEED, LAG_STEPS / schedule.steps_of_share))
         num_layers, num_neurons = len(student.layers), len(student.layers[0].limit_F)
-        # FATReLU: one threshold, which is all that a checkpoint's config can express
+        # A checkpoint's config can express only one threshold for FATReLU.
         allocation = "global" if config.rule == "fatrelu" else config.allocation
         self.limits = Limits.of(torch.ones(num_layers, num_neurons), allocation)
         for layer in student.layers:
@@ -61,8 +61,8 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, windows: Sequence[Tensor]) -> None:
-        """Finds the neurons' weights and first limits on `windows`; called before the first
-        step."""
+        """Measures the neurons' weights on `windows`, for the rule "threshold"; to be called before
+        the first step."""
         if self.config.rule == "threshold":
             measure = Measure(self.student.layers)
             self._watch(measure, windows)
@@ -145,7 +145,7 @@ class Trainer:
 
     def _join_gradients(self) -> Tensor:
         """Averages the gradients over the processes and clips them; returns the norm before
-        that."""
+        clipping."""
         if self.ranks.size > 1:
             for name, parameter in self.parameters.items():
                 assert parameter.grad is not None, name
@@ -154,7 +154,8 @@ class Trainer:
         return norm.cpu()
 
     def _first_broken(self, windows: Sequence[Tensor]) -> int:
-        """The layer that NaN comes from: forward the first that produces one, backward the last."""
+        """The layer where NaN or infinity first appears: the first with one in the forward pass,
+        else the last with one in its gradients."""
         found: list[int] = []
 
         def watch(layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:

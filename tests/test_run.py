@@ -250,7 +250,7 @@ def test_a_full_disk_is_reported_before_the_work(monkeypatch, capsys, silu, cach
     usage = shutil.disk_usage(silu)._replace(free=estimate.SPARE_BYTES + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     line = refused(capsys, silu, "-p", "the")
-    assert "would be written and" in line and "SPARKINFER_CACHE names a folder" in line
+    assert "would be written, but" in line and "set SPARKINFER_CACHE to a folder" in line
     assert housekeeping.list_cache(cache) == ()
 
 

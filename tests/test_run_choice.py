@@ -131,7 +131,7 @@ def test_a_look_that_cannot_change_the_choice_is_left_out(capsys, relu, monkeypa
     assert main(["run", str(relu), "-p", "the", "-n", "1", "--no-verify"]) == 0
     shown = capsys.readouterr().err
     assert (
-        "mode exact: predictors would take about" in shown
+        "mode exact: training predictors would take about" in shown
         and "look" not in shown.split("stage")[-1]
     )
     assert main(["run", str(relu), "--dry-run", "--mode", "predicted"]) == 0

@@ -159,10 +159,10 @@ def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
 
 
 def test_the_smallest_budget_beside_a_cache(files, tmp_path):
-    with pytest.raises(SparkinferError, match="holds nothing beside the neuron cache") as refused:
+    with pytest.raises(SparkinferError, match="holds nothing besides the neuron cache") as refused:
         solved(files, tmp_path / "plan", vram_budget_bytes=WORKSPACE + 100)
     smallest = int(str(refused.value).split("that does is ")[1].split(" bytes")[0].replace(",", ""))
-    with pytest.raises(SparkinferError, match="holds nothing beside the neuron cache"):
+    with pytest.raises(SparkinferError, match="holds nothing besides the neuron cache"):
         solved(files, tmp_path / "plan", vram_budget_bytes=smallest - 1)
     try:
         solved(files, tmp_path / "plan", vram_budget_bytes=smallest)
