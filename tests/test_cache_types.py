@@ -200,11 +200,11 @@ def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cache_type_k": "q5_0"}, "a cache of 'q5_0'; known: f32, f16, bf16, q8_0"),
-        ({"cache_type_v": ""}, "a cache of ''; known"),
+        ({"cache_type_k": "q5_0"}, "cache type 'q5_0' is unknown; known: f32, f16, bf16, q8_0"),
+        ({"cache_type_v": ""}, "cache type '' is unknown; known"),
         (
             {"cache_type_k": "q8_0"},
-            "needs heads of a multiple of 32 values, this model's have 16",
+            "needs heads whose width is a multiple of 32, this model's have 16",
         ),
     ],
 )

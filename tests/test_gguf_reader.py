@@ -140,9 +140,9 @@ BROKEN = {
     "has 5 dimensions": header((), (tensor(dims=(1,) * 5),)) + bytes(320),
     "has 0 dimensions": header((), (tensor(dims=()),)) + bytes(320),
     "impossible shape": header((), (tensor(dims=(2**32, 2**32, 0)),)),
-    "no whole blocks of 32": header((), (tensor(dims=(48, 2), kind=8),)) + bytes(320),
+    "not whole blocks of 32": header((), (tensor(dims=(48, 2), kind=8),)) + bytes(320),
     "unknown type 4": header((), (tensor(kind=4),)) + bytes(320),
-    "no multiple of 32": header((), (tensor(offset=16),)) + bytes(320),
+    "not a multiple of 32": header((), (tensor(offset=16),)) + bytes(320),
     "overlaps another": header((), (tensor(), tensor(b"u", offset=64))) + bytes(320),
     "73 bytes of its tensors are missing": header((), (tensor(),)) + bytes(7 + 128 - 73),
 }  # fmt: skip

@@ -193,7 +193,7 @@ def test_counts_that_overflow_are_refused():
     histogram_LB[0, 1:5] = 1 << 62
     assert (histogram_LB.sum(axis=1) == profile.gate_histogram_LB.sum(axis=1)).all()
     wrong = dataclasses.replace(profile, gate_histogram_LB=histogram_LB)
-    assert "every neuron once a token" in refusal_of(wrong.validate)
+    assert "every neuron once per token" in refusal_of(wrong.validate)
     many = dataclasses.replace(profile, num_tokens=1 << 62)
     assert "more than can be counted" in refusal_of(many.validate)
 

@@ -340,7 +340,7 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"up": StoredMatrix(np.zeros((192, 37), np.uint8), "q4_0")}, "no whole blocks"),
+        ({"up": StoredMatrix(np.zeros((192, 37), np.uint8), "q4_0")}, "not whole blocks"),
         ({"up": StoredMatrix(np.zeros((192, 36), np.int8), "q4_0")}, "wanted a matrix of uint8"),
         ({"up": StoredMatrix.of(np.full((192, 64), np.nan), "f32")}, "NaN"),
         ({"up": StoredMatrix(np.full((192, 36), 255, np.uint8), "q4_0")}, "NaN"),

@@ -1,8 +1,9 @@
 """Sparse inference. The main stages: sparkinfer.convert, .profile, .solver and .runtime.
 
-Nothing is imported here, not even typing, so that the command line can handle Ctrl-C early."""
+Nothing is imported here, not even typing, so that the command line handles Ctrl-C from the
+start."""
 
-TYPE_CHECKING = False  # type checkers take it as true
+TYPE_CHECKING = False  # type checkers assume true
 if TYPE_CHECKING:
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.step.sequences import Part

@@ -1,7 +1,7 @@
-"""The architectures that can be run: the graph and the tensors of each.
+"""The supported architectures: the graph and the tensors of each.
 
-Names are llama.cpp's where it has one. Optional parts of a single file (biases, a second norm) are
-detected from its tensors.
+Names are llama.cpp's if it has one. Optional parts of a model (biases, a second norm) are detected
+from the tensors of its file.
 
 Letters: D model width, F feed-forward neurons of a layer, R predictor rank, W head width."""
 
@@ -13,7 +13,7 @@ from sparkinfer.rope import NO_SCALING, RopeScaling
 Layout = Literal["sparse", "stock"]
 Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
 PredictorKind = Literal["linear", "relu", "gate"]
-# Activations whose small values are not zero: a threshold on |act(gate)| silences neurons.
+# Activations whose small values are not zero: only a threshold on |act(gate)| silences neurons.
 SMOOTH = ("silu", "gelu", "gelu_tanh")
 PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
@@ -21,8 +21,8 @@ GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One graph. `rotary` says which values of a head rotate together: neighbours, or a value and
-    the one half a head further; None means that positions are learned (`position_embd`)."""
+    """One graph. `rotary` says which values of a head rotate together: adjacent ones, or each with
+    the one half a head further on; None means learned positions (`position_embd`)."""
 
     name: str
     norm: Literal["rms", "layer"] = "rms"
@@ -31,7 +31,7 @@ class Architecture:
     has_fused_qkv: bool = False
     has_head_norms: bool = False  # queries and keys are normed per head
     is_parallel: bool = False  # attention and feed-forward take the same input
-    # What llama.cpp's graph of this name computes, and the optional tensors it loads.
+    # The activations that llama.cpp's graph of this name computes, and optional tensors it loads.
     stock_activations: tuple[Activation, ...] = ()
     stock_options: frozenset[str] = field(default=frozenset())
 
@@ -91,8 +91,8 @@ class ModelShape:
 def layer_shapes(
     graph: Architecture, shape: ModelShape, layout: Layout, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors every layer must have, by name within the layer; `rank` is the predictor's rank:
-    0 for a single matrix, None for no predictor."""
+    """The tensors that every layer must have, by name within the layer; `rank` is the predictor's
+    rank: 0 for a single matrix, None for no predictor."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,)}
@@ -121,7 +121,7 @@ def layer_shapes(
 def optional_layer_shapes(
     graph: Architecture, shape: ModelShape, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors that either all layers have or none; those of predictors are optional in each
+    """The tensors that all layers have or none has; predictors' biases are optional in each
     layer."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
@@ -165,7 +165,7 @@ def optional_outer_shapes(graph: Architecture, shape: ModelShape) -> dict[str, t
 def _with_norm_biases(
     graph: Architecture, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Layer norms (Ba et al. 2016) have a bias, RMS norms have none."""
+    """The shapes with the biases of layer norms (Ba et al. 2016); RMS norms have none."""
     if graph.norm == "rms":
         return shapes
     norms = {n: s for n, s in shapes.items() if n.endswith(("norm.weight", "norm_2.weight"))}

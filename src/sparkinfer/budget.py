@@ -9,7 +9,7 @@ from sparkinfer.cache_types import CacheTypes
 from sparkinfer.gguf_file import TensorEntry, row_bytes
 from sparkinfer.model_file import ModelFile
 
-# The items of a plan's bytes, in descending order of worth per byte.
+# The items of a plan's bytes.
 ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "neuron_cache",
          "workspace")  # fmt: skip
 Items = dict[str, int]
@@ -28,16 +28,16 @@ FLOAT_BYTES = 4
 # but enough rows to amortise reading and writing the result of each tile.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
-# The online neuron cache (runtime/neuron_cache): a neuron's parts (rows, biases) begin at multiples
-# of STAGED_ALIGNMENT in staging. A swap copies each part and changes up to three numbers (int32);
-# for each of these, staging holds a description of the copy, and the number.
+# The online neuron cache (runtime/neuron_cache). In staging, each part of a neuron (row, bias)
+# begins at a multiple of STAGED_ALIGNMENT. A swap copies each part and changes up to three numbers
+# (int32); staging holds a descriptor for every copy, and the numbers.
 STAGED_ALIGNMENT = 16
 NUMBERS_OF_SWAP = 3
 NUMBER_BYTES = 4
 COPY_BYTES = 32
 # A candidate of the policy: layer, slot, incoming and outgoing neuron, and the seconds it gains.
 CANDIDATE_BYTES = 24
-PENDING_TOKENS = 32  # whose bits the neuron cache's policy keeps, MOST_PENDING in its policy.h
+PENDING_TOKENS = 32  # tokens whose bits the neuron cache's policy keeps (MOST_PENDING in policy.h)
 
 
 def tile_rows(width: int) -> int:
@@ -46,8 +46,8 @@ def tile_rows(width: int) -> int:
 
 
 def part_neurons(width: int, num_tokens: int) -> int:
-    """Neurons that an unobserved pass computes at a time: whole tiles of a matrix of this width,
-    with about as many values as one tile."""
+    """Neurons that an unobserved pass computes at a time: whole tiles of a matrix of this width, so
+    many that their activations take about the bytes of a tile."""
     rows = tile_rows(width)
     return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
 
@@ -104,9 +104,9 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 
 
 def transposed_kind(model: ModelFile) -> str:
-    """The type of a stock file's down projection after transposing at load.
+    """The type of a stock file's down projection once it is transposed, which happens at load.
 
-    Float types are kept; block types become f16, since their blocks run along the other
+    Float types are kept; block types become f16, because their blocks run along the other
     dimension."""
     kind = model.tensors["blk.0.ffn_down.weight"].kind
     return kind if kind in ("f32", "f16", "bf16") else "f16"
@@ -127,7 +127,7 @@ def kv_bytes_per_layer(
 
 
 def kv_positions(context_length: int, num_sequences: int) -> int:
-    """Positions in the whole cache, in whole blocks if there are several sequences."""
+    """Positions in the whole KV cache, rounded up to blocks if there are several sequences."""
     if num_sequences == 1:
         return context_length
     return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
@@ -147,12 +147,12 @@ def embedding_bytes(model: ModelFile) -> int:
 
 
 def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = True) -> int:
-    """Temporaries of one forward pass over a prefill chunk, all in f32.
+    """Bytes of the temporaries of a forward pass over a prefill chunk, all in f32.
 
-    Hidden state and its copies 8 TD, gate, up and product of all neurons (of a part of them in a
-    long, unobserved pass), keys and values of the whole context unpacked, the attention mask TC,
-    logits, and the tile that weights are unpacked into. A native step takes about as much or less
-    (Work in step.cpp)."""
+    The hidden state and its copies (8 TD), gate, up and product of all neurons (of a part of them
+    in a long, unobserved pass), the unpacked keys and values of the whole context, the attention
+    mask (TC), logits, and the tile that weights are unpacked into. A native step takes about as
+    much or less (Work in step.cpp)."""
     shape = model.shape
     tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
     neurons = shape.num_neurons
@@ -170,15 +170,16 @@ def is_cached(num_hot: int, num_neurons: int) -> bool:
 
 
 def staging_bytes(model: ModelFile, most_rows: int) -> int:
-    """Bytes of a neuron cache's staging, on the GPU and in main memory alike: the rows and biases of
-    `most_rows` of the largest neurons, and each swap's copies and numbers."""
+    """Bytes of a neuron cache's staging, the same on the GPU and in main memory: the rows and
+    biases of `most_rows` neurons of the largest layer, and each swap's copy descriptors and
+    numbers."""
     parts_L = [_parts(model, layer) for layer in range(model.shape.num_layers)]
     row = max(sum(map(staged, parts)) for parts in parts_L)
     return bytes_in_staging(row, max(map(len, parts_L)), most_rows)
 
 
 def bytes_in_staging(row_bytes: int, num_parts: int, most_rows: int) -> int:
-    """Bytes of staging for neurons that have `num_parts` parts of `row_bytes` together there."""
+    """Bytes of staging for `most_rows` neurons of `num_parts` parts and `row_bytes` bytes each."""
     copies = staged(COPY_BYTES * (num_parts + NUMBERS_OF_SWAP) * most_rows)
     return copies + most_rows * (row_bytes + NUMBER_BYTES * NUMBERS_OF_SWAP)
 
@@ -193,7 +194,7 @@ def _parts(model: ModelFile, layer: int) -> list[int]:
 
 
 def staged(num_bytes: int) -> int:
-    """Bytes of a part in staging, with the gap before the next one."""
+    """Bytes of a part in staging, including the padding after it."""
     return -(-num_bytes // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
 
 
@@ -205,10 +206,10 @@ def step_bits_bytes(model: ModelFile) -> int:
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
     """The sizes that a neuron cache's bytes depend on, besides the model and the placement.
-    `packs_bits`: in mode exact each side finds out which of its neurons a token reads, and sets
-    their bits; in mode predicted the predictor names all of them."""
+    `packs_bits` is true in mode exact, where each side finds out which of its neurons a token reads
+    and sets their bits; in mode predicted the predictor names them all."""
 
-    most_rows: int  # swapped in a step at most
+    most_rows: int  # most neurons swapped in a step
     packs_bits: bool
 
     def gpu_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
@@ -223,16 +224,17 @@ class CacheSize:
         return staging_bytes(model, self.most_rows) + packing * self.packs_bits
 
     def most_gpu_bytes(self, model: ModelFile) -> int:
-        """An upper bound of `gpu_bytes` for any placement: every layer is cached."""
+        """Upper bound on `gpu_bytes`: its value if every layer is cached."""
         tables = NUMBER_BYTES * model.shape.num_neurons * model.shape.num_layers
         return self.gpu_bytes(model, ()) + tables * self.packs_bits
 
     def host_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
-        """Main memory: copies of hot neurons; pinned staging; the bits of a step, those of the CPU
-        (and of the GPU, if it packs bits) and all together; the tables of the policy and the
-        runtime. These hold, per neuron, two scores (f32, padded to whole words of bits), its slot
-        twice (int32) and two bits (is it in a slot by the plan, and now), the bits of the
-        PENDING_TOKENS last tokens, and the policy's candidates."""
+        """Bytes of main memory: copies of hot neurons; pinned staging; the bits of a step,
+        separately for the CPU (and for the GPU, if it packs bits) and combined; and the tables of
+        the policy and the runtime. The tables hold, for each neuron, two scores (f32, padded to
+        whole words of bits), its slot twice (int32), two bits (is it in a slot by the plan, and is
+        it now) and a bit for each of the last PENDING_TOKENS tokens; and the policy's
+        candidates."""
         shape, bits = model.shape, step_bits_bytes(model)
         scores = 2 * FLOAT_BYTES * 8 * bits
         slots = 2 * NUMBER_BYTES * shape.num_layers * shape.num_neurons
@@ -244,8 +246,8 @@ class CacheSize:
 
 
 def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
-    """Main memory for the hot neurons of cached layers: a copy of each, since nothing is written back
-    when it leaves its slot, and the slot's neuron twice (int32)."""
+    """Bytes of main memory for the hot neurons of cached layers: a copy of each, so that nothing
+    need be written back when it leaves its slot, and two int32 tables of the slots' neurons."""
     return sum(
         hot * (layer_bytes(model, layer).neuron + 2 * NUMBER_BYTES)
         for layer, hot in enumerate(num_hot)

@@ -1,9 +1,9 @@
 """The pre-tokenizers of byte-level BPE that llama.cpp knows by name.
 
-`convert` writes the name as `tokenizer.ggml.pre`, `runtime` builds a tokenizer from it. Only those
-that split texts in the same way in `tokenizers` and in llama.cpp are listed. (llama.cpp has the
-tables of Unicode 15, `tokenizers` those of Unicode 16: the 4,382 letters and digits added since are
-symbols to llama.cpp.)"""
+`convert` writes the name as `tokenizer.ggml.pre`, and `runtime` builds a tokenizer from it. Only
+those that split text in the same way in `tokenizers` and in llama.cpp are listed. (llama.cpp has
+the tables of Unicode 15, `tokenizers` those of Unicode 16: the 4,382 letters and digits that were
+added in between are symbols to llama.cpp.)"""
 
 from dataclasses import dataclass
 

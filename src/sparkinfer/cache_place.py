@@ -1,4 +1,4 @@
-"""The place of the user's cache folder. It contains artifacts (sparkinfer.run.cache_folder) and the
+"""Locates the user's cache folder, which holds artifacts (sparkinfer.run.cache_folder) and the
 results of checking GPUs (sparkinfer.device_checks)."""
 
 import os
@@ -10,8 +10,8 @@ VARIABLE = "SPARKINFER_CACHE"
 
 
 def cache_folder() -> Path:
-    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification. Raises SparkinferError
-    for a user without a home."""
+    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification. Raises
+    SparkinferError for a user without a home folder."""
     own = os.environ.get(VARIABLE)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one must be ignored
     try:
@@ -20,6 +20,6 @@ def cache_folder() -> Path:
         return (base if base.is_absolute() else Path.home() / ".cache") / "sparkinfer"
     except RuntimeError as error:  # no such user, or one without a home
         raise SparkinferError(
-            f"{own or '~'}: there is no such home folder; {VARIABLE} names a cache folder by a whole"
-            " path"
+            f"{own or '~'}: there is no such home folder; set {VARIABLE} to the absolute path of a"
+            " cache folder"
         ) from error

@@ -1,8 +1,9 @@
-"""The part of a plan for the online neuron cache: the size of its staging memory, the times that it
-decides by, and the initial frequencies of its scores.
+"""The section of a plan for the online neuron cache: the size of its staging memory, the times by
+which it decides, and the initial frequencies of its scores.
 
-Specified in docs/formats.md (model.split.gguf). How the cache decides is in sparkinfer.neuron_cache,
-its memory is counted by sparkinfer.budget, and the times are made by solver/cache_costs.py.
+Specified in docs/formats.md (model.split.gguf). The options of the cache are in
+sparkinfer.neuron_cache, its memory is counted by sparkinfer.budget, and the times are computed by
+solver/cache_costs.py.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -17,17 +18,17 @@ from sparkinfer.neuron_cache import CacheCosts
 from sparkinfer.typed import Fields, shown
 
 MOST_ROWS = 1 << 16
-MOST_S = 1e30  # of any time, so that computations stay finite
+MOST_S = 1e30  # upper limit of any time, so that computations stay finite
 KEYS = ("cache.most_rows", "cache.rest_s", "cache.copy_s")
 _TIMES = ("hot_s", "hot_row_s", "cold_s", "cold_row_s", "copy_row_s", "gather_row_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """Raises SparkinferError for values that no cache can have.
+    """The section. Raises SparkinferError for values that no cache can have.
 
-    most_rows: neurons that are swapped in one step at most. frequency: how often a token reads each
-    neuron, by the profile: f32 [F] for each layer, by neuron id."""
+    most_rows: most neurons swapped in a step. frequency: how often a token reads each neuron
+    according to the profile, f32 [F] for each layer, by neuron id."""
 
     most_rows: int
     costs: CacheCosts
@@ -89,7 +90,8 @@ class CachePlan:
     def take(
         cls, read: Fields, tensors: dict[str, TensorEntry], num_layers: int
     ) -> "CachePlan | None":
-        """Takes its tensors out of `tensors`; None for a plan without a cache.
+        """Reads the section and takes its tensors out of `tensors`; None for a plan without a
+        cache.
 
         Raises SparkinferError for invalid values and for a missing tensor."""
         if not any(key in read.values for key in KEYS):
@@ -111,7 +113,7 @@ class CachePlan:
 
 
 def refuse_half(keys: Mapping[str, Value] | Iterable[str]) -> None:
-    """Raises SparkinferError if some of the cache's keys are there and others are not."""
+    """Raises SparkinferError if some of the cache's keys are there and others are missing."""
     missing = [key for key in KEYS if key not in keys]
     if 0 < len(missing) < len(KEYS):
         raise SparkinferError(f"key {shown(missing[0])} is missing")

@@ -27,7 +27,7 @@ class CacheType:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise SparkinferError(f"a cache of {self.name!r}; known: {', '.join(NAMES)}")
+            raise SparkinferError(f"cache type {self.name!r} is unknown; known: {', '.join(NAMES)}")
 
     @property
     def kind(self) -> str:
@@ -51,8 +51,8 @@ class CacheType:
         block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind.upper()]][0]
         if width % block:
             raise SparkinferError(
-                f"a cache in {self.name} needs heads of a multiple of {block} values, this model's"
-                f" have {width}; use f16 or bf16"
+                f"a cache in {self.name} needs heads whose width is a multiple of {block}, this"
+                f" model's have {width}; use f16 or bf16"
             )
 
 

@@ -10,7 +10,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import sys
 
-        if sys.platform == "win32":  # it has none of the locks and signals that follow
+        if sys.platform == "win32":  # it lacks the locks and signals that are used from here on
             sys.stderr.write("sparkinfer: Windows itself is not supported; use it under WSL 2\n")
             return 1
         from sparkinfer.top_level import run

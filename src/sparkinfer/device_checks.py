@@ -1,12 +1,12 @@
-"""The results of checking GPUs, kept in the user's cache folder.
+"""Keeps the results of checking GPUs in the user's cache folder.
 
     CACHE/device-checks/0123456789abcdef01234567.json   one file per key (DeviceKey)
 
-A verdict is on one part: the device itself, a kernel in one variant, the graph of a plan's step.
-Before a part is tried its name is stored as `started`, and removed with its verdict. A name that is
-found while no process holds the file's lock was left by one that died during the check, and its
-part counts as failed. A damaged file, or one of another format, version or key, is ignored and
-rewritten. The checks themselves: sparkinfer.runtime.check."""
+A verdict is about one part: the device itself, a kernel in one variant, or the graph of a plan's
+step. Before a part is tried, its name is stored as `started`; the verdict removes it. A name that
+is found while no process holds the file's lock was left by a process that died during the check, so
+its part counts as failed. A damaged file, or one of another format, version or key, is ignored and
+rewritten. The checks themselves are in sparkinfer.runtime.check."""
 
 import fcntl
 import hashlib
@@ -31,8 +31,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKey:
-    """What the verdicts of a file are valid for; if any of these values differs, parts are checked
-    anew."""
+    """The device and the software that a file's verdicts are valid for; if any value differs, parts
+    are checked again."""
 
     index: int  # of the device among those of its process
     device: str  # its name
@@ -104,7 +104,7 @@ def _record(kind: type[R], values: dict[str, Any]) -> R:
 
 
 def stored_checks() -> list[Checks]:
-    """Every readable file of the cache, most recently written first; none without a cache."""
+    """The content of every readable file, most recently written first."""
     try:
         paths = sorted((cache_folder() / FOLDER).glob("*.json"), key=_written_at, reverse=True)
     except (OSError, SparkinferError):
@@ -120,7 +120,8 @@ def _written_at(path: Path) -> float:
 
 
 def forget_checks(cache: Path | None = None) -> None:
-    """Removes all results in a cache folder (None: the user's): the next load checks everything."""
+    """Removes all results in a cache folder (None: the user's), so that the next load checks
+    everything."""
     with suppress(SparkinferError):
         for path in ((cache or cache_folder()) / FOLDER).glob("*.json"):
             with suppress(OSError):
@@ -129,9 +130,10 @@ def forget_checks(cache: Path | None = None) -> None:
 
 @dataclass(eq=False)
 class CheckBook:
-    """The results on one device, open for checks: it holds the file's lock in its `with` block.
+    """The results for one device, open for checks: within its `with` block it holds the file's
+    lock.
 
-    Without a folder that can be written, results last as long as the book."""
+    If the cache folder cannot be written, results are kept only in memory."""
 
     key: DeviceKey
     say: Say = lambda line: None
@@ -149,7 +151,7 @@ class CheckBook:
             self._path = path
         except (OSError, SparkinferError) as error:
             reason = getattr(error, "strerror", None) or error
-            self.say(f"the cache folder cannot be written ({reason}): the GPU is checked at every"
+            self.say(f"the cache folder cannot be written ({reason}), so the GPU is checked at every"
                      " load")  # fmt: skip
             return self
         found = read_checks(path)
@@ -176,7 +178,7 @@ class CheckBook:
         self._save(None)
 
     def give_up(self) -> None:
-        """Removes the note of `start` without a verdict."""
+        """Withdraws `start` without a verdict."""
         self._save(None)
 
     def _wait(self) -> None:
@@ -202,4 +204,4 @@ class CheckBook:
                 partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except (OSError, SparkinferError) as error:
             self._path = None
-            self.say(f"the results of the check of the GPU cannot be kept: {error}")
+            self.say(f"the results of the GPU check cannot be saved: {error}")

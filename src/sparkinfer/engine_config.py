@@ -1,8 +1,8 @@
 """The options of an engine: one list of their names, types, defaults and rules.
 
-`Engine.load` and `Engine.of` take the fields as keywords; the command line reads its defaults here,
-which needs no torch. What depends on the model, the plan or the machine is checked by the load
-(runtime.engine_options)."""
+`Engine.load` and `Engine.of` take the fields as keywords; the command line reads its defaults from
+here, without importing torch. Whatever depends on the model, the plan or the machine is checked at
+load (runtime.engine_options)."""
 
 import re
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9]\d?))?")
 
 
 class OwnPolicy(Protocol):
-    """A neuron cache with a policy of the caller's: runtime.neuron_cache.setup.CacheSetup."""
+    """A neuron cache with the caller's own policy: runtime.neuron_cache.setup.CacheSetup."""
 
     @property
     def most_rows(self) -> int: ...
@@ -55,33 +55,33 @@ class EngineConfig:
 
     mode: "dense", "exact" or "predicted"; None takes the plan's. Without a plan it takes the mode
     that reads the fewest bytes among those that cost at most `max_loss` of the perplexity by the
-    file's record (mode_choice); with `thresholds` or `limits`, the mode that these and the
-    predictors are made for.
+    file's record (mode_choice); with `thresholds` or `limits`, the mode that they and the
+    predictors are for.
 
-    device: "cpu" or "cuda[:n]" for everything the plan does not put on the CPU; None takes CUDA if
-    there is a device. A GPU is checked at its first load (runtime.check); what fails is replaced by
-    something slower, with a warning.
+    device: "cpu" or "cuda[:n]", for everything that the plan does not put on the CPU; None takes
+    CUDA if there is a device. A GPU is checked when it is first used (runtime.check); a part that
+    fails is replaced by a slower one, with a warning.
 
-    context_length: tokens the cache holds per text; None takes the plan's, or the model's up to
-    4,096.
+    context_length: tokens per text that the KV cache holds; None takes the plan's, or the model's
+    up to 4,096.
 
     thresholds: a profile whose thresholds replace those of a SiLU or GELU model; mode "dense" uses
     none.
 
-    is_resident: whether weights on the CPU are copied into memory in the layout for decoding, or
-    stay in the mapped file, which loads at once and decodes slower; None copies them if they fit
-    into free memory.
+    is_resident: true copies the CPU's weights into memory, in the layout for decoding; false leaves
+    them in the mapped file, which loads at once but decodes more slowly; None copies them if they
+    fit into free memory.
 
-    graph: whether a step on CUDA is captured into a graph; without a graph, results are the same
-    and decoding is slower, but it can be debugged.
+    graph: whether a step on CUDA is captured as a CUDA graph; without one, results are the same and
+    decoding is slower, but can be debugged.
 
-    cpu_ffn: in place of a plan, puts all feed-forward neurons on the CPU and everything else on the
+    cpu_ffn: instead of a plan, puts all feed-forward neurons on the CPU and everything else on the
     device.
 
-    num_sequences: texts kept at a time, each of up to context_length tokens. With a plan as many as
-    it budgets, and no more.
+    num_sequences: number of texts held at a time, each of up to context_length tokens; with a plan,
+    at most as many as it budgets.
 
-    max_loss: the rise of the perplexity, as a share, that the choice of a mode accepts.
+    max_loss: the relative rise of the perplexity that the choice of a mode accepts.
 
     limits: a limits file (sparkinfer.limits) that replaces the limits of a SiLU or GELU model; mode
     "dense" uses none.
@@ -93,13 +93,14 @@ class EngineConfig:
     kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long text reads only the
     keys with the largest estimated weights (sparkinfer.key_selection), on the CPU only.
 
-    rope_scaling, rope_scale: "none", "linear" or "yarn" (sparkinfer.rope) in place of the model's own
-    scaling of its rotary embeddings, and how many times the length that it was trained on a text may
-    have; None is YaRN if there is a scale, and the scale that context_length needs.
+    rope_scaling, rope_scale: replace the model's own scaling of rotary embeddings: "none", "linear"
+    or "yarn" (sparkinfer.rope), and the ratio of the longest text to the training length. If only
+    the scale is given, the scaling is YaRN; if only the scaling is given, the scale is what
+    context_length needs.
 
-    neuron_cache: lets the neurons in the slots of the fast memory follow the text, as its settings
-    say; at first they are the hot neurons of the plan, which must have room for it. None lets them
-    follow if the plan has room and the mode is the plan's, "off" never."""
+    neuron_cache: an online cache that swaps the neurons in GPU memory to follow the text, starting
+    with the plan's hot neurons; the plan must have room for it. None uses it if the plan has room
+    and runs in its own mode; "off" never does."""
 
     mode: RunMode | None = None
     device: str | None = None
@@ -121,7 +122,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:
             raise SparkinferError(f"mode {self.mode!r}; known: {', '.join(MODES)}")
-        if not self.max_loss >= 0:  # NaN is not
+        if not self.max_loss >= 0:  # rejects NaN
             raise SparkinferError(f"max_loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")
         if not 1 <= self.num_sequences <= MAX_SEQUENCES:
             raise SparkinferError(
@@ -142,6 +143,6 @@ class EngineConfig:
 
 
 def check_device(device: str | None) -> None:
-    """Raises SparkinferError for a name that is no device of an engine; None is CUDA or the CPU."""
+    """Raises SparkinferError unless it names a device of an engine; None is CUDA or the CPU."""
     if device is not None and not _DEVICE.fullmatch(device):
         raise SparkinferError(f"device {device!r}; wanted cpu or cuda")

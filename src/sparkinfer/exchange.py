@@ -1,4 +1,4 @@
-"""Puts a new folder in the place of an existing one, atomically if the system can."""
+"""Replaces a folder by a new one, atomically if the system supports it."""
 
 import ctypes
 import errno
@@ -9,25 +9,26 @@ from pathlib import Path
 from sparkinfer.errors import SparkinferError
 
 OLD = ".old"
-ATTEMPTS = 100  # to rename a folder, against other runs that do the same
+ATTEMPTS = 100  # to rename a folder while other runs do the same
 _AT_CWD, _EXCHANGE = -100, 2  # of renameat2(2)
 
 
 def put_folder(partial: Path, path: Path) -> None:
-    """Renames a folder. A folder that had the name before is left at `partial`, or removed."""
+    """Renames `partial` to `path`. A folder that had that name ends up at `partial`, or is
+    removed."""
     old = partial.with_suffix(OLD)
     for _ in range(ATTEMPTS):
         try:
             if path.exists() and _exchange(partial, path):
                 return
-            if path.exists():  # for a moment the name does not exist
+            if path.exists():  # not atomic: for a moment nothing has the name
                 path.replace(old)
             partial.replace(path)
             return shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             if old.exists() and not path.exists():
                 old.replace(path)
-            # In between, another run has put its own folder there, or removed it.
+            # Meanwhile another run has put its own folder there, or removed it.
             if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise
     raise SparkinferError(f"{path}: other runs keep replacing it; give another name")

@@ -1,4 +1,4 @@
-"""Writes files and folders so that none is ever seen half-written under its final name."""
+"""Writes files and folders such that none is ever visible half-written under its final name."""
 
 import errno
 import fcntl
@@ -30,16 +30,16 @@ _unfinished: set[Path] = set()  # partial files and folders of this process
 
 @contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Yields an empty file beside `path` to write to; renames it to `path` on success, otherwise
+    """Yields an empty file next to `path` to write to; renames it to `path` on success, otherwise
     removes it and the folders that were made for it.
 
-    Its name, `path`.xxxxxxxx.partial with eight random hex digits, is unique, so two runs with the
-    same output do not collide. It is locked while it is written; the next run removes files of such
-    names that are not locked, since a killed run left them. The caller must therefore write it in
-    place, not replace it by another file. Its bytes are synced to disk before the rename, and the
-    rename before this returns: a power cut leaves either the old file or the new one. Raises
-    SparkinferError if the folder cannot be written, if the disk is full, if an input of
-    `steady.reading` has changed, or if another run has written `path`."""
+    Its name, `path`.xxxxxxxx.partial with eight random hex digits, is unique, so that two runs with
+    the same output do not collide. It is locked while it is written; the next run removes files of
+    such names that are not locked, since only a killed run leaves them. The caller must therefore
+    write into this file and not replace it by another one. Its bytes are synced to disk before the
+    rename, and the rename before this returns, so that a power cut leaves either the old file or
+    the new one. Raises SparkinferError if the folder cannot be written, if the disk is full, if an
+    input of `steady.reading` has changed, or if another run has written `path`."""
     with _made(path, _new_file) as partial:
         yield partial
         _finish(path, lambda: _sync(partial))
@@ -50,8 +50,8 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """Like partial_file, for a folder to fill. An existing folder `path` is replaced whole (see
-    check_output_folder), atomically if the system can exchange two names, as Linux can."""
+    """Like partial_file, for a folder to fill. An existing folder `path` is replaced as a whole
+    (see check_output_folder), atomically if the system can exchange two names, as Linux can."""
     with _made(path, _new_folder) as partial:
         yield partial
         _finish(path, lambda: _sync_all(partial))
@@ -62,8 +62,8 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in `parent`, None is the system's, which is removed at the end of the block and when
-    a signal ends the process."""
+    """A new folder in `parent` (None: the system's place for temporary files), which is removed at
+    the end of the block and when a signal ends the process."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
         folder = Path(name)
         _unfinished.add(folder)
@@ -76,7 +76,7 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def remove_stale(path: Path) -> None:
-    """Removes what killed runs left beside `path`: its partial files and folders that are not
+    """Removes what killed runs left next to `path`: its partial files and folders that are not
     locked. If such a run had moved the old folder aside without replacing it, renames it back."""
     if not path.parent.is_dir():
         return
@@ -84,7 +84,7 @@ def remove_stale(path: Path) -> None:
         name = other.name.removeprefix(f"{_stem(path)}.")
         if not _is_ours(name) or other.is_symlink():
             continue
-        with suppress(OSError), _opened(other) as descriptor:  # another user's, perhaps
+        with suppress(OSError), _opened(other) as descriptor:  # it may be another user's
             if not _lock(descriptor):
                 continue
             if name.endswith(OLD) and not path.exists():
@@ -103,8 +103,8 @@ def _is_ours(name: str) -> bool:
 
 @contextmanager
 def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
-    """Yields a new locked file or folder beside `path`; at the end removes what still has its
-    name."""
+    """Yields a new locked file or folder next to `path`; removes it at the end unless it has been
+    renamed."""
     with _folders_for(path):
         try:
             remove_stale(path)
@@ -127,14 +127,14 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Removes the partial files and folders of this process; called at exit, since a signal between
-    two lines above can leave some."""
+    """Removes the partial files and folders of this process; called at exit, since a signal can
+    come before a `with` block has been entered."""
     for partial in [*_unfinished]:
         _remove(partial)
 
 
 def no_room(path: Path, reason: str | None) -> SparkinferError:
-    """The error for a file that was not written because of one of NO_ROOM."""
+    """The error for a file that could not be written because of one of NO_ROOM."""
     return SparkinferError(
         f"{path}: cannot be written ({reason or 'no room'}); free space or write elsewhere"
     )
@@ -154,7 +154,8 @@ def _finish(path: Path, sync: Callable[[], None]) -> None:
 
 
 def _stem(path: Path) -> str:
-    """The beginning of a partial file's name, cut so that the whole name has at most 255 bytes."""
+    """The beginning of a partial file's name, cut such that the whole name has at most 255
+    bytes."""
     return os.fsdecode(os.fsencode(path.name)[: 255 - 9 - len(PARTIAL)])
 
 
@@ -171,7 +172,7 @@ def _create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
                 continue
             raise
         is_ours = _lock(descriptor)
-        # Before it was locked, another run may have taken it for stale and removed it.
+        # Before it was locked, another run may have removed it as stale.
         if is_ours is None or (is_ours and partial.exists()):
             mapped_files.set_unfinished(_unfinished)
             return partial, descriptor
@@ -180,7 +181,7 @@ def _create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
 
 
 def try_to_create(path: Path) -> None:
-    """Raises OSError if no file can be written beside `path`; leaves nothing behind."""
+    """Raises OSError if no file can be written next to `path`; leaves nothing behind."""
     partial, descriptor = _create(path, _new_file)
     _remove(partial)
     _unfinished.discard(partial)
@@ -209,7 +210,8 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """True if the file is now locked by this process; None if files cannot be locked."""
+    """True if the file is now locked by this process, false if another process has it locked; None
+    if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -273,7 +275,7 @@ def require_file(path: Path, what: str) -> None:
 
 
 def known_as(path: Path) -> str | None:
-    """Describes a file of the wrong kind from its first bytes; None if they are unknown."""
+    """The kind of a file by its first bytes, for an error; None if unknown."""
     with path.open("rb") as file:
         start = file.read(9)
     if start[:4] == b"GGUF":

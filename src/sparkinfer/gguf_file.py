@@ -1,4 +1,5 @@
-"""Reads and writes GGUF v3 through the `gguf` package, with actionable errors.
+"""Reads and writes GGUF files: `gguf_reader` checks the header, the `gguf` package writes version
+3.
 
 Keys and tensors are interpreted in model_file and split_file."""
 
@@ -48,9 +49,9 @@ _VALUE_TYPES = {dtype: GGUFValueType(number) for number, dtype in NUMBERS.items(
 class TensorEntry:
     """One tensor: its shape (outermost dimension first), its type, and access to its bytes.
 
-    `kind` is the type's name in lower case ("f32", "q8_0", "i32"); `read_rows(start, stop)` returns
-    the bytes of some rows (of a vector: values) as an array: a view of the mapped file for a file
-    that was read, computed on demand for one that is being written."""
+    `kind` is the type's name in lower case ("f32", "q8_0", "i32"). `read_rows(start, stop)` returns
+    the bytes of some rows (for a vector: values) as an array. For a file that was read it is a view
+    of the mapped file; for a file to be written it is computed on demand."""
 
     shape: tuple[int, ...]
     kind: str
@@ -96,28 +97,28 @@ def row_bytes(width: int, kind: str) -> int:
 
 
 def array_entry(array: np.ndarray, kind: str) -> TensorEntry:
-    """An entry for values in memory, for f64, f32, f16 and i32."""
+    """An entry for values in memory, stored as f64, f32, f16 or i32."""
     dtype = {"f64": np.float64, "f32": np.float32, "f16": np.float16, "i32": np.int32}[kind]
     values = np.ascontiguousarray(array, dtype=dtype)
     return TensorEntry(shape=values.shape, kind=kind, read_rows=lambda a, b: values[a:b])
 
 
 def release(entry: TensorEntry) -> None:
-    """Drops a mapped tensor's pages; they are read again when needed.
+    """Drops a mapped tensor's pages, which are read again when needed; does nothing for a tensor
+    that is not mapped.
 
-    A no-op for a tensor that is not mapped. Pages shared with a neighbour are dropped too. A mapped
-    tensor must never be written to: the changes would be lost here."""
+    Pages shared with a neighbouring tensor are dropped too. A mapped tensor must never be written
+    to, since the changes would be lost here."""
     _advise(entry, "MADV_DONTNEED")
 
 
 def prefetch(entry: TensorEntry) -> None:
-    """Prefetches a mapped tensor into the page cache, asynchronously; this takes no memory of the
-    process."""
+    """Prefetches a mapped tensor into the page cache, asynchronously."""
     _advise(entry, "MADV_WILLNEED")
 
 
 def _advise(entry: TensorEntry, advice: str) -> None:
-    """madvise on the pages of a tensor; a no-op if the system does not know the advice."""
+    """Calls madvise on the pages of a tensor; does nothing if the system lacks this advice."""
     raw = base = entry.read()
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
@@ -144,7 +145,7 @@ class GgufFile:
 def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     """Keys and tensors of a file; tensors are views of the mapped file.
 
-    Raises SparkinferError for a missing, truncated or foreign file, PowerInfer's among them."""
+    Raises SparkinferError for a missing, truncated or foreign file, including PowerInfer's."""
     file = open_gguf(path, what)
     if file.magic != "GGUF":
         raise SparkinferError(
@@ -174,7 +175,7 @@ def open_gguf(path: Path, what: str) -> GgufFile:
 
 
 def _entry(mapping: mmap.mmap, info: TensorInfo) -> TensorEntry:
-    """Rows of numbers for types that numpy has, of bytes for all others."""
+    """An entry whose rows are numbers for numpy's types, and bytes for all others."""
     kind = info.type.name.lower()
     dtype = np.dtype(_DTYPES.get(info.type, np.uint8))
     width = row_bytes(info.shape[-1], kind) // dtype.itemsize
@@ -255,7 +256,7 @@ class _Piece:
 
 
 def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
-    """All rows, PIECE_VALUES values at a time, or one row if that is longer."""
+    """Yields all rows in pieces of up to PIECE_VALUES values, but at least one row."""
     num_rows = entry.shape[0]
     step = max(1, PIECE_VALUES // prod(entry.shape[1:]))
     for start in range(0, num_rows, step):
@@ -263,7 +264,7 @@ def _pieces(entry: TensorEntry) -> Iterator[_Piece]:
 
 
 def _write_all(file: FileIO, data: np.ndarray) -> None:
-    """Writes all bytes: a raw file may write less than it is given (at most 2 GiB on Linux)."""
+    """Writes all bytes: a single call on a raw file may write fewer (at most 2 GiB on Linux)."""
     rest = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
     while rest:
         rest = rest[file.write(rest) :]
@@ -287,8 +288,8 @@ def _add_key(writer: GGUFWriter, name: str, value: Value) -> None:
 
 
 def _array(values: list) -> tuple[list, GGUFValueType]:
-    """An array ready to pack, and its type: surrogates in text become the original bytes again, and
-    numbers get the first type that holds all of them."""
+    """An array ready to pack, and its type. Surrogates in text become the original bytes again, and
+    integers get the first type that holds all of them."""
     if isinstance(values[0], str):
         return [v.encode("utf-8", "surrogateescape") for v in values], GGUFValueType.STRING
     if isinstance(values[0], bool):

@@ -2,7 +2,7 @@
 
 The container is the one specified in ggml's docs/gguf.md, versions 2 and 3, little-endian, and
 PowerInfer's, which differs in its first four bytes (`PWRI`) and in the numbers of three types.
-gguf's own reader trusts wrong lengths and takes seconds for a large vocabulary."""
+gguf's own reader does not check lengths and takes seconds for a large vocabulary."""
 
 import mmap
 import struct
@@ -63,15 +63,15 @@ class GgufHeader:
 
 
 class Broken(Exception):
-    """What is wrong with a file, without its name."""
+    """A damaged file; the message says what is wrong, without the file's name."""
 
 
 def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
     """Keys and tensors of a mapped file; `what` describes the file wanted.
 
-    Strings are UTF-8. Those of an array may hold other bytes, as some of llama.cpp's vocabularies
-    do: these become lone surrogates, which .encode("utf-8", "surrogateescape") turns back. Raises
-    SparkinferError for a file that is damaged, foreign, or of an unknown version."""
+    Strings must be UTF-8. Those in arrays may hold other bytes, as some of llama.cpp's vocabularies
+    do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back.
+    Raises SparkinferError for a file that is damaged, foreign, or of an unknown version."""
     try:
         return _Cursor(file).header()
     except Broken as error:
@@ -136,7 +136,8 @@ class _Cursor:
         return struct.unpack(format, self.take(struct.calcsize(format), what))[0]
 
     def count(self, what: str, most: int, least_bytes: int) -> int:
-        """A number of records, each of at least `least_bytes`."""
+        """A number of records, checked against `most` and against the rest of the header, since
+        each record takes at least `least_bytes`."""
         count = self.integer("<Q", f"the number of {what}")
         if count > min(most, (self.end - self.offset) // least_bytes):
             raise Broken(f"claims {count} {what}, which is more than it can hold")
@@ -190,7 +191,7 @@ class _Cursor:
         return np.frombuffer(raw, dtype)
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Reads strings without calls of `text`: a vocabulary has hundreds of thousands of them."""
+        """Reads strings without calling `text`, because a vocabulary has hundreds of thousands."""
         file, offset, end = self.file, self.offset, self.end
         read_length = struct.Struct("<Q").unpack_from
         values = []
@@ -213,11 +214,11 @@ class _Cursor:
         shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, what))[::-1]
         type = _tensor_type(self.integer("<I", what), magic, what)
         block, block_bytes = GGML_QUANT_SIZES[type]
-        # A zero beside a huge dimension would make a small product and overflow elsewhere.
+        # With a zero among the dimensions the product is 0, but huge ones would overflow elsewhere.
         if prod(max(n, 1) for n in shape) >= 1 << 62:
             raise Broken(f"{what} has the impossible shape {list(shape)}")
         if shape[-1] % block:
-            raise Broken(f"{what} has rows of {shape[-1]} values, no whole blocks of {block}")
+            raise Broken(f"{what} has rows of {shape[-1]} values, not whole blocks of {block}")
         start = self.integer("<Q", what)
         return TensorInfo(
             shape=shape, type=type, start=start, num_bytes=prod(shape) // block * block_bytes
@@ -230,7 +231,7 @@ class _Cursor:
         for name, info in infos.items():
             if info.start % alignment:
                 raise Broken(
-                    f"tensor {_short(name)} is at {info.start}, no multiple of {alignment}"
+                    f"tensor {_short(name)} is at {info.start}, not a multiple of {alignment}"
                 )
             placed[name] = TensorInfo(
                 shape=info.shape, type=info.type, start=base + info.start, num_bytes=info.num_bytes
@@ -264,7 +265,8 @@ def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
 
 
 def _alignment(keys: dict[str, Value]) -> int:
-    """A power of two, at least 8 by the specification: every type of number is then aligned."""
+    """The alignment: a power of two and by the specification at least 8, so that numbers of every
+    type are aligned."""
     value = keys.get("general.alignment", np.uint32(DEFAULT_ALIGNMENT))
     if not isinstance(value, np.uint32) or value < 8 or value & (value - 1):
         found = value if isinstance(value, np.number) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Third-party JSON files: read, or refused in one line."""
+"""Reads third-party JSON files, or refuses them with a one-line error."""
 
 import json
 import re
@@ -7,15 +7,15 @@ from pathlib import Path
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import known_as, require_file
 
-# The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. An empty object is
-# three bytes of text and 72 of memory.
+# The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. An empty object
+# takes three bytes of text and 72 bytes of memory.
 MAX_BYTES = 64 << 20
 MAX_VALUES = 6_000_000
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file, with unchanged line endings. `what` names it in an error."""
+    """The text of a UTF-8 file, with unchanged line endings; errors call the file `what`."""
     require_file(path, what)
     try:
         with path.open("rb") as file:
@@ -43,7 +43,7 @@ def read_object(path: Path, what: str) -> dict[str, object]:
 
 
 def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
-    """Does what `read_object` does, for a text that `path` names in an error."""
+    """Does what `read_object` does, for a text; errors quote `path`."""
     if sum(text.count(sign) for sign in ",[{") > MAX_VALUES:
         raise SparkinferError(f"{path}: has over {MAX_VALUES} values; wanted a {what}")
     try:

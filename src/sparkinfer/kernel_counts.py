@@ -1,16 +1,15 @@
-"""The number of kernels that a token launches on a GPU: the one definition that plans are priced
-with.
+"""The number of kernels that a token launches on a GPU; plans are priced with these counts.
 
 A step on a GPU is a captured graph, in which every kernel waits for the one before it and costs
-`Gpu.launch_s` besides its bytes. One kernel is counted for each matrix product, one for each norm
-(it also adds the residual), and those of the groups below."""
+`Gpu.launch_s` in addition to its bytes. Each matrix product is one kernel, each norm is one (which
+also adds the residual), and the groups below have as many as stated."""
 
 from sparkinfer.budget import is_dense, is_predictor, layer_tensors
 from sparkinfer.model_file import ModelFile
 
-# Keys are rotated and appended; attention over parts of the cache; the parts are joined.
+# Rotate and append keys; attention over parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
-# Gate and up rows with the activation; down rows; the sums of the parts.
+# Gate and up rows with the activation; down rows; sum of the parts.
 HOT_KERNELS = 3
 # Gate, up, activation with product, down: a layer that is run densely, as in other engines.
 DENSE_FFN_KERNELS = 4

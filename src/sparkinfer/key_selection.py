@@ -1,17 +1,18 @@
-"""The rule that selects which keys of a long text a token reads: its sizes, and its tables' bytes.
+"""Selects which keys of a long text a token reads: the sizes of the selection and its tables.
 
-The first `sinks` positions and a window of the last ones are always read. Between them a token reads
-`top` positions: blocks of keys are ranked by a summary, and then the keys of the best blocks,
+The first `sinks` positions and a window of the last ones are always read. Between them a token
+reads `top` positions: blocks of keys are ranked by a summary, then the keys of the best blocks,
 `candidates` times as many as needed, by codes of two bits per value. With `candidates` 0 the best
-blocks are read whole. A text of up to sinks + top + window positions is read entirely, with the
-same bits as without a selection.
+blocks are read whole. A text of up to sinks + top + window positions is read entirely, with results
+that equal those without a selection to the bit.
 
 Positions are the tokens' own, or capped: within the window they are counted from its beginning, and
-all earlier keys are at a distance of the window's length (InfLLM, Xiao et al. 2024, arXiv
-2402.04617). No distance then exceeds sinks + top + window + block, so that a model can continue
-beyond its training context.
+all earlier keys count as a window's length away (InfLLM, Xiao et al. 2024, arXiv 2402.04617). No
+distance then exceeds sinks + top + window + block, so that a model can continue beyond its training
+context.
 
-The search itself is in runtime/kernels/cpu/select.h, and in torch in runtime/cache/key_tables.py."""
+The search itself is in runtime/kernels/cpu/select.h, and in torch in
+runtime/cache/key_tables.py."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Self
@@ -40,9 +41,9 @@ class KeySelection:
 
     def __post_init__(self) -> None:
         if self.block not in BLOCKS:
-            raise SparkinferError(f"a key block of {self.block}; wanted 16, 32 or 64")
+            raise SparkinferError(f"block={self.block}; wanted 16, 32 or 64")
         if self.summary not in SUMMARIES:
-            raise SparkinferError(f"a summary by {self.summary!r}; known: {', '.join(SUMMARIES)}")
+            raise SparkinferError(f"summary={self.summary!r}; known: {', '.join(SUMMARIES)}")
         if self.positions not in POSITIONS:
             raise SparkinferError(f"positions={self.positions!r}; known: {', '.join(POSITIONS)}")
         if not 0 <= self.candidates <= 64:
@@ -57,7 +58,8 @@ class KeySelection:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses "on" for the defaults, or e.g. "window=2048,top=512", which changes those named."""
+        """Parses "on", which means the defaults, or e.g. "window=2048,top=512", which changes
+        some."""
         if text == DEFAULT:
             return cls()
         found: dict[str, int | str] = {}

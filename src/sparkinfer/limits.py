@@ -1,7 +1,8 @@
-"""limits.safetensors: sparsity rules that need no training: a limit for each value of a layer.
+"""limits.safetensors: limits on the values of each layer, a form of sparsity that can do without
+training.
 
-A value at or below its limit in magnitude counts as zero, and the weights it would be multiplied by
-are not read. NaN counts as above its limit. Specified in docs/formats.md.
+A value whose magnitude is at or below its limit counts as zero, and the weights that it would be
+multiplied by are not read. NaN counts as above its limit. Specified in docs/formats.md.
 
 Letters: L layers, D model width, F neurons, H values of all heads together."""
 
@@ -45,8 +46,8 @@ PLACES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLimits:
-    """Limits of one layer: f32, finite and at least 0; None is no rule. Without gates (Falcon)
-    gate_F applies to |act(up)|, as does hidden_F."""
+    """Limits of one layer: f32, finite and at least 0; None is no limit. In models without gates
+    (Falcon) gate_F applies to |act(up)|, as does hidden_F."""
 
     gate_F: np.ndarray | None = None  # a neuron is silent where |act(gate_j)| <= limit_j
     hidden_F: np.ndarray | None = None  # its row of down is not read where |h_j| <= limit_j
@@ -72,11 +73,11 @@ class LayerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    model_id: str | None  # None: of the checkpoint in whose folder the file is
+    model_id: str | None  # None: for the checkpoint in whose folder the file is
     layers: tuple[LayerLimits, ...]
-    # Whether the weights were trained to run with them: then they are part of the model.
+    # True if the weights were trained to run with these limits, which are then part of the model.
     is_trained: bool = False
-    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)  # {} is unknown
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)  # {}: unknown
 
     def __bool__(self) -> bool:
         """True if there is any limit."""
@@ -139,7 +140,7 @@ class Limits:
                 raise SparkinferError(f"{name} is not all finite and at least 0")
 
     def check_shape(self, shape: ModelShape, source: str) -> None:
-        """Raises SparkinferError, naming `source`, unless they fit a model of this shape."""
+        """Raises SparkinferError, which quotes `source`, unless they fit a model of this shape."""
         if len(self.layers) != shape.num_layers:
             raise SparkinferError(
                 f"{source}: limits of {len(self.layers)} layers, the model has {shape.num_layers};"
@@ -195,7 +196,7 @@ def limit_entries(limits: Limits) -> dict[str, TensorEntry]:
 
 
 def base_name(name: str) -> str:
-    """A matrix's name in a model file without the mark of a transposed one."""
+    """The name that a matrix has in a model file if it is not transposed."""
     return name.removesuffix("_t.weight") + ".weight" if name.endswith("_t.weight") else name
 
 

@@ -1,9 +1,9 @@
-"""What the package says while it works, as lines on stderr.
+"""Prints the package's log messages as lines on stderr.
 
-Library code reports through loggers below "sparkinfer": what somebody should act upon as a warning,
-what explains a choice as information. A message is a whole line for people, with the file it is
-about. The command line shows both, without levels or times; in other programs, Python shows
-warnings, and the rest if the program asks for it."""
+Library code reports through loggers below "sparkinfer": a warning if the user should act,
+information if it explains a choice. A message is a whole line for people, with the name of the file
+that it is about. The command line shows both, without levels or times; in other programs Python
+shows warnings, and the rest only if logging is configured to."""
 
 import logging
 import sys
@@ -14,7 +14,8 @@ NAME = "sparkinfer"
 
 
 def to_stderr(line: str) -> None:
-    """Prints to what stderr is at the moment, which a progress bar redirects to above itself."""
+    """Prints to the current sys.stderr, which a progress bar redirects so that lines appear above
+    it."""
     if sys.stderr is not None:
         print(line, file=sys.stderr)
 
@@ -30,7 +31,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def lines_on_stderr(say: Callable[[str], None] = to_stderr) -> Iterator[None]:
-    """Prints information and warnings of the package as plain lines, by `say`."""
+    """Within the block, passes the package's information and warnings to `say` as plain lines."""
     logger = logging.getLogger(NAME)
     kept = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [_Lines(say)], False

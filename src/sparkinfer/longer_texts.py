@@ -1,4 +1,4 @@
-"""A model with another scaling of its rotary embeddings, for longer texts or for shorter ones."""
+"""Changes the scaling of a model's rotary embeddings, for longer texts or for shorter ones."""
 
 from dataclasses import replace
 
@@ -10,12 +10,13 @@ from sparkinfer.rope import asked_scaling
 def with_rope_scaling(
     model: ModelFile, kind: str | None, factor: float | None, context_length: int | None
 ) -> ModelFile:
-    """The model with the scaling asked for in place of its own; unchanged if both are None.
+    """The model with this scaling instead of its own; unchanged if `kind` and `factor` are None.
 
-    kind: "none", "linear" or "yarn". factor: how many times the length of the training texts can
-    have; None takes what `context_length` needs.
+    kind: "none", "linear" or "yarn". factor: the ratio of the longest text to the training length;
+    None takes what `context_length` needs.
 
-    Raises SparkinferError for a model whose positions cannot be scaled, and as `asked_scaling`."""
+    Raises SparkinferError for a model whose positions cannot be scaled, and like
+    `asked_scaling`."""
     if kind is None and factor is None:
         return model
     own, shape = model.shape.rope_scaling, model.shape

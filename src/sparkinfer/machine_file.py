@@ -1,4 +1,4 @@
-"""machine.json: the machine's capabilities, measured (or copied from a datasheet, and marked so).
+"""machine.json: the machine's figures, measured, or copied from a datasheet and marked as such.
 
 Specified in docs/formats.md."""
 
@@ -18,7 +18,7 @@ FORMAT = "sparkinfer.machine"
 VERSION = 4
 # All quantities of a machine are within these bounds, where computations stay finite.
 LEAST, MOST = 1e-18, 1e18
-MOST_S = 1e3  # for one copy, launch, layer or token: the solver counts in such units
+MOST_S = 1e3  # for one copy, launch, layer or token, since the solver computes in such units
 RATE = "gb_per_s"
 # If half of the rounds differ by more than this share of their median, something else was running.
 DOUBTFUL_SPREAD = 0.25
@@ -28,8 +28,8 @@ CHOSEN_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One quantity over several rounds. `best` is the value for plans: other load on the machine
-    can make a round slower, never faster.
+    """A quantity measured in several rounds. Plans use `best`, since other load on the machine can
+    make a round slower but never faster.
 
     `quartiles` (ascending; the second is the median) are None and `rounds` is 0 if nothing was
     measured."""
@@ -40,7 +40,7 @@ class Figure:
 
     @classmethod
     def of_rounds(cls, values: Sequence[float], *, is_rate: bool) -> "Figure":
-        """A figure of two rounds or more; the best is the largest rate, or the smallest time."""
+        """A figure from two or more rounds; the best is the largest rate, or the smallest time."""
         low, median, high = quantiles(values, n=4, method="inclusive")
         best = max(values) if is_rate else min(values)
         return cls(best=best, quartiles=(low, median, high), rounds=len(values))
@@ -81,11 +81,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCosts:
-    """The runtime's own costs with all threads, which plans are priced with.
+    """The runtime's own costs with all threads, with which plans are priced.
 
-    Rates in GB/s by type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
-    `kv_gb_per_s` is the cache's while one token attends to it. `layer_s` (by mode) and `token_s`
-    are the fixed costs of a layer and a token, with next to no bytes to read."""
+    Rates are in GB/s, by the type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
+    `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by
+    mode) and `token_s` are the fixed costs of a layer and of a token."""
 
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
@@ -118,10 +118,11 @@ class Machine:
     versions: dict[str, str]
 
     def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
-        """Bytes per second when this share of the rows of a matrix of this type is read.
+        """Bytes per second if a share `density` of the rows of a matrix of this type is read.
 
         Between all rows and CHOSEN_SHARE of them, the seconds per byte are linear in the logarithm
-        of the share; below that they are constant. Raises SparkinferError if not measured."""
+        of the share; below that they are constant. Raises SparkinferError for a type that was not
+        measured."""
         costs = self.costs
         for rates in (costs.all_rows_gb_per_s, costs.chosen_rows_gb_per_s):
             if kind not in rates:

@@ -1,8 +1,8 @@
 """Reports a mapped input that is truncated while it is read.
 
-The system sends such a process SIGBUS, possibly while a library's native code runs, where no Python
-can run, so the handler is C++ (native/mapped_files.cpp). Continuing with other bytes in place of
-the lost ones would give wrong results, so the command names the file and ends."""
+The system then sends SIGBUS, possibly while native code runs, where a Python handler cannot run, so
+the handler is C++ (native/mapped_files.cpp). Continuing with other bytes in place of the lost ones
+would give wrong results, so the command names the file and ends."""
 
 import ctypes
 import faulthandler
@@ -40,7 +40,7 @@ def guard() -> bool:
 
 
 def set_unfinished(paths: Iterable[Path]) -> None:
-    """Sets the unfinished files that are removed if the process ends this way."""
+    """Sets the unfinished files that the handler removes."""
     if _lib is not None:
         names = [os.fsencode(path.absolute()) + b"\0" for path in paths]
         _lib.spark_set_unfinished(b"".join(names), len(names))

@@ -1,9 +1,10 @@
-"""Chooses a model's default mode: the one that reads least and costs next to nothing.
+"""Chooses a model's default mode: the one that reads the fewest bytes among those that cost next to
+nothing.
 
-A mode is allowed by default if it cannot change what the model says (dense, and exact if neurons
-are zero by themselves), or if the file's own record (mode_quality) says that it costs no more than
-a given share of the perplexity. The one that reads the fewest bytes per token is chosen, with a
-line that explains the choice if it is not the expected one.
+A mode is allowed by default if it cannot change the output (dense, and exact if neurons are zero by
+themselves), or if by the file's own record (mode_quality) it costs no more than a given share of
+the perplexity. Of those, the one that reads the fewest bytes per token is chosen, with a line that
+explains the choice if it is not the expected one.
 
 The solver chooses by seconds instead."""
 
@@ -34,13 +35,13 @@ def sparse_modes(model: ModelFile) -> tuple[SparseMode, ...]:
 
 
 def mode_meant(model: ModelFile) -> RunMode:
-    """The mode that the file's predictors or thresholds are for, whatever it costs."""
+    """The mode that the file's predictors or thresholds are for, whatever its loss."""
     return next(iter(sparse_modes(model)), "dense")
 
 
 def can_silence(model: ModelFile) -> bool:
-    """True if some neurons need not be computed in full; if all contribute, finding out which fire
-    is wasted work."""
+    """True if some neurons need not be computed in full: if all contribute, no mode but dense makes
+    sense."""
     return not is_smooth(model) or any(model.threshold_L) or model.has_limits
 
 
@@ -52,7 +53,7 @@ def is_smooth(model: ModelFile) -> bool:
 def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
     """Why a mode is not run by default; None if it may be.
 
-    Predictors of a ReLU model without a record are allowed: their file is older than records."""
+    Predictors of a ReLU model without a record are allowed, since older files have no records."""
     quality = None if mode == "dense" else model.quality.get(mode)
     if mode == "dense" or (mode == "exact" and not is_smooth(model)):
         return None
@@ -106,9 +107,9 @@ def predictor_bytes(model: ModelFile) -> int:
 
 
 def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
-    """Bytes per token according to the record; None without one. If the file's types are not those
-    it was measured with, all bytes but the predictors', which keep their types, are scaled with the
-    dense bytes."""
+    """Bytes per token according to the record; None without one. If it was measured with other
+    types, all bytes are scaled in proportion to the dense bytes, except those of predictors, which
+    keep their types."""
     quality = model.quality.get(mode)
     if quality is None:
         return None
@@ -120,7 +121,8 @@ def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
 def _line(
     model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...], max_loss: float
 ) -> str | None:
-    """Why a mode that the file supports was not chosen."""
+    """A line on why a mode that the file supports was not chosen; None if there is nothing to
+    say."""
     if mode == mode_meant(model):
         return None
     unknown = [m for m in modes if m not in model.quality and refusal(model, m, max_loss)]

@@ -1,4 +1,4 @@
-"""The measured cost of a mode compared with the same model computed densely, and the bytes it
+"""The measured quality of a mode compared with the same model run densely, and the bytes that it
 reads.
 
 `profile` measures it and writes it into the profile and the predictors, `convert` puts it into the
@@ -20,9 +20,9 @@ MAX_LOSS = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ModeQuality:
-    """One mode, on held-out text. Shares and increases are relative: 0.01 is 1 %. Bytes are weights
-    of the whole model that a token reads: attention, norms, predictor, neurons and head, but no
-    embedding."""
+    """One mode, measured on held-out text. Shares and increases are relative: 0.01 is 1 %. Bytes
+    are those of all weights that a token reads: attention, norms, predictors, neurons and head, but
+    not the embedding."""
 
     perplexity_increase: float
     perplexity_half_width: float  # of the 95 % interval of the increase
@@ -65,7 +65,7 @@ def is_recordable(quality: ModeQuality) -> bool:
 
 
 def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
-    """Reads the qualities by mode from the output of `quality_values`; errors call it `name`.
+    """Reads the qualities by mode from the form of `quality_values`; errors call them `name`.
 
     Raises SparkinferError for other modes, other fields, and impossible numbers."""
     read = Fields(values, name)
@@ -79,7 +79,7 @@ def read_quality(values: object, name: str) -> dict[SparseMode, ModeQuality]:
 def quality_values(
     quality: Mapping[SparseMode, ModeQuality],
 ) -> dict[str, dict[str, float | int | str]]:
-    """The qualities, validated, in the form for JSON and GGUF."""
+    """The qualities, validated, in the form stored in JSON and GGUF."""
     for mode, of_mode in quality.items():
         of_mode.validate(mode)
     return {mode: asdict(of_mode) for mode, of_mode in quality.items()}

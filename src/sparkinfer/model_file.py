@@ -1,8 +1,8 @@
 """model.gguf: the weights, the tokenizer and the parameters of the graph.
 
-Specified in docs/formats.md. Two layouts: `sparse`, where every feed-forward matrix is neuron-major
-(a row is a neuron, the down projection is `ffn_down_t`), and `stock`, which is exactly what
-llama.cpp loads. In the sparse layout a matrix whose inputs have limits may be transposed.
+Specified in docs/formats.md. There are two layouts: `sparse`, in which every feed-forward matrix is
+neuron-major (a row is a neuron, the down projection is `ffn_down_t`), and `stock`, which is exactly
+what llama.cpp loads. In the sparse layout a matrix whose inputs have limits may be transposed.
 
 Letters: L layers, D model width, F feed-forward neurons of a layer, R predictor rank."""
 
@@ -48,28 +48,28 @@ from sparkinfer.typed import shown
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
-TEMPLATE_KEY = "tokenizer.chat_template"  # and with .NAME the named ones
-TEMPLATES_KEY = "tokenizer.chat_templates"  # their names
+TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
+TEMPLATES_KEY = "tokenizer.chat_templates"  # the names
 END_KEY = "tokenizer.end_token_ids"
-SPLIT_ARCHITECTURE = "sparkinfer-split"  # of a split file, which is a GGUF too
+SPLIT_ARCHITECTURE = "sparkinfer-split"  # in split files, which are GGUF too
 Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorInfo:
-    """How to read the predictors of all layers.
+    """The arithmetic of the predictors of all layers.
 
-    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, with act the identity ("linear",
+    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, where act is the identity ("linear",
     "gate") or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D
-    + up_bias. A neuron is computed if its score is above the threshold of its layer. The score is
-    the logit or, for "gate" (only with smooth activations), |activation(logit)|. x is the FFN input
-    of the layer `input_layer_offset` before it."""
+    + up_bias. A neuron is computed if its score is above its layer's threshold. The score is the
+    logit or, for "gate" (only with smooth activations), |activation(logit)|. x is the FFN input of
+    the layer that is `input_layer_offset` layers earlier."""
 
     kind: PredictorKind
     rank_L: tuple[int, ...]
     threshold_L: tuple[float, ...]
     input_layer_offset: int = 0
-    density_L: tuple[float, ...] = ()  # share of neurons predicted on held-out text; () is unknown
+    density_L: tuple[float, ...] = ()  # share of neurons predicted on held-out text; (): unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ class ModelFile:
     threshold_L: tuple[float, ...]  # a neuron fires above it: gate > t, or |silu(gate)| > t
     predictor: PredictorInfo | None
     tensors: dict[str, TensorEntry]
-    extra_keys: dict[str, Value]  # tokenizer, name, and the like: passed through unread
-    # The measured costs of modes with these thresholds and predictors; {} is unknown.
+    extra_keys: dict[str, Value]  # tokenizer, name and the like, kept as they are
+    # The measured quality of modes with these thresholds and predictors; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     is_trained_sparse: bool = False  # see limits.Limits.is_trained
 
@@ -97,7 +97,7 @@ class ModelFile:
 
     @classmethod
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
-        """The model from the output of `read_model_gguf`; `path` names it in an error."""
+        """The model from the output of `read_model_gguf`; errors quote `path`."""
         read = KeyReader(path, keys, tensors)
         shape = read.shape()
         model = cls(
@@ -131,7 +131,8 @@ class ModelFile:
                    on_bytes=on_bytes, check=check)  # fmt: skip
 
     def validate(self) -> None:
-        """Raises SparkinferError unless exactly the expected tensors are there, well-shaped."""
+        """Raises SparkinferError unless exactly the expected tensors are there, in valid shapes and
+        types."""
         self._check_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
@@ -176,8 +177,8 @@ class ModelFile:
         return required, optional
 
     def _stored_shapes(self, layer: int, shapes: Shapes) -> Shapes:
-        """`shapes` with transposed matrices under their stored names; a group is transposed
-        whole."""
+        """`shapes`, with transposed matrices under their stored names. The matrices of a group,
+        such as query, key and value, are transposed together."""
         for names in transposable(self.graph).values():
             if not any(self.is_transposed(layer, name) for name in names):
                 continue
@@ -214,8 +215,8 @@ class ModelFile:
                 )
 
     def _check_options(self) -> None:
-        """Checks that optional tensors are in all layers or in none, and that they give only one
-        order of blocks."""
+        """Checks that optional tensors are in all layers or in none, and that they do not
+        contradict each other about the order of blocks."""
         of_layer = [
             {name for name in optional_layer_shapes(self.graph, self.shape, None)
              if f"blk.{layer}.{name}" in self.tensors}
@@ -275,10 +276,10 @@ class ModelFile:
         return bool(self.limits)
 
     def with_limits(self, limits: Limits, source: str) -> "ModelFile":
-        """The model with these limits instead of its own, and with their recorded cost; gate limits
-        replace thresholds, too.
+        """The model with these limits instead of its own, and with their recorded quality; limits
+        of gates also replace thresholds.
 
-        Raises SparkinferError, naming `source`, for limits of another model or shape, and for
+        Raises SparkinferError, which quotes `source`, for limits of another model or shape, and for
         models that cannot have them."""
         if limits.model_id not in (None, self.model_id):
             raise SparkinferError(
@@ -309,8 +310,8 @@ class ModelFile:
 
     @property
     def row_major(self) -> "ModelFile":
-        """The model with every matrix under its usual name and shape: for counting bytes, not for
-        reading."""
+        """The model with every matrix under its untransposed name and shape, for counting bytes;
+        its values must not be read."""
         usual = dict(self.tensors)
         for layer in range(self.shape.num_layers):
             for names in transposable(self.graph).values():
@@ -361,10 +362,10 @@ class ModelFile:
 
 
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
-    """Keys and tensors of a GGUF; PowerInfer's are translated.
+    """Keys and tensors of a GGUF; those of PowerInfer's files are translated.
 
-    There is always a `sparkinfer.model_id`: the one that `convert` wrote, or for a third-party file
-    one computed from the file. Raises SparkinferError for a broken file."""
+    There is always a `sparkinfer.model_id`: `convert` writes it, and for a third-party file it is
+    computed here. Raises SparkinferError for a broken file."""
     if path.is_dir():
         raise SparkinferError(
             f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes from a"
@@ -393,9 +394,10 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
 def compute_model_id(
     config: Mapping[str, object], samples: Iterable[tuple[str, tuple[int, ...], bytes]]
 ) -> str:
-    """Identifies weights: sha256 over the config and each tensor's name, shape and sampled bytes.
+    """An id of the weights: sha256 over the config and each tensor's name, shape and sampled bytes.
 
-    The same for every type and layout made from one checkpoint, and cheap even for 100 GB."""
+    `convert` computes it once, from the checkpoint, so that all types and layouts made from one
+    checkpoint share it. It is cheap even for 100 GB."""
     volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
     stable = {key: value for key, value in config.items() if key not in volatile}
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
@@ -413,7 +415,7 @@ def sample_bytes(raw: np.ndarray) -> bytes:
 
 
 def _next_step(kind: str) -> str:
-    """What to do about a block type that cannot be computed with."""
+    """What to do about a type without kernels, as the end of an error."""
     if can_unpack(kind):
         return "; first sparkinfer convert FILE -o model.gguf, which converts it to q8_0"
     return " and cannot be converted; take a file of another type"

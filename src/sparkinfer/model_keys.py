@@ -21,7 +21,7 @@ from sparkinfer.typed import shown
 from sparkinfer.unsupported import why_key, why_not_run
 
 VERSION = 1
-# The largest count accepted from a header: a damaged one must not cause long loops or allocations.
+# The largest count accepted from a header, so that a damaged one causes no huge loop or allocation.
 MAX_COUNT = (1 << 31) - 1
 QUALITY = "sparkinfer.quality."
 OWN = "sparkinfer."
@@ -91,9 +91,9 @@ class KeyReader:
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
-        """Raises SparkinferError for an unknown key of ours, which must be from a later version,
-        and for an unknown key of the architecture unless it is zero or false: it may change what
-        the graph computes."""
+        """Raises SparkinferError for an unknown key of ours, which is probably of a later version,
+        and for an unknown key of the architecture that is not zero, false or "none", since it may
+        change what the graph computes."""
         prefix = self.graph.name + "."
         for key, value in self.keys.items():
             if key.startswith(OWN) and key not in OWN_KEYS and not key.startswith(QUALITY):
@@ -121,7 +121,7 @@ class KeyReader:
         return float(value)
 
     def line(self, key: str) -> str:
-        """A one-line text that an error can quote as it is."""
+        """A one-line string, which errors can quote as it is."""
         value = self.keys.get(key)
         if not isinstance(value, str) or not value.isprintable():
             raise SparkinferError(
@@ -239,8 +239,8 @@ class KeyReader:
         )
 
     def _rope_scaling(self) -> RopeScaling:
-        """The scaling of rotary embeddings. As in llama.cpp, a file without a type is linear, by its
-        factor or 1."""
+        """The scaling of rotary embeddings. As in llama.cpp, a file without a type is linear, by
+        its factor or 1."""
         prefix = f"{self.graph.name}.rope.scaling."
         kind = self.keys.get(prefix + "type")
         if kind not in (None, *KINDS):

@@ -1,11 +1,11 @@
-"""The online neuron cache's settings, and the times it decides by.
+"""Options of the online neuron cache, and the times by which it decides.
 
-Hot neurons are in slots of the fast memory (the GPU's); all neurons of their layers are in main
-memory too. After each step the cache may replace the neuron in a slot by a cold one. It
-decides from which neurons the steps read and from times measured beforehand, never from a clock, so
-a text gives the same swaps every time.
+Hot neurons are in slots of the GPU's memory; all neurons of their layers are in main memory too.
+After each step the cache may replace the neuron in a slot by a cold one. It decides by the neurons
+that the steps read and by times measured beforehand, never by a clock, so that a text gives the
+same swaps every time.
 
-The policy is in runtime/neuron_cache/native/policy.cpp, and once more, slowly, in
+The policy is in runtime/neuron_cache/native/policy.cpp; its slow reference implementation is
 runtime/neuron_cache/reference.py.
 
 Letters: L layers."""
@@ -30,9 +30,10 @@ class CacheOptions:
     A neuron's score S is the frequency at which steps read it, as a moving average:
     S <- S + r (A - S), where A is 1 if the step reads it, and r is 1 - decay, or larger during the
     first tokens: 1 / (prior_tokens + tokens so far), so that the scores start as the plan's
-    frequencies and move to the text's own. A second average with `burst_decay` reacts faster; of
-    the difference, `burst_weight` is added. A swap needs an advantage of `margin` (a frequency) on
-    top of the cost of the copy, and pays off over the next `stay` tokens."""
+    frequencies and move to the text's own. A second average, with `burst_decay`, reacts faster; its
+    difference from S, times `burst_weight`, is added to the score. A swap needs an advantage of
+    `margin` (a frequency) on top of the cost of the copy, which is spread over the next `stay`
+    tokens."""
 
     decay: float = 0.99
     burst_decay: float = 0.9
@@ -40,9 +41,9 @@ class CacheOptions:
     prior_tokens: float = 32.0
     margin: float = 0.03
     stay: float = 100.0
-    most_rows: int = 64  # neurons swapped in one step at most; staging memory is sized by it
-    visited: float = 0.0625  # the share of the layers that each step considers, in turn
-    start_gain: float = 0.005  # swapping begins when it saves this share of a step
+    most_rows: int = 64  # most neurons swapped in a step; determines the size of staging
+    visited: float = 0.0625  # share of the layers that a step considers; steps take turns
+    start_gain: float = 0.005  # swapping begins when it would save this share of a step
     is_always_on: bool = False  # for tests: never stops swapping
 
     _RANGES = {
@@ -61,12 +62,12 @@ class CacheOptions:
     def __post_init__(self) -> None:
         for name, (low, high) in self._RANGES.items():
             value = getattr(self, name)
-            if not low <= value <= high:  # NaN is not
+            if not low <= value <= high:  # rejects NaN
                 raise SparkinferError(f"{name}={value:g}; wanted {low:g} to {high:g}")
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses "on" for the defaults, or e.g. "decay=0.995,margin=0.05"."""
+        """Parses "on", which means the defaults, or e.g. "decay=0.995,margin=0.05"."""
         if text == DEFAULT:
             return cls()
         types: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
@@ -90,14 +91,14 @@ class CacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
-    """The times of a step that the cache decides by, in seconds: of its layers (f64 [L]), and of
-    what it copies. A "row" is all rows of one neuron: of gate, up and down.
+    """The times in seconds by which the cache decides: those of a step's layers (f64 [L]) and of
+    swaps. A "row" stands for one neuron: its gate, up and down rows together.
 
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
-    read), and a step takes the sum of that over its layers, plus `rest_s`. A swap takes gather_row_s
-    of the CPU, which costs nothing while the CPU waits for the GPU, and copy_row_s of the link,
-    which costs nothing while the step runs; `copy_s` is the link's fixed time for a step's swaps.
-    Gathering does not start if the step leaves no time for it."""
+    read), and a step takes the sum over its layers plus `rest_s`. A swap takes gather_row_s of the
+    CPU's time, which is free while the CPU waits for the GPU, and copy_row_s of the link's, which
+    is free while the step runs; `copy_s` is the link's fixed cost of a step's swaps. Gathering does
+    not start if the step leaves no time for it."""
 
     hot_s_L: np.ndarray
     hot_row_s_L: np.ndarray

@@ -1,7 +1,7 @@
-"""Checks of a command's outputs before its work starts, so that nobody waits an hour for an error.
+"""Checks a command's outputs before its work starts, so that nobody waits an hour for an error.
 
-Nothing is overwritten by accident: no input, no other output, and nothing that exists without
-`force`. How files are then written is in sparkinfer.files."""
+No input, no other output and, without `force`, no existing file is overwritten. Writing itself is
+in sparkinfer.files."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +26,13 @@ def check_outputs(
     folders: Iterable[Path] = (),
     output_folders: Sequence[Path] = (),
 ) -> None:
-    """Refuses outputs that are also an input or another output, under any name; that exist already
-    (unless `force`); or that cannot be written.
+    """Raises SparkinferError for outputs that are also an input or another output, under any name;
+    that exist already (unless `force`); or that cannot be written.
 
     In `folders` all files except .gguf ones are inputs, and a new file could become one, so an
-    output there must end in .gguf. A link to a file is replaced, not the file; devices, pipes and
-    dangling links are refused. `output_folders` are replaced as a whole: no input and no other
-    output may be inside them. Leaves nothing behind."""
+    output there must end in .gguf. A link to a file is replaced itself, not the file; devices,
+    pipes and dangling links are refused. `output_folders` are replaced as a whole, so no input and
+    no other output may be inside them. The check leaves nothing behind."""
     folders = list(folders)
     inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
     check_apart([*paths, *output_folders], inputs)
@@ -53,7 +53,8 @@ def check_outputs(
 
 
 def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Refuses outputs that are also an input or another output, under any name."""
+    """Raises SparkinferError for outputs that are also an input or another output, under any
+    name."""
     for number, path in enumerate(outputs):
         try:
             _check_others(path, outputs[:number], inputs)
@@ -64,8 +65,9 @@ def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
 def check_output_folder(
     path: Path, *, force: bool, is_ours: Callable[[str], bool], inputs: Iterable[Path] = ()
 ) -> None:
-    """Refuses an output that is not a folder, one that is not empty (unless `force`), and one with
-    files that this command reads or has not written, since replacing it would delete them."""
+    """Raises SparkinferError for an output that is not a folder, for one that is not empty (unless
+    `force`), and for one with files that this command reads or has not written, since replacing it
+    would delete them."""
     check_outputs([], force=force, inputs=inputs, output_folders=[path])
     try:
         if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -129,7 +131,7 @@ def _check_writable(path: Path, *, force: bool) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Compares by name, through links, and by inode if a file has two names."""
+    """True for the same file, through links and for hard links as well."""
     if os.path.exists(path) and os.path.exists(other):
         return path.samefile(other)
     return os.path.realpath(path) == os.path.realpath(other)

@@ -1,4 +1,4 @@
-"""Runs work on several threads and yields the results in order, a bounded number in memory."""
+"""Runs tasks on several threads and yields their results in order, with few in memory at a time."""
 
 import os
 from collections import deque
@@ -10,17 +10,17 @@ Result = TypeVar("Result")
 
 
 def num_threads() -> int:
-    """One per core this process may use, up to 4: beyond that the disk is the limit."""
+    """One for each core that this process may use, up to 4: beyond that the disk is the limit."""
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux; a container may use fewer than it sees
     return min(4, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
 
 
 def in_order(tasks: Iterable[Callable[[], Result]], threads: int) -> Generator[Result, None, None]:
-    """The results of `tasks` in order, computed by `threads` threads.
+    """Yields the results of `tasks` in order, computed by `threads` threads.
 
-    At most twice `threads` tasks are started and not yet taken. The exception of a task is raised
-    in its turn and ends the generator. However it ends (also by close(), if the caller takes no
-    more), no further task is started and the threads have ended."""
+    At any time, at most 2 * `threads` tasks have been started whose results have not been taken.
+    The exception of a task is raised in its turn and ends the generator. However the generator ends
+    (also by close()), no further task is started, and the threads have ended."""
     pending: deque[Future[Result]] = deque()
     executor = ThreadPoolExecutor(threads, thread_name_prefix="sparkinfer")
     try:

@@ -1,8 +1,8 @@
-"""PowerInfer's model files, translated to our keys and names.
+"""Translates PowerInfer's model files to our keys and names.
 
-The container is GGUF except for its first four bytes. Names and meanings are those of its
-convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation is that of its graphs,
-which the file does not state."""
+The container is GGUF except for its first four bytes. Names and meanings are those of PowerInfer's
+convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation, which the file does not
+state, is that of PowerInfer's graphs."""
 
 import numpy as np
 
@@ -70,7 +70,7 @@ def _without_first_positions(tensors: dict[str, TensorEntry]) -> dict[str, Tenso
 
 
 def _predictor_keys(tensors: dict[str, TensorEntry], threshold: Value) -> dict[str, Value]:
-    """DejaVu's predictors: ReLU between two matrices, one threshold for the raw logits."""
+    """Keys for predictors in DejaVu's form: ReLU between two matrices, one threshold for logits."""
     ranks: list[int] = []
     while (entry := tensors.get(f"blk.{len(ranks)}.ffn_pred_down.weight")) is not None:
         ranks.append(entry.shape[0])

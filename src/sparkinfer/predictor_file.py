@@ -24,7 +24,7 @@ FORMAT = "sparkinfer.predictors"
 VERSION = 3
 OLDER = (2,)  # without arithmetic
 FILE_NAME = "predictors.safetensors"
-CHECKED_VALUES = 1 << 22  # unpacked at a time
+CHECKED_VALUES = 1 << 22  # values unpacked and checked at a time
 
 
 STORED = {"f32": np.float32, "f16": np.float16, "q8_0": np.uint8, "q4_0": np.uint8}
@@ -52,7 +52,7 @@ class StoredMatrix:
         return self.data.shape[0], row_bytes // size * block
 
     def values(self) -> np.ndarray:
-        """Exactly the stored values, in f32."""
+        """The stored values as f32, without rounding."""
         if self.kind in ("f32", "f16"):
             return self.data.astype(np.float32)
         return dequantize(self.data, type_of(self.kind))
@@ -61,7 +61,7 @@ class StoredMatrix:
         return TensorEntry(shape=self.shape, kind=self.kind, read_rows=lambda a, b: self.data[a:b])
 
     def check(self, name: str) -> None:
-        """Raises SparkinferError unless it is a matrix of its type and finite."""
+        """Raises SparkinferError unless it is a finite matrix of its type."""
         block, size = GGML_QUANT_SIZES[type_of(self.kind)]
         data, dtype = self.data, STORED[self.kind]
         if data.dtype != dtype or data.ndim != 2 or not data.size:
@@ -70,7 +70,7 @@ class StoredMatrix:
             )
         if data.shape[1] * data.itemsize % size:
             raise SparkinferError(
-                f"{name} has rows of {data.shape[1] * data.itemsize} bytes, no whole blocks of"
+                f"{name} has rows of {data.shape[1] * data.itemsize} bytes, not whole blocks of"
                 f" {self.kind} ({size} bytes for {block} values)"
             )
         rows = max(1, CHECKED_VALUES // self.shape[1])
@@ -82,8 +82,8 @@ class StoredMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPredictor:
-    """Weights of one layer: down [R, D], up [F, R], both of one type, optional f32 biases [R] and
-    [F]. Without `down` there is one matrix, up [F, D]."""
+    """Weights of one layer's predictor: down [R, D] and up [F, R] of the same type, and optional
+    f32 biases [R] and [F]. If `down` is None, `up` is [F, D]."""
 
     down: StoredMatrix | None
     up: StoredMatrix
@@ -110,8 +110,8 @@ class LayerPredictor:
 
     @property
     def matrix_kind(self) -> str | None:
-        """The type that the matrices must have in a model file, because the threshold was set for
-        them as stored; None (f32 weights) leaves it to the writer of that file."""
+        """The type that the matrices must have in a model file, because the threshold was chosen
+        for the rounded values; None (f32 weights) leaves the type to the writer of that file."""
         return None if self.up.kind == "f32" else self.up.kind
 
     @property
@@ -156,12 +156,12 @@ class LayerPredictor:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictors:
-    model_id: str | None  # None: made by others, nothing to compare with
+    model_id: str | None  # None: unknown, for predictors from elsewhere
     info: PredictorInfo
     layers: tuple[LayerPredictor, ...]
-    # For the model with them, and for mode exact with the same thresholds; {} is unknown.
+    # Of the model with these predictors, and of mode exact with the same thresholds; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
-    arithmetic: str | None = None  # that they were trained with; None is unknown
+    arithmetic: str | None = None  # in which they were trained; None: unknown
 
     @classmethod
     def load(cls, path: Path) -> "Predictors":

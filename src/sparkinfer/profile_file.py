@@ -26,7 +26,7 @@ NUM_BINS = len(EDGES)
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A text that was counted: its name, the sha256 of its bytes, the number of its tokens used."""
+    """A text of the profile: its name, the sha256 of its bytes, the number of its tokens used."""
 
     name: str
     sha256: str
@@ -37,13 +37,13 @@ class Corpus:
 class Profile:
     model_id: str
     num_tokens: int
-    threshold_L: tuple[float, ...]  # a neuron fired where its activation exceeded this
+    threshold_L: tuple[float, ...]  # a neuron fired if its activation was above it
     corpora: tuple[Corpus, ...]
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
-    # For the model with these thresholds, and with the predictors of the same run; {} is unknown.
+    # Of the model with these thresholds, and with the predictors of the same run; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
-    arithmetic: str | None = None  # used for the counts, e.g. the CPU's level; None is unknown
+    arithmetic: str | None = None  # in which firings were counted; None: unknown
 
     @property
     def frequency_LF(self) -> np.ndarray:
@@ -157,11 +157,11 @@ class Profile:
                 f"{self.num_tokens} tokens of {counts.shape[1]} neurons are more than can be counted"
             )
         if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
-            raise SparkinferError("the histograms do not hold every neuron once a token")
+            raise SparkinferError("the histograms do not count every neuron once per token")
 
 
 def _of_both(one: str | None, other: str | None) -> str | None:
-    """The arithmetic of both profiles, each named once; unknown if one is."""
+    """The arithmetics of both profiles, without duplicates; None if one is unknown."""
     if one is None or other is None:
         return None
     return " + ".join(dict.fromkeys([*one.split(" + "), *other.split(" + ")]))

@@ -50,7 +50,7 @@ class Advance:
         console.print(line, highlight=False, soft_wrap=True)
 
     def begin(self, label: str) -> None:
-        """Another part of the work follows, of unknown length, with a bar of its own."""
+        """Starts another part of the work, of unknown length, with its own bar."""
         self.task = self.bar.add_task(label, total=None, rate="")
 
     def set_total(self, total: float) -> None:

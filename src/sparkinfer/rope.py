@@ -21,25 +21,25 @@ MOST = 1e4  # the largest factor: a context of 4,096 tokens becomes one of 41 mi
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """The lengths are in tokens; `original_length`, which only YaRN has, is that of the training."""
+    """A scaling; `original_length` is the training length in tokens, for YaRN only."""
 
     kind: RopeKind = "none"
     factor: float = 1.0
     original_length: int = 0
-    beta_fast: float = 32.0  # pairs that turn more often within the original length stay
-    beta_slow: float = 1.0  # those that turn less often are divided by the factor
-    attn_factor: float = 1.0  # times the paper's magnitude
+    beta_fast: float = 32.0  # pairs with more turns than this within the original length are kept
+    beta_slow: float = 1.0  # pairs with fewer turns than this are divided by the factor
+    attn_factor: float = 1.0  # factor on the paper's magnitude
 
     @property
     def magnitude(self) -> float:
-        """Multiplies cos and sin, so that scores are multiplied by its square."""
+        """Factor on cos and sin; attention scores are thus multiplied by its square."""
         if self.kind != "yarn":
             return 1.0
         return self.attn_factor * (1.0 + 0.1 * math.log(max(1.0, self.factor)))
 
     def divisors(self, theta: float, width: int) -> np.ndarray:
-        """f64 [W / 2], or a single one: the frequency of pair i, theta ** (-2 i / W), is divided by
-        it."""
+        """f64 [W / 2], or a scalar: the frequency of pair i, theta ** (-2 i / W), is divided by
+        this."""
         if self.kind != "yarn":
             return np.array(self.factor if self.kind == "linear" else 1.0)
         low = max(0, math.floor(self._pair(self.beta_fast, theta, width)))
@@ -49,7 +49,7 @@ class RopeScaling:
         return 1.0 / (1.0 + share * (1.0 / self.factor - 1.0))
 
     def _pair(self, turns: float, theta: float, width: int) -> float:
-        """The pair that turns this often within the original length."""
+        """The (fractional) index of the pair that turns this often within the original length."""
         length = self.original_length / (turns * 2 * math.pi)
         return width * math.log(length) / (2 * math.log(theta))
 
@@ -70,8 +70,8 @@ NO_SCALING = RopeScaling()
 def asked_scaling(
     kind: str | None, factor: float | None, context_length: int | None, length: int
 ) -> RopeScaling:
-    """The scaling that a user asks for, of a model trained on texts of `length`. A `kind` of None is
-    YaRN, a factor of None what `context_length` takes.
+    """The scaling that a user asks for, of a model trained on texts of `length` tokens. A `kind` of
+    None means YaRN; a factor of None means what `context_length` needs.
 
     Raises SparkinferError for an unknown kind, and for a factor that is missing or out of range."""
     check_scaling(kind, factor)

@@ -11,7 +11,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import known_as, partial_file, require_file
 from sparkinfer.typed import shown
 
-# A tensor takes about 100 bytes; safetensors reads up to 100 MB and holds it several times.
+# A tensor's entry takes about 100 bytes. The safetensors package reads headers of up to 100 MB and
+# holds several copies.
 MAX_HEADER_BYTES = 32 << 20
 _NAMES = {"b1": "BOOL", "u1": "U8", "i1": "I8", "i2": "I16", "u2": "U16", "f2": "F16", "i4": "I32",
           "u4": "U32", "f4": "F32", "i8": "I64", "u8": "U64", "f8": "F64"}  # fmt: skip
@@ -41,8 +42,8 @@ def save_arrays(
 ) -> None:
     """Writes a file whole or not at all; metadata values are stored as JSON.
 
-    The same arrays and metadata give the same bytes. The safetensors package writes its metadata in
-    arbitrary order, and to a file of its own that would replace the locked one."""
+    The same arrays and metadata give the same bytes. The safetensors package would write its
+    metadata in arbitrary order, and into a new file that replaces the locked one."""
     texts = {key: json.dumps(value) for key, value in metadata.items()}
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, object] = {

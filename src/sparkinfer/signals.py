@@ -1,7 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP as exceptions that end a command with one line.
+"""Turns SIGINT, SIGTERM and SIGHUP into exceptions that end a command with one line.
 
-Python runs signal handlers between its own instructions, so they do not stop long-running native
-code; then a thread removes what was being written and ends the process. Stages that save on a
+Python runs signal handlers between its own instructions, so they cannot stop long-running native
+code; in that case a thread removes unfinished files and ends the process. Stages that save on a
 signal (profile.run, sparsify.signals) and servers install handlers of their own."""
 
 import os
@@ -17,13 +17,13 @@ from sparkinfer.errors import Interrupted
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MESSAGE = "interrupted; nothing half-written was left"
-SAME_S = 2.0  # within which several count as one: shells, torchrun and `timeout` send it twice
-WAKE_S = 0.1  # after which the main thread is woken again
-NATIVE_S = 3.0  # for native code to return
+SAME_S = 2.0  # signals this close count as one: shells, torchrun and `timeout` send them twice
+WAKE_S = 0.1  # interval at which the main thread is woken again
+NATIVE_S = 3.0  # time for native code to return
 
 
 class _Handler:
-    """Raises Interrupted, once for signals that come together."""
+    """Raises Interrupted, only once for signals that come together."""
 
     def __init__(self) -> None:
         self.told_at: float | None = None
@@ -38,8 +38,8 @@ class _Handler:
     def watch(self, pipe: int) -> None:
         """Ends the process if the main thread has not reached the handler in time.
 
-        Of two signals at once, the second may go to any thread and take the first with it; then
-        nothing wakes the main thread while it waits."""
+        If two signals come at once, another thread may receive both, and nothing would wake the
+        main thread while it waits."""
         signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
         main = threading.main_thread().ident
         assert main is not None
@@ -61,9 +61,9 @@ class _Handler:
 
 @contextmanager
 def ending(*, is_program: bool) -> Iterator[None]:
-    """Within the block the signals raise exceptions, except those that the process was started to
-    ignore (nohup) or that have another handler. A program has nothing to do after the block: there
-    they end it at once."""
+    """Within the block the signals raise exceptions, except those that the process was started with
+    ignored (nohup) or that have another handler. After the block, a program has nothing left to do,
+    so the signals end it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread only
         return

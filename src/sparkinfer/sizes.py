@@ -1,4 +1,4 @@
-"""Byte counts in human-readable form."""
+"""Parses and formats byte counts for people."""
 
 import re
 
@@ -12,7 +12,7 @@ MOST = 1 << 60  # 2^30 GiB; files store sizes in 64 bits
 
 
 def parse_bytes(text: str) -> int:
-    """ "8GiB", "512 MiB", "1.5GB"; 8G is 8 GiB, and so is 8, as for SparkInfer's budget."""
+    """Parses "8GiB", "512 MiB" or "1.5GB"; 8G means 8 GiB, and so does 8, as in SparkInfer."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise SparkinferError(f"{text!r} is not a size; wanted e.g. 8GiB, 512MiB or 1.5GB")
@@ -31,6 +31,6 @@ def format_bytes(count: int) -> str:
 
 
 def unit_of(most: int) -> tuple[str, int]:
-    """The unit of an axis up to this many bytes, and its bytes."""
+    """(name, bytes) of the unit for an axis up to this many bytes."""
     name = next((unit for unit in ("GiB", "MiB", "KiB") if most >= 2 * _UNITS[unit.upper()]), "B")
     return name, _UNITS[name.upper()]

@@ -1,5 +1,4 @@
-"""model.split.gguf: the plan. It lists the neurons and dense blocks on the GPU, and the predicted
-cost.
+"""model.split.gguf, the plan: the neurons and dense blocks on the GPU, and the predicted time.
 
 Specified in docs/formats.md. `check_against` compares its byte counts with a model file."""
 
@@ -20,7 +19,7 @@ from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
 from sparkinfer.typed import Fields, shown
 
 VERSION = 4
-# 3 has no neuron cache; 2 counted predictors in mode exact too, which its bytes then include.
+# 3 has no neuron cache; the bytes in 2 include predictors in mode exact too.
 OLDER = (2, 3)
 PlanMode = RunMode
 _PREFIX = "sparkinfer.split."
@@ -42,14 +41,14 @@ class Split:
     objective_s: float  # predicted seconds per token
     bound_s: float  # lower bound on any plan
     solve_s: float
-    # The GPU of each layer, and last that of the head: non-decreasing; () if there is one GPU.
+    # The GPU of each layer and, last, of the head, in non-decreasing order; () for one GPU.
     home: tuple[int, ...] = ()
-    gpu_budget_bytes: tuple[int, ...] = ()  # per GPU; () if there is one
+    gpu_budget_bytes: tuple[int, ...] = ()  # per GPU; () for one GPU
     host_budget_bytes: int = 0  # 0: not limited
-    profile_sha256: str = UNKNOWN  # of the files that it was made from
+    profile_sha256: str = UNKNOWN  # of the files that the plan was made from
     machine_sha256: str = UNKNOWN
-    cache: CachePlan | None = None  # of hot neurons; None: they stay as planned
-    num_sequences: int = 1  # texts at a time, each with a context of its own in the cache
+    cache: CachePlan | None = None  # the neuron cache; None: hot neurons stay as planned
+    num_sequences: int = 1  # texts at a time, each with its own context in the KV cache
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -180,7 +179,7 @@ class Split:
             )
 
     def _validate_cache(self) -> None:
-        """Raises SparkinferError unless a neuron cache is of these layers and can be run."""
+        """Raises SparkinferError for a neuron cache that does not fit the plan or cannot be run."""
         if self.cache is None:
             return
         if self.mode == "dense":
@@ -193,7 +192,7 @@ class Split:
             )
 
     def held(self, model: ModelFile) -> ModelFile:
-        """The parts of the model in memory under this plan: predictors only in their mode."""
+        """The model as held in memory under this plan: with predictors only in mode predicted."""
         return model if self.mode == "predicted" else without_predictors(model)
 
     @property
@@ -269,8 +268,8 @@ class Split:
                 else ("CPU", cpu, self.cpu_bytes)
             )
             raise SparkinferError(
-                f"{path}: {wrong} takes {found[wrong]:,} {side} bytes of {model.path}, the plan says"
-                f" {said[wrong]:,}; run sparkinfer solve on this file"
+                f"{path}: {wrong} of {model.path} takes {found[wrong]:,} bytes on the {side}, but the"
+                f" plan says {said[wrong]:,}; run sparkinfer solve on this file"
             )
 
 
@@ -315,8 +314,8 @@ def _items(read: Fields, side: str, version: int) -> Items:
 
 
 def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
-    """Raises SparkinferError for an unknown key of a plan, and for a part of keys that belong
-    together."""
+    """Raises SparkinferError for an unknown key of a plan, and if only some of the keys that belong
+    together are there."""
     known = {"version", "dense_on_gpu", "hot_count", *_SCALARS, *_OF_GPUS}
     known |= {
         f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)
@@ -331,12 +330,12 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
 
 
 def _sequences(read: Fields) -> int:
-    """The number of texts at a time; a plan for one does not say it."""
+    """The number of texts at a time, which a plan for one text does not store."""
     return read.count(_SEQUENCES, least=2) if _SEQUENCES in read.values else 1
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:
-    """The GPUs' budgets: decimal texts, since GGUF's lists of numbers are read as int32."""
+    """The GPUs' budgets, stored as decimal strings because lists of integers are read as int32."""
     found = []
     for text in read.items("gpu_budget_bytes"):
         if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20):

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
-# Suffixes of checkpoints, predictors and texts; other files in the same folder may come and go.
+# Suffixes of checkpoints, predictors and texts; other files in an input folder may change.
 READ = {".safetensors", ".bin", ".pt", ".json", ".jsonl", ".ndjson", ".txt", ".text", ".md", ".parquet",
         ".model", ".jinja"}  # fmt: skip
 _Stamp = tuple[int, int, int]  # inode, bytes, time of the last change in nanoseconds
@@ -18,10 +18,11 @@ _new: ContextVar[set[Path]] = ContextVar("new")
 @contextmanager
 def reading(*paths: Path | None, new: Sequence[Path] = ()) -> Iterator[None]:
     """Within the block, `partial_file` and `partial_folder` refuse to write if an input has changed
-    since the beginning, or if another run has written the output, one of the absent `new`. In an
-    input folder, files with suffixes in READ count.
+    since the block began, or if another run has written an output of `new`, which did not exist
+    then. In an input folder, files with the suffixes in READ count.
 
-    A mapped file that is truncated reads as zeros up to the end of its last page."""
+    Without this, truncation could pass unnoticed: a mapped file then reads as zeros up to the end
+    of its last page."""
     files = [file for path in paths if path is not None for file in _files_of(path)]
     stamps = {(real := _real(file)): _stamp(real) for file in files}
     tokens = _inputs.set(_inputs.get({}) | stamps), _new.set({_real(path) for path in new})
@@ -61,7 +62,7 @@ def wrote(path: Path) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """True if another run has written an output that was to be new."""
+    """True if another run has written an output that did not exist before."""
     return _real(path) in _new.get(set()) and os.path.lexists(path)
 
 

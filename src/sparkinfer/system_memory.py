@@ -9,13 +9,13 @@ _NO_LIMIT = 1 << 60
 
 
 def free_memory_bytes() -> int:
-    """What this process can still take, page cache included, within the limits of its control
-    groups (containers, services)."""
+    """Bytes that this process can still allocate, reclaimable page cache included, within the
+    limits of its control groups (containers, services)."""
     return min([memory_bytes()[1], *_left_by_groups(_ROOT)])
 
 
 def memory_limit_bytes() -> int:
-    """The most this process may use, whatever else is running."""
+    """Bytes that this process may use at most, whatever else is running."""
     limits = [_limit(group, name) for group, (name, *_) in _groups(_ROOT)]
     return min([memory_bytes()[0], *(limit for limit in limits if limit is not None)])
 

@@ -33,17 +33,18 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
 
 
 def _quality(model: ModelFile, profile: Profile) -> dict[SparseMode, ModeQuality]:
-    """The profile's record of its thresholds, and of predictors if those are of the same run."""
+    """The profile's quality of mode exact, and of mode predicted if the model's predictors are from
+    the same run."""
     own = model.quality.get("predicted")
     is_same = own is not None and own == profile.quality.get("predicted")
     return {mode: q for mode, q in profile.quality.items() if mode == "exact" or is_same}
 
 
 def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: str) -> ModelFile:
-    """The model with other thresholds, whose cost is unknown; `source` is named in errors.
+    """The model with other thresholds, whose quality is unknown; errors quote `source`.
 
     Raises SparkinferError unless there is one finite number, at least 0, for each layer of a SiLU
-    or GELU model; in other models a threshold is a part of the activation."""
+    or GELU model; in other models the threshold is part of the activation."""
     if model.activation not in SMOOTH:
         raise SparkinferError(
             f"{source}: thresholds are for SiLU and GELU models; this one is {model.activation},"

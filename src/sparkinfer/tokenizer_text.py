@@ -1,7 +1,7 @@
-"""Builds the tokenizer described by the text of a tokenizer.json.
+"""Builds a tokenizer from the text of a tokenizer.json.
 
-The `tokenizers` library reads it; text that would cause a traceback, a panic or an endless loop
-there is refused here."""
+The `tokenizers` library reads it; text with which it would raise, panic or loop endlessly is
+refused here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +11,14 @@ from tokenizers import Tokenizer
 from sparkinfer.errors import SparkinferError
 from sparkinfer.typed import one_line
 
-# Published models have up to 262,144; the library counts through all ids up to the largest.
+# Published models have up to 262,144; the library loops over all ids up to the largest.
 MAX_TOKENS = 1 << 22
 TRIAL = "A text of 12 letters\n"
 
 
 def read_tokenizer(source: str, text: str) -> Tokenizer:
-    """Raises SparkinferError, naming `source`, for a text that the library cannot read or use."""
+    """The tokenizer. Raises SparkinferError, which quotes `source`, for a text that the library
+    cannot read or use."""
     with refused(f"{source}: the tokenizers library cannot read it"):
         tokenizer = Tokenizer.from_str(text)
         tokenizer.decode(tokenizer.encode(TRIAL).ids)

@@ -1,8 +1,8 @@
-"""How every command ends.
+"""Runs a command and turns errors and signals into one line and an exit code.
 
-No command ends in a traceback: an error of the user or the machine is one line with code 1, and an
-unexpected error is one line with code 70, after its traceback if SPARKINFER_DEBUG=1. Everything
-slow is imported within the block that ensures this, signals included. Commands are in
+No command ends in a traceback: an error of the user or the machine is one line with exit code 1,
+and an unexpected error is one line with exit code 70, after its traceback if SPARKINFER_DEBUG=1.
+All slow imports happen inside the block that ensures this. Commands are in
 commands.all_commands."""
 
 import os
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 DEBUG_VARIABLE = "SPARKINFER_DEBUG"
 UNEXPECTED = 70  # sysexits.h: EX_SOFTWARE
-MOST_LETTERS = 300  # of an error's own message
-# How alike two options, or two commands, must be for one to be suggested for the other.
+MOST_LETTERS = 300  # of another library's error message
+# How similar two options, or two commands, must be for one to be suggested for the other.
 LEAST_ALIKE, LEAST_ALIKE_COMMAND = 0.7, 0.65
 # torch's out-of-memory messages, which are plain RuntimeErrors on the CPU.
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std::bad_alloc")
@@ -77,7 +77,7 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
 
 
 def usage_line(error: "click.ClickException") -> str:
-    """The error of a command line, and where its options are listed."""
+    """A line on a wrong command line, which names the help that lists the options."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "sparkinfer"
     possible = getattr(error, "possibilities", None)
@@ -123,7 +123,7 @@ def line_of(error: BaseException, arguments: Sequence[str] = ()) -> tuple[str, i
     if isinstance(error, SparkinferError):
         return f"sparkinfer: {error}", 1
     if is_memory(error):
-        return f"{command}: out of memory ({_words(error)}); give it less to do, or more memory", 1
+        return f"{command}: out of memory ({_words(error)}); use smaller sizes, or more memory", 1
     if isinstance(error, OSError):
         reason = error.strerror or _words(error)
         if error.filename is None:

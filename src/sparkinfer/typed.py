@@ -1,8 +1,8 @@
-"""Type-checked reads of values in our own JSON objects and GGUF keys, and quotes of third-party
-values in errors.
+"""Type-checked reads of values in our own JSON objects and GGUF keys, and helpers that quote
+foreign values in errors.
 
-A value of the wrong type is refused with its name, never converted, and never reaches code that
-relies on its type. The caller that catches the error adds the file's name."""
+A value of the wrong type is refused with its name and never converted. The caller that catches the
+error adds the file's name."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from sparkinfer.errors import SparkinferError
 T = TypeVar("T")
 MAX_COUNT = (1 << 63) - 1  # the largest int64; every count of ours fits
 MAX_SHOWN = 60  # characters of a value that an error quotes
-MAX_LINE = 200  # of another program's message
+MAX_LINE = 200  # characters of another program's message
 
 
 class Fields:
@@ -40,7 +40,7 @@ class Fields:
         return None if self._get(key) is None else self.text(key)
 
     def line(self, key: str) -> str:
-        """A one-line text that an error can quote as it is: an id, or a name."""
+        """A one-line string, such as an id or a name, which errors can quote as it is."""
         value = self.text(key)
         return value if value.isprintable() else self._refuse(key, value, "a one-line string")
 
@@ -126,7 +126,7 @@ def _plain(value: object) -> object:
 
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:
-    """A value as an error quotes it: in one line, and cut if it is long."""
+    """A value as errors quote it: on one line, and cut if it is long."""
     value = _plain(value)
     if isinstance(value, int) and abs(value) > 10**60:
         return "a number of more than 60 digits"
@@ -138,6 +138,6 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
 
 
 def one_line(message: object, most: int = MAX_LINE) -> str:
-    """Another program's message in one line, cut if it is long."""
+    """Another program's message on one line, cut if it is long."""
     text = " ".join(str(message).split())
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,6 +1,6 @@
-"""The output of a conversion, and how to read it back in the source's own names and order.
+"""The output of a conversion, and how to read it back under the source's own names and order.
 
-`convert` makes it and `profile` checks it; neither imports the other."""
+`convert` creates it and `profile` checks it, so that neither imports the other."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """`source` is a checkpoint folder or a GGUF; `path` is not yet the file's final name, which is
-    `output`.
+    """`source` is a checkpoint folder or a GGUF; `path` is where the file is before it is renamed
+    to `output`.
 
     `restored` yields every tensor once, and raises SparkinferError for one whose values differ from
     the source's by more than the rounding of its type."""
