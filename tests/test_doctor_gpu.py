@@ -155,7 +155,7 @@ def test_a_check_of_other_versions_is_only_a_note():
         book.start("graph x")
     found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
     assert {each.state for each in found} == {"note"}
-    assert "graph x: a check of it runs, or ended the process" in lines(found)
+    assert "graph x: is being checked, or its check crashed" in lines(found)
 
 
 def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
@@ -225,7 +225,7 @@ def test_after_an_update_old_results_count_for_another_configuration(started, ch
     stored, now = examining.stored_checks(), [seen(0, **changes)]
     found = gpu.checks(stored, now, has_gpu=True, unfinished=None)
     assert [each.state for each in found] == ["note", "note"]
-    assert f"is of another {words} (driver 1.2, " in found[0].text
+    assert f"was made with another {words} (driver 1.2, " in found[0].text
     assert examining._check(now) is not None and len(started) == 1
     found = gpu.checks(stored, [seen(0)], has_gpu=True, unfinished=None)
     assert [each.state for each in found] == ["ok", "wrong"]

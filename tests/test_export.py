@@ -365,8 +365,8 @@ def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"format": "gpuidx"}, "wants --profile"),
-        ({"format": "sparkinfer-split"}, "wants --profile"),
+        ({"format": "gpuidx"}, "needs --profile"),
+        ({"format": "sparkinfer-split"}, "needs --profile"),
         ({"format": "onnx"}, "unknown; known: powerinfer-activations"),
         ({"format": "powerinfer-activations", "profile": Path("p")}, "given first"),
         ({"format": "gpuidx", "profile": Path("p"), "group_size": 16}, "--group-size is for"),

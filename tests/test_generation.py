@@ -357,7 +357,11 @@ def test_the_command_saves_and_reuses_a_prompts_state(tmp_path, codec_model):
         kept = None if other == tmp_path else other.read_bytes()
         wrong = (codec_model, "-n", 4, "--prompt-cache", other, "--force", "-p", "ab cd ef")
         is_input = other == codec_model
-        words = "is read by this command" if is_input else "is not a prompt's state, so it is kept"
+        words = (
+            "is read by this command"
+            if is_input
+            else "is not a prompt cache, so it is not overwritten"
+        )
         assert words in run(*wrong, code=1).stderr.decode()
         assert kept is None or other.read_bytes() == kept
     third = json.loads(run(*common, "-p", "ab cd ef").stdout)

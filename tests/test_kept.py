@@ -28,7 +28,7 @@ def test_a_source_that_cannot_be_loaded_has_its_copy_named(silu, capsys, tmp_pat
     for command in ("bench", "report -o r.html", "generate -p x", "chat"):
         words = command.split()
         assert main([words[0], str(silu), *words[1:]]) == 1
-        assert "run has made one" not in capsys.readouterr().err
+        assert "run has a converted copy" not in capsys.readouterr().err
     run(silu)
     for command in ("bench", "report -o r.html", "generate -p x", "chat", "serve"):
         words = command.split()

@@ -41,7 +41,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
               help="Text like what you will use the model on: a text, .jsonl or .parquet file, or a"
                    " folder of them.")  # fmt: skip
 @click.option("--type", "types", multiple=True, type=click.Choice(["q8_0", "q4_0"]),
-              help="Smaller types to compare with. [default: all that are smaller than the model's own]")  # fmt: skip
+              help="Smaller types to compare with. [default: all below the model's own]")  # fmt: skip
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
               help="Tokens to measure on.")  # fmt: skip
 @click.option("--max-loss", default=0.01, show_default=True,
@@ -61,10 +61,10 @@ def advise(
     limits_path: Path | None, plot: Path | None, work: Path | None, seed: int,
     threads: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure which type, and which sparsity rule if any, to run a model with.
+    """Measure which type, and which sparsity rule if any, suit a model.
 
-    Rules silence neurons and inputs that add little, without training. Each is compared with the
-    unchanged dense model on your text, and with the same model in smaller types."""
+    Rules silence neurons and inputs that contribute little, without training. Each is compared with
+    the unchanged dense model on your text, and with the same model in smaller types."""
     from sparkinfer.profile.advise import AdviseConfig
     from sparkinfer.profile.advise import advise as run
     from sparkinfer.runtime.kernels.threads import use_threads

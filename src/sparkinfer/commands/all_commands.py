@@ -1,8 +1,9 @@
 """All commands: `sparkinfer`, or `python -m sparkinfer`.
 
-Thin wrappers: each builds the config of one stage, runs it, and prints. A stage is imported inside
-its command, so that `sparkinfer --help` needs no torch. People read stderr, programs read stdout:
-the text of `generate`, or one JSON object with --json. top_level reports the errors of commands."""
+Commands are thin wrappers: each builds the config of one stage, runs the stage and prints its
+report. A stage is imported inside its command, so that `sparkinfer --help` needs no torch. People
+read stderr, programs read stdout: the text of `generate`, or one JSON object with --json. Errors
+are reported by top_level."""
 
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,9 @@ class _Group(click.Group):
 def cli() -> None:
     """Run language models on machines whose GPU memory is too small for them.
 
-    `sparkinfer run MODEL` does everything needed. Its stages are commands, too: convert, profile,
-    calibrate, solve, generate. `sparkinfer help COMMAND` shows a command's options."""
+    `sparkinfer run MODEL` does everything needed. Its stages are also commands of their own:
+    convert, profile, calibrate, solve, generate. `sparkinfer help COMMAND` shows a command's
+    options."""
 
 
 cli.add_command(help_command)
@@ -93,7 +95,7 @@ cli.add_command(sparsify)
               help="Predictors to add: predictors.safetensors, or a folder with it or with"
                    " model_0.pt, model_1.pt, ...")  # fmt: skip
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
-              help="What they predict from: 0 for the input of their own layer, 1 for that of the layer"
+              help="The input that they read: 0 for their own layer's, 1 for that of the layer"
                    " before.")  # fmt: skip
 @click.option("--thresholds", type=FILE, help="A profile whose SiLU thresholds to add.")
 @click.option("--limits", type=FILE, help="Limits to add, made by sparkinfer advise.")
@@ -170,8 +172,8 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.option("--host-budget", "host_budget_bytes", type=Size(),
               help="Main memory to use, e.g. 16GiB. [default: all of it]")  # fmt: skip
 @click.option("-o", "--output", type=output(".gguf", ".json"), required=True,
-              help="The plan (split file) to write; with --sweep the curve (JSON), with a picture"
-                   " beside it.")  # fmt: skip
+              help="The plan (split file) to write; with --sweep the curve (JSON), with a plot next"
+                   " to it.")  # fmt: skip
 @click.option("-c", "--context", "--ctx-size", "context_length", type=int,
               help="Context length to reserve KV cache for. [default: the model's, up to 4,096]")  # fmt: skip
 @rope_options
@@ -209,7 +211,7 @@ def solve(
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
     The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
-    for a token to take the least time on this machine."""
+    so that a token takes the least time on this machine."""
     from sparkinfer.commands.solve import run_check, run_solve, run_sweep
     from sparkinfer.neuron_cache import CacheOptions
     from sparkinfer.solver.solve import SolveConfig
@@ -259,7 +261,7 @@ cli.add_command(report)
     "--graph",
     "is_graph",
     is_flag=True,
-    help="Show the operations of a model's decode step: what each reads and writes, and where.",
+    help="Show the operations of a model's decode step, what each reads and writes, and its device.",
 )
 @click.option("--split", type=FILE, help="With --graph: place the operations by this plan.")
 @json_option

@@ -14,13 +14,13 @@ from sparkinfer.sizes import format_bytes
 @click.argument("action", type=click.Choice(["list", "clear"]))
 @click.argument("names", nargs=-1, metavar="[NAME...]")
 @click.option("--stale", "stale_only", is_flag=True,
-              help="clear: remove only what another version made, and what was never finished.")  # fmt: skip
+              help="With clear: remove only unfinished files and those made by another version.")  # fmt: skip
 @json_option
 def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) -> None:
     """Show or remove the files that `sparkinfer run` keeps.
 
-    NAME is a folder's name, a kind or a source, as list shows them; without any, clear removes all
-    that is not in use. Sources are never touched."""
+    NAME is a folder's name, a kind or a source, as `list` shows them; without a name, `clear`
+    removes everything that is not in use. Sources are never touched."""
     from sparkinfer.run.cache_folder import cache_folder
     from sparkinfer.run.housekeeping import clear, list_cache
 

@@ -1,4 +1,4 @@
-"""`sparkinfer bench --cache-replay`: policies of the neuron cache on a text, without a GPU."""
+"""`sparkinfer bench --cache-replay`: replays neuron-cache policies on a text, without a GPU."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-# What a replay takes of the options of bench; any other is of a measurement.
+# The options of bench that a replay takes; all others are for measurements.
 _TAKEN = ("model", "split", "text", "neuron_cache", "cache_tokens", "cache_plot", "as_json")
 
 
 def check_replay(ctx: click.Context) -> None:
-    """Raises UsageError unless the options given are those of a replay, or of none."""
+    """Raises UsageError if options of a replay are mixed with those of a measurement."""
     given = {
         name
         for name in ctx.params

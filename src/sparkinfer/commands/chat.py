@@ -65,7 +65,7 @@ HELP = """\
 /undo            take back the last message and its answer
 /save FILE       write the conversation (JSON)
 /load FILE       continue a saved conversation
-/stats           how much of the context is used, and what the last answer took
+/stats           how much of the context is used, and the speed of the last answer
 /quit            leave; so does Ctrl-D
 Enter sends, Alt-Enter or a backslash before Enter makes a new line, Ctrl-C stops an answer.
 A message that begins with / is written with //."""
@@ -80,8 +80,8 @@ A message that begins with / is written with //."""
 @click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
               help="The same, from a file.")  # fmt: skip
 @click.option("--chat-template", "template", metavar="NAME|FILE",
-              help="Instead of the model's: chatml, llama2, llama3, mistral, gemma, zephyr, one of"
-              " the model's named ones, or a Jinja file.")  # fmt: skip
+              help="Instead of the model's own: chatml, llama2, llama3, mistral, gemma, zephyr, a"
+              " template that the model names, or a Jinja file.")  # fmt: skip
 @click.option("--chat-template-kwargs", "variables", metavar="JSON", default="{}",
               help='Variables for the template, e.g. {"enable_thinking": false}.')  # fmt: skip
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,

@@ -1,4 +1,4 @@
-"""Values of options that `chat`, and `run` and `generate` for an answer, have in common."""
+"""Values of the options that `chat` shares with `run` and `generate`."""
 
 import json
 from pathlib import Path

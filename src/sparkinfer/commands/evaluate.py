@@ -48,8 +48,8 @@ class Names(click.ParamType):
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
               help="Maximum tokens to compare on.")  # fmt: skip
 @click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
-              help="Take paragraphs as messages in the model's own template or the one given; what"
-                   " the template adds is not counted.")  # fmt: skip
+              help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
+                   " that the template adds are not counted.")  # fmt: skip
 @click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
               help="Tasks of lm-eval instead of a corpus (pip install 'sparkinfer[tasks]').")  # fmt: skip
 @click.option("--limit", type=int, help="Documents of each task. [default: all]")
@@ -71,7 +71,7 @@ def evaluate(
     ctx: click.Context, tasks: tuple[str, ...] | None, threads: int | None, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Compare a mode with the dense model, or answer tasks.
+    """Compare a mode with the dense model, or run tasks.
 
     On text: perplexity, KL divergence, how often the likeliest token is the same. With --tasks:
     accuracy on tasks of lm-eval."""

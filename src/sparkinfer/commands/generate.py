@@ -81,7 +81,7 @@ _TEXTS = (
     click.option("--ignore-eos", "ignores_end", is_flag=True,
                  help="Continue after the model's end token."),
     click.option("--keep", default=4, show_default=True,
-                 help="Tokens of the beginning that --context-shift keeps."),
+                 help="Tokens at the beginning of the text that --context-shift keeps."),
     click.option("--logprobs", "num_logprobs", type=int, metavar="N",
                  help="With --json or --json-lines: log probabilities of each token and of the N"
                  " likeliest."),
@@ -242,7 +242,7 @@ def _continuation(
     engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
     drafts: Any, stack: ExitStack,
 ) -> "Iterator[Token]":  # fmt: skip
-    """Continues the prompt; saves its state if asked for. Wrong options are refused before the
+    """Continues the prompt, and saves its state if requested. Wrong options are refused before the
     first token."""
     ids = engine.codec.encode(wanted.prompts[0])
     sequence = None
@@ -294,8 +294,8 @@ def _write_many(
 
 
 def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
-    """Shows tokens as they come; returns 0, or the exit code of an interrupt, which ends the text
-    but not the report."""
+    """Shows tokens as they come. Returns 0, or the exit code of an interrupt, after which the
+    report is still printed."""
     try:
         for number, token in tokens:
             writing = writings[number]
@@ -325,8 +325,8 @@ def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
     except SparkinferError as error:
         if not is_prompt(path):
             raise SparkinferError(
-                f"{path}: exists and is not a prompt's state, so it is kept; give --prompt-cache"
-                " another name"
+                f"{path}: exists and is not a prompt cache, so it is not overwritten; give"
+                " --prompt-cache another name"
             ) from error
         if not wanted.force:
             raise SparkinferError(f"{error}, or give --force to compute it again") from error

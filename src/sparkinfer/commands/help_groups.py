@@ -1,14 +1,14 @@
-"""The headings under which the help of a command with many options lists them.
+"""The headings under which the help of a command with many options groups them.
 
-An option belongs to the first heading that names its parameter. One that none names, or that would
-be alone under its heading, is listed under "Other options"."""
+An option belongs to the first heading that names its parameter. If none does, or if it would be
+alone under its heading, it is listed under "Other options"."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 import click
 
-LEAST = 20  # options, from which a command's help is grouped
+LEAST = 20  # a command with more options than this groups them
 REST = "Other options"
 GROUPS: tuple[tuple[str, str], ...] = (
     ("Input and output",
@@ -28,7 +28,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
      "check_tokens"),
     ("Preparing the model",
      "vram outtype activation is_verified"),
-    ("What is measured",
+    ("Measurements",
      "prompt_lengths gen_lengths depths repetitions text"),
     ("Comparison with llama.cpp",
      "compare compare_model compare_gpu_layers"),
@@ -51,13 +51,13 @@ GROUPS: tuple[tuple[str, str], ...] = (
      "parallel kept queue timeout_s drain_s read_s max_body_bytes"),
     ("Sampling",
      "temperature top_k top_p min_p repeat_penalty seed help_sampling"),
-    ("Form of the output",
+    ("Constrained output",
      "json_schema json_schema_file grammar grammar_file regex"),
-    ("Guessing ahead",
+    ("Speculative decoding",
      "spec_type model_draft draft_max"),
-    ("Cache of keys and values",
+    ("KV cache",
      "cache_type_k cache_type_v kv_offload"),
-    ("How it is computed",
+    ("Computation",
      "split cpu_ffn mode max_loss thresholds threads device max_memory_bytes"),
 )  # fmt: skip
 _TITLES = {name: title for title, names in reversed(GROUPS) for name in names.split()}

@@ -1,4 +1,5 @@
-"""Lines that point to what `sparkinfer run` has kept for a model, with the command that uses it."""
+"""Lines that point to files that `sparkinfer run` has cached for a model, with the command that
+uses them."""
 
 import shlex
 from pathlib import Path
@@ -7,8 +8,8 @@ from sparkinfer.errors import SparkinferError
 
 
 def with_copy(error: SparkinferError, command: str, model: Path) -> SparkinferError:
-    """The error of a model that a command cannot load, with the command for the copy that `run` has
-    made of it; the error itself if there is none."""
+    """The error about a model that a command cannot load, with a hint at the copy that `run` has
+    made of it; unchanged if there is no copy."""
     if not str(error).startswith(f"{model}: "):
         return error
     from sparkinfer.model_file import ModelFile
@@ -20,12 +21,13 @@ def with_copy(error: SparkinferError, command: str, model: Path) -> SparkinferEr
 
         copy = kept_for(model).model
         if copy is not None and copy != model.resolve():
-            return SparkinferError(f"{error}; run has made one: {command} {_quoted(copy)}")
+            return SparkinferError(f"{error}; run has a converted copy: {command} {_quoted(copy)}")
     return error
 
 
 def report_line(model: Path, output: Path, given: set[str]) -> str | None:
-    """The command of a page with the files that `run` has kept; None if it adds none."""
+    """The command for a page that also has the files cached by `run`; None if there are none to
+    add."""
     from sparkinfer.run.kept import kept_for
 
     kept = kept_for(model)
@@ -35,11 +37,12 @@ def report_line(model: Path, output: Path, given: set[str]) -> str | None:
     if not more:
         return None
     command = f"sparkinfer report {_quoted(model)} -o {_quoted(output)} --force {' '.join(more)}"
-    return f"run has kept more for this model: {command}"
+    return f"run has more files for this model: {command}"
 
 
 def bench_line(model: Path) -> str | None:
-    """The command that measures the model as `run` would run it; None if it is this one."""
+    """A note with the command that measures the model as `run` would run it; None if that is this
+    very command."""
     from sparkinfer.run.kept import kept_for
 
     kept = kept_for(model)
@@ -48,7 +51,7 @@ def bench_line(model: Path) -> str | None:
     if copy is None and kept.split is None:
         return None
     plan = f" --split {_quoted(kept.split)}" if kept.split else ""
-    return f"note: run uses what it has kept: sparkinfer bench {_quoted(copy or model)}{plan}"
+    return f"note: run uses its cached files: sparkinfer bench {_quoted(copy or model)}{plan}"
 
 
 def _quoted(path: Path) -> str:

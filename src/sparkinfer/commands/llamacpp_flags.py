@@ -1,8 +1,8 @@
-"""llama.cpp's options on our command lines: accepted if they mean the same, else explained in one
-line.
+"""Translates llama.cpp's options on our command lines: those with a counterpart are accepted,
+others are explained in one line.
 
-A command's own options are not touched, so those with llama.cpp's spelling (-c, -n, --temp, -ctk)
-pass unchanged."""
+A command's own options pass unchanged, including those with llama.cpp's spelling (-c, -n, --temp,
+-ctk)."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,12 @@ ALL_LAYERS = 99  # the number of layers that conventionally means "everything on
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """An option of llama.cpp in the commands named; in others it is unknown.
+    """An option of llama.cpp, known in the commands listed.
 
-    "same": nothing to do. "note": it would affect only speed or memory; it is dropped with a note.
-    "refuse": `text` says what to do instead. "rename": `text` is our spelling; an empty one leaves
-    the value as an argument. "layers": a number of GPU layers. "device": a device name."""
+    "same": it is already what we do. "note": it affects only speed or memory, and is dropped with a
+    note. "refuse": `text` says what to do instead. "rename": `text` is our spelling; if it is
+    empty, the value becomes an argument. "layers": a number of GPU layers. "device": a device
+    name."""
 
     does: Literal["same", "note", "refuse", "rename", "layers", "device"]
     values: Values = "none"
@@ -51,15 +52,16 @@ def _refuse(text: str, commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
 _NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
 _DEVICE = re.compile(r"^CUDA(?=\d+$)")
 _PLAN = (
-    "a plan says what is on the GPU: sparkinfer solve MODEL --profile P --machine M"
-    " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan everything is, if there is a GPU"
+    "a plan decides what is on the GPU: sparkinfer solve MODEL --profile P --machine M"
+    " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan, everything is on the GPU if there"
+    " is one"
 )
 _MEMORY = "weights are copied into memory if they fit, and stay in the mapped file otherwise"
 _PASS = "the number of tokens in a pass is chosen automatically"
 _LOG = "messages go to stderr, the text to stdout"
 _ROPE = (
-    "rotary embeddings are computed as the model file says, or as --rope-scaling and --rope-scale of"
-    " generate, chat and serve say"
+    "rotary embeddings are computed as the model file says; generate, chat and serve can change that"
+    " with --rope-scaling and --rope-scale"
 )
 _TALKS = ("chat", "run")
 # A name may appear several times, for different commands; the first match counts.
@@ -89,12 +91,12 @@ TABLE: tuple[tuple[str, Flag], ...] = (
      " -mg --main-gpu", _refuse(_PLAN, MODEL_COMMANDS)),
     ("-dev", Flag(does="device", values="one", commands=MODEL_COMMANDS)),
     ("-b --batch-size -ub --ubatch-size", _note(_PASS, "one")),
-    ("-tb --threads-batch", _note("prompts take as many threads as generation does (-t)", "one")),
+    ("-tb --threads-batch", _note("prompts use as many threads as generation does (-t)", "one")),
     ("--mlock", _note(f"{_MEMORY}; they are not locked there")),
     ("--mmap --no-mmap", _note(_MEMORY)),
     ("-nr --no-repack --repack", _note("weights are arranged in memory for decoding")),
     ("--numa --prio --poll -C --cpu-mask -Cr --cpu-range --cpu-strict",
-     _note("the system places the threads", "one")),
+     _note("thread placement is left to the system", "one")),
     ("--no-perf --perf --show-timings", _note("speeds are in the closing line")),
     ("-co --color --simple-io --log-disable --log-colors --log-prefix --log-timestamps",
      _note(_LOG)),
@@ -106,7 +108,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("-hf -hfr --hf-repo -mu --model-url -dr --docker-repo",
      _refuse("fetch and convert it first: sparkinfer convert ORG/NAME -o model.gguf")),
     ("--lora --lora-scaled --control-vector",
-     _refuse("adapters are not loaded; merge them into the checkpoint, and convert that")),
+     _refuse("adapters are not supported; merge them into the checkpoint and convert that")),
     ("--rope-scaling --rope-scale", _refuse(_ROPE, ("run",))),
     ("--rope-freq-base --rope-freq-scale --yarn-orig-ctx"
      " --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast", _refuse(_ROPE)),
@@ -115,7 +117,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("--penalize-nl", _refuse("the newline is penalised like any token; leave the option out")),
     ("-nkvo --no-kv-offload", _refuse(_PLAN)),
     ("--prompt-cache-all --prompt-cache-ro",
-     _refuse("--prompt-cache keeps the prompt, and never what follows; leave it out")),
+     _refuse("--prompt-cache keeps only the prompt, never the text after it; leave it out")),
     ("--api-key-file", _refuse("put the key into the variable SPARKINFER_API_KEY", ("serve",))),
     ("--embedding --embeddings --rerank --reranking",
      _refuse("this server only generates text", ("serve",))),
@@ -134,9 +136,9 @@ def flag_of(name: str, command: str) -> Flag | None:
 
 
 def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments as the context's command takes them, and notes on options without effect.
+    """The arguments with llama.cpp's options translated, and notes on options without effect.
 
-    Raises click's UsageError for an option that means something else here."""
+    Raises click's UsageError for an option without a counterpart."""
     own = {name: param for param in ctx.command.params if isinstance(param, click.Option)
            for name in (*param.opts, *param.secondary_opts)}  # fmt: skip
     rest, taken, notes = list(arguments), list[str](), list[str]()
@@ -177,8 +179,8 @@ def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> l
 
 
 def _gpu_layers(name: str, values: list[str]) -> list[str]:
-    """Arguments for a number of GPU layers: 0 is the CPU, all is the default; a number in between
-    needs a plan."""
+    """Arguments for a number of GPU layers: 0 means the CPU, all of them the default; for a number
+    in between, raises UsageError, since that takes a plan."""
     text = values[0] if values else ""
     if text == "0":
         return ["--device", "cpu"]
@@ -203,7 +205,7 @@ def _takes_value(option: click.Option | None, following: str) -> bool:
 
 
 def _refuse_a_cluster(ctx: click.Context, argument: str, own: Mapping[str, click.Option]) -> None:
-    """Refuses -nkv as an unknown option, where click would take it for -n with the value kv."""
+    """Raises NoSuchOption for e.g. -nkv, which click would read as -n with the value kv."""
     option = own.get(argument[:2])
     is_word = re.fullmatch(r"-[A-Za-z][A-Za-z][A-Za-z-]*", argument) and argument not in own
     if is_word and option is not None and isinstance(option.type, _NUMBERS):

@@ -14,6 +14,6 @@ def _parsed(ctx: click.Context, param: click.Parameter, value: Any) -> CacheOpti
 
 neuron_cache_option = engine_option(
     "neuron_cache", "--neuron-cache", metavar="on|off|SETTINGS", callback=_parsed,
-    help="Swap hot neurons as the text needs; settings such as decay=0.995,margin=0.05."
+    help="Swap the neurons on the GPU to follow the text; settings such as decay=0.995,margin=0.05."
     " [default: on with a plan that has room for it]",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The type of a file's matrices on the command line, in other programs' spellings too."""
+"""Parses the type of a file's matrices on the command line, in other programs' spellings too."""
 
 from typing import Any, get_args
 
@@ -26,8 +26,8 @@ class OuttypeChoice(click.Choice):
         name = str(value).lower()
         if name in _MIXTURES:
             plain = _MIXTURES[name]
-            say(f"note: {name} taken as {plain} for all matrices; llama.cpp gives some of them q6_k:"
-                " --tensor-type 'attn_v|ffn_down=q6_k' does so")  # fmt: skip
+            say(f"note: {name} is read as {plain} for all matrices; llama.cpp stores some in q6_k, which"
+                " --tensor-type 'attn_v|ffn_down=q6_k' does")  # fmt: skip
             name = plain
         if name.startswith(_READ_ONLY):
             self.fail(

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
               help="The profile to write.")  # fmt: skip
 @click.option("--tokens", "max_tokens", type=int,
               help="Tokens to count on; a shorter text is an error. [default: 131,072,"
-                   " or all there are]")  # fmt: skip
+                   " or fewer if the text is shorter]")  # fmt: skip
 @click.option("--text-key", default="text", show_default=True,
               help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
-@click.option("--merge", "is_merge", is_flag=True, help="Add up profiles of one model into one.")
+@click.option("--merge", "is_merge", is_flag=True, help="Add profiles of one model together.")
 @click.option(
     "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
 )
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 @click.option("--target-lost-norm", default=0.04, show_default=True,
               help="Share of a layer's output that predictors may lose.")  # fmt: skip
 @click.option("--target-precision", default=0.75, show_default=True,
-              help="Share of the predicted neurons that should really fire.")  # fmt: skip
+              help="Share of the predicted neurons that should actually fire.")  # fmt: skip
 @click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
               help="1 to predict from the input of the layer before.")  # fmt: skip
 @click.option(
@@ -106,8 +106,8 @@ def profile(
 ) -> None:
     """Count how often each neuron fires on a text, and train predictors.
 
-    If it is stopped, it leaves OUTPUT.resume, and the same command continues from there. With
-    torchrun -m sparkinfer profile ... several processes share the text."""
+    If stopped, it leaves OUTPUT.resume, and the same command continues from there. With torchrun -m
+    sparkinfer profile ... several processes share the text."""
     let_threads_sleep()
     if is_merge:
         _refuse_beside_merge(ctx)
@@ -146,11 +146,11 @@ def profile(
 
 
 def _refuse_beside_merge(ctx: click.Context) -> None:
-    """Raises a usage error for an option that merging has no use for."""
+    """Raises a usage error for an option that has no effect with --merge."""
     for param in ctx.command.params:
         is_given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
         if is_given and param.name not in ("files", "output", "is_merge", "force", "as_json"):
-            raise click.UsageError(f"--merge adds up profiles and has no use for {param.opts[0]}")
+            raise click.UsageError(f"{param.opts[0]} has no effect with --merge: leave it out")
 
 
 def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:

@@ -15,11 +15,11 @@ def rope_options(command: Command) -> Command:
     """Adds the options, under the names of EngineConfig."""
     scale = engine_option(
         "rope_scale", "--rope-scale", type=float, metavar="N",
-        help="Texts up to N times as long as those of the training. [default: what --context needs]",
+        help="Allow texts N times as long as in training. [default: what --context needs]",
     )  # fmt: skip
     scaling = engine_option(
         "rope_scaling", "--rope-scaling", type=click.Choice(KINDS),
-        help="How positions beyond the trained ones are computed, in place of the model's own way."
+        help="How positions beyond the trained ones are computed, instead of the model's own way."
         " [default with --rope-scale: yarn]",
     )  # fmt: skip
     return scaling(scale(command))

@@ -1,7 +1,7 @@
 """`sparkinfer run`: from a checkpoint, a name on the hub or a GGUF to tokens.
 
-sparkinfer.run chooses, runs and caches the stages; generate and chat write texts and
-conversations."""
+The stages are chosen, run and cached by the package sparkinfer.run; texts are written by the
+command `generate`, conversations held by `chat`."""
 
 import sys
 from collections.abc import Callable
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from sparkinfer.run.prepare import Ready
     from sparkinfer.run.stages import Job
 
-ASKED_FROM_S = 600.0  # work that takes longer must be confirmed at a terminal
-# Options of a text that a conversation has no use for.
+ASKED_FROM_S = 600.0  # longer work must be confirmed at a terminal
+# Options for a text, which a conversation does not take.
 _WRITE = ("prompt", "prompt_file", "prompts_file", "keep", "num_logprobs", "is_shown", "json_lines",
           "is_chat", "as_json")  # fmt: skip
 _OPTIONS = (
@@ -47,8 +47,8 @@ _OPTIONS = (
                  help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
                  " GPU. [default: most of what is free on the first]"),
     click.option("--chat", "is_chat", is_flag=True,
-                 help="With -p: take the prompt as a message and print the answer. Without -p, run is"
-                 " a conversation in any case."),
+                 help="With -p: take the prompt as a message and print the answer. Without -p, run"
+                 " always holds a conversation."),
     click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
                  help="The system message."),
     click.option("-sysf", "--system-file", "--system-prompt-file", "system_file", type=FILE,
@@ -64,8 +64,8 @@ _OPTIONS = (
     click.option("--context-shift", "shifts", is_flag=True,
                  help="When the context is full, drop the oldest part and continue."),
     click.option("--corpus", "corpora", type=FILE, multiple=True,
-                 help="Text like yours to profile on, if profiling pays off; may be repeated. [default: the"
-                 " package's own]"),
+                 help="Text like yours to profile on, if profiling pays off; may be repeated. [default: a"
+                 " text in the package]"),
     click.option("--tokens", type=int,
                  help="Tokens to profile on. [default: as many as take at most a quarter of an hour]"),
     click.option("--outtype", type=OUTTYPE,
@@ -105,10 +105,10 @@ def run(
     outtype: Any, activation: str | None, is_verified: bool, dry_run: bool, yes: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Prepare whatever a model needs, then continue a text or chat.
+    """Prepare a model with all that it needs, then continue a text or chat.
 
     SOURCE is a checkpoint folder, the name of a checkpoint on the hub (org/name) or any GGUF.
-    Everything made on the way is kept for the next time: sparkinfer cache list."""
+    Everything made on the way is cached for the next run: sparkinfer cache list."""
     let_threads_sleep()
     check_options(options, corpora, dry_run=dry_run)
     from sparkinfer.run.cache_folder import Cache
@@ -145,11 +145,11 @@ def _announce(job: "Job", planned: "Estimate", *, yes: bool) -> None:
         return
     say(planned.line)
     if any(work.kind in ("look", "profile") for work in planned.works) and not job.texts:
-        say("profiled on the package's own text (Python's documentation, two old books); --corpus"
+        say("profiling on the text in the package (Python's documentation, two old books); --corpus"
             " with text like yours makes a better profile")  # fmt: skip
     is_asked = planned.seconds > ASKED_FROM_S and not yes
     if is_asked and sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty():
-        click.confirm("go on?", default=True, abort=True, err=True)
+        click.confirm("continue?", default=True, abort=True, err=True)
 
 
 def _speak(job: "Job", ready: "Ready", options: dict[str, Any], more: dict[str, Any]) -> None:

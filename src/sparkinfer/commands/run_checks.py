@@ -1,4 +1,5 @@
-"""What `sparkinfer run` refuses before it makes anything: options alone, then options and model."""
+"""The checks of `sparkinfer run` before it makes anything: of the options alone, then with the
+model."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The sampling options of a command, in llama.cpp's spellings.
 
-A few are in the command's own help; --help-sampling shows all of them, with what they do."""
+The command's own help has a few; --help-sampling explains all of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,8 +40,7 @@ class LogitBias(click.ParamType):
 
 @dataclass(frozen=True, kw_only=True)
 class _Option:
-    """An option that sets `field` of SamplingOptions, or gives one of its fields in another
-    form."""
+    """An option that sets `field` of SamplingOptions, or another form of one of its fields."""
 
     spellings: tuple[str, ...]
     field: str
@@ -70,7 +69,7 @@ _GROUPS = {
         _option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
         _option("--dynatemp-range", "dynatemp_range",
                 "Temperature moves by up to N with the entropy; 0: fixed."),
-        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for this."),
+        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy in that."),
     ),
     "Which tokens are candidates": (
         _option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),
@@ -83,7 +82,7 @@ _GROUPS = {
         _option("--xtc-probability", "xtc_probability",
                 "How often the likeliest tokens are left out; 0: off."),
         _option("--xtc-threshold", "xtc_threshold",
-                "Minimum probability of such a token; over 0.5: off."),
+                "Minimum probability of tokens left out; over 0.5: off."),
         _option("-l --logit-bias", "logit_bias",
                 "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
                 type=LogitBias(), metavar="TOKEN(+/-)BIAS", is_repeated=True),
@@ -121,7 +120,7 @@ _GROUPS = {
     ),
     "Order and seed": (
         _option("--samplers", "samplers",
-                'Samplers in order; with "" tokens are drawn from the model\'s own probabilities.'
+                'Samplers in order; "" draws from the model\'s own probabilities.'
                 f" [default: {';'.join(DEFAULT_SAMPLERS)}]",
                 type=str, metavar='"A;B;C"'),
         _option("--sampling-seq --sampler-seq", "sampling_seq",
@@ -135,8 +134,8 @@ _OPTIONS = [option for group in _GROUPS.values() for option in group]
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds all sampling options to a click command. Their values come in as keyword arguments, which
-    `take_sampling_options` turns into SamplingOptions."""
+    """Adds all sampling options to a click command. Their values come in as keyword arguments,
+    which `take_sampling_options` turns into SamplingOptions."""
     command = click.option(
         "--help-sampling", is_flag=True, is_eager=True, expose_value=False, callback=_show_help,
         help="Show all sampling options: penalties, DRY, XTC, Mirostat, their order.",

@@ -45,15 +45,15 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @split_option
 @cpu_ffn_option
 @click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen on; 0.0.0.0 for all, best with --api-key.")  # fmt: skip
+              help="Address to listen on; 0.0.0.0 means all, best with --api-key.")  # fmt: skip
 @click.option(
-    "--port", default=8080, show_default=True, help="Port to listen on; 0 for any free one."
+    "--port", default=8080, show_default=True, help="Port to listen on; 0 picks a free one."
 )
 @click.option("-np", "--parallel", type=int, default=4, show_default=True,
               help="Requests processed at a time, each with a whole --context.")  # fmt: skip
 @click.option("--kept", type=int,
-              help="Further texts whose state is kept for requests with the same prefix. [default: as"
-                   " many as --parallel]")  # fmt: skip
+              help="Number of further texts whose KV cache is kept for requests with the same prefix."
+                   " [default: as many as --parallel]")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
               help="Requests that may wait; more are refused with 429.")  # fmt: skip
 @context_option("Context length of a request in tokens. [default: the model's, up to 4,096]")
@@ -62,19 +62,19 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,
               help="Seconds that a request may take.")  # fmt: skip
 @click.option("--drain", "drain_s", default=30.0, show_default=True,
-              help="Seconds that running answers have to finish when the server is stopped.")  # fmt: skip
+              help="Seconds that answers have to finish when the server is stopped.")  # fmt: skip
 @click.option("--read-timeout", "read_s", default=30.0, show_default=True,
               help="Seconds that a client has to send a request, or to read a piece of an answer.")  # fmt: skip
 @click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
               help="Maximum size of a request. [default: 8MiB]")  # fmt: skip
 @click.option("--api-key", metavar="KEY",
-              help="Require this key of every request but /health; better given in the variable"
-                   f" {KEY_VARIABLE}.")  # fmt: skip
+              help="Require this key in every request except /health; better set in the environment"
+                   f" variable {KEY_VARIABLE}.")  # fmt: skip
 @click.option("--cors", "origins", multiple=True, metavar="ORIGIN",
               help="Allow web pages of this origin, e.g. http://localhost:3000, or * for all; may be"
                    " repeated.")  # fmt: skip
 @click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
-              help="Without a key: accept requests to this host name, too; may be repeated.")  # fmt: skip
+              help="Without a key: also accept requests to this host name; may be repeated.")  # fmt: skip
 @click.option(
     "-a", "--alias", metavar="NAME", help="The model's name in the API. [default: its file's]"
 )
@@ -156,8 +156,8 @@ def _check_packages() -> None:
 
 
 def _places_of(split: Path, parallel: int, kept: int | None) -> dict[str, int]:
-    """--parallel and --kept for the texts that a plan budgets: as asked for, else as many as there
-    are. Raises SparkinferError for more."""
+    """--parallel and --kept within the number of texts that a plan budgets: as given, else as many
+    as it has. Raises SparkinferError for more."""
     from sparkinfer.split_file import Split
 
     places = Split.load(split).num_sequences
@@ -167,8 +167,8 @@ def _places_of(split: Path, parallel: int, kept: int | None) -> dict[str, int]:
     kept = max(0, places - parallel) if kept is None else kept
     if parallel + kept > places:
         raise SparkinferError(
-            f"{split}: budgets the cache of {places} texts, and --parallel {parallel} with --kept"
-            f" {kept} takes {parallel + kept}; run sparkinfer solve with --sequences"
+            f"{split}: budgets KV cache for {places} texts, but --parallel {parallel} with --kept"
+            f" {kept} needs {parallel + kept}; run sparkinfer solve with --sequences"
             f" {parallel + kept}"
         )
     return {"parallel": parallel, "kept": kept}
@@ -181,8 +181,8 @@ def _check_memory(
     cache: tuple[str | None, str | None, str | None],
     rope: tuple[str | None, float | None],
 ) -> None:
-    """Checks, before the model is loaded, that the cache fits: torch writes its zeros, so all of it
-    is allocated then."""
+    """Checks before loading that the KV cache fits into free memory, since torch fills it with
+    zeros and thus allocates all of it at once."""
     import torch
 
     from sparkinfer.longer_texts import with_rope_scaling
@@ -200,7 +200,7 @@ def _check_memory(
     wanted, free = items["cpu"]["kv_cache"], free_memory_bytes()
     if wanted > free:
         raise SparkinferError(
-            f"the texts' cache takes {format_bytes(wanted)}, and {format_bytes(free)} are free;"
+            f"the KV cache takes {format_bytes(wanted)}, but only {format_bytes(free)} are free;"
             " give a smaller --context, --parallel or --kept"
         )
 
@@ -214,15 +214,15 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", *, has_plan: bool) -> N
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
-        f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))}, allocated now, are for {places} texts"
-        f" of {engine.context_length:,} tokens ({config.parallel} at a time,"
+        f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache for"
+        f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)")  # fmt: skip
     if has_plan and places == 1:
-        say("note: the plan budgets the cache of one text: requests are answered one at a time;"
+        say("note: the plan budgets KV cache for one text, so requests are answered one at a time;"
             " sparkinfer solve with --sequences budgets more")  # fmt: skip
     elif not engine.has_row_steps:
         say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
             " are answered one at a time")  # fmt: skip
     if not engine.has_equal_rows:
-        say("note: reused state of earlier requests, and prompts read beside others, may change the last bits of results here;"
-            ' "cache_prompt": false turns reuse off')  # fmt: skip
+        say("note: on this device, reusing the KV cache of earlier requests and reading several prompts"
+            ' together may change the last bits of results; "cache_prompt": false turns reuse off')  # fmt: skip

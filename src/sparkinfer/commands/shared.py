@@ -24,8 +24,8 @@ from sparkinfer.steady import reading
 
 
 class OutputPath(click.Path):
-    """A file that the command writes; every other path is an input. With `endings`, a name with the
-    ending of another kind of file is refused."""
+    """A file that the command writes; every other path is an input. With `endings`, names with the
+    ending of another kind of file are refused."""
 
     endings: tuple[str, ...] = ()
 
@@ -41,7 +41,7 @@ class OutputPath(click.Path):
 
 
 class FolderPath(click.Path):
-    """A folder in which the command writes files; the command checks those itself."""
+    """A folder in which the command writes files; the command checks these itself."""
 
 
 WIDEST = 100  # columns of a note
@@ -53,8 +53,8 @@ FOLDER = FolderPath(path_type=Path)
 
 
 class FileCommand(click.Command):
-    """A command that refuses an output which is also an input or another output, under any name,
-    and writes none if inputs change meanwhile. A command that derives names of files, beside an
+    """A command that refuses an output that is also an input or another output, under any name, and
+    writes none if an input changes meanwhile. A command that derives further file names, next to an
     output or in a folder, checks these itself (outputs.check_outputs)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -142,15 +142,15 @@ mode_option = engine_option(
     "mode",
     "--mode",
     type=click.Choice(MODES),
-    help="How feed-forward layers are computed. [default: as the plan says, or the fastest way"
-    " without loss of quality according to the file's record]",
+    help="How feed-forward layers are computed. [default: the plan's mode; without a plan, the one"
+    " that reads least without loss of quality by the file's record]",
 )
 max_loss_option = engine_option(
     "max_loss",
     "--max-loss",
     type=float,
     show_default=True,
-    help="Rise of the perplexity that is accepted when the mode is chosen automatically.",
+    help="Rise of the perplexity that an automatically chosen mode may cost; 0.01 is 1 %.",
 )
 
 
@@ -184,7 +184,8 @@ def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:
 
 
 def let_threads_sleep() -> None:
-    """Makes torch's threads sleep while they wait for work; called before torch is imported.
+    """Makes torch's threads sleep while they wait for work; must be called before torch is
+    imported.
 
     Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
     threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
@@ -193,8 +194,8 @@ def let_threads_sleep() -> None:
 
 
 def say(line: str) -> None:
-    """Writes a line for people, wrapped on a terminal. Not click.echo, which writes past a bar of
-    progress that is on the terminal, so that both are garbled."""
+    """Writes a line for people, wrapped on a terminal. Unlike click.echo it goes through
+    sys.stderr, which a progress bar redirects, so that the two do not garble each other."""
     if sys.stderr is not None:
         is_terminal = sys.stderr.isatty()
         print(wrapped(line, terminal_width()) if is_terminal else line, file=sys.stderr, flush=True)
@@ -205,8 +206,8 @@ def terminal_width() -> int:
 
 
 def wrapped(line: str, width: int) -> str:
-    """A long line in several; tables stay, and a command at the end gets a line of its own, whole, so
-    that it can be copied."""
+    """A long line, wrapped; tables are left as they are, and a command at the end gets an unbroken
+    line of its own, so that it can be copied."""
     if len(line) <= width or "  " in line.strip() or "\n" in line:
         return line
     words, mark, command = line.rpartition(_COMMAND)

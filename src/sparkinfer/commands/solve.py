@@ -1,6 +1,6 @@
-"""`sparkinfer solve`: a plan, its memory, the curve over budgets, and their plots.
+"""`sparkinfer solve`: makes and checks plans, computes the curve over budgets, and plots them.
 
-This module asks the runtime for the memory of a pass, since the solver reads only files."""
+This module has the runtime measure the memory of a pass, since the solver only reads files."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -52,8 +52,8 @@ def run_solve(
 
 
 def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
-    """Checks that an existing plan is valid for these files and, if given, budgets; returns what
-    `run_solve` does."""
+    """Checks that an existing plan is valid for these files and, if given, these budgets; returns
+    (report for JSON, lines for the user)."""
     split = check(config)
     if budgets and budgets != split.budgets:
         raise SparkinferError(
@@ -65,8 +65,8 @@ def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[
 
 
 def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
-    """Writes the curve of predicted speed as JSON, with a plot beside it; returns what `run_solve`
-    does."""
+    """Writes the curve of predicted speed as JSON, with a plot next to it; returns (report for
+    JSON, lines for the user)."""
     from sparkinfer.runtime.prefill.workspace import measure_workspace
     from sparkinfer.solver.plots import plot_sweep
 
@@ -74,8 +74,8 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
     picture = config.output.with_suffix(".png")
     if picture == config.output:
         raise SparkinferError(
-            f"{picture}: the curve is JSON, and its picture would have the same name; give -o"
-            " another ending"
+            f"{picture}: the curve is JSON, and its plot would have the same name; give -o another"
+            " ending"
         )
     check_outputs([config.output, picture], force=config.force, inputs=_inputs_of(config))
     found = sweep(config, first=first, last=last, num_budgets=num_budgets,
@@ -123,7 +123,7 @@ def _speed_lines(report: SolveReport) -> list[str]:
     advice = report.advice
     rows = [("this plan", report.objective_s, f"{_gap_words(report.gap)} slower than the best")]
     if sum(report.gpu_bytes.values()):
-        rows.append(("the CPU alone", advice.cpu_only_s, "the same model with nothing on a GPU"))
+        rows.append(("the CPU alone", advice.cpu_only_s, "the same model without a GPU"))
     there = f"{advice.layer_split_layers} of {report.num_layers} layers"
     there += " and the head" if advice.layer_split_has_head else ""
     there = f"{there} on the GPU, no overlap" if advice.layer_split_layers else "all on the CPU"

@@ -79,11 +79,11 @@ if TYPE_CHECKING:
 @force_option
 @json_option
 def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
-    """Train a dense model to give the same answers with a part of its neurons.
+    """Train a dense model to give the same answers with fewer of its neurons.
 
-    MODEL is a checkpoint folder or a .gguf file. If the training is stopped, it leaves
-    OUTPUT.sparsify, and the same command continues from there. With torchrun -m sparkinfer
-    sparsify ... several processes share the text."""
+    MODEL is a checkpoint folder or a .gguf file. If stopped, it leaves OUTPUT.sparsify, and the
+    same command continues from there. With torchrun -m sparkinfer sparsify ... several processes
+    share the text."""
     from sparkinfer.profile.ranks import rank_here
     from sparkinfer.progress import progress
     from sparkinfer.sparsify.config import SparsifyConfig

@@ -22,17 +22,17 @@ _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
     click.option(
         "--speculate", "--spec-type", "spec_type", type=click.Choice(get_args(SpecType)),
-        help="Guess tokens and check several in one step; the text stays the same. ngram guesses"
-        " from the text, ngram-mod from a table of what was written, draft by a smaller model"
+        help="Draft tokens and verify several in one step; the text stays the same. ngram drafts"
+        " from the text, ngram-mod from a table of earlier texts, draft with a smaller model"
         f" (-md).  [default: {_UNLESS_TOLD} on the CPU with native steps; draft with -md]",
     ),
     click.option(
         "-md", "--model-draft", "model_draft", type=click.Path(path_type=Path), metavar="FILE",
-        help="A smaller model with the same vocabulary, for the guesses.",
+        help="A smaller model with the same vocabulary, which makes the drafts.",
     ),
     click.option(
         "--draft-max", "--draft", "--draft-n", "draft_max", type=int, default=_DEFAULTS.most,
-        show_default=True, help="Maximum tokens guessed at a time; fewer if that is faster.",
+        show_default=True, help="Maximum tokens per draft; fewer if that is faster.",
     ),
     click.option(
         "--draft-min", "--draft-n-min", "draft_min", type=int, default=_DEFAULTS.least,
@@ -40,7 +40,7 @@ _OPTIONS = (
     ),
     click.option(
         "--draft-p-min", "draft_p_min", type=float, default=_DEFAULTS.min_probability,
-        show_default=True, hidden=True, help="Probability below which a draft model stops guessing.",
+        show_default=True, hidden=True, help="Probability below which a draft model stops drafting.",
     ),
 )  # fmt: skip
 

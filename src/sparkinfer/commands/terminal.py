@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# Characters a terminal would execute instead of showing: all controls but new line and tab.
+# Characters that a terminal would execute instead of showing: all controls except newline and tab.
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -30,8 +30,8 @@ class Lines(Protocol):
     """The source of messages."""
 
     def read(self) -> str | None:
-        """The next message; None at the end. Raises SparkinferError for a message that is not UTF-8;
-        others may follow it."""
+        """The next message; None at the end. Raises SparkinferError for a message that is not
+        UTF-8; others may follow it."""
 
 
 class PipedLines:
@@ -64,7 +64,7 @@ class TypedLines:
         )
 
     def read(self) -> str | None:
-        # A Ctrl-C during the setup of the line was meant for the last answer, which is over.
+        # A Ctrl-C while the line is set up was meant for the last answer, which has ended.
         before = signal.signal(signal.SIGINT, lambda number, frame: None)
         try:
             return self._session.prompt()

@@ -1,4 +1,4 @@
-"""Child processes for tests that may crash.
+"""Runs tests that may crash in child processes.
 
 A child is a module of this package. It prints JSON objects, one per line: {"at": "..."} before each
 thing that it tries, and {"done": {...}} at the end."""
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT_S = 30.0
-QUIET_S = 4.0  # after which a line tells what is waited for
-READ_S = 0.5  # for the output of a child that has ended
+QUIET_S = 4.0  # after this time a line says what is being waited for
+READ_S = 0.5  # time to read the output of a child that has ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`done` is what the child found, or None if it did not finish; then `how` says how it ended,
-    and `at` what it was trying."""
+    """`done` is what the child found. If it did not finish, `done` is None, `how` says how it
+    ended, and `at` what it was trying."""
 
     done: Mapping[str, Any] | None
     at: str = ""
@@ -73,14 +73,14 @@ class Child:
         return Result(done=None, at=at, how=_how(self._process.returncode, err))
 
     def end(self) -> None:
-        """Ends the child, whose result is not wanted any more."""
+        """Kills the child if it is still running."""
         if not self._failed:
             self._process.kill()
 
     def _output(self, limit_s: float) -> tuple[bytes, bytes]:
-        """What the child printed up to its end or the limit. A child that ended while others were
-        waited for is read after its limit, too; one that has ended may have left a process of its
-        own, which keeps the pipes open."""
+        """The child's output (stdout, stderr) up to its end or the limit. READ_S is always granted:
+        the child may have ended before its limit, while another one was waited for. The timeout
+        also serves for a child that has ended but left a process that keeps the pipes open."""
         try:
             return self._process.communicate(timeout=max(READ_S, limit_s))
         except subprocess.TimeoutExpired as error:
@@ -111,7 +111,8 @@ def _how(code: int, err: bytes) -> str:
     return " ".join(lines[-1].split())[:200] if lines else f"ended with code {code}"
 
 
-# ---- in a child -----------------------------------------------------------------------------------
+# ---- in a child
+# -----------------------------------------------------------------------------------
 
 
 def tell_at(what: str) -> None:
@@ -123,7 +124,7 @@ def tell_done(found: Mapping[str, Any]) -> None:
 
 
 def leave_no_core() -> None:
-    """A crash is expected, and its memory is not worth the disk."""
+    """Disables core dumps, since a crash is expected."""
     try:
         import resource
 

@@ -1,5 +1,5 @@
-"""Examines this machine: everything that may crash or take long runs in child processes, at the
-same time."""
+"""Examines this machine. Everything that may crash or take long runs in child processes, in
+parallel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +22,8 @@ class Examination:
 
 
 def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination:
-    """Looks at everything. With `again`, the stored results of GPU checks are forgotten first; if
-    there is a GPU, it is then checked again, which takes a minute. `say` gets a line for whatever is
-    waited for."""
+    """All findings. With `again`, the stored results of GPU checks are removed first; a GPU is then
+    checked again, which takes a minute. `say` gets a line for every longer wait."""
     if again:
         forget_checks()
     names = ("kernels", "torch", "triton", "driver")
@@ -49,7 +48,7 @@ def examine(*, again: bool = False, say: Say = lambda line: None) -> Examination
 
 
 def _results(modules: Sequence[str], say: Say = lambda line: None) -> list[Result]:
-    """What children find that run at the same time; an interrupt ends them."""
+    """The results of these modules, run as children in parallel; an interrupt kills them."""
     children: list[Child] = []
     try:
         children += [Child(module) for module in modules]

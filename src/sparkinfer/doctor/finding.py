@@ -1,4 +1,4 @@
-"""What the doctor prints: findings, and a report for an issue, without names or paths."""
+"""The doctor's findings as lines, and as a report for an issue, without names or paths."""
 
 import getpass
 import os
@@ -14,11 +14,11 @@ from typing import Literal
 State = Literal["ok", "note", "wrong"]
 # The file name of a library or module at the end of a path, and what follows the path.
 _LIBRARY = re.compile(r"[/\\]([\w+.-]+\.(?:so[\d.]*|py))\.?(?=\s|$)(.*)")
-# A path with at least one name: not the slash of a fraction or of "and/or". It may have spaces, so all
-# words up to a mark or to the advice count as its own.
+# A path with at least one name, as opposed to the slash of a fraction or of "and/or". Paths may
+# have spaces, so everything up to a punctuation mark or to the advice counts as part of it.
 _PATH = re.compile(r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\](?!\s)"
                    r"(?:(?! -> )[^'\",;:()\[\]\n]|[(\[][^()\[\]/]*[)\]](?=[^\s/]*/))+")  # fmt: skip
-# In quotes it may have spaces.
+# A path in quotes, which may have spaces.
 _QUOTED = re.compile(r"(?<=')(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^']+(?=')")
 HIDDEN = "(hidden)"
 
@@ -59,8 +59,8 @@ def report_of(findings: Sequence[Finding]) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """The text without paths (the file names of libraries and modules stay) and without the names
-    of the user, the machine and their folders."""
+    """The text without paths (except the file names of libraries and modules) and without the names
+    of the user and the machine."""
     for folder in sorted(_folders(), key=len, reverse=True):
         text = text.replace(folder, "/hidden")  # so its last name is hidden, too
     text = _PATH.sub(_last_name, _QUOTED.sub(_last_name, text))
@@ -76,7 +76,8 @@ def _last_name(path: re.Match[str]) -> str:
 
 
 def _folders() -> set[str]:
-    """Folders whose names may contain marks, where the pattern would stop."""
+    """Folders that are replaced literally, since their names may have marks at which _PATH
+    stops."""
     known = [Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)]
     try:
         known.append(Path.home())

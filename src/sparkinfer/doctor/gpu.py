@@ -21,8 +21,8 @@ _WORDS = {"package": "sparkinfer", "triton": "Triton", "memory_bytes": "amount o
 
 def torch(found: Result) -> list[Finding]:
     if found.done is None:
-        return [wrong("torch", f"importing and using it {_ended(found)}", "install torch again, for"
-                      " this processor and Python")]  # fmt: skip
+        return [wrong("torch", f"importing and using it {_ended(found)}", "reinstall torch for this"
+                      " processor and Python")]  # fmt: skip
     done = found.done
     if "error" in done:
         if done["is_missing"]:
@@ -42,14 +42,14 @@ def torch(found: Result) -> list[Finding]:
 def driver(found: Result, torch_found: Result) -> list[Finding]:
     """The driver, and whether torch can use its GPUs."""
     if found.done is None:
-        return [wrong("driver", f"asking it {_ended(found)}", "install NVIDIA's driver again")]
+        return [wrong("driver", f"querying it {_ended(found)}", "reinstall NVIDIA's driver")]
     done, gpus = found.done, gpus_of(torch_found)
     seen = done["gpus"] or gpus
     if not done["cuda"] and not seen:
         advice = "in a container, pass the GPU in (--gpus all)" if not is_wsl() else (
             "install NVIDIA's driver in Windows, not in WSL"
         )  # fmt: skip
-        return [note("driver", "none of NVIDIA: everything runs on the CPU",
+        return [note("driver", "no NVIDIA driver: everything runs on the CPU",
                      f"with a GPU: {advice}")]  # fmt: skip
     text = f"{done['driver'] or 'unknown version'}, CUDA up to {done['cuda'] or 'unknown'}"
     if gpus or not _has_torch(torch_found):
@@ -84,7 +84,7 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
     problem = wrong if has_gpu else note
     later = "" if has_gpu else " (only a GPU needs it)"
     if found.done is None:
-        return [problem("triton", f"importing it {_ended(found)}{later}", "install triton again")]
+        return [problem("triton", f"importing it {_ended(found)}{later}", "reinstall triton")]
     done = found.done
     if "error" in done:
         text = (
@@ -122,7 +122,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
         f" {format_bytes(gpu['total'])}"
     )
     if capability < LEAST_CAPABILITY:
-        return [wrong(about, f"{text}: older than {LEAST_CAPABILITY}, for which torch has no code",
+        return [wrong(about, f"{text}: below {LEAST_CAPABILITY}, the lowest that torch supports",
                       "use --device cpu")]  # fmt: skip
     if capability < BF16_CAPABILITY:
         return [note(about, f"{text}: it has no bf16, so a bf16 model may run slower on it",
@@ -131,7 +131,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
 
 
 def is_checked(gpu: Mapping[str, Any], stored: Sequence[Checks]) -> bool:
-    """Whether a load would find results for this GPU as torch sees it."""
+    """True if a load would find stored results for this GPU."""
     now = gpu.get("key")
     if now is not None:
         return any(asdict(each.key) == now for each in stored)
@@ -145,11 +145,11 @@ def checks(
     has_gpu: bool,
     unfinished: Result | None,
 ) -> list[Finding]:
-    """The stored results of GPU checks: for each GPU those that a load would use, or the latest.
-    `seen` are the GPUs as torch sees them."""
+    """Findings from the stored results of GPU checks: for each GPU those that a load would use, or
+    the latest. `seen` are the GPUs as torch reports them."""
     if unfinished is not None and unfinished.done is None:
-        crash = [wrong("check of the GPU", _ended(unfinished), "load a model: parts that ended the"
-                       " process are left out")]  # fmt: skip
+        crash = [wrong("check of the GPU", _ended(unfinished), "load a model: parts that crashed the"
+                       " process are not used")]  # fmt: skip
     else:
         crash = []
     now = {gpu["index"]: gpu["key"] for gpu in seen if gpu.get("key") is not None}
@@ -162,7 +162,8 @@ def checks(
 
 
 def _changes(key: DeviceKey, now: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """What is no longer as it was checked. Without a GPU that torch sees, versions are compared."""
+    """The fields in which the system differs from the one that was checked. If torch does not see
+    the GPU, only versions are compared."""
     if key.index in now:
         found, of = asdict(key), now[key.index]
         return [name for name in found if found[name] != of.get(name)]
@@ -181,15 +182,18 @@ def _check(stored: Checks, now: Mapping[int, Mapping[str, Any]]) -> list[Finding
     lines = [
         (note if changes else wrong)(
             about, f"{_parts(failed, why)}: {why}",
-            "its fallback is used; after a change of the system, sparkinfer doctor --again checks anew",
+            "its fallback is used; if the system has changed, sparkinfer doctor --again checks again",
         )
         for why in reasons
     ]  # fmt: skip
     if stored.started is not None:
-        lines.append(note(about, f"{stored.started}: a check of it runs, or ended the process"))
+        lines.append(note(about, f"{stored.started}: is being checked, or its check crashed"))
     if changes:
         words = ", ".join(_WORDS.get(name, name) for name in changes)
-        return [note(about, f"is of another {words} ({with_}); the next load checks anew"), *lines]
+        return [
+            note(about, f"was made with another {words} ({with_}); the next load checks again"),
+            *lines,
+        ]
     count = len(stored.verdicts) - len(failed)
     return [ok(about, f"{count} parts work with {with_}"), *lines]
 

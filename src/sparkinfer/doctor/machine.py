@@ -53,7 +53,7 @@ def processor(kernels: Result) -> list[Finding]:
         return [*found, wrong("kernels", text, advice)]
     done = kernels.done
     if not done["is_built"]:
-        return [*found, wrong("kernels", "the C++ library is missing: torch computes in its place,"
+        return [*found, wrong("kernels", "the C++ library is missing: torch is used instead and is"
                               " many times slower", REBUILD)]  # fmt: skip
     found += _levels(done)
     if done["wrong"]:
@@ -111,7 +111,7 @@ def memory() -> list[Finding]:
     total, _ = memory_bytes()
     free, most = free_memory_bytes(), memory_limit_bytes()
     text = f"{format_bytes(free)} free of {format_bytes(total)}"
-    text += f", of which this process may have {format_bytes(most)}" if most < total else ""
+    text += f"; this process may use {format_bytes(most)}" if most < total else ""
     if free < LITTLE_BYTES:
         return [note("memory", text, "end other programs, or raise the container's limit")]
     return [ok("memory", text)]
@@ -123,11 +123,11 @@ def cache() -> list[Finding]:
     try:
         folder = cache_folder()
         there = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryFile(dir=there) as file:  # rights alone say little to root
+        with tempfile.TemporaryFile(dir=there) as file:  # for root, permissions prove nothing
             file.write(bytes(4096))
         free = os.statvfs(there)
         return [ok("cache", f"can be written, {format_bytes(free.f_bavail * free.f_frsize)} free")]
     except (SparkinferError, OSError, StopIteration):
         pass
-    return [wrong("cache", "the cache folder cannot be written: what run prepares and GPUs' checks"
-                  " are not kept", f"name another by {VARIABLE}")]  # fmt: skip
+    return [wrong("cache", "the cache folder cannot be written, so run cannot prepare models and GPU"
+                  " checks are not kept", f"set {VARIABLE} to another folder")]  # fmt: skip

@@ -1,6 +1,6 @@
-"""Child process: NVIDIA's driver and the GPUs that it sees, without torch.
+"""Child process: queries NVIDIA's driver and the GPUs that it sees, without torch.
 
-Signatures: nvml.h and cuda.h."""
+Signatures are from nvml.h and cuda.h."""
 
 import ctypes
 from ctypes import byref, c_char_p, c_int, c_uint, c_ulonglong, c_void_p, create_string_buffer

@@ -1,6 +1,8 @@
 """Child process: compares the C++ kernels with numpy, at every level that the processor can run.
 
-It needs numpy and gguf, not torch. Letters: F rows, D values in a row."""
+It needs numpy and gguf, not torch.
+
+Letters: F rows, D values in a row."""
 
 import ctypes
 import os
@@ -15,7 +17,7 @@ from sparkinfer.doctor.children import leave_no_core, tell_at, tell_done
 
 LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
-# enum Kind in kernels.h; planar ones are packed from these.
+# enum Kind in kernels.h; the planar kinds are packed from the plain ones.
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "q4_0_planar", "q8_0_planar")
 _BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 F, D = 37, 512
@@ -73,7 +75,7 @@ def _load(path: str) -> ctypes.CDLL:
 
 
 def _faults(lib: ctypes.CDLL, code: int, kind: str) -> list[str]:
-    """Faults of this level with matrices of a kind."""
+    """The faults of the current level with matrices of one kind."""
     random = np.random.default_rng(code)
     data, exact_FD = _rows(lib, kind, random)
     stride = data.shape[1] * data.itemsize
@@ -128,7 +130,7 @@ def _rows(
 
 
 def _k_quants(kind: str, random: np.random.Generator) -> np.ndarray:
-    """Random blocks of 256 values; their f16 scales are plain numbers."""
+    """Random blocks of 256 values, with fixed f16 scales."""
     size = _BLOCK_BYTES[kind]
     blocks = random.integers(0, 256, (F, D // 256, size), dtype=np.uint8)
     scale = np.array([0.01, 0.02], np.float16).view(np.uint8)

@@ -1,5 +1,5 @@
-"""Child process: whether Triton can be imported, whether it has a compiler and Python's headers,
-and how large its cache of kernels is."""
+"""Child process that checks whether Triton can be imported, whether it has a compiler and Python's
+headers, and how large its kernel cache is."""
 
 import os
 import shutil

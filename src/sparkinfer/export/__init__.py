@@ -1,1 +1,1 @@
-"""Profiles and plans as the files of other engines, one module per target."""
+"""Writes profiles and plans as files of other engines, with one module per format."""

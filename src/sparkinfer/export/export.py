@@ -1,7 +1,7 @@
 """Exports our artifacts to the file formats of other engines.
 
 It loads the artifacts, refuses those that do not belong together, and notes what the other format
-cannot hold. Layouts are in the modules of the formats."""
+cannot express. The formats themselves are in the other modules of this folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +27,9 @@ Format = Literal["powerinfer-activations", "gpuidx", "sparkinfer-split"]
 class ExportConfig:
     """A profile (powerinfer-activations) or a plan (the others), and the path of its export.
 
-    A plan needs the `profile` that it was solved with: a plan lists the hot neurons, the profile
+    A plan needs the `profile` that it was solved with: the plan lists the hot neurons, the profile
     has the number of neurons and the order of the cold ones. `group_size` is SparkInfer's, in
-    neurons; None is 16."""
+    neurons; None means 16."""
 
     source: Path
     output: Path
@@ -50,7 +50,7 @@ class ExportConfig:
             )
         if self.format != "powerinfer-activations" and self.profile is None:
             raise SparkinferError(
-                f"{self.format} wants --profile, the one that the plan was solved with:"
+                f"{self.format} needs --profile, the one that the plan was solved with:"
                 " a plan does not say how many neurons a layer has"
             )
         if self.format != "sparkinfer-split" and self.group_size is not None:
@@ -59,7 +59,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """`notes` are for the user: what the other format or engine cannot do."""
+    """`notes` tell the user what the other format or engine cannot do."""
 
     output: Path
     format: Format

@@ -2,7 +2,7 @@
 
 A folder of activation_0.pt, activation_1.pt, ..., each one 1-D int64 tensor of F counts. Source:
 PowerInfer, powerinfer-py/powerinfer/solver.py and export_split.py (both `torch.load` them by that
-name, so the numbers cannot be padded with zeros)."""
+name, so that the numbers cannot be padded with zeros)."""
 
 import re
 from io import BytesIO
@@ -13,7 +13,7 @@ import torch
 from sparkinfer.files import partial_folder
 from sparkinfer.profile_file import Profile
 
-FOLDER_NAME = "activation"  # where PowerInfer looks, beside the model file
+FOLDER_NAME = "activation"  # the folder that PowerInfer reads, next to the model file
 SOLVER_BATCH = 256  # solver.py reshapes F counts to rows of this many
 TEXT_SORT_IS_RIGHT_UP_TO = 10  # layers: activation_10 comes before activation_2 in a text sort
 
@@ -37,11 +37,11 @@ def activation_notes(profile: Profile, folder: Path) -> list[str]:
     num_layers, num_neurons = profile.active_count_LF.shape
     notes = []
     if folder.name != FOLDER_NAME:
-        notes.append(f"PowerInfer reads a folder named {FOLDER_NAME!r} beside its model file")
+        notes.append(f"PowerInfer reads a folder named {FOLDER_NAME!r} next to its model file")
     if num_layers > TEXT_SORT_IS_RIGHT_UP_TO:
         notes.append(
-            f"PowerInfer's own export_split.py takes these {num_layers} files in text order"
-            " (layer 10 before layer 2) and so gives layers each other's neurons;"
+            f"PowerInfer's own export_split.py reads these {num_layers} files in text order"
+            " (layer 10 before layer 2) and thus gives layers each other's neurons;"
             " solve here and export the plan with --format gpuidx instead"
         )
     if num_neurons % SOLVER_BATCH:

@@ -1,7 +1,8 @@
 """Writes a plan as PowerInfer's GPU index, `<model>.gguf.generated.gpuidx`.
 
-A GGUF container with another magic. Sources: PowerInfer, powerinfer-py/powerinfer/export_split.py
-writes it, llama.cpp (llama_gpu_split_loader) reads it: tensors by position, two per layer.
+It is a GGUF container with another magic. Sources: in PowerInfer,
+powerinfer-py/powerinfer/export_split.py writes it and llama.cpp (llama_gpu_split_loader) reads it:
+tensors by position, two per layer.
 
 The `gguf` package cannot write it: PowerInfer numbers types as ggml did in 2023, where I32 is 18;
 today 18 is a quantised type and I32 is 26.
@@ -51,7 +52,7 @@ def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str
 
 
 def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
-    """Notes on what the index cannot express, or PowerInfer will not do.
+    """Notes on what the index cannot express, and on what PowerInfer does with it.
 
     `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
     needed = split.gpu_bytes["neurons"]

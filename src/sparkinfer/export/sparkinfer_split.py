@@ -1,10 +1,10 @@
 """Writes a plan as SparkInfer's model-split (`--sparkinfer-model-split`).
 
-A plain GGUF: keys `ffn_group_size` (i32) and `ffn_normalized_pattern` (f32 [L], a layer's share of
-the neurons that fit, sum 1), and for each layer `blk.N.ffn_reorder_perms` (i32 [F],
-permutation[new] = old). Groups of neighbours in the new order are cached, starting with the first
-ones. Sources: SparkInfer, src/llama-sparkinfer.cpp; Kairox, src/llama-kairox.cpp. The loader looks
-up a destination for every tensor in the file, so there must be no others.
+It is a plain GGUF with the keys `ffn_group_size` (i32) and `ffn_normalized_pattern` (f32 [L], each
+layer's share of the neurons that fit; the sum is 1), and for each layer `blk.N.ffn_reorder_perms`
+(i32 [F], permutation[new] = old). Groups of consecutive neurons in the new order are cached, the
+first ones first. Sources: SparkInfer, src/llama-sparkinfer.cpp; Kairox, src/llama-kairox.cpp. The
+loader looks up a destination for every tensor in the file, so there must be no others.
 
 Letters: L layers, F neurons of a layer, H hot ones."""
 
@@ -68,7 +68,7 @@ def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
                    if num_neurons % size == 0 and num_neurons // size <= MAX_GROUPS]  # fmt: skip
         nearest = min(fitting, key=lambda size: abs(size - group_size))
         raise SparkinferError(
-            f"groups of {group_size} for {num_neurons} neurons a layer; SparkInfer wants whole"
+            f"groups of {group_size} for {num_neurons} neurons a layer; SparkInfer needs whole"
             f" groups, at most {MAX_GROUPS} of them; use --group-size {nearest}"
         )
     ending = f"-{num_neurons // group_size}.gguf"
@@ -81,7 +81,7 @@ def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
 
 
 def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
-    """Notes on what the file cannot express, or SparkInfer will not do.
+    """Notes on what the file cannot express, and on what SparkInfer does with it.
 
     `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
     notes = [

@@ -1,1 +1,1 @@
-"""Inspects a file: detects its kind from content, and shows its facts as tables or JSON."""
+"""Inspects files: detects the kind from the content, and shows the facts as tables or JSON."""

@@ -1,4 +1,4 @@
-"""The facts in a profile, predictors, a split and a machine file.
+"""Summaries of profiles, predictors, split files and machine files.
 
 Letters: L layers, F neurons of a layer."""
 
@@ -116,8 +116,8 @@ class GpuShare:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFacts:
-    """A plan's neuron cache: the neurons that a token may swap, the times that it decides by, and
-    the share of each layer's neurons that a token reads."""
+    """A plan's neuron cache: the most neurons that a token may swap, the times by which it decides,
+    and the share of each layer's neurons that a token reads."""
 
     most_rows: int
     rest_s: float

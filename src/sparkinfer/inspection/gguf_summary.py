@@ -1,6 +1,6 @@
-"""The facts in a GGUF: one of our model files, a plan, or a third-party file.
+"""Summarises a GGUF: one of our model files, a plan, or a third-party file.
 
-A file that the runtime refuses is described too, with the reason (from model_file)."""
+A file that the runtime refuses is also described, with the reason (from model_file)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class TensorFact:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFacts:
-    """`is_whole`: tokenizer.json is in the file; otherwise `tokenizer.ggml.*` is used."""
+    """`is_whole` is true if tokenizer.json is in the file; otherwise `tokenizer.ggml.*` is used."""
 
     is_whole: bool
     model: str | None  # tokenizer.ggml.model
@@ -96,7 +96,8 @@ class GgufSummary:
 
 
 def summarise_gguf(path: Path) -> GgufSummary | SplitSummary:
-    """The facts in a GGUF. Raises SparkinferError for an incomplete GGUF and for an invalid plan."""
+    """The facts in a GGUF. Raises SparkinferError for an incomplete GGUF and for an invalid
+    plan."""
     file = open_gguf(path, "GGUF file")
     if file.keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         return SplitSummary.load(path)

@@ -1,6 +1,6 @@
 """Inspects a file of any kind: a path in, a summary out.
 
-The kind is detected from content, never from the name. Facts are in gguf_summary and
+The kind is detected from the content, never from the name. Summaries are in gguf_summary and
 artifact_summaries, their display in tables."""
 
 import struct
@@ -42,7 +42,7 @@ def inspect_file(path: Path) -> Summary:
         return _summarise_safetensors(path)
     if start.lstrip()[:1] == b"{":
         return _summarise_json(path)
-    raise SparkinferError(f"{path}: of no known kind; wanted a {KNOWN}")
+    raise SparkinferError(f"{path}: is of an unknown kind; wanted a {KNOWN}")
 
 
 def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
@@ -63,8 +63,8 @@ def _safetensors_metadata(path: Path) -> dict[str, object]:
         (num_bytes,) = struct.unpack("<Q", file.read(8))
         if num_bytes > path.stat().st_size - 8:
             raise SparkinferError(
-                f"{path}: begins like a safetensors file whose header has {num_bytes:,} bytes,"
-                " but ends before; make or copy it again"
+                f"{path}: begins like a safetensors file with a header of {num_bytes:,} bytes, but"
+                " ends before it does; make or copy it again"
             )
         text = file.read(num_bytes)
     try:

@@ -1,4 +1,4 @@
-"""A summary as tables on stdout."""
+"""Prints a summary as tables on stdout."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -33,8 +33,8 @@ def print_table(title: str, columns: list[str], rows: Sequence[Row]) -> None:
 
 
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
-    """Prints on stdout. `all_tensors` is for a GGUF; without it one layer's tensors represent
-    all."""
+    """Prints a summary on stdout. For a GGUF, `all_tensors` lists all tensors, otherwise only those
+    outside the layers and those of the first layer."""
     console = _console()
     for table in _tables(summary, all_tensors):
         console.print(table)
@@ -183,7 +183,7 @@ def _profile_layers(summary: ProfileSummary) -> Table:
 
 def _predictors_facts(summary: PredictorsSummary) -> list[Row]:
     return [
-        ("model id", summary.model_id or "none: made by others"),
+        ("model id", summary.model_id or "unknown: not made by this program"),
         ("layers", summary.num_layers),
         ("width", f"{summary.width:,}"),
         ("neurons a layer", f"{summary.num_neurons:,}"),

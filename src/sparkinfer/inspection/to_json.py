@@ -1,4 +1,4 @@
-"""A summary as one JSON object."""
+"""Converts a summary to one JSON object."""
 
 import json
 import math
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def to_json(summary: "Summary | DataclassInstance") -> str:
-    """Strict JSON: non-finite numbers (a threshold that selects all) are "-inf" or "inf"."""
+    """Strict JSON; non-finite numbers, such as a threshold that selects all neurons, become "-inf"
+    or "inf"."""
     return json.dumps(_plain(asdict(summary)), allow_nan=False)
 
 
