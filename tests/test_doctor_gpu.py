@@ -33,7 +33,11 @@ def lines(findings):
     ("driver", "torch", "said"),
     [
         (DRIVER, TORCH, "ok    driver: 570.1, CUDA up to 12.8"),
-        ({"cuda": None, "driver": None, "gpus": []}, TORCH | {"gpus": []}, "note  driver: no NVIDIA driver"),
+        (
+            {"cuda": None, "driver": None, "gpus": []},
+            TORCH | {"gpus": []},
+            "note  driver: no NVIDIA driver",
+        ),
         (
             DRIVER,
             TORCH | {"gpus": [], "cuda": None},
