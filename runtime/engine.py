@@ -20,7 +20,7 @@ from torch import Tensor
 from sparkinfer.engine_config import EngineConfig, EngineOptions
 from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.device.device_memory import MemoryReport, told_out_of_memory
+from sparkinfer.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
 from sparkinfer.runtime.engine_options import check_rules
 from sparkinfer.runtime.generate.chain import SamplerChain
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
@@ -69,11 +69,11 @@ class Engine(TextEngine):
         return cls._of(with_positions(file, config), plan, config)
 
     @classmethod
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     def _of(cls, file: ModelFile, plan: Split | None, config: EngineConfig) -> "Engine":
         return cls(load(file, plan, config))
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
         """Replaces the thresholds of a SiLU or GELU model from here on.
 
@@ -84,7 +84,7 @@ class Engine(TextEngine):
         model = self.model.with_limits(replace(own, layers=other), source)
         self._run_as(replace_thresholds(model, threshold_L, source))
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     def set_limits(self, limits: Limits | None) -> None:
         """Replaces the limits of a SiLU or GELU model from here on; None removes them.
 
@@ -112,7 +112,7 @@ class Engine(TextEngine):
         )
         set_aside(self.memories)
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
         """f32 [V], the logits after the last of these tokens, in the first sequence regardless of
@@ -122,12 +122,12 @@ class Engine(TextEngine):
             logits_RV = self._live.run(rows_of(chunk.tolist(), number * size))
         return logits_RV[0]
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     @torch.inference_mode()
     def _step(self, token_id: int, position: int) -> Tensor:
         return self._live.step(token_id, position)
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
         """Seconds per decode step at the positions from `start`, sampling included: for benchmarks.

@@ -202,7 +202,7 @@ def with_cold_streams(
                 " for prompts, too"
             )
             continue
-        weights = brought(weights, cold_stream(device, blocks, piece), chunk)
+        weights = with_stream(weights, cold_stream(device, blocks, piece), chunk)
     return weights, chunk
 
 
@@ -254,7 +254,7 @@ def cold_stream(
     )
 
 
-def brought(
+def with_stream(
     weights: Weights, stream: ColdStream, chunk: int, least_tokens: int | None = None
 ) -> Weights:
     """Weights with streaming attached to the stream's layers, for passes of at least `least_tokens`;

@@ -21,7 +21,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime import engine_options, gpu_setup
 from sparkinfer.runtime.device import device_memory
-from sparkinfer.runtime.device.device_memory import ALIGNMENT, DeviceMemory, told_out_of_memory
+from sparkinfer.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
@@ -133,7 +133,7 @@ def test_each_of_two_gpus_gets_its_part():
         blocks = gpu_setup.cold_blocks(weights, placement, card)
         assert list(blocks) == ([0] if card == cards[0] else [1, 2])
         stream = gpu_setup.cold_stream(card, blocks, 1 << 14)
-        weights = gpu_setup.brought(weights, stream, 128, least_tokens=1)
+        weights = gpu_setup.with_stream(weights, stream, 128, least_tokens=1)
     decoder = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
@@ -279,7 +279,7 @@ def test_other_allocators_are_refused(card, monkeypatch):
 
 def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     card.free, card.reserved = 1 << 30, 3 << 30
-    with pytest.raises(SparkinferError) as caught, told_out_of_memory(GPU, 5 << 30):
+    with pytest.raises(SparkinferError) as caught, out_of_memory_as_error(GPU, 5 << 30):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...\nmore lines")
     said = str(caught.value)
     assert "\n" not in said and said.startswith(
@@ -290,9 +290,12 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     # Triton's and torch's errors for memory that the driver lacks; cuBLAS's.
     for text in ("Triton Error [CUDA]: out of memory", "CUDA error: out of memory\nmore lines",
                  "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):  # fmt: skip
-        with pytest.raises(SparkinferError, match="cuda:0: more memory"), told_out_of_memory(GPU):
+        with (
+            pytest.raises(SparkinferError, match="cuda:0: more memory"),
+            out_of_memory_as_error(GPU),
+        ):
             raise RuntimeError(text)
-    with pytest.raises(RuntimeError, match="of another kind"), told_out_of_memory(GPU):
+    with pytest.raises(RuntimeError, match="of another kind"), out_of_memory_as_error(GPU):
         raise RuntimeError("of another kind")
 
 
@@ -618,7 +621,7 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     blocks = gpu_setup.cold_blocks(weights, placement, CARD)
     assert {layer: block.num_neurons for layer, block in blocks.items()} == {0: 96, 1: 96}
     stream = gpu_setup.cold_stream(CARD, blocks, 1 << 14)
-    weights = gpu_setup.brought(weights, stream, 128, least_tokens=2)
+    weights = gpu_setup.with_stream(weights, stream, 128, least_tokens=2)
     decoder = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))

@@ -16,7 +16,7 @@ from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime import gpu_setup
-from sparkinfer.runtime.device.device_memory import DeviceMemory, told_out_of_memory
+from sparkinfer.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
 
 pytestmark = [
@@ -44,7 +44,7 @@ def test_a_budget_is_enforced_to_the_byte():
         held = torch.empty(room // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=GPU)
         with (
             pytest.raises(SparkinferError, match="cuda:0: 64.00 MiB wanted, .* of a budget of 160"),
-            told_out_of_memory(GPU, 64 * MIB),
+            out_of_memory_as_error(GPU, 64 * MIB),
         ):
             torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
         assert memory.report().peak_reserved <= budget

@@ -181,7 +181,7 @@ def test_equal_scores_are_refused_only_where_they_are_ambiguous():
     ]  # fmt: skip
     with pytest.raises(SparkinferError, match="'ab' and 'bc' have the same score"):
         merges_of_scores(WHERE, {**letters, "ab": -1.0, "bc": -1.0})
-    with pytest.raises(SparkinferError, match="'xa' is made with 'x', which is not a token"):
+    with pytest.raises(SparkinferError, match="'xa' is formed with 'x', which is not a token"):
         merges_of_scores(WHERE, {**letters, "xa": -1.0})
 
 

@@ -47,7 +47,7 @@ def test_copies_have_the_values_of_the_file(model):
     rows = np.array([0, 3, 4, 299])
     for chosen in (None, rows):
         home = Residence()
-        copies = home.side_by_side([tensors[name] for name in names], chosen)
+        copies = home.interleaved([tensors[name] for name in names], chosen)
         for name, copy in zip(names, copies, strict=True):
             want = matrix_of(tensors[name], CPU, chosen)
             every = torch.arange(want.num_rows)
@@ -93,7 +93,7 @@ def test_matrices_of_different_types_are_not_interleaved(tmp_path):
     other = make_model(shape=make_shape(width=256, num_neurons=64), kind="f32")
     home = Residence()
     entries = [model.tensors["blk.0.ffn_gate.weight"], other.tensors["blk.0.ffn_up.weight"]]
-    for entry, copy in zip(entries, home.side_by_side(entries, None), strict=True):
+    for entry, copy in zip(entries, home.interleaved(entries, None), strict=True):
         assert copy.stride_bytes == copy.row_bytes == entry.row_bytes
         assert torch.equal(
             copy.rows(torch.arange(64)), matrix_of(entry, CPU).rows(torch.arange(64))

@@ -19,7 +19,7 @@ from sparkinfer.model_file import KINDS, ModelFile
 from sparkinfer.runtime.device import staging
 from sparkinfer.runtime.device.staging import Staging
 from sparkinfer.runtime.device.streams import PlainStream
-from sparkinfer.runtime.gpu_setup import brought, cold_blocks
+from sparkinfer.runtime.gpu_setup import cold_blocks, with_stream
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock
 from sparkinfer.runtime.model.placement import Placement
@@ -62,9 +62,9 @@ def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1)
         copier=copier,
         staging=Staging(size, copier, is_pinned=False) if is_staged else None,
     )
-    weights = brought(weights, stream, 128, least_tokens=least_tokens)
+    weights = with_stream(weights, stream, 128, least_tokens=least_tokens)
     engine._sequences.decoder = dataclasses.replace(
-        engine._live, weights=weights, native="weights are brought"
+        engine._live, weights=weights, native="weights are with_stream"
     )
     return stream
 

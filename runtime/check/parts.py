@@ -145,7 +145,7 @@ def multiply(device: torch.device, dtype: torch.dtype) -> None:
 
 def _limit(device: torch.device) -> None:
     """Checks that torch's allocator keeps to a limit."""
-    with device_memory.limited_for_a_moment(device, _LIMIT_BYTES):
+    with device_memory.temporarily_limited(device, _LIMIT_BYTES):
         try:
             torch.empty(_MORE_BYTES, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:

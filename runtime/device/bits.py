@@ -1,4 +1,4 @@
-"""One bit per neuron, as predictors write them: neuron j is bit j % 32 of word j // 32.
+"""Packs one bit per neuron, in the layout of predictors: neuron j is bit j % 32 of word j // 32.
 
 Letters: F neurons, B words of 32 bits."""
 

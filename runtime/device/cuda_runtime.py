@@ -1,7 +1,7 @@
 """CUDA runtime calls that torch does not offer, made through the library that torch has loaded.
 
-A second copy of that library would have its own state, so it is looked up among the libraries the
-process has loaded; no toolkit need be installed. Signatures: cuda_runtime_api.h."""
+A second copy of that library would have a state of its own, so the one that the process has loaded
+is looked up; no CUDA toolkit is needed. Signatures: cuda_runtime_api.h."""
 
 import re
 from ctypes import CDLL, c_char_p, c_int, c_size_t, c_void_p
@@ -57,7 +57,7 @@ def load() -> CudaRuntime:
 
 
 def loaded_library(maps: str) -> str:
-    """The path of the CUDA runtime among a process's mappings, as /proc/self/maps lists them."""
+    """The path of the CUDA runtime in a process's mappings, given the text of /proc/self/maps."""
     for line in maps.splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and _NAME.search(fields[5]):

@@ -1,20 +1,21 @@
-"""The memory of one GPU: a slab for everything that stays, and a limit on torch's allocator.
+"""The memory of one GPU: a slab for everything permanent, and a limit on torch's allocator.
 
-Under a plan, a GPU holds at most its budget. Whatever stays while an engine lives (weights, cache,
-the buffers of a decode step) is cut out of one slab; temporaries of a prefill pass come from
-torch's allocator. Two things keep that within the budget:
+With a plan, a GPU holds at most its budget. Everything that lives as long as the engine (weights,
+cache, the buffers of a decode step) is allocated from one slab; temporaries of a prefill pass come
+from torch's allocator. Two mechanisms keep the sum within the budget:
 
 - torch refuses to reserve more than the fraction set by `limit`. Before it asks the driver, it
-  checks the sum of its reservations, its own rounding included (pieces of 2 MiB, or 20 MiB for
+  checks the sum of its reservations, including its own rounding (pieces of 2 MiB, or 20 MiB for
   tensors of 1 to 10 MiB). This holds for its native allocator without expandable segments; `limit`
   refuses any other.
-- `set_aside` reserves memory for temporaries, at most what the budget leaves beside the slab, in
-  one or two pieces. Temporaries are then cut out of memory that the process already has: other
-  programs on the card cannot take it in the middle of a text, and small tensors are not scattered
-  over many segments.
+- `set_aside` reserves memory for temporaries in one or two pieces, at most the budget less the
+slab.
+  Temporaries are then allocated from memory that the process already has: other programs on the
+  card cannot take it in the middle of a text, and small tensors are not scattered over many
+  segments.
 
-Outside the budget, and reported separately: the context, kernel code, and what libraries allocate
-from the driver directly."""
+Outside the budget, and reported separately: the CUDA context, kernel code, and memory that
+libraries allocate from the driver directly."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -30,17 +31,18 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import format_bytes
 
 ALIGNMENT = 256
-# torch's allocator rounds what it takes from the driver for one tensor above 10 MiB to this;
-# segments for tensors up to 1 MiB have this size too.
+# torch's allocator rounds a segment for one tensor above 10 MiB up to a multiple of this; segments
+# for tensors up to 1 MiB have this size.
 SEGMENT_BYTES = 2 << 20
-# From this size on, a segment is as large as the tensor it is for; a tensor of 1 to 10 MiB gets a
-# segment of 20 MiB, the rest of which is kept for others.
+# From this size on, a tensor gets a segment of its own size; a tensor of 1 to 10 MiB gets one of
+# 20 MiB, the rest of which is kept for other tensors.
 LEAST_OWN_BYTES = 10 << 20
-# Room for segments of small tensors (norms' temporaries, masks, indices) and for the slab's rounding.
+# Room for segments of small tensors (norms' temporaries, masks, indices) and for the slab's
+# rounding.
 SMALL_BYTES = 4 * SEGMENT_BYTES
-# The first piece of what is set aside: matrix products take their workspace from it.
+# The first piece set aside, from which matrix products take their workspace.
 FIRST_BYTES = 64 << 20
-# A smaller budget cannot be enforced on an allocator whose smallest segments are 2 and 20 MiB.
+# A smaller budget cannot be enforced on an allocator with segments of 2 and 20 MiB.
 LEAST_BUDGET_BYTES = 128 << 20
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -51,8 +53,8 @@ _living: "WeakSet[DeviceMemory]" = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Bytes on one device. `outside` is the card's memory in use outside torch's allocator: by this
-    process's context and kernels, and by other programs."""
+    """Bytes on one device. `outside`: the card's memory in use outside torch's allocator, by this
+    process's context and kernels and by other programs."""
 
     device: str
     budget: int | None
@@ -65,7 +67,7 @@ class MemoryReport:
 
 @dataclass(eq=False)
 class DeviceMemory:
-    """One GPU's memory, made by `of`. `taken` counts bytes by purpose, without alignment gaps."""
+    """One GPU's memory, created by `of`. `taken` counts bytes by item, without alignment gaps."""
 
     device: torch.device
     slab: Tensor  # uint8
@@ -79,13 +81,13 @@ class DeviceMemory:
     def of(
         cls, device: torch.device, num_bytes: int, budget_bytes: int | None = None
     ) -> "DeviceMemory":
-        """Allocates a slab of `num_bytes`; a budget limits the process from here on.
+        """Allocates a slab of `num_bytes`; a budget limits the process from now on.
 
         Raises SparkinferError if the device has no room for it."""
         made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
         _living.add(made)
         try:
-            with told_out_of_memory(device, num_bytes):
+            with out_of_memory_as_error(device, num_bytes):
                 if device.type == "cuda":
                     _limit_all(device)
                 memory = torch.empty(num_bytes + _slack(device), dtype=torch.uint8, device=device)
@@ -117,8 +119,8 @@ class DeviceMemory:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes left for temporaries after the slab and the workspace of products; without a
-        budget, the device's free memory."""
+        """Bytes available for temporaries beside the slab and the workspace of matrix products;
+        without a budget, the device's free memory."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
         allowed = allowed_bytes(self.device)
@@ -127,33 +129,33 @@ class DeviceMemory:
         return max(0, allowed - torch.cuda.memory_allocated(self.device) - SMALL_BYTES)
 
     def take_for_step(self) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
-        """Returns an allocator of zeroed buffers for a decode step; the previous step's buffers become
-        invalid."""
+        """Returns an allocator of zeroed buffers for a decode step, which invalidates the previous
+        step's buffers."""
         self.step_start = self.used_bytes if self.step_start is None else self.step_start
         self.used_bytes = self.step_start
         return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
 
     def set_aside(self) -> None:
-        """Reserves `aside_bytes` for temporaries of the current stream: see the top of this file.
+        """Reserves `aside_bytes` for temporaries of the current stream: see the module's docstring.
 
-        Must be called again after a capture, which empties the allocator's cache."""
+        Must be called again after a graph capture, which empties the allocator's cache."""
         if self.device.type != "cuda":
             return
         torch.cuda.empty_cache()
         free = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        with told_out_of_memory(self.device, self.aside_bytes):
+        with out_of_memory_as_error(self.device, self.aside_bytes):
             self._reserve(self.aside_bytes - free)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Reserves `num_bytes`, or what is left of the budget if that is less; nothing if that would
-        not be a segment of its own."""
+        """Reserves `num_bytes`, or the rest of the budget if that is less; nothing if it would not
+        get a segment of its own."""
         allowed = allowed_bytes(self.device)
         if allowed is not None:
             reserved = torch.cuda.memory_reserved(self.device)
             num_bytes = min(num_bytes, allowed - reserved - SMALL_BYTES)
         num_bytes -= num_bytes % SEGMENT_BYTES
         if num_bytes >= LEAST_OWN_BYTES:
-            # Freed at once into the allocator's cache, where only this process can take it.
+            # Freed immediately, into the allocator's cache, where only this process can use it.
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def report(self) -> MemoryReport:
@@ -189,7 +191,8 @@ class DeviceMemory:
 
 
 def allowed_bytes(device: torch.device) -> int | None:
-    """Bytes this process may reserve: the budgets of all engines on the device; None: no limit."""
+    """Bytes that this process may reserve: the sum of all engines' budgets on the device; None: no
+    limit."""
     budgets = [memory.budget_bytes for memory in _living if memory.device == device]
     if not budgets or None in budgets:
         return None
@@ -211,7 +214,7 @@ def _limit_all(device: torch.device) -> None:
 
 
 def limit(device: torch.device, budget_bytes: int) -> None:
-    """Lets torch's allocator reserve at most `budget_bytes` on a CUDA device from here on.
+    """Lets torch's allocator reserve at most `budget_bytes` on a CUDA device from now on.
 
     Raises SparkinferError for an allocator that would not enforce it to the byte."""
     settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
@@ -222,19 +225,19 @@ def limit(device: torch.device, budget_bytes: int) -> None:
             f" budget to the byte; unset {' and '.join(_ALLOCATOR_VARIABLES)}"
         )
     torch.cuda.empty_cache()
-    # Which of the two torch multiplies by the fraction depends on its version.
+    # torch's version decides which of the two totals it multiplies by the fraction.
     properties = torch.cuda.get_device_properties(device)
     total = max(torch.cuda.mem_get_info(device)[1], properties.total_memory)
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a CUDA device multiplies bf16 itself: from compute capability 8.0 on."""
+    """True if a CUDA device has bf16 products: from compute capability 8.0 on."""
     return bool(torch.cuda.get_device_properties(device).major >= 8)
 
 
 @contextmanager
-def limited_for_a_moment(device: torch.device, num_bytes: int) -> Iterator[None]:
+def temporarily_limited(device: torch.device, num_bytes: int) -> Iterator[None]:
     """Within the block, lets torch's allocator reserve `num_bytes` more than it has."""
     limit(device, torch.cuda.memory_reserved(device) + num_bytes)
     try:
@@ -245,10 +248,10 @@ def limited_for_a_moment(device: torch.device, num_bytes: int) -> Iterator[None]
 
 
 def _warm_up(device: torch.device) -> None:
-    """Makes matrix products allocate their permanent workspace now, so that the rest is known.
+    """Makes matrix products allocate their permanent workspace now, so that it is accounted for.
 
-    cuBLAS has a workspace per stream in torch's memory, which counts against the budget: 4 MiB as
-    set here, 32 MiB by torch's default on an H100 or H200. Variables already set are kept."""
+    cuBLAS takes a workspace per stream from torch's memory, which counts against the budget: 4 MiB
+    as set here, 32 MiB by torch's default on an H100 or H200. Variables already set are kept."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:1:16:8")  # in KiB
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "4096")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -264,11 +267,12 @@ def _slack(device: torch.device) -> int:
 
 
 @contextmanager
-def told_out_of_memory(
+def out_of_memory_as_error(
     device: torch.device | None = None, num_bytes: int | None = None
 ) -> Iterator[None]:
-    """Turns out-of-memory errors of torch, the driver (kernel code, graphs) and cuBLAS into one
-    line; a device of None is the one with the least free memory among those of all engines."""
+    """Turns out-of-memory errors of torch, the driver (kernel code, graphs) and cuBLAS into a
+    one-line SparkinferError. `device`: None names the engines' device with the least free
+    memory."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Memory in huge pages, where the system has them.
+"""Allocates memory in huge pages where the system has them.
 
-Reading a single row of the cache or of a matrix costs a page look-up, and a few gigabytes in pages of
-4 KiB have more pages than any processor's TLB holds."""
+Reading a row of the cache or of a matrix needs a page translation, and a few gigabytes in pages of
+4 KiB are more pages than any processor's TLB holds."""
 
 import mmap
 from math import prod
@@ -17,22 +17,21 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 def untouched(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
-    """A mapping, and a view of at least `num_bytes` zero bytes in it from the start of a huge page;
-    they take no memory until written. Raises OSError if the address space is too small."""
+    """A mapping, and a view of at least `num_bytes` zero bytes in it, aligned to a huge page; they
+    take no memory until written. Raises OSError if the address space is too small."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = PinnableMemory(-1, num_bytes + HUGE_PAGE_BYTES, flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a system without huge pages: slower, otherwise the same
+        except OSError:  # a system without huge pages is only slower
             pass
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     return mapping, memory[-memory.data_ptr() % HUGE_PAGE_BYTES :]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the CPU, written so that their memory is committed; small tensors come from
-    torch."""
+    """Zeros on the CPU, written so that their memory is committed; small tensors are torch's."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype)

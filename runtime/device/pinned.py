@@ -1,5 +1,5 @@
-"""Host memory that GPUs copy from directly: registered with CUDA (cudaHostRegister), and
-unregistered before the system takes it back."""
+"""Pins host memory so that GPUs copy from it directly: registers it with CUDA (cudaHostRegister),
+and unregisters it before it is unmapped."""
 
 import mmap
 import sys
@@ -11,14 +11,13 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import format_bytes
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
-_refused: list[
-    str
-] = []  # why, if a check of this process's devices found that nothing can be pinned
+# Reasons, if a check of this process's devices found that memory cannot be pinned.
+_refused: list[str] = []
 
 
 def refuse(why: str) -> None:
-    """Makes `is_possible` false from now on: callers then leave memory unpinned, and copies go
-    through the driver's staging buffers, slower."""
+    """Makes `is_possible` false from now on: callers leave memory unpinned, and copies go through
+    the driver's staging buffers, which is slower."""
     _refused.append(why)
 
 
@@ -27,7 +26,7 @@ def is_possible() -> bool:
 
 
 class PinnableMemory(mmap.mmap):
-    """Memory that can be pinned; it lives as long as the last tensor in it."""
+    """Memory that can be pinned. It lives as long as the last tensor in it."""
 
     _pinned_at: int | None = None
     _runtime: Any = None

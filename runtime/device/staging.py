@@ -17,7 +17,7 @@ def copy_stream(device: torch.device) -> Stream:
 
 
 def finish(event: Any) -> None:
-    """Waits on the host for an event; a plain stream has none, as everything in it has run."""
+    """Waits on the host for an event; None, the event of a plain stream, has always fired."""
     if event is not None:
         event.synchronize()
 
@@ -38,8 +38,8 @@ class Staging:
         return len(self._buffers[0])
 
     def send(self, target: Tensor, fill: Callable[[Tensor], None]) -> Any:
-        """Lets `fill` write as many bytes as the target (uint8, one dimension) has, and starts
-        their copy to it. Returns the event that marks the copy's end."""
+        """Lets `fill` write a staging buffer of the target's size (uint8, one dimension), and
+        starts the copy to the target. Returns the event that marks the copy's end."""
         turn = self._turn
         finish(self._copied[turn])
         buffer = self._buffers[turn][: len(target)]

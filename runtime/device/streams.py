@@ -1,7 +1,7 @@
-"""Streams that a decode step is submitted to: kernels, copies and host functions, in order.
+"""Streams to which the kernels, copies and host functions of a decode step are submitted.
 
 A stream runs its submissions in order, asynchronously; between two streams, only events impose an
-order. Each submission declares the memory it reads and writes, so that a test can prove that
+order. Each submission declares the memory that it reads and writes, so a test can prove that
 nothing is read before it is written."""
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class HostNode:
 
 
 class Stream(Protocol):
-    """A stream. An event that `record` returns can only be used with streams of the same kind."""
+    """A stream. An event returned by `record` works only with streams of the same kind."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -48,11 +48,10 @@ class Stream(Protocol):
         """An event that fires when everything submitted so far has run."""
 
     def wait(self, event: Any) -> None:
-        """Holds everything submitted later until the event fires."""
+        """Makes later submissions wait until the event fires."""
 
     def follow(self) -> None:
-        """Holds everything submitted later until torch's current stream has run its present
-        work."""
+        """Makes later submissions wait for the work now on torch's current stream."""
 
     def finish(self) -> None:
         """Blocks the caller until everything submitted so far has run."""
@@ -88,8 +87,8 @@ class PlainStream:
 class CudaStream:
     """A stream of a CUDA device; its calls may be captured into a graph.
 
-    Copies and host functions go to the CUDA runtime directly: torch's own copy keeps a record of
-    pinned memory, which a captured graph would not update."""
+    Copies and host functions call the CUDA runtime directly: torch's copies track the use of pinned
+    memory, which a captured graph would not update."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

@@ -18,7 +18,7 @@ from typing import Self, cast
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file
 from sparkinfer.json_file import read_object
-from sparkinfer.runtime.device.device_memory import told_out_of_memory
+from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
 from sparkinfer.runtime.generate.generation import (
     ENDLESS,
     Drafts,
@@ -251,7 +251,7 @@ class Conversation:
         known = _num_common(sequence.ids, ids[:-1])
         sequence.rollback(known)
         seconds = 0.0
-        with told_out_of_memory():
+        with out_of_memory_as_error():
             for start in range(known, len(ids) - PIECE, PIECE):
                 began = time.perf_counter()
                 sequence.extend(ids[start : start + PIECE], "none")

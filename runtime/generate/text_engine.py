@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.device.device_memory import told_out_of_memory
+from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
 from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
 from sparkinfer.runtime.generate.drawing import chain_of, sampling_of
 from sparkinfer.runtime.generate.generation import (
@@ -54,12 +54,12 @@ class TextEngine:
             self._codec = TextCodec.of(self.model)
         return self._codec
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
         """Runs a text through all layers but not the head; for observers."""
         self._run_alone(token_ids, "none")
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     def logits(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """The logits after each token of a whole text, f32 [T, V] on the CPU."""
         return self._run_alone(token_ids, "all")
@@ -75,7 +75,7 @@ class TextEngine:
         Raises SparkinferError if all `num_sequences` are in use."""
         return self._sequences.open()
 
-    @told_out_of_memory()
+    @out_of_memory_as_error()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
         """Computes tokens of several sequences in shared steps, which read each weight once.
         Returns the logits of each part, f32 [R, V]; with `has_equal_rows` they are bit-identical to
@@ -138,7 +138,7 @@ class TextEngine:
         try:
             generation = generation_of(text)
             self.last_run = generation.run
-            with told_out_of_memory():
+            with out_of_memory_as_error():
                 yield from generation.tokens()
         finally:
             if sequence is None:

@@ -1,5 +1,5 @@
-"""Everything besides model and text that decides the last bit of a result, as one line: for
-artifacts, and for the check that a resumed run matches the one before."""
+"""Describes, in one line, everything besides model and text that determines the bits of a result:
+for artifacts, and to check that a resumed run matches the earlier one."""
 
 import torch
 
@@ -9,7 +9,7 @@ from sparkinfer.runtime.kernels.cpu import library
 def arithmetic(device: torch.device) -> str:
     """E.g. "avx512vnni, torch 2.13.0 AVX512"; the kernels' level is "torch" if they are not built.
 
-    Sums in training also depend on the number of torch's threads; those of a pass do not."""
+    Sums in training also depend on torch's number of threads; those of a pass do not."""
     release = torch.__version__.split("+")[0]
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)

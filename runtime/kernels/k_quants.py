@@ -1,4 +1,4 @@
-"""Unpacks llama.cpp's K-quants with torch, on any device, where there is no kernel for it.
+"""Unpacks llama.cpp's K-quants with torch, where no kernel does it.
 
 Blocks of 256 values, laid out as in dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c;
 runtime/kernels/cpu/k_quants_template.h describes the layout.
@@ -29,7 +29,7 @@ def _unpack_with_minima(blocks: Tensor) -> Tensor:
 
 
 def _unpack_q6_k(blocks: Tensor) -> Tensor:
-    # Each half of the block: twice 32 low nibbles, then the high ones of the same bytes.
+    # Each half of the block has the low nibbles of 64 bytes, then their high nibbles.
     nibbles = blocks[..., :128].unflatten(-1, (2, 1, 64))
     quants = torch.cat([nibbles & 15, nibbles >> 4], dim=-2).unflatten(-1, (2, 32)).flatten(-3, -2)
     upper = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> _places(blocks, (0, 2, 4, 6))
@@ -39,12 +39,13 @@ def _unpack_q6_k(blocks: Tensor) -> Tensor:
 
 
 def _halves(data: Tensor) -> Tensor:
-    """f32 of the f16 numbers in some bytes."""
+    """The f16 numbers in some bytes, as f32."""
     return data.contiguous().view(torch.float16).float()
 
 
 def _parts(data: Tensor) -> Tensor:
-    """[..., 8, 32] of nibbles [..., 4, 32]: the low ones of 32 bytes, then their high ones."""
+    """Nibbles [..., 8, 32] of bytes [..., 4, 32]: the low ones of 32 bytes, then their high
+    ones."""
     return torch.stack([data & 15, data >> 4], dim=-2).flatten(-3, -2)
 
 
@@ -53,8 +54,9 @@ def _places(blocks: Tensor, bits: range | tuple[int, ...]) -> Tensor:
 
 
 def _six_bit_numbers(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima from 12 bytes: the first four of each are the low six bits of
-    bytes 0-3 and 4-7; the others are nibbles of bytes 8-11 below the top bits of those."""
+    """Eight scales and eight minima from 12 bytes. The first four of each are the low six bits of
+    bytes 0-3 and 4-7; the others have their low four bits in the nibbles of bytes 8-11 and their
+    high two in the top bits of bytes 0-7."""
     low, middle, high = data.unflatten(-1, (3, 4)).unbind(-2)
     scale = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=-1)
     minimum = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=-1)

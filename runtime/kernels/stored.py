@@ -1,7 +1,8 @@
-"""A weight matrix in the type it has in the file, as kernels on both sides take it.
+"""A weight matrix in the type of its file, as kernels on CPU and GPU read it.
 
-A row is unpacked when it is used; the unpacked values are not kept. Letters: N rows, D row width, A
-chosen rows."""
+Rows are unpacked on use; the unpacked values are not kept.
+
+Letters: N rows, D row width, A chosen rows."""
 
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def unpack(data: Tensor, kind: str) -> Tensor:
-    """f32 [A, D] of stored rows; blocks as in ggml-quants.c of llama.cpp."""
+    """Unpacks stored rows to f32 [A, D]; blocks are as in llama.cpp's ggml-quants.c."""
     if kind in FLOATS:
         return data.float()
     data, kind = from_tiled(*from_planar(data, kind))
@@ -34,7 +35,7 @@ def unpack(data: Tensor, kind: str) -> Tensor:
 
 
 def _from_nibbles(bytes_16: Tensor) -> Tensor:
-    """f32 [..., 32] of [..., 16] bytes of q4_0, without their scale."""
+    """The quants f32 [..., 32] of q4_0's bytes [..., 16], without their scale."""
     return torch.cat([bytes_16 & 15, bytes_16 >> 4], dim=-1).float() - 8
 
 

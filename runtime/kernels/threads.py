@@ -1,6 +1,6 @@
 """Sets the thread counts of the C++ kernels and of torch.
 
-The kernels' threads sleep while torch computes and vice versa, so both may have all cores."""
+The kernels' threads sleep while torch computes and vice versa, so both may use all cores."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def use_threads(count: int | None) -> int:
-    """Uses `count` threads (None: one per physical core) for each job; returns how many.
+    """Uses `count` threads (None: one per physical core) for each job; returns their number.
 
     Raises SparkinferError for an impossible count."""
     if count is None:
@@ -35,7 +35,7 @@ def use_threads(count: int | None) -> int:
 
 @cache
 def _note_too_many(count: int, here: int) -> None:
-    """Warns, once for each count: `run` sets the threads for its stages and for the text."""
+    """Warns once for each count: `run` sets the threads for its stages and again for the text."""
     log.warning(
         f"note: {count} threads on {here} processors wait for each other; --threads {here} or fewer"
         " is faster"
@@ -43,8 +43,8 @@ def _note_too_many(count: int, here: int) -> None:
 
 
 def physical_cores(topology: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Physical cores this process may run on, hardware threads of one core counted once; the
-    processors it may run on if the system does not report cores."""
+    """Number of physical cores that this process may run on, or of processors if the system does
+    not report cores."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     if allowed is None:
         return os.cpu_count() or 1

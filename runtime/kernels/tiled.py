@@ -1,10 +1,10 @@
-"""Tiled rows: blocks of 16 rows interleaved, for matrices of which the CPU reads all rows.
+"""Tiled rows: the blocks of 16 rows interleaved, for matrices of which the CPU reads all rows.
 
-A lane of a vector is then a row, for one token as for several, and nothing is transposed. A tile
-has as many bytes as its rows in the file:
+Each lane of a vector is then a row, for one token and for several, and nothing has to be
+transposed. A tile has as many bytes as its rows in the file:
 
-    q4_0_tiled   for each two blocks and a last one: 16 scales f16 of each | of each block, for each
-                 four bytes of its nibbles, those of 16 rows
+    q4_0_tiled   for every two blocks (the last may be alone): the f16 scales of 16 rows for each
+                 block | for each block, every four bytes of nibbles of 16 rows
     q8_0_tiled   the same with values
 
 `library.pack_rows` makes tiles. A slice of such a matrix has whole tiles.
@@ -14,7 +14,7 @@ Letters: N rows, B blocks of a row, R rows of a tile."""
 from torch import Tensor
 
 TILE_ROWS = 16
-# The tiled kind of each kind in a file, and bytes of a block without its scale.
+# The tiled kind of each kind in a file, and the bytes of a block without its scale.
 TILED_KIND = {"q4_0": "q4_0_tiled", "q8_0": "q8_0_tiled"}
 _FILE_KIND = {tiled: kind for kind, tiled in TILED_KIND.items()}
 _QUANT_BYTES = {"q4_0": 16, "q8_0": 32}
@@ -25,7 +25,7 @@ def is_tiled(kind: str) -> bool:
 
 
 def from_tiled(data: Tensor, kind: str) -> tuple[Tensor, str]:
-    """(rows as in the file, their kind) of whole tiles; others are returned unchanged."""
+    """(rows as in the file, their kind), from whole tiles; other kinds are returned unchanged."""
     if not is_tiled(kind):
         return data, kind
     assert data.dim() == 2 and len(data) % TILE_ROWS == 0, (kind, data.shape)

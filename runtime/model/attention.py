@@ -18,7 +18,7 @@ from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import above
 
-# Bytes of attention scores on a GPU at a time; two copies exist.
+# Bytes of attention scores on a GPU at a time; they exist twice.
 SCORE_BYTES = 4 << 20
 
 
@@ -42,12 +42,12 @@ class Norm:
 class Rotary:
     """Rotates pairs of a head's values by position times frequency (Su et al. 2021).
 
-    A pair is either adjacent values or values half a head apart. For adjacent pairs, as llama
-    models have in llama.cpp, `convert` permutes the rows of q and k."""
+    The values of a pair are adjacent or half a head apart. For adjacent pairs, which llama.cpp uses
+    for llama models, `convert` permutes the rows of q and k."""
 
     frequency_W: Tensor  # f64 [W / 2]
     is_adjacent: bool
-    magnitude: float = 1.0  # of cos and sin; YaRN's is above 1
+    magnitude: float = 1.0  # factor of cos and sin; above 1 for YaRN
 
     @classmethod
     def of(
@@ -113,7 +113,7 @@ def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Te
     """Computes `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time, from keys
     and values as the cache stores them.
 
-    torch's f32 kernels for shared heads would repeat every key and keep every score."""
+    torch's f32 kernels for grouped heads would repeat every key and keep every score."""
     num_tokens, num_heads, width = query_THW.shape
     num_cached, num_kv, _ = key_CKW.shape
     group = num_heads // num_kv
@@ -128,7 +128,8 @@ def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Te
 def _attend_head(
     query_TGW: Tensor, key_CW: Tensor, value_CW: Tensor, out_TGW: Tensor, step: int
 ) -> None:
-    """Causal attention of the heads that share a key, `step` tokens at a time, into `out_TGW`."""
+    """Causal attention of the heads that share a key head, `step` tokens at a time, into
+    `out_TGW`."""
     num_tokens, group, width = query_TGW.shape
     key_WC, value_CW = key_CW.float().T, value_CW.float()
     position_C = torch.arange(len(value_CW), device=query_TGW.device)
@@ -139,11 +140,12 @@ def _attend_head(
         share_SGC = (query_SGW.flatten(0, 1) @ key_WC).unflatten(0, (-1, group))
         share_SGC = share_SGC.masked_fill_(is_later_S1C, -math.inf).softmax(dim=-1)
         out_TGW[start : start + step] = (share_SGC.flatten(0, 1) @ value_CW).view_as(query_SGW)
-        del share_SGC  # before the next is allocated
+        del share_SGC  # before the next one is allocated
 
 
 def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """Attention of the last position, f32 [1, H * W]: small products, without a kernel's set-up."""
+    """Attention of the last position, f32 [1, H * W], by small products, which have less
+    overhead."""
     grouped_KGW = query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1])
     scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / math.sqrt(query_HW.shape[-1])
     return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
@@ -198,7 +200,8 @@ def attend_capped(
 def _attend_two(
     far_HW: Tensor, far_CKW: Tensor, near_HW: Tensor, near_CKW: Tensor, value_CKW: Tensor
 ) -> Tensor:
-    """Computes `_attend_one` over far and near keys, each with its own rotation of the query."""
+    """Computes `_attend_one` over far and near keys, each with a rotation of the query of its
+    own."""
     scores = [
         query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1]) @ key_CKW.permute(1, 2, 0)
         for query_HW, key_CKW in ((far_HW, far_CKW), (near_HW, near_CKW))
@@ -209,9 +212,9 @@ def _attend_two(
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The attention block. `inputs` are query, key and value, or one matrix with all three outputs.
+    """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all.
 
-    An input at or below its limit counts as 0; there are no limits in mode "dense"."""
+    An input whose magnitude is at or below its limit counts as 0; mode "dense" has no limits."""
 
     inputs: tuple[Linear, ...]
     output: Linear

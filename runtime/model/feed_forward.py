@@ -1,15 +1,18 @@
-"""The sparse feed-forward layer: dense, exact and predicted, over one or two blocks of neurons.
+"""The sparse feed-forward layer in modes dense, exact and predicted, over one or two blocks of
+neurons.
 
     h_j = act(gate_j . x) * (up_j . x),   y = sum_j h_j * down_j
 
-(plus biases, if a model has them). Without gates (OPT, Falcon) h_j = act(up_j . x), and `gate` here
-is that up projection.
+(plus biases, if a model has them). Without gates (OPT, Falcon) h_j = act(up_j . x), and `gate` is
+the up projection.
 
-`exact` computes every gate and the rest only where the gate is open; `predicted` computes the
-predicted gates and the rest where such a gate is open. Both give the results of `dense`, except for
-neurons that the predictor misses. A single token reads only the rows it needs. Several
-tokens on the CPU each use their own rows, as they would alone (native_neurons). Without the C++
-kernels, every row that any of the tokens needs is read, and the values of the others are masked.
+`exact` computes every gate, and `up` and `down` only for neurons that fire; `predicted` computes
+the gates of predicted neurons, and `up` and `down` for those of them that fire. Both give the
+results of `dense` up to rounding, except for neurons that the predictor misses and, for SiLU and
+GELU, those silenced by a threshold or limit. A single token reads only the rows that it needs. Of
+several tokens on the CPU, each computes its own rows, as it would alone (native_neurons). Without
+the C++ kernels, all rows that any token needs are read, and values that a token does not need are
+masked.
 
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.
@@ -32,15 +35,15 @@ from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock, above, without_silent
 
-# If several tokens need more than this share of a block's neurons, all rows are taken: a selection
-# costs a copy of the tokens' values of the chosen neurons.
+# If several tokens need more than this share of a block's neurons, all rows are used: selecting
+# neurons copies the tokens' values of those chosen.
 MOST_CHOSEN = 0.9
 
 
 @dataclass
 class Traffic:
-    """Weight bytes read since the last reset. `attention` is what the CPU reads of query, key,
-    value and output projection; the others are those of the feed-forward layers."""
+    """Weight bytes read so far. `attention`: query, key, value and output projections on the CPU;
+    the others: the feed-forward layers."""
 
     gate: int = 0
     up: int = 0
@@ -56,7 +59,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictor:
-    """See model_file.PredictorInfo for the arithmetic."""
+    """A layer's predictor; model_file.PredictorInfo has the arithmetic."""
 
     kind: PredictorKind
     down: Linear | None  # [R, D]; None: `up` is the only matrix
@@ -77,7 +80,7 @@ class Predictor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockResult:
-    """Output [T, D], and, if kept for observers, gate and hidden values [T, A] of the neurons at
+    """Output [T, D] and, if kept for observers, the gate and hidden values [T, A] of the neurons at
     `position_A`."""
 
     y_TD: Tensor
@@ -87,7 +90,7 @@ class BlockResult:
 
 
 class ColdNeurons(Protocol):
-    """Streams neurons of the CPU to a GPU if there are enough tokens: see cold_stream."""
+    """Streams neurons on the CPU to a GPU if there are enough tokens: see cold_stream."""
 
     device: torch.device
     least_tokens: int
@@ -96,10 +99,11 @@ class ColdNeurons(Protocol):
         """True if these neurons are streamed."""
 
     def run(self, layer: int, add: Callable[[NeuronBlock], None], x: Tensor, y: Tensor) -> None:
-        """Calls `add` with the neurons on the device, piece by piece: reads `x`, adds to `y`."""
+        """Calls `add` with each piece of the neurons on the device; `add` reads `x` and adds to
+        `y`."""
 
 
-# Tensors of a layer's neurons that observers see, with the value of neurons not computed.
+# Tensors of a layer's neurons that observers see, with the value for neurons that are not computed.
 _SHOWN = {"ffn_gate": torch.nan, "ffn_hidden": 0.0}
 
 
@@ -108,7 +112,7 @@ class FeedForward:
     layer: int
     num_neurons: int  # F
     gate: Gate
-    blocks: tuple[NeuronBlock, ...]  # every neuron in exactly one of them, hot before cold
+    blocks: tuple[NeuronBlock, ...]  # hot before cold; every neuron is in exactly one
     down_bias_D: Tensor | None
     predictor: Predictor | None
     input_limit_D: Tensor | None = None  # on the layer's device; None in mode "dense"
@@ -118,15 +122,15 @@ class FeedForward:
     cold: ColdNeurons | None = field(default=None, repr=False)
 
     def forward(self, x_TD: Tensor, named_TF: Tensor | None = None) -> Tensor:
-        """Output [T, D] for normed input; in mode "predicted" of the neurons that `named` names.
-        The hot block, which may be on a GPU, is started first."""
+        """Output [T, D] for normed input; in mode "predicted", of the neurons in `named_TF`. The
+        hot block comes first, so that a GPU computes it while the CPU computes the cold one."""
         is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
         if self.input_limit_D is not None:
             x_TD = without_silent(x_TD, self.input_limit_D)
         results = []
         for block in self.blocks:
-            if self.cold is not None and self._is_brought(self.cold, block, len(x_TD)):
-                results.append(self._brought(self.cold, x_TD, named_TF))
+            if self.cold is not None and self._is_streamed(self.cold, block, len(x_TD)):
+                results.append(self._streamed(self.cold, x_TD, named_TF))
                 continue
             named_TN = None if named_TF is None else named_TF.to(block.device)
             if named_TN is not None and not block.is_whole:
@@ -151,7 +155,8 @@ class FeedForward:
         return ~(score_TF <= self.predictor.threshold)
 
     def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """One token on the CPU: reads only the rows of predicted gates and of open neurons."""
+        """One token on the CPU: reads only the gates of predicted neurons, and `up` and `down` of
+        those that fire."""
         x_D = x_TD[0].contiguous()
         if named_TN is None:
             position, rows = None, block.row_N
@@ -180,20 +185,20 @@ class FeedForward:
         )
 
     def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, unobserved: all neurons at once if native, otherwise one part at a
+        """Any number of tokens, unobserved: all neurons in one native call, otherwise one part at a
         time, so that its values stay in the processor's cache."""
         y_TD = torch.zeros_like(x_TD)
         self._add_parts(y_TD, block, x_TD, named_TN)
         return BlockResult(y_TD=y_TD)
 
-    def _is_brought(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
-        """True if the block is streamed to a GPU; never while observed, when every value is
-        wanted."""
+    def _is_streamed(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
+        """True if the block is streamed to a GPU; never while there are observers, which need every
+        value."""
         is_many = num_tokens >= cold.least_tokens and not self.observers.active
         return is_many and cold.has(self.layer, block)
 
-    def _brought(self, cold: ColdNeurons, x_TD: Tensor, named_TF: Tensor | None) -> BlockResult:
-        """Several tokens on the layer's GPU, to which the weights are streamed piece by piece."""
+    def _streamed(self, cold: ColdNeurons, x_TD: Tensor, named_TF: Tensor | None) -> BlockResult:
+        """Several tokens on the layer's GPU, to which the weights are streamed in pieces."""
         x_TD = x_TD.to(cold.device)
         named_TF = None if named_TF is None else named_TF.to(cold.device)
         y_TD = torch.zeros_like(x_TD)
@@ -206,7 +211,8 @@ class FeedForward:
         return BlockResult(y_TD=y_TD)
 
     def on_cpu(self, block: NeuronBlock, x_TD: Tensor) -> Tensor:
-        """Output for several tokens of neurons of this layer that are on the CPU."""
+        """The output of neurons on the CPU for several tokens; in mode "predicted", all are
+        named."""
         y_TD = torch.zeros_like(x_TD)
         named_TN = None
         if self.mode == "predicted":
@@ -232,7 +238,7 @@ class FeedForward:
     def _add_part(
         self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
-        """Adds the output of these neurons; reads the rows that any of the tokens needs."""
+        """Adds the output of these neurons; reads the rows that any token needs."""
         rows, position = part.row_N, None
         if named_TN is not None:
             position = self._chosen(part, named_TN)
@@ -244,7 +250,7 @@ class FeedForward:
         hidden_TA, _ = self.gate.act(gate_TA, is_dense=is_dense, limit=limit_A)
         if named_TN is not None:
             hidden_TA = hidden_TA * named_TN
-        # Silent neurons are 0, but NaN is not silent: it must show in the result.
+        # Silent neurons are 0. NaN is not silent: it must reach the result.
         chosen = None if is_dense else self._chosen(part, hidden_TA != 0)
         if chosen is not None:
             rows = chosen.to(torch.int32) if rows is None else rows[chosen]
@@ -264,12 +270,13 @@ class FeedForward:
     def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
         """Positions of the neurons that any token needs; None: take all of them."""
         if gpu_products.is_gpu(part.device):
-            return None  # counting them would synchronise with the device
+            return None  # finding them would synchronise with the device
         chosen = is_needed_TA.any(dim=0).nonzero().flatten()
         return None if len(chosen) > MOST_CHOSEN * is_needed_TA.shape[1] else chosen
 
     def _masked(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, keeping all values: reads every row of the block once."""
+        """Any number of tokens, keeping all values for observers: reads every row of the block
+        once."""
         gate_TN = _product(block.gate, x_TD, block.row_N)
         up_TN = None if block.up is None else _product(block.up, x_TD, block.row_N)
         hidden_TN = self._hidden(block, gate_TN, up_TN, named_TN)
@@ -280,8 +287,8 @@ class FeedForward:
         return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
 
     def _transposed(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens: reads the rows of inputs that are nonzero for any token, for all
-        neurons, and the `down` rows of neurons that contribute."""
+        """Any number of tokens, gate and up stored by inputs: reads the rows of inputs that are
+        nonzero for any token, and the `down` rows of neurons that contribute."""
         gate_TF = block.gate.apply(x_TD)
         up_TF = None if block.up is None else block.up.apply(x_TD)
         hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
@@ -300,7 +307,7 @@ class FeedForward:
     def _hidden(
         self, block: NeuronBlock, gate_TN: Tensor, up_TN: Tensor | None, named_TN: Tensor | None
     ) -> Tensor:
-        """The inputs of `down`, for all neurons of a block."""
+        """The inputs of `down` for all neurons of a block."""
         is_dense = self.mode == "dense"
         limit_N = block.gate_limit(None)
         activated_TN, _ = self.gate.act(gate_TN, is_dense=is_dense, limit=limit_N)
@@ -316,7 +323,7 @@ class FeedForward:
         self.traffic.down += num_downs * block.down.row_bytes
 
     def _show(self, results: list[BlockResult]) -> None:
-        """Shows observers the values of all blocks, neurons in the layer's order."""
+        """Passes the values of all blocks to observers, with neurons in the layer's order."""
         for name, unknown in _SHOWN.items():
             if not self.observers.want(name, self.layer):
                 continue

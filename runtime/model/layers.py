@@ -1,4 +1,4 @@
-"""The loaded parts of a model: what a forward pass needs."""
+"""The loaded parts of a model that a forward pass needs."""
 
 from dataclasses import dataclass, replace
 
@@ -36,7 +36,7 @@ class Weights:
     """Everything a forward pass needs."""
 
     embedding: Matrix
-    positions: Matrix | None  # learned ones, on the CPU; otherwise `rotary` has the layers' devices
+    positions: Matrix | None  # learned positions, on the CPU; None if positions are rotary
     layers: tuple[Layer, ...]
     output_norm: Norm | None
     head: Linear
@@ -50,7 +50,7 @@ class Weights:
 
 
 def limited(layer: Layer, limits: LayerLimits) -> Layer:
-    """The layer with these limits instead of its own; in mode "dense" with none."""
+    """The layer with these limits instead of its own; mode "dense" has none."""
     is_dense = layer.ffn.mode == "dense"
 
     def on_device(limit: np.ndarray | None) -> Tensor | None:

@@ -1,7 +1,7 @@
-"""Loads a model file into layers on their devices, as a placement says.
+"""Loads a model file into layers on the devices of a placement.
 
-Where the weights of a device are is up to its store (`runtime.weights.store`); which neurons form a
-block, to `runtime.model.neuron_loader`."""
+A device's store (`runtime.weights.store`) decides where its weights are kept;
+`runtime.model.neuron_loader` decides which neurons form a block."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,22 +45,22 @@ def load_weights(
     are_slots_joined: bool = True,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
-    projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device
-    has an uploader, its weights go into the uploader's memory. `cache_types` of None are the
-    model's own. `resident_LN`: the neurons in the slots of a neuron cache; none for a layer without
-    slots. `are_slots_joined`: on the CPU, in one block with all neurons."""
+    projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has
+    an uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
+    `resident_LN`: the neurons in the slots of a neuron cache, none in a layer without slots.
+    `are_slots_joined`: the slots are on the CPU, in one block with all neurons."""
     builder = Builder(
         model, placement, mode, context_length, observers, traffic,
         Stores.of(residence, uploaders), num_sequences, cache_types, resident_LN,
         are_slots_joined,
     )  # fmt: skip
     weights = builder.weights()
-    builder.neurons.tell_transposed(notice)
+    builder.neurons.report_transposed(notice)
     return weights
 
 
 def load_predictors(model: ModelFile, device: torch.device) -> tuple[Predictor, ...]:
-    """The predictors of all layers, without a running model."""
+    """Loads the predictors of all layers without the rest of the model."""
     placement = Placement.on_one_device(model.shape.num_layers, device)
     builder = Builder(model, placement, "predicted", 1, Observers(), Traffic())
     return tuple(builder.predictor(index, device) for index in range(model.shape.num_layers))
@@ -99,8 +99,8 @@ class Builder:
         )
 
     def weights(self) -> Weights:
-        """The whole model. A step reads one row of an embedding that is not also the head: it stays
-        in the file, on the CPU."""
+        """The whole model. An embedding that is not also the head stays in the file on the CPU: a
+        token reads only one row of it."""
         model, head_device = self.model, self.placement.head_device
         entry, positions = model.tensors["token_embd.weight"], self.positions()
         if model.is_tied:
@@ -135,7 +135,7 @@ class Builder:
         *,
         is_summed: bool = False,
     ) -> Matrix:
-        """A matrix of the file; its bytes in a slab are counted under `item`."""
+        """A matrix of the file; if it is in a slab, its bytes are counted under `item`."""
         return self.stores.on(device).matrix(entry, item, is_summed=is_summed)
 
     def layer(self, index: int) -> Layer:
@@ -219,7 +219,8 @@ class Builder:
         self.traffic.attention += num_bytes
 
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
-        """Query, key and value; joined into one matrix if they are transposed and copied anyway."""
+        """The matrices of query, key and value; joined into one if they are transposed and copied
+        anyway."""
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         entries = [stored(self.model, index, name) for name in names]

@@ -1,8 +1,8 @@
-"""Computes the neurons of one block for one or several tokens in one native call: the CPU's share
-of a divided layer, from the normed input to the neurons' output.
+"""Computes the neurons of one block for one or several tokens in one native call: the CPU's part of
+a divided layer, from the normed input to the neurons' output.
 
-A call takes one bit per neuron, as a GPU's predictor writes them, and may come from any thread,
-including a node of a CUDA graph (`node`). The reference is feed_forward.py.
+A call reads one bit per neuron, in the layout of a GPU's predictor, and may be made from any thread
+and by a node of a CUDA graph (`node`). The reference is feed_forward.py.
 
 Letters: T tokens, D model width, F neurons of the layer, N of the block."""
 
@@ -34,7 +34,7 @@ class NeuronsStruct(Structure):
 
 
 class SharedWorkspace:
-    """Scratch memory shared by several blocks, no two of which run at the same time."""
+    """Scratch memory shared by blocks that never run concurrently."""
 
     def __init__(self) -> None:
         self._structs: list[NeuronsStruct] = []
@@ -55,9 +55,8 @@ class SharedWorkspace:
 
 @dataclass(frozen=True, kw_only=True)
 class NativeNeurons:
-    """One block's native call. Reads `x_D` and the bits of `named_W`, writes `y_D`, or several rows of
-    them, as many as `struct.num_tokens` says: buffers at
-    fixed addresses."""
+    """One block's native call. Reads `x_D` and the bits of `named_W` and writes `y_D`, which are
+    buffers at fixed addresses; `struct.num_tokens` is the number of their rows in use."""
 
     struct: NeuronsStruct
     x_D: Tensor
@@ -80,9 +79,9 @@ class NativeNeurons:
         room: SharedWorkspace | None = None,
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
-        """Makes a call. `num_neurons` is the layer's F; vectors that are not given are allocated.
-        With a `room`, the call can run only once that is allocated. Raises NotNative for what the
-        kernels do not support, and ImportError if they are not built."""
+        """Prepares a call. `num_neurons` is the layer's F; buffers that are not given are
+        allocated. With a `room`, the call can run once that is allocated. Raises NotNative if the
+        kernels do not support the block, and ImportError if they are not built."""
         structs = Structs()
         width = block.down.width
         x_D = torch.zeros(width) if x_D is None else x_D
@@ -129,17 +128,17 @@ class NativeNeurons:
 def add_neurons(
     y_TD: Tensor, block: NeuronBlock, gate: Gate, mode: Mode, x_TD: Tensor, named_TN: Tensor | None
 ) -> tuple[int, int, int]:
-    """Adds a block's output for each token; `named_TN` are the predicted neurons, None in other
-    modes. Returns bytes of gates, ups and downs, each row counted once per native call.
+    """Adds a block's output for each token; `named_TN`: the predicted neurons, None in other modes.
+    Returns the bytes read of gate, up and down, each row counted once per native call.
 
-    A token's bits do not depend on the other tokens. Raises NotNative for what the kernels do not
-    support."""
+    A token's result is bit-identical whatever the other tokens are. Raises NotNative if the kernels
+    do not support the block."""
     if not len(x_TD):
         return 0, 0, 0
     structs, num_tokens = Structs(), min(len(x_TD), MAX_ROWS)
     x_TD = x_TD.contiguous()
     struct = NeuronsStruct(
-        block=structs.block(replace(block, is_whole=True)),  # named by place in the block
+        block=structs.block(replace(block, is_whole=True)),  # bits are by position in the block
         width=block.down.width,
         num_neurons=len(block.id_N),
         max_tokens=num_tokens,

@@ -1,4 +1,4 @@
-"""Parts of a model as the structs of kernels/cpu/step.h, field by field.
+"""Mirrors the structs of kernels/cpu/step.h field by field, and builds them from parts of a model.
 
 They point at the tensors of the model, which `Structs.kept` keeps alive."""
 
@@ -13,11 +13,11 @@ from sparkinfer.runtime.model.attention import Norm
 from sparkinfer.runtime.weights.matrix import Linear, Matrix
 from sparkinfer.runtime.weights.neuron_block import NeuronBlock
 
-# In the order of the enums.
+# In the order of step.h's enums.
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 MODES = ("dense", "exact", "predicted")
 _ALIGNMENT = 64
-MAX_ROWS = 128  # of step.h: tokens whose products share each weight that is read
+MAX_ROWS = 128  # in step.h: tokens of a step, whose products read each weight once
 
 
 class MatrixStruct(Structure):
@@ -38,11 +38,11 @@ class BlockStruct(Structure):
 
 
 class NotNative(Exception):
-    """The reason why a model's decode step cannot be one native call."""
+    """Raised with the reason why a part of a model cannot be computed natively."""
 
 
 class Structs:
-    """Converts parts of a model to structs; `kept` collects what they point at."""
+    """Converts parts of a model to structs; `kept` keeps alive the memory that they point at."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []

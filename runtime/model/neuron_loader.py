@@ -1,7 +1,7 @@
-"""Loads the neurons of a layer as blocks: hot and cold ones, or all in one block.
+"""Loads the neurons of a layer as blocks: a hot and a cold one, or one block with all.
 
-A plan without an available GPU runs with both roles on the CPU: the hot block still has its own
-matrices.
+If no GPU is available, a plan runs with both blocks on the CPU, and the hot block still has
+matrices of its own.
 
 Letters: N neurons of a block, L layers."""
 
@@ -23,15 +23,16 @@ from sparkinfer.runtime.weights.neuron_block import Mode, NeuronBlock, Role
 from sparkinfer.runtime.weights.slot_rows import apart, joined, rows_of_slots
 from sparkinfer.runtime.weights.store import CPU, Stores, WeightStore
 
-# Which rows of a layer's matrices a block takes: "own" copies those of its neurons, "shared" refers
-# to them in the whole matrices, "all" takes all.
+# The rows of a block: "own" copies its neurons' rows, "shared" refers to them in the whole layer's
+# matrices, "all" uses these matrices whole.
 Rows = Literal["own", "shared", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronLoader:
-    """`resident_LN` are the neurons in the slots of a neuron cache; `are_slots_joined` puts these
-    slots into one block with all neurons of the layer (weights.slot_rows)."""
+    """Loads the blocks of all layers. `resident_LN`: the neurons in the slots of a neuron cache;
+    `are_slots_joined` puts these slots into one block with all neurons of the layer
+    (weights.slot_rows)."""
 
     model: ModelFile
     placement: Placement
@@ -43,8 +44,9 @@ class NeuronLoader:
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
-        """The blocks of a layer, the hot one first. Each has matrices of its own, except that cold
-        neurons whose matrices stay in the file are rows of these."""
+        """The blocks of a layer, the hot one first. Each has matrices of its own, except a cold
+        block whose matrices stay in the file or whose layer has slots: it refers to the whole
+        matrices."""
         down = self._down(index)
         if self.resident_LN is not None and self.are_slots_joined:
             return (self._joined(index, down, self.resident_LN[index]),)
@@ -65,7 +67,7 @@ class NeuronLoader:
         return tuple(blocks)
 
     def _joined(self, index: int, down: TensorEntry, hot: np.ndarray) -> NeuronBlock:
-        """All neurons of a layer, with slots before them for the neurons of `hot`, if any."""
+        """One block with all neurons of a layer, after slots for the neurons of `hot`, if any."""
         num_neurons = self.model.shape.num_neurons
         if not len(hot):
             return self._block(index, down, "hot", np.arange(num_neurons), "all")
@@ -104,9 +106,9 @@ class NeuronLoader:
         )
 
     def _read_together(self, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
-        """Gate, up (if there is one) and down in groups of those read together. Mode "exact" reads
-        every gate but few of the others; mode "dense" reads each matrix to its end, except in
-        divided layers, where a streamed piece is one copy."""
+        """Groups gate, up (if there is one) and down by those that are read together. Mode "exact"
+        reads every gate but few rows of the others; mode "dense" reads each matrix in full. In
+        divided layers, mode "dense" groups all, so that a streamed piece is one copy."""
         if self.mode == "dense" and self.placement.hot is None:
             return [[entry] for entry in entries]
         if self.mode == "exact":
@@ -114,7 +116,7 @@ class NeuronLoader:
         return [entries]
 
     def _num_whole(self, entries: list[TensorEntry]) -> int:
-        """How many of gate and up every token is multiplied with, whatever fires."""
+        """How many of gate and up are multiplied in full for every token."""
         if self.placement.hot is not None or self.resident_LN is not None:
             return 0
         return {"dense": len(entries), "exact": 1, "predicted": 0}[self.mode]
@@ -127,7 +129,7 @@ class NeuronLoader:
         return store.neuron_bias(bias_N if chosen is None else bias_N[torch.from_numpy(chosen)])
 
     def _down(self, index: int) -> TensorEntry:
-        """The neuron-major down projection; that of a stock file is transposed here."""
+        """The neuron-major down projection; a stock file's is transposed here."""
         if self.model.layout == "sparse":
             return self.model.tensors[f"blk.{index}.ffn_down_t.weight"]
         stock = self.model.tensors[f"blk.{index}.ffn_down.weight"]
@@ -136,8 +138,9 @@ class NeuronLoader:
             self.transposed[index] = (stock.kind, entry.kind, error)
         return entry
 
-    def tell_transposed(self, notice: Callable[[str], None]) -> None:
-        """One line for all down projections that were transposed and packed again."""
+    def report_transposed(self, notice: Callable[[str], None]) -> None:
+        """Reports, in one line, the error of down projections that were transposed and
+        requantised."""
         if not self.transposed:
             return
         kinds = {(old, new) for old, new, _ in self.transposed.values()}
@@ -151,7 +154,7 @@ class NeuronLoader:
 
 
 def stored(model: ModelFile, index: int, name: str) -> TensorEntry:
-    """The entry of a layer's matrix, which may be stored transposed."""
+    """The file's entry for a layer's matrix, which may be stored transposed."""
     suffix = "_t" if model.is_transposed(index, name) else ""
     return model.tensors[f"blk.{index}.{name}{suffix}.weight"]
 

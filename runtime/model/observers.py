@@ -1,8 +1,8 @@
-"""Observers of any named tensor of any layer while the model runs.
+"""Observers of named tensors while the model runs.
 
-Profile, eval and the tests see the model only through this; NAMES lists what can be observed.
-Without observers, a tensor costs one test of an empty list. The two calls, one before and one after
-a tensor is computed, are those of llama.cpp's eval callback."""
+Profile, eval and the tests see the model only through observers; NAMES lists the tensors. Without
+observers, a tensor costs one test of an empty list. As in llama.cpp's eval callback, an observer is
+asked before a tensor is computed and called afterwards."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ Wants = Callable[[str, int | None], bool]
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """A registered observer. `remove` ends it; as a context manager it ends with the block."""
+    """A registered observer. `remove` unregisters it, as does the end of its `with` block."""
 
     observe: Observe
     wants: Wants
@@ -64,7 +64,7 @@ class Observers:
         return any(observation.wants(name, layer) for observation in self.active)
 
     def show(self, name: str, layer: int | None, tensor: Tensor) -> None:
-        """Passes a computed tensor to the observers that want it."""
+        """Passes a tensor to the observers that want it."""
         if self.active:
             for observation in list(self.active):
                 if observation.wants(name, layer):

@@ -10,11 +10,11 @@ from sparkinfer.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The device of each part. `hot` is None if no layer is divided.
+    """The device of each part. `hot`: the hot neurons of each layer; None if no layer is divided.
 
-    A layer's parts on GPUs are all on its home GPU; the last home is the head's."""
+    All parts of a layer that are on a GPU are on its home GPU."""
 
-    homes: tuple[torch.device, ...]  # one per layer, and the head's; the CPU if there is no GPU
+    homes: tuple[torch.device, ...]  # per layer, then the head's; the CPU if there is no GPU
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool
     hot: tuple[np.ndarray, ...] | None
@@ -52,7 +52,7 @@ class Placement:
         return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
 
     def gpu(self, number: int) -> torch.device:
-        """The device of the plan's GPU with this index."""
+        """The device for the plan's GPU with this index."""
         return self.homes[self.numbers.index(number)]
 
     @property

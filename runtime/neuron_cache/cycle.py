@@ -1,13 +1,14 @@
-"""The cycle of the neuron cache: one decode step's bits decide what is copied during the next one.
+"""The cycle of the neuron cache: one decode step's bits decide which neurons are copied during the
+next step.
 
-    after step t     the policy observes the bits of its rows and decides on swaps; their rows begin
-                     to be gathered from main memory into staging
-    during t + 1     they arrive; each slot still holds its old neuron
-    before t + 2     staged rows go to their slots, and the tables of hot and cold neurons change
+    after step t     the policy observes the bits of its rows and decides on swaps; gathering of the
+                     incoming neurons' rows from main memory into staging begins
+    during t + 1     the rows arrive in staging; each slot still holds its old neuron before t + 2
+    staged rows are moved to their slots, and the tables of hot and cold neurons change
 
-Nothing is written back: main memory holds every row of a layer that has slots. Nothing depends on a
-clock: a step waits for the copies that were due by then. The policy decides; `Slots` knows where
-rows are.
+Nothing is written back: main memory holds every row of a layer that has slots. Results do not
+depend on timing: a step waits for the copies that are due. The policy decides on swaps; `Slots`
+moves rows.
 
 Letters: T rows of a step, L layers, W words of 32 bits, S swaps, N slots of a layer."""
 
@@ -23,30 +24,30 @@ from sparkinfer.runtime.neuron_cache.policy import CacheReport
 from sparkinfer.runtime.neuron_cache.residency import Residency
 from sparkinfer.sizes import format_bytes
 
-# Neuron `in` takes slot `slot` of the layer, which neuron `out` leaves. No neuron or slot occurs in two
+# Neuron `in` replaces neuron `out` in slot `slot` of the layer. No neuron or slot occurs in two
 # swaps of a decision.
 SWAP = np.dtype([("layer", np.int32), ("slot", np.int32), ("in", np.int32), ("out", np.int32)])
 
 
 class Policy(Protocol):
-    """Decides on swaps, regardless of where memory is; policy.CachePolicy implements it."""
+    """Decides on swaps; policy.CachePolicy implements it."""
 
     def learn(self, bits_RLW: np.ndarray) -> None:
         """Observes tokens of a prompt, uint32 [R, L, W]."""
 
     def report(self) -> CacheReport:
-        """The decisions so far."""
+        """Statistics so far."""
 
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
-        """Observes the tokens of a step and returns swaps with the fields of `SWAP`, possibly with
-        more, as a view that the next call may change. Earlier swaps count as done."""
+        """Observes the tokens of a step and returns swaps, with at least the fields of `SWAP`, as a
+        view that the next call may change. Earlier swaps count as done."""
 
 
 class Slots(Protocol):
     """Moves neurons. The two implementations are JoinedSlots and DeviceSlots."""
 
     def start(self, swaps_S: np.ndarray) -> int:
-        """Begins to copy the rows of the incoming neurons in the background; returns their
+        """Starts copying the rows of the incoming neurons in the background; returns their
         bytes."""
 
     def finish(self) -> None:
@@ -54,8 +55,7 @@ class Slots(Protocol):
 
 
 class NeuronCache:
-    """The cache of a running model. `use` gives it its slots, `attach` the memory of steps'
-    bits."""
+    """The cache of a running model. `use` sets its slots, `attach` the memory of steps' bits."""
 
     def __init__(self, policy: Policy, residency: Residency, most_rows: int) -> None:
         self.policy, self.residency = policy, residency
@@ -68,26 +68,26 @@ class NeuronCache:
 
     @property
     def line(self) -> str:
-        """One line for people: what the cache did."""
+        """A line of statistics for people."""
         return f"{self.policy.report().line}; {format_bytes(self.num_bytes)} copied"
 
     @property
     def facts(self) -> dict[str, float]:
-        """The same for programs."""
+        """The same statistics for programs."""
         return {**asdict(self.policy.report()), "num_bytes": self.num_bytes}
 
     def use(self, slots: Slots) -> None:
-        """Moves neurons by these slots from now on."""
-        self.before_step()  # finishes what the previous slots have begun
+        """Moves neurons with these slots from now on."""
+        self.before_step()  # completes copies that the previous slots have started
         self.slots = slots
 
     def attach(self, bits_TLW: Tensor) -> None:
-        """The int32 bits that steps write from now on."""
+        """Sets the int32 memory where steps write their bits from now on."""
         assert bits_TLW.dtype == torch.int32 and bits_TLW.is_contiguous()
         self._bits_TLW = bits_TLW.numpy().view(np.uint32)
 
     def before_step(self) -> None:
-        """Puts the neurons that arrived during the last step into their slots."""
+        """Moves the neurons that arrived during the last step to their slots."""
         if not self._num_pending:
             return
         assert self.slots is not None
@@ -96,8 +96,8 @@ class NeuronCache:
         self._num_pending = 0
 
     def after_step(self, is_decoded_T: Sequence[bool]) -> None:
-        """Shows the policy the step's rows: tokens of decoding, and those of a prompt, from which it
-        only learns."""
+        """Passes the step's rows to the policy, which only learns from those of a prompt, and
+        starts the swaps that it decides on."""
         bits_TLW = self._bits_TLW[: len(is_decoded_T)]
         if not all(is_decoded_T):
             is_decoded = np.array(is_decoded_T)

@@ -3,9 +3,9 @@
     start    copier   gather rows into pinned staging | copy it to the device |
     finish   main                                          wait | scatter to the slots
 
-A slot's rows, its neuron's id and, where the device packs bits, the slot of each neuron are all changed
-by the scatter, on the stream of the decode steps and outside of their graphs, whose addresses stay.
-The CPU's list of cold neurons changes in place before the step is submitted.
+The scatter changes a slot's rows, its neuron's id and, if the device packs bits, the slot of each
+neuron, on the stream of the decode steps but outside their graphs, whose addresses do not change.
+The CPU's list of cold neurons is updated in place before the step is submitted.
 
 Letters: L layers, F neurons of a layer, N slots, S swaps, M tensors of a block, C copies."""
 
@@ -32,9 +32,9 @@ Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLayer:
-    """A layer whose slots are on a GPU. `hot_id_N`, int32 on the device: the neuron of each slot;
-    `slot_F`, the same: the slot of each neuron or -1, if the device packs bits. The cold block's
-    neurons are rows of the whole layer's matrices: `id_N` and `row_N` are one int32 tensor."""
+    """A layer whose slots are on a GPU. `hot_id_N`, int32 on the device: the neuron in each slot;
+    `slot_F`, likewise: the slot of each neuron or -1, needed only if the device packs bits. The
+    cold block refers to rows of the whole layer: its `id_N` and `row_N` are one int32 tensor."""
 
     hot: NeuronBlock
     cold: NeuronBlock
@@ -43,7 +43,7 @@ class SlotLayer:
 
 
 class SlotDevice:
-    """The slots of the layers in `layers` on one GPU. At most `most_rows` neurons come at a time."""
+    """The slots of `layers` on one GPU. At most `most_rows` neurons are swapped at a time."""
 
     def __init__(
         self,
@@ -78,10 +78,10 @@ class SlotDevice:
         self._host_B = torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
         self._device_B = take((size,), torch.uint8)
         self._pending: tuple[np.ndarray, int, Any] | None = None
-        self._node: HostNode | None = None  # the last copies', maybe not run yet
+        self._node: HostNode | None = None  # keeps the last host function alive until it has run
 
     def start(self, swaps_S: np.ndarray) -> int:
-        """Called after a step has finished, and with it all uses of the staging."""
+        """Starts the copies; called after a step, when the staging buffers are no longer in use."""
         assert self._pending is None
         copies_C4, gathered, used = self._prepared(swaps_S)
         node = HostNode(
@@ -98,8 +98,8 @@ class SlotDevice:
         return gathered.num_bytes
 
     def _prepared(self, swaps_S: np.ndarray) -> tuple[np.ndarray, RowCopies, int]:
-        """The copies to the slots; what is gathered for them; bytes of staging in use. Copies and ids
-        are in staging already."""
+        """(copies from staging to the slots, rows to gather into staging, bytes of staging in use).
+        Writes the copies' descriptions and the new ids to staging."""
         layer_S, slot_S, in_S = swaps_S["layer"], swaps_S["slot"], swaps_S["in"]
         source, target = self._source, self._target
         size_SM, num_swaps = source.size_LM[layer_S], len(swaps_S)
@@ -130,7 +130,7 @@ class SlotDevice:
         return copies_C4, gathered, used
 
     def _ids(self, swaps_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64: the addresses of int32 numbers that change with each swap, and their new values."""
+        """(addresses of the int32 numbers that each swap changes, their new values), both int64."""
         address, value = [], []
         for layer, slot, comes, goes in swaps_S[["layer", "slot", "in", "out"]].tolist():
             slots = self.layers[layer]
@@ -182,7 +182,7 @@ class DeviceSlots:
             device.finish()
 
     def check(self) -> None:
-        """Raises AssertionError unless all tables agree. On a GPU, its streams must have finished."""
+        """Raises AssertionError unless all tables agree. All streams must have finished."""
         self._residency.check()
         for device in self._devices:
             for layer, slots in device.layers.items():

@@ -1,5 +1,5 @@
-"""Slots in one processor's reach, as weights.slot_rows arranges them: two memories of one processor,
-or the CPU in both roles. Logits have the bits of a model without a cache.
+"""Slots in memory that one processor reads, in the layout of weights.slot_rows: two memories of one
+processor, or the CPU in both roles. Logits are bit-identical to those without a cache.
 
 Letters: F neurons of a layer, N slots, L layers, S swaps, M tensors of a block."""
 
@@ -28,13 +28,13 @@ class JoinedSlots:
         self._row_LF = {layer: _shared(block.row_N) for layer, block in blocks.items()}
         layers = range(len(residency.num_slots_L))
         self._table = RowTable.of([tensors_of(blocks[i]) if i in blocks else [] for i in layers])
-        # Of each layer's tensors, [L, 5, M]: row 0 of all neurons and of the slots, bytes from row to
-        # row, of a row, and its place in staging.
+        # For each layer's tensors, [L, 5, M]: addresses of row 0 of all neurons and of the slots,
+        # row stride, bytes of a row, and its offset in staging.
         table = self._table
         rows_LM = table.base_LM + residency.num_slots_L[:, None] * table.stride_LM
         places = rows_LM, table.base_LM, table.stride_LM, table.size_LM, table.offset_LM
         self._place_L5M = np.stack(places, axis=1)
-        self._table_L = np.zeros(len(layers), np.int64)  # where the rows of a layer's neurons are
+        self._table_L = np.zeros(len(layers), np.int64)  # address of each layer's `row_N`
         for layer, row_F in self._row_LF.items():
             self._table_L[layer] = row_F.ctypes.data
         self._neuron_bytes = table.neuron_bytes
@@ -63,9 +63,9 @@ class JoinedSlots:
     def _to_slots(
         self, swaps_S: np.ndarray, staged_SM: np.ndarray, slot_SM: np.ndarray, size_SM: np.ndarray
     ) -> RowCopies:
-        """The copies from staging to the slots, and those of the table's numbers that change."""
+        """The copies from staging to the slots, and of the changed numbers to the tables."""
         layer_S, unit = swaps_S["layer"], 4
-        number_S2 = np.empty((len(swaps_S), 2), np.int32)  # of who comes, and of who goes
+        number_S2 = np.empty((len(swaps_S), 2), np.int32)  # new rows of the neurons in and out
         number_S2[:, 0] = swaps_S["slot"]
         number_S2[:, 1] = swaps_S["out"] + self.residency.num_slots_L[layer_S]
         at_S2 = number_S2.ctypes.data + unit * np.arange(number_S2.size).reshape(-1, 2)
@@ -94,6 +94,6 @@ class JoinedSlots:
 
 
 def _shared(row_F: Tensor | None) -> np.ndarray:
-    """The tensor's memory as an array."""
+    """An array that shares the tensor's memory."""
     assert row_F is not None and row_F.dtype == torch.int32
     return row_F.numpy()

@@ -1,8 +1,9 @@
-"""Decides which neurons are in the slots of the fast memory, from the neurons that steps read.
+"""Decides which neurons are in the slots of the fast memory, based on the neurons that steps read.
 
-The decisions are made in C++ (native/policy.cpp); reference.py defines them.
+The policy is written in C++ (native/policy.cpp); reference.py defines it.
 
-Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer, W words of F bits."""
+Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer, W words of F
+bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,12 @@ from sparkinfer.runtime.neuron_cache.native import library
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """What a cache did so far. Seconds are by its costs; the plan's are those of a step whose slots
-    keep the plan's neurons."""
+    """Statistics of a cache. Seconds are computed from its costs; `planned_` values are for slots
+    that keep the plan's neurons."""
 
     num_steps: int
     steps_on: int
-    num_starts: int  # how often swapping was started
+    num_starts: int  # times that swapping was switched on
     num_swaps: int
     hit_rate: float  # of the rows read
     planned_hit_rate: float
@@ -34,7 +35,7 @@ class CacheReport:
             return "neuron cache: no step"
         hits = f"hits {self.planned_hit_rate:.1%} by plan, {self.hit_rate:.1%} with the cache"
         if not self.num_starts:
-            return f"neuron cache: nothing was swapped, since it would not pay; {hits}"
+            return f"neuron cache: nothing was swapped, because it would not pay; {hits}"
         saved = 1 - self.seconds / self.planned_seconds
         return (
             f"neuron cache: {hits}; {self.num_swaps:,} swaps, on for {self.steps_on} of"
@@ -58,8 +59,8 @@ class CachePolicy:
         costs: CacheCosts,
         options: CacheOptions,
     ) -> "CachePolicy":
-        """`resident_LN`: for each layer the neurons in its slots, in order; none if it has no slots.
-        `frequency_LF`: how often a step reads each neuron, by the profile."""
+        """`resident_LN`: the neurons in each layer's slots, in order; none if it has no slots.
+        `frequency_LF`: the share of steps that read each neuron, from the profile."""
         num_layers, num_neurons = frequency_LF.shape
         assert len(resident_LN) == num_layers == costs.num_layers
         kept: list[object] = []
@@ -95,13 +96,13 @@ class CachePolicy:
         return self._struct.num_layers, -(-self._struct.num_neurons // 32)
 
     def learn(self, bits_RLW: np.ndarray) -> None:
-        """Updates the scores with tokens of a prompt; swaps nothing."""
+        """Updates the scores with tokens of a prompt; decides nothing."""
         library.learn(self._struct, *self._checked(bits_RLW))
 
     def step(self, bits_RLW: np.ndarray) -> np.ndarray:
-        """Ends a step of R tokens: returns the swaps to do during the next step, as a
-        view (fields layer, slot, in, out) that is valid until then. Those it returned before count
-        as done from here on.
+        """Ends a step of R tokens: returns the swaps to make during the next step, as a view
+        (fields layer, slot, in, out) that is valid until the next call. Earlier swaps count as
+        done.
 
         bits_RLW: (u)int32, bit j % 32 of word j // 32 for neuron j."""
         library.step(self._struct, *self._checked(bits_RLW))
@@ -113,7 +114,7 @@ class CachePolicy:
         return self._array(struct.id, struct.num_slots, np.int32)
 
     def hits_L(self) -> np.ndarray:
-        """Rows read so far that were in slots, by layer."""
+        """Number of rows read from slots so far, by layer."""
         struct = self._struct
         return np.array([struct.layer[index].hits for index in range(struct.num_layers)])
 

@@ -1,6 +1,6 @@
-"""The policy of native/policy.cpp in numpy, neuron by neuron and slowly: the definition that the C++ is
-compared with. With `dtype` float32 both round alike and decide alike; with float64 the scores show
-the effect of rounding.
+"""The reference of native/policy.cpp in numpy, neuron by neuron: slow, and the definition that the
+C++ is compared with. With `dtype` float32, both round alike and decide alike; with float64, the
+scores show the effect of rounding.
 
 Letters: R tokens of a step, L layers, F neurons of a layer, N slots of a layer."""
 
@@ -84,7 +84,7 @@ class ReferencePolicy:
         for layer, slots in enumerate(self.slots):
             ids = set(np.flatnonzero(is_read_LF[layer]).tolist())
             hits, planned_hits = len(ids & set(slots)), len(ids & self.planned[layer])
-            if 0 < len(slots) < len(is_read_LF[layer]):  # elsewhere nothing can change
+            if 0 < len(slots) < len(is_read_LF[layer]):  # other layers have no swaps
                 self.read, self.hits = self.read + len(ids), self.hits + hits
                 self.planned_hits += planned_hits
             hot = costs.hot_s_L[layer] + hits * costs.hot_row_s_L[layer]

@@ -1,4 +1,4 @@
-"""Which neuron is in which slot: the tables of both sides, changed in place.
+"""Tracks which neuron is in which slot, in tables that are changed in place.
 
 Letters: L layers, F neurons of a layer, N slots of a layer, S swaps."""
 
@@ -10,7 +10,7 @@ import numpy as np
 class Residency:
     """The slots of all layers; some layers may have none.
 
-    `slot_LF` int32: the slot of each neuron, or -1. `id_N` of a layer: the neuron of each slot."""
+    `slot_LF`, int32: the slot of each neuron, or -1. `id_N` of a layer: the neuron in each slot."""
 
     def __init__(self, resident_LN: Sequence[np.ndarray], num_neurons: int) -> None:
         self.num_slots_L = np.array([len(ids) for ids in resident_LN], np.int64)
@@ -26,13 +26,13 @@ class Residency:
         return self.id[first : first + self.num_slots_L[layer]]
 
     def swap(self, swaps_S: np.ndarray) -> None:
-        """Makes swaps (cycle.SWAP). Raises AssertionError, before anything changes, for swaps that do
-        not fit the tables."""
+        """Makes swaps (cycle.SWAP). Raises AssertionError, before anything changes, if they do not
+        fit the tables."""
         layer_S, slot_S, in_S, out_S = (swaps_S[name] for name in ("layer", "slot", "in", "out"))
         assert (0 <= slot_S).all() and (slot_S < self.num_slots_L[layer_S]).all(), slot_S
         place_S = self.first_L[layer_S] + slot_S
         assert (self.id[place_S] == out_S).all(), "a neuron leaves a slot that it is not in"
-        assert (self.slot_LF[layer_S, in_S] < 0).all(), "a neuron that comes has a slot"
+        assert (self.slot_LF[layer_S, in_S] < 0).all(), "an incoming neuron already has a slot"
         coming_S = layer_S.astype(np.int64) * self.slot_LF.shape[1] + in_S
         assert len(set(place_S.tolist())) == len(place_S), "a slot is in two swaps"
         assert len(set(coming_S.tolist())) == len(coming_S), "a neuron is in two swaps"
@@ -41,7 +41,7 @@ class Residency:
         self.slot_LF[layer_S, in_S] = slot_S
 
     def cold(self, layer: int) -> np.ndarray:
-        """int32 ids of the neurons without a slot, in order."""
+        """Ids of the neurons without a slot, int32, ascending."""
         return np.flatnonzero(self.slot_LF[layer] < 0).astype(np.int32)
 
     def check(self) -> None:

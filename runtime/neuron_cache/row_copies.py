@@ -1,4 +1,4 @@
-"""Many rows copied in one native call, and a thread that does it during a decode step.
+"""Copies many rows in one native call, or in a background thread during a decode step.
 
 Letters: C copies, S swaps, L layers, M tensors that hold a part of each neuron."""
 
@@ -20,12 +20,12 @@ class CopiesStruct(Structure):
 
 
 class RowCopies:
-    """Copies between addresses, in order. `kept` keeps both memories alive."""
+    """Copies between addresses, made in order. `kept` keeps the memory alive."""
 
     def __init__(
         self, source: np.ndarray, target: np.ndarray, num_bytes: np.ndarray, kept: Sequence[Any]
     ) -> None:
-        copies = np.empty((*num_bytes.shape, 3), np.int64)  # those of 0 bytes do nothing
+        copies = np.empty((*num_bytes.shape, 3), np.int64)  # 0 bytes copy nothing
         copies[..., 0], copies[..., 1], copies[..., 2] = source, target, num_bytes
         self._copy_C3 = copies.reshape(-1, 3)
         self._kept = kept
@@ -38,8 +38,8 @@ class RowCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTable:
-    """The places of the neurons' rows in the tensors of each layer, int64 [L, M]: the address of row
-    0, bytes from row to row, and bytes of a row; 0 for a tensor that a layer does not have."""
+    """The places of the neurons' rows in the tensors of each layer, int64 [L, M]: address of row 0,
+    row stride in bytes, and bytes of a row; 0 for a tensor that a layer does not have."""
 
     base_LM: np.ndarray
     stride_LM: np.ndarray
@@ -61,12 +61,12 @@ class RowTable:
         return cls(base_LM=base_LM, stride_LM=stride_LM, size_LM=size_LM, kept=kept)
 
     def addresses(self, layer_S: np.ndarray, row_S: np.ndarray) -> np.ndarray:
-        """int64 [S, M]."""
+        """The addresses of rows, int64 [S, M]."""
         return self.base_LM[layer_S] + row_S[:, None].astype(np.int64) * self.stride_LM[layer_S]
 
     @property
     def offset_LM(self) -> np.ndarray:
-        """The places of the parts of a neuron in staging."""
+        """The offsets of a neuron's rows in staging."""
         padded_LM = self._padded_LM
         return padded_LM.cumsum(axis=1) - padded_LM
 
@@ -82,7 +82,7 @@ class RowTable:
 
 class Copier:
     """A thread that copies in the background. With `bytes_per_s`, copies take at least as long as
-    on a link of that rate."""
+    on a link of that bandwidth."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._bytes_per_s = bytes_per_s
@@ -91,7 +91,7 @@ class Copier:
         weakref.finalize(self, _free, self._copier, self._kept)
 
     def start(self, copies: RowCopies) -> None:
-        """Starts the copies; `finish` must come before the next start."""
+        """Starts the copies; call `finish` before the next start."""
         seconds = 0.0 if self._bytes_per_s is None else copies.num_bytes / self._bytes_per_s
         self._kept[:] = [copies]
         library.start_copies(self._copier, copies.struct, seconds)

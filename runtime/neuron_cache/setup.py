@@ -1,4 +1,4 @@
-"""What an engine needs for a neuron cache besides its weights."""
+"""Sets up a neuron cache: its policy, its first neurons, and the checks of model and plan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ from sparkinfer.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSetup:
-    """`policy_of` makes the policy of a model from the neurons in each layer's slots, in order (none
-    if a layer has no slots), and the number of neurons of a layer; the policy decides on at most
-    `most_rows` swaps.
+    """`policy_of` creates the policy from the neurons in each layer's slots, in order (none if a
+    layer has no slots), and the number of neurons of a layer. The policy decides on at most
+    `most_rows` swaps per step.
 
-    share: without a plan, the share of each layer's neurons that have a slot, at first those with the
-    lowest ids; with one, the plan's hot neurons are in the slots. copy_bytes_per_s: where both
-    memories are equally fast, the rate to which copies are slowed down."""
+    share: only without a plan, whose hot neurons are in the slots: the share of each layer's
+    neurons that have a slot, at first those with the lowest ids. copy_bytes_per_s: the rate to
+    which copies are slowed down, for memories that are equally fast."""
 
     policy_of: Callable[[Sequence[np.ndarray], int], Policy]
     most_rows: int
@@ -63,7 +63,7 @@ class CacheSetup:
     def resident(
         self, model: ModelFile, plan: Split | None, device: torch.device
     ) -> tuple[np.ndarray, ...]:
-        """The neurons in each layer's slots at first; none in layers that are not divided."""
+        """The first neurons in each layer's slots; none in layers that are not divided."""
         shape = model.shape
         if plan is not None:
             if self.share is not None:
@@ -90,8 +90,8 @@ class CacheSetup:
     def cache(
         self, weights: Weights, resident_LN: Sequence[np.ndarray], *, is_joined: bool
     ) -> NeuronCache:
-        """The cache for loaded weights. If `is_joined`, its slots are rows of the weights; otherwise
-        the decode step provides them."""
+        """The cache for loaded weights. If `is_joined`, its slots are rows of the weights;
+        otherwise the decode step attaches them."""
         num_neurons = weights.layers[0].ffn.num_neurons
         residency = Residency(resident_LN, num_neurons)
         policy = self.policy_of(resident_LN, num_neurons)
@@ -106,7 +106,7 @@ class CacheSetup:
         return cache
 
     def check(self, model: ModelFile, plan: Split | None, mode: str, *, is_resident: bool) -> None:
-        """Raises SparkinferError for a model, a mode or memory that the cache does not work with."""
+        """Raises SparkinferError for a model, mode or memory that the cache does not support."""
         if mode == "dense":
             raise SparkinferError(
                 f"{model.path}: mode dense reads every neuron for every token, so a neuron cache has"
@@ -139,7 +139,8 @@ class CacheSetup:
 def setup_of(
     asked: CacheOptions | OwnPolicy | Off | None, plan: Split | None, mode: str
 ) -> CacheSetup | None:
-    """The requested setup. By default, a plan's cache is used in the plan's mode."""
+    """The requested setup; None: no cache. By default, a plan's cache is used in the plan's
+    mode."""
     if asked is None and plan is not None and plan.cache is not None and mode == plan.mode:
         return CacheSetup.of(CacheOptions(), plan)
     if asked is None or asked == OFF:
@@ -151,5 +152,5 @@ def setup_of(
 
 
 def slot_bytes(model: ModelFile, resident_LN: Sequence[np.ndarray]) -> int:
-    """Main memory for the rows of the neurons in slots, which are kept there too."""
+    """Bytes of the slots if they are in main memory, in addition to all neurons."""
     return sum(len(ids) * layer_bytes(model, i).neuron for i, ids in enumerate(resident_LN))

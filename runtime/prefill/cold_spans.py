@@ -1,6 +1,7 @@
-"""The neurons of a block as spans of host memory, and the same neurons in a buffer on a device.
+"""The neurons of a block as spans of host memory, and their layout in a buffer on a device.
 
-Interleaved matrices (runtime.weights.resident) form one span: a piece of neurons is contiguous.
+Interleaved matrices (runtime.weights.resident) form one span, in which a range of neurons is
+contiguous.
 
 Letters: N neurons of the block, S bytes of a neuron in a span."""
 
@@ -30,7 +31,7 @@ class Span:
 
     @property
     def can_be_copied(self) -> bool:
-        """True if rows are contiguous and in pinned memory, so that they can be copied directly."""
+        """True if rows are contiguous and pinned, so that they can be copied without staging."""
         return self.row_N is None and self.host_NS.is_contiguous() and self.host_NS.is_pinned()
 
     def fill(self, target: Tensor, start: int, stop: int) -> None:
@@ -42,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """The place of a tensor's rows: bytes `start` to `stop` of a span's rows."""
+    """The place of a tensor's rows: bytes `start` to `stop` of the rows of a span."""
 
     span: int
     start: int
@@ -61,7 +62,7 @@ class ColdBlock:
         num_matrices = len(_matrices(block))
         spans: list[Span] = []
         places: dict[int, _Place] = {}
-        for group in _side_by_side(tensors[:num_matrices]):
+        for group in _interleaved(tensors[:num_matrices]):
             first = tensors[group[0]]
             begin = first.data_ptr()
             for number in group:
@@ -102,7 +103,7 @@ class ColdBlock:
         return self.neuron_bytes + _ALIGNMENT * len(self.spans)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
-        """Even pieces of the block, none above `piece_bytes`."""
+        """Divides the block into equal pieces of at most `piece_bytes`; yields their neurons."""
         most = (piece_bytes - _ALIGNMENT * len(self.spans)) // self.neuron_bytes
         assert most >= 1, (piece_bytes, self.neuron_bytes)
         count = -(-self.num_neurons // most)
@@ -119,7 +120,7 @@ class ColdBlock:
             span.fill(target_NS, start, stop)
 
     def on_device(self, buffer: Tensor, start: int, stop: int) -> NeuronBlock:
-        """The neurons of a piece that `copy` or `fill` has written to the buffer."""
+        """The neurons of a piece, in a buffer that `copy` or `fill` has written."""
         block, count = self.block, stop - start
         targets = self._targets(buffer, count)
 
@@ -145,7 +146,7 @@ class ColdBlock:
         )
 
     def _targets(self, buffer: Tensor, count: int) -> list[Tensor]:
-        """The places of the spans in a buffer, uint8 [count, S]."""
+        """Views of the spans in a buffer, uint8 [count, S]."""
         found, start = [], 0
         for span in self.spans:
             size = count * span.row_bytes
@@ -160,14 +161,14 @@ def _matrices(block: NeuronBlock) -> list[Matrix]:
 
 
 def _tensors(block: NeuronBlock) -> list[Tensor]:
-    """The block's matrices, its biases, if any, and its ids."""
+    """The block's matrices, biases (if any) and ids."""
     linears = [block.gate, *([] if block.up is None else [block.up])]
     biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
     return [*(matrix.data for matrix in _matrices(block)), *biases, block.id_N]
 
 
-def _side_by_side(tensors: list[Tensor]) -> list[list[int]]:
-    """Indices of the tensors in groups whose rows are interleaved."""
+def _interleaved(tensors: list[Tensor]) -> list[list[int]]:
+    """Groups of indices of tensors whose rows are interleaved."""
     numbers = sorted(range(len(tensors)), key=lambda number: tensors[number].data_ptr())
     groups: list[list[int]] = []
     for number in numbers:
@@ -188,7 +189,7 @@ def _side_by_side(tensors: list[Tensor]) -> list[list[int]]:
 
 
 def _bytes_of(first: Tensor, width_bytes: int) -> Tensor:
-    """uint8 [N, width]: a view that covers a tensor and what follows each of its rows."""
+    """uint8 [N, width]: a view of a tensor's rows and of the bytes that follow each of them."""
     storage = first.untyped_storage()
     offset = first.data_ptr() - storage.data_ptr()
     stride = first.stride(0) * first.element_size()

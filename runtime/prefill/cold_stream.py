@@ -5,12 +5,11 @@
 
 A piece is copied while the previous one is multiplied, across layers: the first pieces of the next
 layer are prefetched during its attention. Buffer k % 2 holds piece k; a piece is multiplied after
-its copy (`ready`), and its buffer is copied to after that product (`free`). Pinned weights are
-copied in place; the others go through two pinned buffers, one of which is filled on the host while
-the other is copied.
+its copy (`ready`), and its buffer is overwritten after that product (`free`). Pinned weights are
+copied directly; others go through two pinned staging buffers, one of which is filled on the host
+while the other is copied.
 
-The buffers live from the first piece of a pass to its last: they are temporaries of the pass, taken
-out of the workspace.
+The buffers live from the first piece of a pass to its last; they count as workspace.
 
 Letters: N neurons, S bytes of a neuron in a span."""
 
@@ -29,7 +28,7 @@ from sparkinfer.runtime.prefill.cold_spans import ColdBlock
 
 
 class Compute(Protocol):
-    """The part of the stream interface that products need."""
+    """The part of a stream's interface that products need."""
 
     def launch(
         self, run: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]
@@ -42,7 +41,7 @@ class Compute(Protocol):
 
 @dataclass
 class CurrentStream:
-    """torch's current stream of a CUDA device: that of the rest of a pass."""
+    """torch's current stream of a CUDA device, on which the rest of a pass runs."""
 
     device: torch.device
 
@@ -62,17 +61,18 @@ class CurrentStream:
 
 @dataclass
 class _Slot:
-    """A buffer on the device, and the two events that hand it over."""
+    """A buffer on the device, and the two events that guard its reuse."""
 
     buffer: Tensor  # uint8
     ready: Any = None  # event: its piece has been copied
     free: Any = None  # event: its piece has been multiplied
-    is_filled: bool = False  # a copy was started that nothing has waited for
+    is_filled: bool = False  # a copy was started, and no product has waited for it yet
 
 
 @dataclass(kw_only=True, eq=False)
 class ColdStream:
-    """The stream of one device: `blocks` are those of the layers with that home, in order."""
+    """The stream of one device; `blocks`: the cold blocks of the layers with that home, in
+    order."""
 
     device: torch.device
     blocks: dict[int, ColdBlock]
@@ -114,7 +114,7 @@ class ColdStream:
             self._end()
 
     def copy_once(self, layer: int) -> None:
-        """Copies the layer's first piece and waits for it: for measuring."""
+        """Copies the layer's first piece and waits for it, for measurements."""
         number = self._range[layer].start
         self._open()
         self._start(number)
@@ -135,7 +135,7 @@ class ColdStream:
             slot.free = self.compute.record()  # earlier users of this memory must finish
 
     def _start(self, number: int) -> None:
-        """Starts the copy of a piece, if there is one more."""
+        """Starts the copy of a piece, unless the last one is started already."""
         if number >= len(self._pieces):
             return
         slot = self._slots[number % 2]

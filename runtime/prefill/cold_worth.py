@@ -1,8 +1,8 @@
 """Measures, once per engine, from how many tokens on it pays to stream cold weights to a GPU.
 
-The copy of a piece takes the same time for any number of tokens, and the GPU's product is
-overlapped with it; the CPU's product takes longer with more tokens. Copies are timed as in a pass, products on the
-same neurons with the layer's own code.
+The copy of a piece takes the same time for any number of tokens and overlaps with the GPU's
+product; the CPU's product takes longer with more tokens. Copies are timed as in a pass, and
+products with the layer's own code on the same neurons.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -21,8 +21,8 @@ _ROUNDS = 3
 
 @torch.inference_mode()
 def least_tokens_of(stream: ColdStream, ffn: FeedForward, layer: int, most: int) -> int:
-    """The first power of two (from 2 on) for which the CPU takes longer; `most` + 1 if there is
-    none, so that the CPU always computes."""
+    """The smallest power of two from 2 on for which the CPU takes longer than the copy; `most` + 1
+    if there is none, so that the CPU always computes."""
     block = stream.blocks[layer]
     start, stop = next(block.pieces(stream.piece_bytes))
     copy_s = min(_seconds(lambda: stream.copy_once(layer)) for _ in range(_ROUNDS))

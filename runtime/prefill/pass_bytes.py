@@ -1,10 +1,10 @@
-"""Upper bound on a prefill pass's temporary bytes on a GPU, from shapes.
+"""Upper bound on the temporary bytes of a prefill pass on a GPU, computed from shapes.
 
-It covers the tensors alive at once in attention, the feed-forward layer and the head, in a pass
-without observers. It is tested against what torch reports (tests/test_device_memory.py);
-`measure_workspace`, which plans use, measures the pass on the CPU, where the keys of the whole
-context are unpacked at once and observers' values of all neurons are kept. What is measured beyond
-this bound is available for streaming cold weights (runtime.prefill.cold_stream).
+It covers the tensors that are alive at the same time in attention, the feed-forward layer and the
+head, in a pass without observers. It is tested against the bytes that torch reports
+(tests/test_device_memory.py). `measure_workspace`, which plans use, measures a pass on the CPU,
+where the keys of the whole context are unpacked together and all values are kept for observers. The
+difference is available for streaming cold weights (runtime.prefill.cold_stream).
 
 Letters: T tokens, D model width, H heads, K key-value heads, W head width, C positions, F
 neurons."""
@@ -26,14 +26,14 @@ from sparkinfer.runtime.weights import gpu_products
 
 # Maximum number of partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32
-ROWS_SHARE = 0.25  # of the workspace, for steps of several rows
-_DECODE_TENSORS = 64  # upper bound on their number; each may have an alignment gap
+ROWS_SHARE = 0.25  # of the workspace, which the buffers of several rows may take
+_DECODE_TENSORS = 64  # upper bound on the buffers of a step; each may have an alignment gap
 
 
 def pass_bytes(
     model: ModelFile, num_tokens: int, context_length: int, mode: Mode, num_sequences: int = 1
 ) -> int:
-    """Upper bound on temporary bytes of a pass over `num_tokens` at the end of the context."""
+    """Upper bound on the temporary bytes of a pass over `num_tokens` at the end of the context."""
     shape, tokens = model.shape, num_tokens
     width, neurons = shape.width, shape.num_neurons
     inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
@@ -47,11 +47,11 @@ def pass_bytes(
     hidden = tokens * 5 * width  # before, between and after the blocks, and their inputs
     attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
     part = 6 * min(neurons, part_neurons(width, tokens))
-    if mode == "predicted":  # scores of all neurons, and two masks of one byte a neuron
+    if mode == "predicted":  # scores of all neurons, and two masks of one byte per neuron
         part = max(part + neurons // 2, 4 * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
-    # Block-quantised weights are unpacked to two bytes a value; f32 is multiplied as it is.
+    # Quantised weights are unpacked to two bytes per value; f32 is multiplied as it is.
     tile_rows = gpu_products.TILE_ROWS
     tile = 2 * tile_rows * max(width, heads) + 2 * FLOAT_BYTES * tokens * tile_rows
     return max(
@@ -61,14 +61,14 @@ def pass_bytes(
 
 
 def _gathered(model: ModelFile, context_length: int) -> int:
-    """Upper bound on the bytes of a sequence's keys and values that are copied out of their blocks:
-    both, and one of them a second time while its blocks are joined."""
+    """Upper bound on the bytes of a sequence's keys and values gathered from their blocks: both,
+    and one of them a second time while its blocks are concatenated."""
     positions = kv_positions(context_length, 2) // 2
     return 3 * kv_bytes_per_layer(model, positions) // 2 + 16 * positions
 
 
 def step_rows(model: ModelFile, context_length: int, workspace: int) -> int:
-    """Rows of a decode step for whose vectors a GPU has room: they may take a share of the workspace."""
+    """Most rows of a decode step whose buffers fit into ROWS_SHARE of the workspace."""
     rows = [n for n in ROWS if decode_bytes(model, context_length, n) <= ROWS_SHARE * workspace]
     return max(rows, default=1)
 
@@ -76,9 +76,9 @@ def step_rows(model: ModelFile, context_length: int, workspace: int) -> int:
 def decode_bytes(
     model: ModelFile, context_length: int, num_rows: int = 1, num_sequences: int = 1
 ) -> int:
-    """Upper bound on the bytes of the vectors that a decode step keeps on a GPU
-    (runtime.step.hybrid_device), of the table of several sequences' blocks, and of the ids shared by
-    layers that have all their neurons there."""
+    """Upper bound on the bytes of a decode step's buffers on a GPU (runtime.step.hybrid_device), of
+    the block table of several sequences, and of the ids shared by layers whose neurons are all
+    hot."""
     shape = model.shape
     inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
     heads = shape.num_heads * shape.head_width

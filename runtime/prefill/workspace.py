@@ -2,10 +2,10 @@
 
 A prefill chunk at the end of the context, where a pass takes most, runs through two layers and the
 head on the CPU while torch reports every allocation and release. Two layers are enough: only their
-shape matters, and they run in sequence.
+shapes matter, and they run in sequence. Memory that matrix libraries allocate themselves is not
+reported.
 
-Memory inside the libraries behind torch's matrix products is not reported. Letters: T tokens, D
-model width."""
+Letters: T tokens, D model width."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -30,19 +30,19 @@ from sparkinfer.runtime.weights.matrix import Linear, matrix_of
 from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.store import Stores
 
-# The allocator's own rounding, and room for code with a few more small tensors.
+# Covers the allocator's rounding and a few small tensors more.
 ROUNDED_TO = 64 << 10
-# Other shares of hot neurons than those tried took up to 0.8 % more.
+# Shares of hot neurons other than those measured took up to 0.8 % more.
 MARGIN = 1.02
-# Divided layers take more: the results of the hot block are kept while the cold one is computed.
-# The fewer hot neurons there are, the more the cold block takes.
+# Divided layers take more: the hot block's results are kept while the cold block is computed. The
+# fewer neurons are hot, the more the cold block takes.
 HOT_SHARE = 1 / 16
 
 
 def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
     """Peak bytes of a pass over a prefill chunk, native or observed, rounded up.
 
-    Reads one layer and the head of the file: a second or so for 7 B parameters."""
+    Reads one layer and the head of the file, which takes about a second for 7 B parameters."""
     tokens = min(SHORT_CHUNK, context_length)
     ids_T = torch.arange(tokens) % model.shape.vocab_size
     most = 0
@@ -54,13 +54,13 @@ def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
             hidden_TD = decoder.forward(ids_T, context_length - tokens)
             decoder.logits(hidden_TD[-LOGITS_CHUNK:])
 
-        run()  # permanent allocations happen before the measurement
+        run()  # makes permanent allocations before the measurement
         most = max(most, peak_bytes(run), native_step.workspace_bytes(decoder.weights))
     return -(-int(MARGIN * most) // ROUNDED_TO) * ROUNDED_TO
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Peak bytes of torch's CPU tensors alive while `run` ran, over those alive before."""
+    """Peak bytes of torch's CPU tensors during `run`, beyond those alive before it."""
     with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
@@ -76,7 +76,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses the lines that torch's profiler writes to stderr past Python."""
+    """Suppresses the lines that torch's profiler writes to file descriptor 2."""
     kept = os.dup(2)
     try:
         with open(os.devnull, "wb") as nothing:
@@ -90,18 +90,17 @@ def _quiet() -> Iterator[None]:
 def _two_layers(
     model: ModelFile, context_length: int, mode: Mode, hot_share: float | None
 ) -> Decoder:
-    """The layer with the largest predictor, twice, between embedding and head; undivided if
-    `hot_share` is None."""
+    """A decoder with the layer of the largest predictor twice; undivided if `hot_share` is None."""
     cpu, num_layers = torch.device("cpu"), model.shape.num_layers
     observers = Observers()
-    observers.add(lambda name, layer, tensor: None, None)  # plans allow for observers, too
+    observers.add(lambda name, layer, tensor: None, None)  # plans allow for observers too
     placement = Placement.on_one_device(num_layers, cpu)
     if hot_share is not None:
         step = round(1 / hot_share)
         ids = np.arange(0, model.shape.num_neurons, step, dtype=np.int32)
         placement = replace(placement, hot=(ids,) * num_layers)
-    # As in an engine whose weights fit into memory. (Rows picked out of a file take one more copy of
-    # each tile.)
+    # As in an engine whose weights fit into memory. (Rows selected from a mapped file take one more
+    # copy of each tile.)
     residence = Residence() if library.is_available() else None
     stores = Stores.of(residence)
     builder = Builder(model, placement, mode, context_length, observers, Traffic(), stores)

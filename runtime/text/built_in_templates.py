@@ -1,7 +1,7 @@
-"""Chat templates by name, for model files that carry none.
+"""Named chat templates, for model files that have none.
 
-As published by their makers in tokenizer_config.json, except that Gemma's and Mistral's accept a
-system message, which goes into the user's first message as in their later versions."""
+They are those that the models' authors publish in tokenizer_config.json, except that Gemma's and
+Mistral's accept a system message, which is put into the first user message as in later versions."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class BuiltInTemplate:
     text: str
-    turn_end: str | None = None  # the end of an answer, if it is not the model's eos
+    turn_end: str | None = None  # the token that ends an answer, if it is not the model's eos
 
 
 _ALTERNATE = """\

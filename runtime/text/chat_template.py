@@ -1,12 +1,13 @@
-"""Chat templates: render the messages of a conversation to the text a model was trained to
+"""Chat templates: render the messages of a conversation to the text that a model was trained to
 continue.
 
     template = chat_template_of(engine.model, engine.codec)
     text = template.render([{"role": "user", "content": "Hello"}])
     ids = engine.codec.encode_rendered(text)
 
-The template is the model file's, one of its named ones, a built-in one or a file's. Texts are those
-of transformers' apply_chat_template. Templates run in template_process."""
+A template is the model file's own, one of its named ones, a built-in one or read from a file. The
+output equals that of transformers' apply_chat_template. Templates run in a separate process
+(template_process)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,30 +23,30 @@ from sparkinfer.runtime.text.built_in_templates import BUILT_IN
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.runtime.text.template_process import TemplateProcess
 
-Message = Mapping[str, object]  # "role", "content", and other keys a template may read
+Message = Mapping[str, object]  # "role", "content", and other keys that a template may read
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# Names of tokens in templates, and the keys with their ids in a model file.
+# Names of tokens in templates -> keys of their ids in a model file.
 _SPECIAL = {
     "bos_token": Keys.Tokenizer.BOS_ID,
     "eos_token": Keys.Tokenizer.EOS_ID,
     "unk_token": Keys.Tokenizer.UNK_ID,
     "pad_token": Keys.Tokenizer.PAD_ID,
 }
-# transformers' names for reasoning in a message; templates read the first, or the second.
+# transformers' names for reasoning in a message; templates read the first or the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A chat template. `name` is for error messages. `tool_text` is for messages with tools, if the
-    file has a separate one. `turn_end` ends an answer in addition to the model's own end tokens."""
+    """A chat template. `name`: for error messages. `tool_text`: the file's separate template for
+    messages with tools. `turn_end`: ends an answer, as the model's own end tokens do."""
 
     name: str
     text: str
     tool_text: str | None = None
-    special: Mapping[str, str] = field(default_factory=dict)  # bos_token and the like
+    special: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
     turn_end: str | None = None
     process: TemplateProcess = field(default_factory=TemplateProcess, compare=False, repr=False)
 
@@ -58,12 +59,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The text of the messages and, if asked for, of the head of an answer.
+        """The text of the messages and, with `add_generation_prompt`, of an answer's header.
 
-        With `continue_final_message` it ends where the last message does, for the model to
+        With `continue_final_message`, the text ends where the last message does, for the model to
         continue. `variables` are further inputs of the template: enable_thinking, documents, ...
 
-        Raises SparkinferError for malformed messages, and as TemplateProcess.render."""
+        Raises SparkinferError for malformed messages, and as TemplateProcess.render does."""
         if continue_final_message and add_generation_prompt:
             raise SparkinferError(
                 "continue_final_message continues the last message, add_generation_prompt begins"
@@ -94,7 +95,8 @@ class ChatTemplate:
         self.process.close()
 
     def _cut(self, rendered: str) -> str:
-        """The text before the mark; a template that trims messages has trimmed the mark's space."""
+        """The text before the mark. If a template trims messages, the mark's final space is
+        gone."""
         at = rendered.rfind(_MARK.strip())
         if at < 0:
             raise SparkinferError(
@@ -105,8 +107,8 @@ class ChatTemplate:
 
 
 def chat_template_of(model: ModelFile, codec: TextCodec, wanted: str | None = None) -> ChatTemplate:
-    """The template of a model file, or the one that `wanted` names: a built-in one, one of the
-    file's named ones, or a file of Jinja.
+    """The template of a model file, or the one that `wanted` names: one of the file's named ones, a
+    built-in one, or a Jinja file.
 
     Raises SparkinferError if there is none."""
     special = _special_texts(model, codec)
@@ -151,7 +153,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _named_templates(model: ModelFile) -> dict[str, str]:
-    """The file's templates by name; the one without a name is the default."""
+    """The file's templates by name; the unnamed one is the default."""
     texts = {DEFAULT: TEMPLATE_KEY}
     names = model.extra_keys.get(TEMPLATES_KEY)
     if isinstance(names, list):
@@ -171,8 +173,8 @@ def _special_texts(model: ModelFile, codec: TextCodec) -> dict[str, str]:
 
 
 def _normal(message: Message) -> dict[str, object]:
-    """A message in the form transformers passes to a template: without None values, and with
-    reasoning under the names that templates know."""
+    """A message as transformers passes it to a template: without None values, and with reasoning
+    under the names that templates read."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise SparkinferError(
             f"{str(message)[:80]!r} is not a message; wanted an object with role and content"

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer of the model file."""
+"""Converts text to token ids and back, with the model file's tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 from sparkinfer.tokenizer_text import read_tokenizer, refused
 from sparkinfer.typed import shown
 
-_MAX_HELD = 8  # tokens without a character; no character has more than 4 bytes
-REPLACEMENT = "\ufffd"  # the decoding of bytes that are not a whole character
-END_KINDS = ("eos", "eot", "eom")  # for the end of a text, a turn, a message
+_MAX_HELD = 8  # tokens held back for an incomplete character, which has at most 4 bytes
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not valid UTF-8
+END_KINDS = ("eos", "eot", "eom")  # end of a text, a turn, a message
 # Special tokens that end a text or a turn in every model that has them (llama.cpp,
-# llama-vocab.cpp): third-party GGUF files often name only one of several.
+# llama-vocab.cpp). Third-party GGUF files often name only one of several.
 END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "< EOT >", "_<EOT>", "<EOT>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -32,9 +32,9 @@ class TextCodec:
 
     @classmethod
     def of(cls, model: ModelFile) -> "TextCodec":
-        """The file's tokenizer.json, or in third-party files a tokenizer from its keys.
+        """The tokenizer of the file's tokenizer.json or, in third-party files, of its keys.
 
-        Raises SparkinferError if the file has neither, or keys that are not understood."""
+        Raises SparkinferError if the file has neither, or keys that are not supported."""
         content = model.text(TOKENIZER_KEY)
         tokenizer = (
             ggml_tokenizer(model.path, model.extra_keys)
@@ -44,16 +44,14 @@ class TextCodec:
         return cls(tokenizer, _token_id(model, "bos"), _end_ids(model, tokenizer))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids as the checkpoint's own tokenizer makes them; for an empty text, the begin
-        token.
+        """Token ids, as from the checkpoint's own tokenizer; for an empty text, the begin token.
 
         Raises SparkinferError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)
         return ids or ([] if self.begin_id is None else [self.begin_id])
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered chat template: special tokens in it are parsed, and nothing is
-        added, not even a begin token.
+        """Token ids of a rendered chat template: parses special tokens in it and adds none.
 
         Raises SparkinferError for text that is not Unicode."""
         return self._ids(text, add_special_tokens=False)
@@ -76,10 +74,11 @@ class TextCodec:
 
 
 class TextStream:
-    """Turns ids into text one at a time; a character that spans tokens comes with its last one.
+    """Decodes ids one at a time; a character that spans several tokens is emitted with the last
+    one.
 
     A token's text depends on those before it (a SentencePiece decoder drops the space before the
-    first one; bytes become characters together), so it is the difference between decoding with and
+    first one; bytes combine to characters), so it is the difference between decoding with and
     without it. (tokenizers' DecodeStream raises if bytes that are not UTF-8 follow others.)"""
 
     def __init__(self, tokenizer: Tokenizer, after: Sequence[int]) -> None:
@@ -89,24 +88,24 @@ class TextStream:
         self._known = tokenizer.decode(self._ids)
 
     def text(self, token_id: int) -> str:
-        if not self._tokenizer.decode([token_id, token_id]):  # twice: one alone may lose a space
+        if not self._tokenizer.decode([token_id, token_id]):  # twice: the first may lose its space
             return ""
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
         if len(text) > len(self._known) and not text.endswith(REPLACEMENT):
-            return self._given_out(len(self._ids), text)
+            return self._emitted(len(self._ids), text)
         if len(self._ids) - self._num_known < _MAX_HELD:
             return ""
-        return self._given_out(*self._cut())
+        return self._emitted(*self._cut())
 
     def _cut(self) -> tuple[int, str]:
-        """How many tokens to emit if too many are held, and their text, without those of a possibly
-        incomplete character, which on its own would decode to replacement characters."""
+        """(number of tokens to emit if too many are held back, their text). Leaves out the tokens
+        of a possibly incomplete character, which would decode to replacement characters."""
         ends = range(len(self._ids), len(self._ids) - 4, -1)
         texts = ((end, self._tokenizer.decode(self._ids[:end])) for end in ends)
         return min(texts, key=lambda end_text: len(end_text[1]))
 
-    def _given_out(self, end: int, text: str) -> str:
+    def _emitted(self, end: int, text: str) -> str:
         new = text[len(self._known) :]
         self._ids, self._num_known = self._ids[self._num_known :], end - self._num_known
         self._known = self._tokenizer.decode(self._ids[: self._num_known])
@@ -121,8 +120,8 @@ def _check_unicode(text: str) -> None:
 
 
 def _end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
-    """All tokens that end a text: those the file names, and in a third-party file (ours carry the
-    checkpoint's list) also those known by their text."""
+    """All tokens that end a text: those that the file names and, in a third-party file (ours have
+    the checkpoint's list), those with a text in END_TEXTS."""
     named = {_token_id(model, kind) for kind in END_KINDS}
     ends = {token_id for token_id in named if token_id is not None}
     listed = model.extra_keys.get(END_KEY)

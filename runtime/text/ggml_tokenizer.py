@@ -1,8 +1,8 @@
-"""A tokenizer from the `tokenizer.ggml.*` keys of a third-party model file.
+"""Builds a tokenizer from the `tokenizer.ggml.*` keys of a third-party model file.
 
-Two kinds: byte-level BPE ("gpt2") with a known pre-tokenizer, and SentencePiece's BPE ("llama"),
-which joins the adjacent pair whose token has the highest score, the leftmost among equals. Our own
-files carry tokenizer.json, which takes precedence over these keys."""
+Two kinds are supported: byte-level BPE ("gpt2") with a known pre-tokenizer, and SentencePiece's BPE
+("llama"), which joins the adjacent pair whose token has the highest score, the leftmost among
+equals. Our own files have a tokenizer.json, which takes precedence over these keys."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 
 
 def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
-    """The tokenizer that llama.cpp makes of these keys, plus the NFC of Qwen2's own.
+    """The tokenizer that llama.cpp builds from these keys, plus NFC where the published one has it.
 
-    Raises SparkinferError, naming `path`, for an unknown kind and for broken keys."""
+    Raises SparkinferError, naming `path`, for an unknown kind and for invalid keys."""
     vocabulary = _Vocabulary.read(path, keys)
     model = keys.get(Keys.Tokenizer.MODEL)
     if model == "gpt2":
@@ -87,7 +87,7 @@ class _Vocabulary:
         return dataclasses.replace(read, types=types)
 
     def numbers(self, key: str) -> list[float]:
-        """The values of `key`, one for each token."""
+        """The numbers of `key`, one for each token."""
         values = self.keys.get(key)
         is_right = (
             isinstance(values, list)
@@ -106,7 +106,7 @@ class _Vocabulary:
         return [token for token, kind in pairs if kind in kinds]
 
     def ids(self) -> dict[str, int]:
-        """Ids of all tokens that a text can have: no padding."""
+        """Ids of all tokens that can occur in a text, which excludes padding."""
         pairs = enumerate(zip(self.tokens, self.types, strict=True))
         return {token: i for i, (token, kind) in pairs if kind != TokenType.UNUSED}
 
@@ -128,7 +128,7 @@ class _Vocabulary:
 
 
 def _is_text(token: str) -> bool:
-    """True if the token decoded without surrogates, which stand for bytes that are not text."""
+    """True if the token has no surrogates, which stand for bytes that are not UTF-8."""
     return token.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in token)
 
 
@@ -138,7 +138,7 @@ def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
             return kind
     known = ", ".join(kind.name for kind in BYTE_LEVEL_KINDS)
     raise SparkinferError(
-        f"{path}: how its tokenizer splits text ({Keys.Tokenizer.PRE}) is {shown(name)}; known are"
+        f"{path}: its pre-tokenizer ({Keys.Tokenizer.PRE}) is {shown(name)}; known are"
         f" {known}; convert a checkpoint that has a tokenizer.json"
     )
 
@@ -199,7 +199,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_begin: bool) -> None:
-    """Adds the tokens that every text begins or ends with."""
+    """Makes the tokenizer add the tokens that begin or end every text."""
     names = Keys.Tokenizer
     begin = end = None
     if vocabulary.is_set(names.ADD_BOS, adds_begin):

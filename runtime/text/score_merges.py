@@ -1,11 +1,12 @@
-"""Converts token scores to an order of merges, so that BPE by merges does what BPE by scores does.
+"""Converts token scores to a list of merges, so that BPE by merges gives the same tokens as BPE by
+scores.
 
-SentencePiece joins, among all adjacent pairs whose texts make a token, the one whose token has the
-highest score, leftmost first. BPE joins the pair whose merge comes first, leftmost first. So all
-pairs that make a token become merges, in order of its score. If two pairs of equal rank overlap,
-the two may differ: between different tokens that is refused, and among the pairs of one token (runs
-of one letter) the one with the longer left comes first, as joining from the left leaves longer
-tokens on the left."""
+SentencePiece joins, of all adjacent pairs that form a token, the one whose token has the highest
+score, leftmost first. BPE joins the pair whose merge comes first in its list, leftmost first. So
+all pairs that form a token become merges, in the order of the token's score. The two algorithms may
+differ if pairs of equal score overlap: if they form different tokens, the scores are refused; if
+they form the same token (runs of one letter), the pair with the longer left part comes first,
+because joining from the left leaves longer tokens on the left."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ from sparkinfer.typed import shown
 
 
 def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merges. Raises SparkinferError, naming `path`, if the scores leave their order open."""
+    """The merges. Raises SparkinferError, naming `path`, if the scores do not determine the
+    order."""
     order = sorted((token for token in scores if len(token) > 1), key=lambda t: -scores[t])
     pairs = {token: _pairs(path, token, scores) for token in order}
     start = 0
@@ -30,21 +32,22 @@ def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str,
 
 
 def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The splits of a token into two tokens, longest left first."""
+    """The splits of a token into two tokens, longest left part first."""
     cuts = [(token[:i], token[i:]) for i in range(len(token) - 1, 0, -1)]
     pairs = [(left, right) for left, right in cuts if left in scores and right in scores]
     for left, right in cuts:
         lone = [part for part in (left, right) if len(part) == 1 and part not in scores]
         if lone and (left in scores or right in scores or len(token) == 2):
             raise SparkinferError(
-                f"{path}: the token {shown(token)} is made with {lone[0]!r}, which is not a token, and"
+                f"{path}: the token {shown(token)} is formed with {lone[0]!r}, which is not a token, and"
                 " BPE by merges cannot do that; convert a checkpoint that has a tokenizer.json"
             )
     return pairs
 
 
 def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> None:
-    """Refuses two tokens of equal score that compete for a piece, one on each side of it."""
+    """Refuses two tokens of equal score that compete for a part: the right part of one is the left
+    part of the other."""
     by_left: dict[str, set[str]] = {}
     for token, cuts in pairs.items():
         for left, _ in cuts:
@@ -53,6 +56,6 @@ def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> 
         for _, right in cuts:
             for other in sorted(by_left.get(right, set()) - {token}):
                 raise SparkinferError(
-                    f"{path}: the tokens {shown(token)} and {shown(other)} have the same score, so it is open"
-                    " which of them a text gets; convert a checkpoint that has a tokenizer.json"
+                    f"{path}: the tokens {shown(token)} and {shown(other)} have the same score, which"
+                    " makes tokenisation ambiguous; convert a checkpoint that has a tokenizer.json"
                 )

@@ -1,5 +1,4 @@
-"""The client of the rendering process: one call, which returns a text or raises. Jinja is left to
-template_worker."""
+"""Renders chat templates in a worker process. template_worker runs Jinja."""
 
 import json
 import os
@@ -16,7 +15,7 @@ from threading import Lock
 
 from sparkinfer.errors import SparkinferError
 
-# The worker limits CPU time; this limit is for a machine that gives it none, or a stuck worker.
+# The worker limits its CPU time; this limit is for an overloaded machine, or a worker that hangs.
 WALL_S = 10.0
 _START = (
     "import sys; sys.path[:0] = sys.argv[2:]; sys.path.append(sys.argv[1]);"
@@ -33,16 +32,16 @@ _REASONS = {
 
 
 class TemplateProcess:
-    """A process started at the first rendering (0.1 s, then 1 ms each). Safe to share by
-    threads."""
+    """A worker process, started at the first rendering (0.1 s; later renderings take 1 ms).
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = Lock()
 
     def render(self, name: str, template: str, variables: Mapping[str, object]) -> str:
-        """The text. Raises SparkinferError, naming `name`, for a template that does not parse,
-        raises, writes too much, or exceeds the worker's CPU time or memory."""
+        """The rendered text. Raises SparkinferError, naming `name`, for a template that does not
+        parse, raises, writes too much, or exceeds the worker's CPU time or memory."""
         try:
             request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -67,7 +66,7 @@ class TemplateProcess:
         process = self._running()
         try:
             line = _ask(process, request)
-        except BaseException:  # an unread answer must not pass for the next one
+        except BaseException:  # an unread answer must not be taken for the next one
             self.close()
             raise
         if line:
@@ -85,7 +84,8 @@ class TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Starts the worker with only the packages it needs, detached from the terminal's Ctrl-C."""
+    """Starts the worker with only the packages that it needs, in a session of its own, so that
+    Ctrl-C does not reach it."""
     places = [_folder_of(package) for package in _PACKAGES]
     here = str(Path(_file_of("sparkinfer.runtime.text.template_worker")).parent)
     return subprocess.Popen(
@@ -111,7 +111,7 @@ def _folder_of(package: str) -> str:
 
 
 def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """The line with the answer; empty if the process has ended, or was killed for time."""
+    """The answer's line; empty if the process has ended or was killed at the time limit."""
     assert process.stdin is not None and process.stdout is not None
     deadline = time.monotonic() + WALL_S
     try:
@@ -135,7 +135,7 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Closes its input, at which it exits; kills it if it has not within a second."""
+    """Closes the process's input, which makes it exit; kills it if it runs a second later."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:

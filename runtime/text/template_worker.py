@@ -1,16 +1,16 @@
 """The process that renders chat templates: requests on its stdin, answers on its stdout.
 
-A template is a program written by the author of the model file. jinja2's sandbox keeps it from Python's
-internals, and the operating system from the rest: this process limits the CPU time of each
-rendering and its memory, cannot open files or start processes, and holds nothing but the messages.
-An input line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
+A template is a program by the author of the model file. jinja2's sandbox keeps it from Python's
+internals, and the operating system enforces further limits: this process has limited memory and CPU
+time per rendering, cannot open files or start processes, and holds no data but the messages. An
+input line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
 "syntax" | "template" | "other" | "size", "error": ...}.
 
 Environment, filters and globals match transformers' apply_chat_template
-(utils/chat_template_utils.py), whose outputs are to be reproduced. template_process runs this file
-as a script; it imports only jinja2 and the standard library."""
+(utils/chat_template_utils.py), so that the outputs are equal. template_process runs this file as a
+script; it imports only jinja2 and the standard library."""
 
-import encodings.unicode_escape  # noqa: F401  like the others: later, no file can be opened
+import encodings.unicode_escape  # noqa: F401  imported now, because later no file can be opened
 import json
 import resource
 import signal
@@ -32,7 +32,7 @@ from jinja2.utils import Namespace
 CPU_S = 0.5
 MEMORY_BYTES = 1 << 30
 MOST_CHARACTERS = 16 << 20
-# What a template that is wrong, or wrong for these messages, can raise.
+# Errors that a wrong template, or one that does not fit the messages, can raise.
 ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, OSError,
     RuntimeError, SyntaxError, TypeError, ValueError,
@@ -40,7 +40,7 @@ ERRORS = (
 
 
 class _Generation(Extension):
-    """{% generation %}, which marks training targets: passes its content through."""
+    """{% generation %}, which marks training targets; renders its content."""
 
     tags = {"generation"}
 
@@ -54,9 +54,9 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Has none of Python's attributes."""
+    """jinja2's namespace, without access to Python's special attributes."""
 
-    def __init__(*args: object, **names: object) -> None:  # so that `self` may be a name
+    def __init__(*args: object, **names: object) -> None:  # allows a variable named `self`
         made = dict(*args[1:], **names)
         for name in made:
             _check_attribute(name)
@@ -85,8 +85,8 @@ def main() -> None:
 
 
 def _confine() -> None:
-    datetime.now().strftime("%c")  # reads the time zone
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    datetime.now().strftime("%c")  # reads the time zone while files can be opened
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process
     limits = {
         resource.RLIMIT_AS: MEMORY_BYTES,
         resource.RLIMIT_CORE: 0,
@@ -139,7 +139,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without jinja2's HTML escapes."""
+    """JSON, without the HTML escapes of jinja2's filter."""
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,10 +1,10 @@
-"""Matrix products of several tokens on a GPU: tiles of rows for tensor cores, sums in f32.
+"""Matrix products of several tokens on a GPU: tiles of rows for tensor cores, accumulated in f32.
 
-Tiles are f16, and bf16 for matrices in bf16, whose numbers f16 cannot hold; matrices in f32 are
-multiplied in f32, as their results are compared with other programs'. Tensor cores accumulate and
-return f32. f16 ends at 65,504, and hidden values of a feed-forward layer may be larger: a token's
-values are divided by a power of two before they are rounded to f16, which is exact, and the result
-is multiplied by it again.
+Tiles are f16; bf16 for matrices in bf16, whose values may exceed f16's range; and f32 for matrices
+in f32, whose results are compared with other programs'. Tensor cores accumulate and return f32. f16
+ends at 65,504, and hidden values of a feed-forward layer may be larger: each token's values are
+divided by a power of two before they are rounded to f16, and the result is multiplied by it, which
+is exact.
 
 Letters: T tokens, D row width, A rows of a tile, N all rows."""
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 
 Tiles = Iterable[tuple[int, Tensor]]
-# A tile is unpacked and multiplied by a few launches: large enough to amortise them, and
-# proportional to the model, as the workspace is: 8 MiB of f16 if a row has 4,096 values.
+# A tile is unpacked and multiplied by a few launches, which this many rows amortise. Its bytes grow
+# with the model, as the workspace does: 8 MiB of f16 if a row has 4,096 values.
 TILE_ROWS = 1024
 
 
@@ -34,28 +34,28 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def tile_dtype(kind: str) -> torch.dtype:
-    """The type of the tiles of a matrix whose rows are of this kind."""
+    """The type of the tiles of a matrix of this kind."""
     return {"f32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float16)
 
 
-# What a check of this process's devices found wrong (runtime.check), for all of its engines.
-_replaced: set[str] = set()  # names of kernels that torch computes
-_in_f32_only: set[torch.dtype] = set()  # types that tensor cores do not multiply
+# Faults that the check of this process's devices found (runtime.check), for all engines.
+_replaced: set[str] = set()  # names of kernels that torch computes instead
+_in_f32_only: set[torch.dtype] = set()  # types that tensor cores must not multiply
 
 
 def replace_kernels(names: Iterable[str]) -> None:
-    """Lets torch compute these kernels from here on."""
+    """Lets torch compute these kernels from now on."""
     _replaced.update(names)
 
 
 def multiply_in_f32(dtype: torch.dtype) -> None:
-    """Converts tiles of this type to f32 before they are multiplied from here on."""
+    """Converts tiles of this type to f32 before multiplying them, from now on."""
     _in_f32_only.add(dtype)
 
 
 def kernels() -> "Kernels":
     """Triton's kernels, except those replaced by torch's. Raises SparkinferError if Triton is
-    needed and missing."""
+    needed but missing."""
     return _kernels(frozenset(_replaced))
 
 
@@ -88,7 +88,8 @@ def dot(matrix: StoredMatrix, x_D: Tensor, out_N: Tensor) -> None:
 
 
 def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device current: Triton launches there, not on its arguments' device."""
+    """Makes the tensor's device current: Triton launches on the current device, not its
+    arguments'."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -116,7 +117,7 @@ def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
 
 
 class _Factor:
-    """f32 [T, K] prepared for multiplication with tiles of a type."""
+    """f32 [T, K], prepared for multiplication by tiles of a type."""
 
     def __init__(self, values_TK: Tensor, dtype: torch.dtype) -> None:
         self.exponent_T1: Tensor | None = None
@@ -129,7 +130,7 @@ class _Factor:
         self.values_TK = values_TK.to(dtype)
 
     def times(self, tile: Tensor, columns: slice = slice(None)) -> Tensor:
-        """f32: some columns times as many rows."""
+        """f32 [T, columns of `tile`]: these columns of the factor times `tile`."""
         left = self.values_TK[:, columns]
         if tile.dtype == torch.float32:
             return left @ tile

@@ -1,7 +1,7 @@
-"""The three products a decoder needs, for weights in the type they have in the file.
+"""The matrix products that a decoder needs, for weights in the file's types.
 
-Sums are f32. On the CPU, products go through the C++ kernels, which take vectors in blocks of
-16-bit integers if the weights are in blocks, or through torch if they are not built. On a GPU,
+Sums are f32. On the CPU, products are computed by the C++ kernels, which quantise vectors to blocks
+of 16-bit integers if the weights are in blocks, or by torch if the kernels are not built. On a GPU,
 products of several tokens run on tensor cores (runtime.weights.gpu_products).
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
@@ -21,13 +21,13 @@ from sparkinfer.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
 from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 from sparkinfer.runtime.weights import gpu_products
 
-# Layouts for GPUs, which the CPU's kernels do not read.
+# Layouts for GPUs that the CPU's kernels do not read.
 _GPU_KINDS = ("q6_k_planar",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix(StoredMatrix):
-    """A stored matrix with the products a decoder needs, on any device."""
+    """A stored matrix with the products that a decoder needs, on any device."""
 
     @property
     def _is_on_gpu(self) -> bool:
@@ -40,7 +40,7 @@ class Matrix(StoredMatrix):
         return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
 
     def part(self, start: int, stop: int) -> "Matrix":
-        """A range of consecutive rows, as a view; of a tiled matrix whole tiles."""
+        """A range of consecutive rows, as a view; in a tiled matrix, whole tiles."""
         assert not is_tiled(self.kind) or start % TILE_ROWS == stop % TILE_ROWS == 0, (start, stop)
         return replace(self, data=self.data[start:stop])
 
@@ -63,7 +63,7 @@ class Matrix(StoredMatrix):
         return self.product(x_D[None], index_A)[0]
 
     def combine(self, weight_A: Tensor, index_A: Tensor | None = None) -> Tensor:
-        """f32 [D]: the sum of the chosen rows (None: all), each times its weight."""
+        """f32 [D]: the weighted sum of the chosen rows (None: all)."""
         if self.is_native:
             return library.accumulate_rows(self.data, self.kind, weight_A, index_A)
         return self.combine_many(weight_A[None], index_A)[0]
@@ -96,8 +96,9 @@ class Matrix(StoredMatrix):
         return sum_TD
 
     def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """Yields `_tiles` in the type that tensor cores multiply. A float matrix taken whole is
-        itself a tile; otherwise rows are copied or unpacked."""
+        """Yields (first position, rows [A, D]) of tiles in the type that tensor cores multiply. A
+        whole matrix of that type is one tile without a copy; otherwise rows are copied or
+        unpacked."""
         dtype = gpu_products.tile_dtype(self.kind)
         count = self.num_rows if index_A is None else len(index_A)
         if not count:
@@ -119,7 +120,7 @@ class Matrix(StoredMatrix):
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         """Yields (first position, rows f32 [A, D]) of pieces small enough for the workspace.
 
-        Each piece is overwritten by the next."""
+        The next piece overwrites the previous one."""
         count = self.num_rows if index_A is None else len(index_A)
         if self.kind == "f32" and index_A is None:
             yield 0, self.data
@@ -144,15 +145,15 @@ class Matrix(StoredMatrix):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """x W^T + b, with or without b. Transposed, `weight` is W^T [D, N]: a row for each input, so
-    that rows of zero inputs need not be read."""
+    """x W^T + b, with or without b. If transposed, `weight` is W^T [D, N], with a row for each
+    input, so that rows of zero inputs need not be read."""
 
     weight: Matrix
     bias_N: Tensor | None = None
     is_transposed: bool = False
 
     def apply(self, x_TD: Tensor) -> Tensor:
-        """f32 [T, N]: the single-token product where T is 1."""
+        """f32 [T, N]; uses the single-token product if T is 1."""
         weight, is_one = self.weight, len(x_TD) == 1
         if self.is_transposed:
             y_TN = (
@@ -190,7 +191,7 @@ class Linear:
 def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None = None) -> Matrix:
     """A matrix of a model file, or some of its rows, on a device.
 
-    On the CPU and without `rows` it stays in the mapped file: nothing is copied."""
+    On the CPU and without `rows`, it is a view of the mapped file."""
     raw = entry.read()
     raw = raw if rows is None else raw[rows]
     data = torch.from_numpy(raw)
@@ -200,7 +201,7 @@ def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None 
 
 
 def vector_of(entry: TensorEntry, device: torch.device) -> Tensor:
-    """A norm's weights or a bias: f32, copied out of the file."""
+    """A norm's weights or a bias as f32, copied out of the file."""
     data = torch.from_numpy(entry.read())
     if entry.kind == "bf16":
         data = data.view(torch.bfloat16)

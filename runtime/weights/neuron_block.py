@@ -1,4 +1,4 @@
-"""Some neurons of a layer on one device, and their activation.
+"""A block of neurons of a layer on one device, and their activation.
 
 Letters: A active neurons, N neurons of a block."""
 
@@ -13,8 +13,8 @@ from sparkinfer.architecture import SMOOTH, Activation
 from sparkinfer.runtime.weights.matrix import Linear, Matrix
 
 Mode = Literal["dense", "exact", "predicted"]
-# "hot": computed where the layer is, as the plan's hot neurons and those of undivided layers;
-# "cold": on the CPU, while the rest of the layer may be elsewhere.
+# "hot": the plan's hot neurons, and all neurons of undivided layers; "cold": on the CPU, while the
+# rest of the layer may be elsewhere.
 Role = Literal["hot", "cold"]
 
 
@@ -28,12 +28,13 @@ class Gate:
     def act(
         self, gate: Tensor, *, is_dense: bool, limit: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Applies the activation; returns (activation, whether the neuron fires). A neuron that
-        does not fire gives zero. A `limit` per neuron, for SiLU and GELU only, replaces the
+        """Applies the activation; returns (activated values, whether the neuron fires). Neurons
+        that do not fire give zero. A `limit` per neuron, for SiLU and GELU only, replaces the
         threshold.
 
-        The threshold of SiLU and GELU is an approximation, so `dense` ignores it; that of FATReLU
-        is part of the model (ProSparse, arXiv 2402.13516). NaN fires; otherwise it would vanish."""
+        The threshold of SiLU and GELU is an approximation, so mode "dense" ignores it; that of
+        FATReLU is part of the model (ProSparse, arXiv 2402.13516). NaN fires, so that it is not
+        lost."""
         value = self.before_threshold(gate)
         if is_dense and self.activation in SMOOTH:
             return value, torch.ones_like(value, dtype=torch.bool)
@@ -55,7 +56,7 @@ class Gate:
 
     @property
     def opens_above(self) -> float:
-        """The gate above which a ReLU neuron fires; SiLU and GELU compare their output instead."""
+        """The gate value above which a ReLU neuron fires; SiLU and GELU compare their output."""
         assert self.activation not in SMOOTH, self.activation
         return self.threshold if self.activation == "fatrelu" else 0.0
 
@@ -76,8 +77,8 @@ class Gate:
 class NeuronBlock:
     """Some neurons of a layer on one device.
 
-    `row_N` are their rows in the matrices: None if the block has its own matrices, the neuron ids
-    if the matrices are those of the whole layer."""
+    `row_N`: their rows in the matrices; None if the block has matrices of its own, in the order of
+    `id_N`."""
 
     role: Role
     gate: Linear
@@ -86,8 +87,8 @@ class NeuronBlock:
     id_N: Tensor  # on the device of the block: int64 on the CPU, int32 on a GPU
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
-    # Limits at or below which |act(gate)| and |act(gate) * up| are silent, except in mode "dense";
-    # f32.
+    # f32 limits at or below which |act(gate)| and |act(gate) * up| count as silent, except in mode
+    # "dense".
     gate_limit_N: Tensor | None = None
     hidden_limit_N: Tensor | None = None
 
@@ -97,7 +98,7 @@ class NeuronBlock:
 
     @property
     def is_native(self) -> bool:
-        """True if the C++ kernels support all of it."""
+        """True if the C++ kernels support the whole block."""
         if self.is_transposed:
             return False
         matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
@@ -109,7 +110,7 @@ class NeuronBlock:
         return self.gate.is_transposed
 
     def limited(self, gate_F: Tensor | None, hidden_F: Tensor | None) -> "NeuronBlock":
-        """The block with these limits of the layer's neurons instead of its own."""
+        """The block with these limits, given for all neurons of the layer."""
 
         def own(limit_F: Tensor | None) -> Tensor | None:
             if limit_F is None:

@@ -1,11 +1,11 @@
-"""Resident weights: copied to our own memory in the layout a decode step reads.
+"""Resident weights: copied from the file into memory, in the layout that a decode step reads.
 
-Mapped pages of a file are 4 KiB each, and a neuron's gate, up and down lie far apart in it. Here
-they are copied once, at load, into huge pages (if the system has them), interleaved so that one
-neuron is contiguous; in mode "exact", which reads all gates but few of the others, gates are
-contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. q4_0 and q8_0
-rows get their scales first, which halves the instructions of products and sums; those of matrices
-that are multiplied whole are tiled (runtime.kernels.tiled), which halves them again.
+Mapped pages of a file have 4 KiB, and a neuron's gate, up and down are far apart in it. Here they
+are copied once, at load time, into huge pages (if the system has them), interleaved so that one
+neuron is contiguous; in mode "exact", which reads all gates but few rows of the others, gates are
+contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. In q4_0 and q8_0
+rows all scales come first, which halves the instructions of products and sums; matrices that are
+multiplied whole are tiled (runtime.kernels.tiled), which halves them again.
 
 Measured on two cores of a Cascade Lake, reading a tenth of the neurons, in GB/s per thread, mapped
 and resident: q8_0 5.4 and 10.0, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log/kernels.md).
@@ -33,27 +33,27 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Residence:
-    """Memory that grows by segments and is freed with the last matrix in it."""
+    """Memory that grows in segments; each is freed with the last matrix in it."""
 
-    num_bytes: int = 0  # of weights in it
+    num_bytes: int = 0  # of the weights
     _rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     _segments: list[tuple[PinnableMemory, Tensor]] = field(default_factory=list, repr=False)
 
     def matrix(self, entry: TensorEntry, rows: np.ndarray | None = None) -> Matrix:
         """A copy of a matrix of a model file, or of some of its rows."""
-        return self.side_by_side([entry], rows)[0]
+        return self.interleaved([entry], rows)[0]
 
     def tiled(self, entry: TensorEntry) -> Matrix:
-        """A copy of a matrix that is multiplied whole, in tiles if its kind and size allow them and
-        the processor's vectors are wide enough."""
+        """A copy of a matrix that is multiplied whole: tiled if its kind and size allow it and the
+        processor's vectors are wide enough."""
         whole = self._take(entry.num_bytes).view(entry.shape[0], entry.row_bytes)
         in_tiles = library.prefers_tiles()
         return _copy(entry, None, whole, slice(0, entry.row_bytes), in_tiles=in_tiles)
 
-    def side_by_side(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:
-        """Copies of matrices with equal numbers of rows, interleaved: row j of each follows row j
-        of the previous one. Matrices of different types stay apart: their rows would not be
-        aligned."""
+    def interleaved(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:
+        """Copies of matrices with equal numbers of rows, interleaved: row j of each matrix follows
+        row j of the previous one. Matrices of different types are not interleaved, because their
+        rows would not be aligned."""
         if len({entry.kind for entry in entries}) > 1:
             return [self.matrix(entry, rows) for entry in entries]
         index_A = None if rows is None else torch.from_numpy(rows.astype(np.int32))
@@ -67,7 +67,8 @@ class Residence:
         return found
 
     def joined(self, entries: list[TensorEntry]) -> Matrix:
-        """The concatenated rows of matrices of equal type and number of rows, as one matrix."""
+        """Matrices of equal type and number of rows as one: row j is the concatenation of their
+        rows j."""
         data = np.concatenate([entry.read() for entry in entries], axis=1)
         width = sum(entry.shape[-1] for entry in entries)
         whole = TensorEntry(
@@ -79,16 +80,16 @@ class Residence:
         return found
 
     def keep(self, values: Tensor, *, is_weight: bool) -> Tensor:
-        """A copy of any tensor, beside the weights that it belongs to."""
+        """A copy of any tensor, next to the weights that it belongs to."""
         kept = self._take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
         self.num_bytes -= 0 if is_weight else values.nbytes
         return kept
 
     def pin(self) -> None:
-        """Pins everything put in so far, so that GPUs copy from it directly, until it is freed.
+        """Pins the memory, until it is freed, so that GPUs copy from it directly.
 
-        Call it once, when everything is in: only used pages are pinned. Raises SparkinferError if
-        the system does not allow it."""
+        Call it once, when everything is copied: only used pages are pinned. Raises SparkinferError
+        if the system does not allow it."""
         self._close_segment()
         for memory, used in self._segments:
             memory.pin(used.data_ptr(), len(used))
@@ -96,7 +97,7 @@ class Residence:
         self._rest = self._rest[:0]
 
     def _take(self, num_bytes: int) -> Tensor:
-        """uint8, 64-aligned."""
+        """Takes bytes from the last segment, uint8, aligned to 64."""
         if len(self._rest) < num_bytes:
             self._close_segment()
             memory, self._rest = _segment(max(SEGMENT_BYTES, num_bytes))
@@ -107,7 +108,7 @@ class Residence:
         return taken
 
     def _close_segment(self) -> None:
-        """Records how much of the last segment is used."""
+        """Cuts the last segment to its used bytes."""
         if self._segments:
             memory, whole = self._segments[-1]
             self._segments[-1] = memory, whole[: len(whole) - len(self._rest)]
@@ -116,7 +117,8 @@ class Residence:
 def _copy(
     entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice, in_tiles: bool = False
 ) -> Matrix:
-    """Fills some columns of `whole` with the rows; drops the mapped pages."""
+    """Copies the rows (at `index_A`, or all) into some columns of `whole`; drops the mapped
+    pages."""
     prefetch(entry)
     source = matrix_of(entry, _CPU)
     kind = library.pack_rows(source.data, source.kind, index_A, whole[:, part], in_tiles=in_tiles)
@@ -129,10 +131,10 @@ def _copy(
 
 
 def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
-    """Zeros that take no memory until written, aligned to a huge page."""
+    """A new segment of zeros, aligned to a huge page, that takes no memory until written."""
     try:
         return untouched(num_bytes)
-    except OSError as error:  # the address space is limited; free memory was checked before
+    except OSError as error:  # the address space is limited; free memory was checked earlier
         raise SparkinferError(
             f"no address space for {format_bytes(num_bytes)} of weights ({error.strerror}); raise the"
             " limit (ulimit -v), or load with is_resident=False, which leaves them in the file"

@@ -1,13 +1,13 @@
-"""A layer whose hot neurons have slots, which other neurons can take.
+"""The rows of a layer whose hot neurons are in slots, which other neurons can take.
 
-Where one processor reads both memories, the slots come before all neurons, in one range of addresses:
+If one processor reads both memories, one block has the slots, followed by all neurons:
 
     row    0 .. N - 1      the slots, in the fast memory
            N .. N + F - 1  all neurons of the layer, in order
 
-Neuron j is read at row `row_N[j]` of the block: its slot, or N + j. The neurons of the block stay in the
-same order, so that no sum depends on which of them have a slot. Where the slots are on a GPU, they are a block,
-and the cold neurons are another one.
+Neuron j is read at row `row_N[j]`: its slot, or N + j. The order of the block's neurons never
+changes, so no sum depends on which of them have a slot. If the slots are on a GPU, they are one
+block, and the cold neurons are another.
 
 Letters: F neurons of a layer, N slots, C cold neurons."""
 
@@ -22,12 +22,12 @@ from sparkinfer.runtime.weights.neuron_block import NeuronBlock
 
 
 def rows_of_slots(hot_N: np.ndarray, num_neurons: int) -> np.ndarray:
-    """The neurons that such a block's rows are loaded with."""
+    """The neuron in each row of such a block at load time."""
     return np.concatenate([hot_N, np.arange(num_neurons)])
 
 
 def joined(block: NeuronBlock, hot_N: np.ndarray, num_neurons: int) -> NeuronBlock:
-    """The block of a layer, from one that has the rows of `rows_of_slots`."""
+    """The block of a layer, made from one with the rows of `rows_of_slots`."""
     num_slots = len(hot_N)
     assert block.down.num_rows == num_slots + num_neurons, block.down.num_rows
     row_F = torch.arange(num_slots, num_slots + num_neurons, dtype=torch.int32)
@@ -42,16 +42,16 @@ def matrices_of(block: NeuronBlock) -> list[Matrix]:
 
 
 def tensors_of(block: NeuronBlock) -> list[Tensor]:
-    """The data of its matrices, and its biases: a row, or a value, per neuron."""
+    """The data of its matrices and its biases, with a row or a value per neuron."""
     linears = [block.gate] if block.up is None else [block.gate, block.up]
     biases = [linear.bias_N for linear in linears if linear.bias_N is not None]
     return [*(matrix.data for matrix in matrices_of(block)), *biases]
 
 
 def apart(hot: NeuronBlock, cold: NeuronBlock, cold_C: np.ndarray) -> tuple[NeuronBlock, ...]:
-    """The hot block, whose rows are the slots on a device, and the cold one, whose rows are those of
-    all neurons; ids are int32, and those of the cold block are its rows, so that both can be changed
-    in place."""
+    """The hot block, whose rows are the slots on a device, and the cold one, which refers to rows
+    of all neurons. Ids are int32; the cold block's ids and rows are one tensor, changed in
+    place."""
     id_C = torch.from_numpy(cold_C.astype(np.int32))
     hot_id_N = hot.id_N.to(torch.int32)
     return replace(hot, id_N=hot_id_N), replace(cold, id_N=id_C, row_N=id_C)

@@ -1,8 +1,8 @@
-"""Where the weights of a device are: in the mapped model file, copied into memory in the layout for
-decoding (resident), or uploaded into a GPU's slab.
+"""Stores of a device's weights: the mapped model file, copies in memory in the layout for decoding
+(resident), or a GPU's slab.
 
-The loader asks the device's store for each part and knows nothing else about it. Memory on the CPU
-is taken in the order in which parts are asked for.
+The loader gets every part of a model from the store of its device. Memory on the CPU is taken in
+the order in which the loader asks for parts.
 
 Letters: N neurons."""
 
@@ -26,30 +26,30 @@ Groups = Sequence[Sequence[TensorEntry]]
 
 
 class WeightStore(Protocol):
-    """Puts the weights of one device where they are read from. `item` is the item of
-    sparkinfer.budget that bytes in a slab are counted under."""
+    """Provides the weights of one device. `item`: the item of sparkinfer.budget under which bytes
+    in a slab are counted."""
 
     @property
     def is_mapped(self) -> bool:
-        """True if matrices stay in the file, so that blocks share those of the whole layer."""
+        """True if matrices stay in the file, so that blocks share the whole layer's."""
 
     def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
         """A whole matrix of the file. `is_summed`: its rows are added, not multiplied."""
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
-        """Matrices of equal type and number of rows as one, row after row; None unless they are
-        copied anyway."""
+        """Matrices of equal type and number of rows as one, with concatenated rows; None unless
+        they are copied anyway."""
 
     def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
-        """These rows (None: all) of every matrix. The matrices of a group are read together: a
-        store that arranges its rows interleaves them. The first `num_whole` groups are one matrix
-        each that every token is multiplied with."""
+        """These rows (None: all) of every matrix. The matrices of a group are read together; a
+        store that copies rows interleaves them. Each of the first `num_whole` groups is a single
+        matrix that is multiplied whole for every token."""
 
     def vector(self, values: Tensor, item: str) -> Tensor:
-        """A norm's weights or a bias: f32, on the CPU so far."""
+        """A norm's weights or a bias, given as f32 on the CPU."""
 
     def neuron_bias(self, bias_N: Tensor) -> Tensor:
-        """Biases of the neurons of a block: f32, on the CPU so far."""
+        """Biases of the neurons of a block, given as f32 on the CPU."""
 
     def neuron_ids(self, ids: np.ndarray, *, is_all: bool) -> Tensor:
         """The ids of the neurons of a block; `is_all`: those of all neurons, in order."""
@@ -60,8 +60,7 @@ class WeightStore(Protocol):
 
 @dataclass(frozen=True)
 class MappedStore:
-    """Matrices on the CPU are views of the mapped file. On a GPU that has no slab, they are torch's
-    copies."""
+    """Views of the mapped file on the CPU; copies by torch on a GPU without a slab."""
 
     device: torch.device
 
@@ -95,8 +94,8 @@ class MappedStore:
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentStore:
-    """Copies in the memory of a residence. `is_streamed`: GPUs copy neurons from there, so that
-    their biases and ids are kept beside them."""
+    """Copies in the memory of a residence. `is_streamed`: GPUs copy neurons from there, so biases
+    and ids are kept next to them."""
 
     residence: Residence
     is_streamed: bool
@@ -117,7 +116,7 @@ class ResidentStore:
             num_whole = 0
         whole = [self.residence.tiled(entry) for (entry,) in groups[:num_whole]]
         rest = groups[num_whole:]
-        return whole + [m for group in rest for m in self.residence.side_by_side(list(group), rows)]
+        return whole + [m for group in rest for m in self.residence.interleaved(list(group), rows)]
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         return values
@@ -168,7 +167,7 @@ class DeviceStore:
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
-    """The stores of a load."""
+    """The stores of all devices."""
 
     on_cpu: WeightStore = MappedStore(CPU)
     on_device: Mapping[torch.device, WeightStore] = field(default_factory=dict)
@@ -179,7 +178,7 @@ class Stores:
         residence: Residence | None = None,
         uploaders: Mapping[torch.device, Uploader] | None = None,
     ) -> Self:
-        """Without a residence, weights on the CPU stay in the file; a device without an uploader
+        """Without a residence, weights on the CPU stay in the file. A device without an uploader
         has no slab."""
         uploaders = uploaders or {}
         on_cpu: WeightStore = MappedStore(CPU)

@@ -1,8 +1,7 @@
-"""Uploads matrices of a model file into a device's slab, piece by piece, in the device's layout.
+"""Uploads matrices of a model file into a device's slab, in pieces and in the device's layout.
 
-Besides space in the slab, an upload takes two pinned buffers on the host and, for types that are
-rearranged (runtime.kernels.planar), two pieces on the device; mapped pages are dropped after each
-matrix.
+Besides the slab, an upload needs two pinned buffers on the host and, for types that are rearranged
+(runtime.kernels.planar), two pieces on the device. Mapped pages are dropped after each matrix.
 
 Letters: N rows."""
 
@@ -34,7 +33,7 @@ class Uploader:
     _ranges: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def matrix(self, entry: TensorEntry, item: str, rows: np.ndarray | None = None) -> Matrix:
-        """A matrix of a model file, or some of its rows; it takes as many bytes as in the file."""
+        """A matrix of a model file, or some of its rows; takes as many bytes as in the file."""
         raw = entry.read()
         count = raw.shape[0] if rows is None else len(rows)
         target = self.memory.take((count, entry.row_bytes), torch.uint8, item)
@@ -57,7 +56,7 @@ class Uploader:
         return self.memory.take(tuple(values.shape), torch.int32, "workspace").copy_(values)
 
     def range(self, count: int) -> Tensor:
-        """0, 1, ...: the ids of all neurons of a layer; all layers share the memory."""
+        """The ids 0, 1, ... of all neurons of a layer, in memory shared by all layers."""
         if count not in self._ranges:
             self._ranges[count] = self.ids(np.arange(count))
         return self._ranges[count]
@@ -118,8 +117,8 @@ class Uploader:
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:
-    """An event that follows everything launched so far on torch's current stream; None on the CPU,
-    where all of it has run."""
+    """An event after everything launched so far on torch's current stream; None on the CPU, where
+    everything has run."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""The C++ in this folder: the neuron cache's policy, and a bound to compare it with.
+"""Calls the C++ in this folder: the neuron cache's policy, and a bound to compare it with.
 
 Letters: T steps, R tokens of a step, L layers, F neurons of a layer, W words of F bits."""
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from sparkinfer.errors import SparkinferError
 
-MOST_PENDING = 32  # of policy.h
+MOST_PENDING = 32  # in policy.h
 
 
 class LayerStruct(Structure):
@@ -73,12 +73,13 @@ def best_gain(
     bits_TW: np.ndarray, num_neurons: int, initial_W: np.ndarray, price_T: np.ndarray,
     value: float, fetch: float,
 ) -> tuple[float, np.ndarray, int, int]:  # fmt: skip
-    """The sum over a layer's neurons of the most that each can gain if it may be in a slot or not at
-    every step: `value` for a step that reads it in a slot, less the slot's price at each step and
-    `fetch` for each copy. Also the slots taken by step (int32 [T]), copies and hits of that choice.
+    """The sum over a layer's neurons of the most that each can gain if it may enter or leave a slot
+    at every step: it gains `value` for a step that reads it in a slot, and pays the slot's price at
+    each step and `fetch` for each copy. Also the slots used by step (int32 [T]), and the copies and
+    hits, of that choice.
 
-    bits_TW: uint32, rows may be apart; initial_W: uint32, the neurons in slots beforehand; price_T:
-    f32."""
+    bits_TW: uint32, rows may be strided; initial_W: uint32, the neurons in slots before the first
+    step; price_T: f32."""
     assert bits_TW.dtype == initial_W.dtype == np.uint32 and price_T.dtype == np.float32
     num_steps, num_words = bits_TW.shape
     assert bits_TW.strides[1] == 4 and num_words == len(initial_W) == -(-num_neurons // 32)
