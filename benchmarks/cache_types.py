@@ -2,11 +2,11 @@
 
     python benchmarks/cache_types.py MODEL STOCK --corpus TEXT --rival path/to/venv/bin/python
 
-Loss: every type against f16 on the same windows of held-out text, mode dense. Speed: decode after
-DEPTHS tokens, ours and llama.cpp's alternating, with keys and values in the same type; a figure is
-the median of the rounds. llama.cpp is measured with its flash attention and, where possible,
-without it; the faster is the rival. Recent versions of it also rotate keys and values in block
-types by a Hadamard matrix; ours are the rotated types here."""
+Loss: every type compared with f16 on the same windows of held-out text, mode dense. Speed: decode
+after DEPTHS tokens, ours and llama.cpp's alternating, with keys and values in the same type; a
+figure is the median of the rounds. llama.cpp is measured with its flash attention and, where
+possible, without it; the faster is the rival. Recent versions of it also rotate keys and values in
+block types by a Hadamard matrix; ours are the rotated types here."""
 
 import argparse
 import json

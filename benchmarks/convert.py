@@ -1,13 +1,13 @@
 """Benchmarks `sparkinfer convert` against llama.cpp's convert_hf_to_gguf.py, on a random 1.1 B
 Llama in bf16.
 
-Ours runs with --no-verify: the rival compares nothing with its source.
+Ours runs with --no-verify, because the rival does not verify.
 
 Each round runs both programs once for each type, in turn, and copies the checkpoint's bytes with an
 fsync, which is the least a conversion to 16 bits can take. Times are of the whole command, Python's
-start included. Ours waits until the file is on the disk, the rival does not: so ours is also run
-with fsync switched off. The rival writes no q4_0; ours is compared with the rival's f16, which its
-users would then pass to llama-quantize.
+start included. Ours waits until the file is on the disk, the rival does not, so ours is also run
+with fsync switched off. The rival does not write q4_0, so ours is compared with the rival's f16,
+which its users would then pass to llama-quantize.
 
 Memory: the peak of RssAnon (sampled every 20 ms), and ru_maxrss, which counts mapped files too."""
 

@@ -113,7 +113,7 @@ def _type(
         mode: Engine.load(folder / f"{kind}.gguf", mode=mode, context_length=CONTEXT)
         for mode in MODES
     }
-    for engine in engines.values():  # once: the prompt stays, what follows is rewritten
+    for engine in engines.values():  # once: the prompt stays, later positions are overwritten
         for position in range(PROMPT):
             engine._step(7, position)
     tenth = Tenth(engines["predicted"])

@@ -6,8 +6,8 @@ MODEL is written to build/demo by `make demo`. For every mode: milliseconds a st
 call, through the ordinary path (many native calls), and with torch alone; the bytes that a step
 must read over the read bandwidth measured in the same rounds (the model fits into the last cache,
 so this limit of memory can be exceeded); and the time of a step right after a product by torch with
-all its threads, which spin while they wait for more work, and beside a thread that multiplies with
-torch all the time. Medians of the rounds; one JSON object at the end, kept in results/."""
+all its threads, which spin while they wait for more work, and alongside a thread that multiplies
+with torch all the time. Medians of the rounds; one JSON object at the end, kept in results/."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The cases of gpu.py: one plan in one mode in a separate process, a rival beside it, in rounds.
+"""The cases of gpu.py: one plan in one mode, and its rival, each in a separate process, in rounds.
 
 A round runs every case once and its rival right after it, so that other load affects both; figures
 are medians of the rounds."""

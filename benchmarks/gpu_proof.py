@@ -1,8 +1,8 @@
-"""Executes every kernel launch of several plans as PTX and plants faults, and writes what was done.
+"""Executes every kernel launch of several plans as PTX, plants faults, and writes the results.
 
     python benchmarks/gpu_proof.py [--only plans|faults]
 
-Needs no GPU: Triton compiles for devices that are absent, and tests/ptx executes what it makes.
+Needs no GPU: Triton compiles for devices that are absent, and tests/ptx executes the PTX.
 Takes about half an hour. Writes benchmarks/results/gpu-proof.json, from which `make tables` fills
 the tables of docs/gpu-proof.md; with --only, the other half of the file stays as it is."""
 
@@ -85,7 +85,8 @@ def _model(whose: str, kind: str, folder: Path):
 
 
 def execute_plans() -> dict:
-    """{"plans": variants by plan, "variants": by architecture, "instructions": executed, by each}."""
+    """{"plans": variants by plan, "variants": by architecture, "instructions": executed, by
+    each}."""
     import ptx_plans
     from ptx.kernels import PtxKernels
 

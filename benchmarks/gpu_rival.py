@@ -1,4 +1,4 @@
-"""llama.cpp at a budget: as many layers on the GPU as fit, by its own account of memory.
+"""llama.cpp within a budget: as many layers on the GPU as fit, by the memory that it reports.
 
 It is built by gpu_rival.sh and run by llamacpp_gpu.py."""
 

@@ -3,7 +3,7 @@
     python gpu_timeline.py TRACE.json PICTURE.png [STEPS]
 
 It reads a Chrome trace of torch's profiler, in which the CUDA library reports kernels and copies
-but not host functions. A cold block lies between a copy to the host and the next copy from it: its
+but not host functions. A cold block runs between a copy to the host and the next copy from it; its
 bar is drawn from the end of the first to the beginning of the second, waiting included. Times are
 microseconds, as in the trace."""
 

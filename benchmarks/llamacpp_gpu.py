@@ -2,8 +2,8 @@
 folder.
 
 It is started with a model file, a context length and a number of layers; the first line on stdout
-lists what was loaded and its buffers by llama.cpp's own account. After that, as gpu_worker.py: a
-JSON object per line in and out, to prefill or to decode."""
+lists what was loaded and the buffers that llama.cpp reports. After that it works like
+gpu_worker.py: a JSON object per line in and out, to prefill or to decode."""
 
 import ctypes
 import json

@@ -57,7 +57,8 @@ class Never:
 
 
 class EveryMiss(Never):
-    """Copies every neuron that a step reads and misses, in place of the least recently used ones."""
+    """Copies every neuron that a step reads and misses, in place of the least recently used
+    ones."""
 
     def __init__(self, resident_LN: Sequence[np.ndarray], num_neurons: int) -> None:
         self.residency = Residency(resident_LN, num_neurons)

@@ -10,8 +10,8 @@
 
 Dense blocks first: attention, norms and predictors of the first layers, each with its cache, and
 the head before the last of them if there is room for all; as PowerInfer allocates its memory.
-Shapes are real, activity is synthetic (power law), the machine's figures are from datasheets: this
-compares policies, not measured speeds.
+Shapes are real, activity is synthetic (power law), and the machines' figures are from datasheets,
+so this compares policies, not measured speeds.
 
     python placement.py        # a few minutes; writes results/placement.json and prints a table"""
 

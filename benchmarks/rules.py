@@ -10,7 +10,7 @@ a token reads, the head included. Rules (profile/limit_scores.py):
     gates    neurons weighted by their mean contribution, shares by layer
     hidden   rows of down, by |h_j| |down_j|, shares by layer
     inputs   columns of query, key, value and output, shares by layer (arXiv 2408.14690, 2505.19427)
-    mixed    all of these, each layer and kind taking what costs least per byte
+    mixed    all of these, with the shares of each layer and kind that cost least per byte
 
 Every measurement is saved to the JSON at once, so an interrupted run can resume."""
 

@@ -94,7 +94,7 @@ def chosen_limits(model: ModelFile, fields: tuple[str, ...] = ALL) -> Limits:
 
 
 def of_limits(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Limits, below which inputs and neurons are silent, in every form of storage; and divided."""
+    """Models with limits on inputs and neurons, in every form of storage, and divided by a plan."""
     for way, fields in STORED.items():
         model = stored(model_of("q8_0"), fields)
         model = model.with_limits(chosen_limits(model), "here")

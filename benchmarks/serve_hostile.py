@@ -8,8 +8,8 @@ not have grown.
 
 Half of the requests are an honest one with a random part replaced; 200 and 400 are correct for
 these. The others have bodies that are not JSON, values of wrong types and sizes, deep nesting, lone
-surrogates, NaN, or numbers of thousands of digits; heads that are too long or contradict
-themselves; wrong methods; paths that climb out of the folder; or clients that send slowly, stop
+surrogates, NaN, or numbers of thousands of digits; headers that are too long or contradictory;
+wrong methods; paths that climb out of the folder; or clients that send slowly, stop
 halfway, or hang up. Every kind lists its correct statuses."""
 
 import argparse
@@ -322,7 +322,7 @@ def wrong_host(draw: random.Random) -> Case:
 
 
 def unfinished(draw: random.Random) -> Case:
-    """Stops in the middle of the head or the body, and waits, or closes its sending half."""
+    """Stops in the middle of the headers or the body, and waits, or closes its sending half."""
     whole = request_bytes(_path(draw), HONEST)
     data = whole[: draw.randrange(1, len(whole))]
     right = frozenset({400, 408, HUNG_UP})

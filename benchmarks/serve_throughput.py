@@ -5,11 +5,11 @@ without a known prefix.
 
     python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
 
-MODEL is ours, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is queried
-at a time; llama-server runs with and without its flash attention, and the faster counts. In a round
-all clients request --tokens tokens at the same moment, each after its own text of some 100 tokens:
-greedy, end tokens ignored, no kept prompts. A figure is all tokens over the time from the first
-request to the last answer, prompts included. Texts are the same on both sides and new in each
+MODEL is our model file, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is
+queried at a time; llama-server runs with and without its flash attention, and the faster counts. In
+a round all clients request --tokens tokens at the same moment, each after its own text of some 100
+tokens: greedy, end tokens ignored, no kept prompts. A figure is all tokens over the time from the
+first request to the last answer, prompts included. Texts are the same on both sides and new in each
 round.
 
 Prefix: the time to the first token of a prompt that begins with 1,000 new tokens, and of another

@@ -5,8 +5,9 @@
 Histograms and the greedy search see the training text of examples/tiny-relu/corpus.py; results are
 measured on its held-out modules, dense and sparse in one run. Three ways to divide the same mean
 sparsity: the same for every layer (`uniform`), the greedy search's (`greedy`), and the greedy
-search's with weighted neurons (`weighed`): |act(gate_j)| times the mean |up_j| times |down_j|, an
-estimate of a neuron's contribution: limits (docs/rules.md) can express it, thresholds cannot.
+search's with weighted neurons (`weighed`), which compares |act(gate_j)| times the mean |up_j| times
+|down_j|, an estimate of a neuron's contribution. Limits (docs/rules.md) can express the last,
+thresholds cannot.
 
 FFN sparsity is the share of silent neurons: their rows of up and down are not read in mode exact.
 The rows of the gate are, so the bytes of a layer fall by 2/3 of it."""

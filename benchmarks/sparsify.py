@@ -1,4 +1,4 @@
-"""Measures what training for sparsity gains: trained checkpoints beside their untrained start.
+"""Measures what training for sparsity gains: trained checkpoints compared with the untrained model.
 
     sparkinfer sparsify MODEL --corpus TRAIN ... --save-checkpoint OUT --json > run.json
     python benchmarks/sparsify.py DENSE OUT-60 OUT-75 --corpus TRAIN --text HELD-OUT --text CODE
@@ -152,7 +152,8 @@ def _rows(found: dict[str, Quality]) -> dict[str, dict]:
 
 
 def _in_f32(folder: Path, trained: Path, windows: tuple[Tensor, ...], num_tokens: int) -> dict:
-    """The same without rounding of the products, on fewer tokens; and in bf16 on the same tokens."""
+    """The same without rounding of the products, on fewer tokens; and in bf16 on the same
+    tokens."""
     found = {}
     for dtype in (torch.float32, dtype_of("auto", "cpu")):
         student = load_student(folder, "threshold", dtype, "cpu")

@@ -4,8 +4,8 @@
     python benchmarks/tables.py --check    exits with 1 where a block has drifted; writes nothing
 
 A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`; what each name
-stands for is in the files table_*.py. A number that no JSON file
-in benchmarks/results holds cannot get into a table this way, which is the point."""
+stands for is in the files table_*.py. In this way, no number gets into a table that is not in a
+JSON file in benchmarks/results."""
 
 import argparse
 import re

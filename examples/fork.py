@@ -1,4 +1,4 @@
-"""Texts that share their beginning: read a prompt once, fork it, and compare the branches.
+"""Texts that share their beginning: compute a prompt once, fork it, and compare the branches.
 
 python examples/fork.py MODEL [--prompt TEXT] BRANCH..."""
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     with Engine.load(wanted.model, num_sequences=count + 1, context_length=256) as engine:
         encode = engine.codec.encode
         with engine.sequence() as stem:
-            behind_V = stem.extend(encode(wanted.prompt))[-1]
+            after_V = stem.extend(encode(wanted.prompt))[-1]
             ids = [encode(branch) for branch in wanted.branches]
             forks = [stem.fork() for _ in ids]
             parts = [
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
             rows = engine.run(parts)  # one step for all branches: each weight is read once
     scores = []
     for branch, tokens, logits_TV in zip(wanted.branches, ids, rows, strict=True):
-        before_TV = torch.cat([behind_V[None], logits_TV[:-1]]).log_softmax(-1)
+        before_TV = torch.cat([after_V[None], logits_TV[:-1]]).log_softmax(-1)
         scores.append(before_TV[range(len(tokens)), tokens].sum().item())
         print(f"{scores[-1]:10.3f}  {branch!r}")
     return scores

@@ -2,7 +2,7 @@
 
 python examples/observe.py MODEL [--text TEXT]
 
-What else can be watched is listed in runtime/model/observers.py."""
+runtime/model/observers.py lists the tensors that can be watched."""
 
 import argparse
 from collections.abc import Sequence

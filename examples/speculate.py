@@ -2,7 +2,7 @@
 
 python examples/speculate.py MODEL [--prompt TEXT]
 
-The text is the one without guesses, token for token; only the number of steps differs."""
+The text is the same as without guesses, token for token; only the number of steps differs."""
 
 import argparse
 from collections.abc import Sequence
