@@ -5,7 +5,7 @@
         for token in engine.generate("def main():", max_tokens=64, temperature=0.0):
             print(token.text, end="")
 
-Loading is left to runtime.loading, the forward pass to runtime.step."""
+runtime.loading loads it, runtime.step computes the forward pass."""
 
 import gc
 import time
@@ -35,13 +35,13 @@ from sparkinfer.thresholds import replace_thresholds
 
 
 class Engine(TextEngine):
-    """A loaded model, made by `Engine.load`. Not thread-safe."""
+    """A loaded model, created by `Engine.load`. Not thread-safe."""
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(loaded.model, loaded.decoder, loaded.mode, loaded.traffic)
         self.bytes_by_role, self.device = loaded.bytes_by_role, loaded.device
-        self.load_s = loaded.load_s  # seconds from an open file to weights in place
-        self.memories = loaded.memories  # per GPU, for memory reports
+        self.load_s = loaded.load_s  # seconds of loading, after the file was opened
+        self.memories = loaded.memories  # by GPU, for memory reports
         self.neuron_cache = loaded.neuron_cache
         self._step_of = loaded.step_of
 
@@ -52,8 +52,8 @@ class Engine(TextEngine):
         split: str | Path | None = None,
         **options: Unpack[EngineOptions],
     ) -> "Engine":
-        """Loads a model file, with or without a plan. `options`: the fields of
-        sparkinfer.engine_config.EngineConfig, which describes them.
+        """Loads a model file, with or without a plan. `options` are the fields of
+        sparkinfer.engine_config.EngineConfig, which documents them.
 
         Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
         config = EngineConfig(**options)
@@ -64,7 +64,7 @@ class Engine(TextEngine):
     def of(
         cls, file: ModelFile, plan: Split | None = None, **options: Unpack[EngineOptions]
     ) -> "Engine":
-        """Does what `load` does, for a model that is already open or not in a file at all."""
+        """Same as `load`, for a model that is already open, or that is not in a file."""
         config = EngineConfig(**options)
         return cls._of(with_positions(file, config), plan, config)
 
@@ -75,10 +75,10 @@ class Engine(TextEngine):
 
     @out_of_memory_as_error()
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
-        """Replaces the thresholds of a SiLU or GELU model from here on.
+        """Replaces the thresholds of a SiLU or GELU model from now on.
 
-        They take the place of gate limits. Raises SparkinferError for other models, and unless
-        there is one finite threshold per layer."""
+        They replace gate limits too. Raises SparkinferError for other models, and unless there is
+        one finite threshold per layer."""
         source, own = str(self.model.path), self.model.limits
         other = tuple(replace(layer, gate_F=None) for layer in own.layers)
         model = self.model.with_limits(replace(own, layers=other), source)
@@ -86,11 +86,11 @@ class Engine(TextEngine):
 
     @out_of_memory_as_error()
     def set_limits(self, limits: Limits | None) -> None:
-        """Replaces the limits of a SiLU or GELU model from here on; None removes them.
+        """Replaces the limits of a SiLU or GELU model from now on; None removes them.
 
-        Gate limits take the place of thresholds. The layout of matrices does not change: input
-        limits save bytes only where matrices are transposed. Raises SparkinferError for other
-        models and for limits of another model or shape."""
+        Gate limits replace thresholds. The layout of matrices does not change: input limits save
+        bytes only where matrices are transposed. Raises SparkinferError for other models and for
+        limits of another model or shape."""
         none = (LayerLimits(),) * self.model.shape.num_layers
         limits = limits or Limits(model_id=None, layers=none)
         model = self.model.with_limits(limits, "limits")
@@ -115,8 +115,8 @@ class Engine(TextEngine):
     @out_of_memory_as_error()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
-        """f32 [V], the logits after the last of these tokens, in the first sequence regardless of
-        its owner."""
+        """The logits f32 [V] after the last token. Overwrites the first sequence, whoever uses
+        it."""
         size = self._live.most_tokens
         for number, chunk in enumerate(ids_T.split(size)):
             logits_RV = self._live.run(rows_of(chunk.tolist(), number * size))
@@ -130,10 +130,11 @@ class Engine(TextEngine):
     @out_of_memory_as_error()
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
-        """Seconds per decode step at the positions from `start`, sampling included: for benchmarks.
+        """Seconds of decode steps at the positions from `start`, including sampling, for
+        benchmarks.
 
-        The time does not depend on the tokens, so no text is needed; whatever the cache holds
-        before `start` is used as it is."""
+        The time does not depend on the tokens, so no text is needed; the cache's content before
+        `start` is used as it is."""
         assert steps >= 1 and start + steps <= self.context_length, (steps, start)
         chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.shape.vocab_size)
         token_id = 0
@@ -148,14 +149,14 @@ class Engine(TextEngine):
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
-        Names and shapes are listed in runtime.model.observers.NAMES; layer is None outside the
-        layers. wants(name, layer) is called first and may decline. Ends with `.remove()` or, as a
-        context manager, with its block. A tensor must not be changed or kept without a copy."""
+        runtime.model.observers.NAMES lists names and shapes; layer is None outside the layers.
+        wants(name, layer) is called first; if it returns false, the tensor is skipped. Observation
+        ends with `.remove()` or with the `with` block. A tensor must not be changed, or kept
+        without a copy."""
         return self._live.observers.add(observe, wants)
 
     def memory_report(self) -> list[MemoryReport]:
-        """Bytes budgeted, reserved and reserved at the peak, for each GPU that holds a part of the
-        model."""
+        """Budgeted, reserved and peak bytes of each GPU that holds a part of the model."""
         return [memory.report() for memory in self.memories.values()]
 
     @property
@@ -165,11 +166,11 @@ class Engine(TextEngine):
 
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
-        for device in self.memories:  # including uploads that were interrupted
+        for device in self.memories:  # waits for interrupted uploads too
             torch.cuda.synchronize(device)
         self._sequences.decoder = None
         if self.neuron_cache is not None:
-            self.neuron_cache.slots = None  # they are weights, too
+            self.neuron_cache.slots = None  # they hold weights too
         if self.device.type == "cuda":
             gc.collect()  # a captured step and its inputs refer to each other
             for memory in self.memories.values():

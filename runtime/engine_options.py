@@ -1,6 +1,6 @@
 """Resolves the options of an engine: mode, devices, context, placement of weights.
 
-Each function raises a one-line SparkinferError for options that cannot be met."""
+Each function raises a one-line SparkinferError for options that cannot be satisfied."""
 
 import logging
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.split_file import Split
 from sparkinfer.system_memory import free_memory_bytes
 
-# The share of free memory that the CPU's side may take: weights, cache and workspace. The rest is
-# left to the page cache, which loading uses.
+# The share of free memory that the CPU's side (weights, cache and workspace) may take. The rest is
+# for the page cache, which loading uses.
 FREE_SHARE = 0.9
 Notice = Callable[[str], None]
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def residence_of(
     model: ModelFile, is_resident: bool | None, bytes_by_role: dict[str, Items], gpu: torch.device
 ) -> Residence | None:
-    """The memory for weights on the CPU; None leaves them in the file."""
+    """The memory for weights on the CPU; None if they stay in the file."""
     if is_resident and not library.is_available():
         raise SparkinferError(
             f"{model.path}: only the C++ kernels, which are not built, can arrange weights in memory"
@@ -60,10 +60,10 @@ def mode_of(
     notice: Notice = lambda line: None,
     warn: Notice = lambda line: None,
 ) -> Mode:
-    """The mode asked for, else the plan's, else the one that reads least at a loss of at most
-    `max_loss`. `notice` gets the reason for the choice, `warn` a warning of a larger loss.
+    """The requested mode, else the plan's, else the one that reads least with a loss of at most
+    `max_loss`. `notice` gets the reason for the choice, `warn` a warning about a larger loss.
 
-    Raises SparkinferError for a mode the model or the plan does not support."""
+    Raises SparkinferError for a mode that the model or the plan does not support."""
     choice = choose_mode(model, max_loss) if mode is None else None
     asked = mode if plan is None else mode or plan.mode
     if choice is not None and asked in (None, choice.mode):
@@ -143,8 +143,8 @@ def bytes_by_role_of(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> dict[str, Items]:
-    """Itemised bytes of each side. Without a plan there is one side, the device's; with `cpu_ffn`,
-    the neurons are one side and everything else the other."""
+    """Itemised bytes of each side. Without a plan, everything is on the device's side; with
+    `cpu_ffn`, neurons are on the CPU's side and the rest on the GPU's."""
     num_layers = model.shape.num_layers
     gpu_bytes, cpu_bytes = plan_bytes(
         model if plan is None else plan.held(model),
@@ -168,8 +168,8 @@ def bytes_by_role_of(
 
 
 def gpus_of(plan: Split | None, first: torch.device) -> tuple[torch.device, ...]:
-    """The devices of a plan's GPUs, of one without a plan: the CPU for all of them, or consecutive
-    ones from `first`."""
+    """The devices for the plan's GPUs (one GPU without a plan): consecutive ones from `first`, or
+    the CPU for all if `first` is the CPU."""
     wanted = 1 if plan is None else len(plan.budgets)
     if first.type == "cpu":
         return (first,) * wanted
@@ -183,7 +183,7 @@ def gpus_of(plan: Split | None, first: torch.device) -> tuple[torch.device, ...]
 
 
 def device_of(device: str | None) -> torch.device:
-    """The device asked for; None takes a CUDA device if there is one. Raises SparkinferError for an
+    """The requested device; by default a CUDA device if there is one. Raises SparkinferError for an
     unknown or missing device."""
     check_device(device)
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -202,7 +202,7 @@ def context_of(
     asked: int | None,
     selection: KeySelection | None = None,
 ) -> int:
-    """The tokens that a text may have: the model's context at most, unless positions are capped."""
+    """The most tokens of a text: at most the model's context, unless positions are capped."""
     if plan is not None:
         if asked not in (None, plan.context_length):
             raise SparkinferError(
@@ -226,7 +226,7 @@ def context_of(
 
 
 def sequences_of(asked: int, plan: Split | None) -> int:
-    """The number of texts the cache is for: the plan's, if there is one."""
+    """The number of texts in the cache: the plan's, if there is one."""
     if plan is None:
         return asked
     if asked > plan.num_sequences:
@@ -246,8 +246,8 @@ def cache_types_of(
     has_plan: bool,
     device: torch.device,
 ) -> CacheTypes:
-    """How keys and values are stored and which are read. None means the model's own type for keys,
-    the keys' type for values, and that all are read."""
+    """How keys and values are stored and which of them are read. Defaults: the model's own type for
+    keys, the keys' type for values, and all are read."""
     own = kv_kind(model)
     key = own if key is None else key
     selection = None if offload is None else KeySelection.parse(offload)

@@ -1,12 +1,12 @@
-"""GPU setup of an engine: memory by the plan, prefill passes that fit into the remainder, and
-streams of cold weights.
+"""Sets up the GPUs of an engine: memory as planned, prefill passes that fit into the rest of the
+budget, and streams of cold weights.
 
-    memories_of        before loading: a slab per GPU, and its budget as a limit
+    memories_of        before loading: a slab per GPU, and a limit at its budget
     uploading          while loading: uploaders that fill the slabs
-    with_cold_streams  after loading: streams of cold weights, and their least number of tokens
-    set_aside          after a decode step is captured: room for the temporaries of passes
+    with_cold_streams  after loading: streams of cold weights, and the tokens from which they pay
+    set_aside          after the capture of a decode step: memory for the temporaries of passes
 
-Without a GPU there is nothing to set up."""
+Without a GPU, these do nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,11 +42,11 @@ from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
 
 Memories = dict[torch.device, DeviceMemory]
-# Bytes of cold weights per copy: long enough for copies to run at full speed.
+# Bytes of cold weights per copy, enough for copies to run at full speed.
 MOST_PIECE_BYTES = 32 << 20
 # Shorter copies are mostly fixed cost.
 LEAST_PIECE_BYTES = 256 << 10
-# The share of the room for temporaries that gaps between them may take.
+# The share of the memory for temporaries that may be lost to gaps between them.
 GAPS = 0.1
 
 
@@ -62,10 +62,10 @@ def memories_of(
     max_rows: int = 1,
     num_sequences: int = 1,
 ) -> Memories:
-    """A slab for each GPU of a placement, for everything that stays there. Without `keeps_budget`,
-    torch's allocator is not held to the budget. `max_rows` are those of a decode step.
+    """A slab for each GPU of a placement, for everything permanent. Without `keeps_budget`, torch's
+    allocator is not limited to the budget. `max_rows`: the rows of a decode step.
 
-    Raises SparkinferError if a GPU does not have that much memory."""
+    Raises SparkinferError if a GPU does not have enough memory."""
     if placement.homes[0].type != "cuda":
         return {}
     budgets: list[int | None]
@@ -90,7 +90,7 @@ def memories_of(
 
 
 def _num_ids(plan: Split | None, device: torch.device, placement: Placement) -> int:
-    """The number of hot neurons on a GPU, whose ids it stores."""
+    """The number of hot neurons whose ids a GPU stores."""
     if plan is None:
         return 0
     homes = placement.homes[:-1]
@@ -105,8 +105,8 @@ def slab_bytes(
     max_rows: int = 1,
     num_sequences: int = 1,
 ) -> int:
-    """Permanent bytes on a GPU: the plan's weights and cache to the byte, and from its workspace the
-    vectors of a decode step, the ids of hot neurons, and a gap before each tensor."""
+    """Permanent bytes on a GPU: the plan's weights and cache, and from its workspace the buffers of
+    a decode step, the ids of hot neurons, and an alignment gap per tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
     num_tensors = len(model.tensors) + 4 * model.shape.num_layers
     vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
@@ -116,12 +116,12 @@ def slab_bytes(
 
 
 def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
-    """The allocators of a decode step's buffers; None: torch's allocator."""
+    """The slabs' allocators for a decode step's buffers; None for torch's allocator."""
     return (lambda device: memories[device].take_for_step()) if memories else None
 
 
 def set_aside(memories: Memories) -> None:
-    """Reserves room for temporaries; call it after anything that empties torch's cache."""
+    """Reserves memory for temporaries; call it after anything that empties torch's cache."""
     for memory in memories.values():
         memory.set_aside()
 
@@ -132,8 +132,8 @@ def uploading(
     residence: Residence | None,
     notice: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict]:
-    """Uploaders that fill the slabs, by device; on exit, uploads are complete and `residence` is
-    pinned."""
+    """Yields uploaders that fill the slabs, by device; on exit, uploads are complete and
+    `residence` is pinned."""
     if not memories:
         yield {}
         return
@@ -151,19 +151,20 @@ def uploading(
         for uploader in found.values():
             uploader.finish()
     if any(device.type == "cuda" for device in memories):
-        torch.cuda.empty_cache()  # the pieces' memory would otherwise count as taken
+        torch.cuda.empty_cache()  # the pieces' memory would otherwise count as used
         if residence is not None:
             pin(residence, notice)
 
 
 def pin(residence: Residence, notice: Callable[[str], None]) -> None:
-    """Pins the weights on the CPU; where the system refuses, they are copied through two buffers."""
+    """Pins the weights on the CPU; if the system refuses, they are copied through staging
+    buffers."""
     if not pinned.is_possible():
         return
     try:
         residence.pin()
     except SparkinferError as error:
-        notice(f"{error}; until then prompts copy cold weights by a detour, slower")
+        notice(f"{error}; until then, prompts copy cold weights through staging buffers, slower")
 
 
 def with_cold_streams(
@@ -177,10 +178,10 @@ def with_cold_streams(
     chunk: int,
     notice: Callable[[str], None],
 ) -> tuple[Weights, int]:
-    """(weights with streaming attached, maximum tokens per pass: `chunk`, or fewer if there is no
-    room for that many).
+    """(weights with streams attached, maximum tokens per pass: `chunk`, or fewer if memory is
+    short).
 
-    Raises SparkinferError if a GPU's budget leaves no room for a token."""
+    Raises SparkinferError if a GPU's budget leaves no room for a single token."""
     num_sequences = weights.cache.table.num_sequences
     for memory in memories.values():
         chunk = _most_tokens(model, memory, mode, context_length, chunk, num_sequences)
@@ -214,7 +215,7 @@ def _most_tokens(
     chunk: int,
     num_sequences: int = 1,
 ) -> int:
-    """Maximum tokens per pass such that its temporaries fit outside the slab."""
+    """Maximum tokens per pass for which temporaries fit into the memory outside the slab."""
     room = int(memory.room_bytes * (1 - GAPS))
     tokens = chunk
     while (wanted := pass_bytes(model, tokens, context_length, mode, num_sequences)) > room:
@@ -231,7 +232,7 @@ def _most_tokens(
 def cold_blocks(
     weights: Weights, placement: Placement, device: torch.device
 ) -> dict[int, ColdBlock]:
-    """Neurons on the CPU in layers whose home is the device, by layer."""
+    """The neurons on the CPU in layers whose home is the device, by layer."""
     mine = [index for index, home in enumerate(placement.homes[:-1]) if home == device]
     cold = {index: by_role(weights.layers[index].ffn.blocks)[1] for index in mine}
     return {index: ColdBlock.of(block) for index, block in cold.items() if block is not None}
@@ -257,8 +258,8 @@ def cold_stream(
 def with_stream(
     weights: Weights, stream: ColdStream, chunk: int, least_tokens: int | None = None
 ) -> Weights:
-    """Weights with streaming attached to the stream's layers, for passes of at least `least_tokens`;
-    None measures that number."""
+    """Weights with the stream attached to its layers, for passes of at least `least_tokens`; None:
+    measures that number."""
     layers = tuple(
         replace(layer, ffn=replace(layer.ffn, cold=stream)) if index in stream.blocks else layer
         for index, layer in enumerate(weights.layers)

@@ -1,9 +1,11 @@
 """The block table of the KV cache: maps the positions of each sequence to blocks.
 
 A block holds `block_length` positions of every layer. An engine for one sequence has one block for
-the whole context. One for several has blocks of BLOCK_LENGTH, as many as all sequences together may
-need; sequences with a common prefix share its blocks copy-on-write (vLLM's paged attention, Kwon et
-al. 2023, arXiv 2309.06180). Letters: S sequences, N blocks per sequence."""
+the whole context. An engine for several has blocks of BLOCK_LENGTH, enough for all sequences at
+full length; sequences with a common prefix share its blocks copy-on-write (vLLM's paged attention,
+Kwon et al. 2023, arXiv 2309.06180).
+
+Letters: S sequences, N blocks per sequence."""
 
 from dataclasses import dataclass
 
@@ -17,8 +19,8 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True)
 class Change:
-    """Replaces block `number` of a sequence with `block`. If `source`, a block shared with other
-    sequences, is given, it is copied there first."""
+    """Replaces block `number` of a sequence with `block`. `source`, if given, is a block shared
+    with other sequences, which is copied to `block` first."""
 
     number: int
     block: int
@@ -26,13 +28,13 @@ class Change:
 
 
 class BlockTable:
-    """Assigns blocks to sequences and counts the users of each block."""
+    """Assigns blocks to sequences and counts the sequences that use each block."""
 
     def __init__(self, num_sequences: int, context_length: int) -> None:
         self.context_length = context_length
         self.block_length = context_length if num_sequences == 1 else BLOCK_LENGTH
         blocks = -(-context_length // self.block_length)
-        # The kernels read it in place.
+        # Kernels read this tensor directly.
         self.block_SN = torch.full((num_sequences, blocks), NO_BLOCK, dtype=torch.int32)
         self._num_users = [0] * (num_sequences * blocks)  # sequences per block
         self._free = list(reversed(range(num_sequences * blocks)))
@@ -49,20 +51,21 @@ class BlockTable:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a single sequence, which keeps one block for the whole context."""
+        """True if there is a single sequence, with one block for the whole context."""
         return self.num_sequences == 1
 
     def plan(self, sequence: int, start: int, stop: int) -> list[Change]:
-        """The changes after which a sequence may write to positions start .. stop-1.
+        """The changes that a sequence needs before it writes to positions start .. stop-1.
 
-        Nothing changes until `commit`, so an interruption between the two leaves the table intact."""
+        Nothing changes until `commit`, so an interruption between the two leaves the table
+        intact."""
         changes = []
         free = iter(reversed(self._free))
         for number in range(start // self.block_length, -(-stop // self.block_length)):
             block = int(self.block_SN[sequence, number])
             if block != NO_BLOCK and self._num_users[block] == 1:
                 continue
-            own = next(free)  # never runs out: there are blocks for all sequences at full length
+            own = next(free)  # there are enough blocks for all sequences at full length
             is_copied = block != NO_BLOCK and number * self.block_length < start
             changes.append(Change(number, own, block if is_copied else None))
         return changes

@@ -1,9 +1,10 @@
-"""Summaries and codes of keys, and the search for the keys that a token reads: select.h in torch.
+"""Summaries and codes of keys, and the search for the keys that a token reads: the reference of
+select.h in torch.
 
 The tables are bit-identical to those of the kernels. Scores differ by rounding, so near ties may be
-decided differently.
-Letters: B blocks of the cache, K key-value heads, N key blocks of a block of the cache, P positions of a
-key block, W head width, S summary bytes, C code bytes, G queries that share a head, M candidates."""
+resolved differently. Letters: B blocks of the cache, K key-value heads, N key blocks of a block of
+the cache, P positions of a key block, W head width, S summary bytes, C code bytes, G queries that
+share a head, M candidates."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +23,7 @@ SUMMARY_LARGEST, QUERY_LARGEST, CODE_STEP = 63.0, 127.0, 0.9957
 
 @dataclass(frozen=True, kw_only=True)
 class KeyTables:
-    """The tables of one layer."""
+    """The summaries and codes of one layer's keys."""
 
     summary_BKNS: Tensor  # uint8
     unit_BKN: Tensor
@@ -54,14 +55,16 @@ class KeyTables:
         return self.summary_BKNS, self.unit_BKN, self.code_BKNPC, self.factor_BKNP
 
     def places(self, sequence: int, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Places (block of the cache, key block within it) of the key blocks first .. last-1."""
+        """(block of the cache, key block within it) for the key blocks first .. last-1 of a
+        sequence."""
         position_N = torch.arange(first, last) * self.rule.block
         length = self.table.block_length
         block_N = self.table.block_SN[sequence].long()[position_N // length]
         return block_N, position_N % length // self.rule.block
 
     def summarise(self, sequence: int, begin: int, key_TKW: Tensor) -> None:
-        """Adds the key blocks from position `begin` on; `key_TKW` are their keys as stored, f32."""
+        """Adds whole key blocks from position `begin` on; `key_TKW`: their keys as stored, as
+        f32."""
         size = self.rule.block
         key_NPKW = key_TKW.unflatten(0, (-1, size))
         block_N, at_N = self.places(sequence, begin // size, begin // size + len(key_NPKW))
@@ -85,7 +88,7 @@ class KeyTables:
             self.factor_BKNP[block_N, :, at_N] = factor_NPK.transpose(1, 2)
 
     def _parts(self, key_NPKW: Tensor) -> Tensor:
-        """The means of the keys [N, 1, K, W], or their bounds [N, 2, K, W]."""
+        """The means of the keys [N, 1, K, W], or their largest and smallest values [N, 2, K, W]."""
         if self.rule.summary == "bounds":
             return torch.stack([key_NPKW.amax(dim=1), key_NPKW.amin(dim=1)], dim=1)
         total_NKW = key_NPKW[:, 0]
@@ -98,13 +101,13 @@ class KeyTables:
         return max(0, position + 1 - self.rule.window) // self.rule.block * self.rule.block
 
     def takes_all(self, position: int) -> bool:
-        """Whether a token at `position` reads all keys."""
+        """True if a token at `position` reads all keys."""
         return self.window_begin(position) <= self.rule.sinks + self.rule.top
 
     def choose(self, sequence: int, position: int, query_KGW: Tensor) -> Tensor:
         """The positions that a token at `position` reads for these queries, int64 [K, positions],
-        ascending. The token must not be one that reads all keys (`takes_all`); queries are rotated
-        as the stored keys are."""
+        ascending. Not for a token that reads all keys (`takes_all`). If stored keys are rotated,
+        queries must be too."""
         rule, window = self.rule, self.window_begin(position)
         always = [torch.arange(rule.sinks), torch.arange(window, position + 1)]
         found = []
@@ -115,7 +118,7 @@ class KeyTables:
         return torch.stack(found)
 
     def _search(self, head: int, block_N: Tensor, at_N: Tensor, query_GW: Tensor) -> Tensor:
-        """The `top` best positions, int64, counted from the end of the sinks."""
+        """The `top` best positions, int64, relative to the end of the sinks."""
         rule, size = self.rule, self.rule.block
         summary_NS = self.summary_BKNS[block_N, head, at_N].int() - 64
         unit_N = self.unit_BKN[block_N, head, at_N]
@@ -143,7 +146,7 @@ class KeyTables:
 
 
 def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 [..., C], and factors [...] of rotated residuals of keys [..., W]."""
+    """(codes uint8 [..., C], factors [...]) of the rotated residuals of keys [..., W]."""
     width = rest.shape[-1]
     squares = _in_order(rest * rest)
     step = (squares / width).sqrt() * CODE_STEP
@@ -159,14 +162,14 @@ def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_keys(code_MC: Tensor) -> Tensor:
-    """Levels + 2, from 0 to 3, int32 [M, W padded]."""
+    """The levels of codes plus 2, from 0 to 3, int32 [M, W padded]."""
     part_MNB = code_MC.unflatten(-1, (-1, 16))
     parts = [part_MNB >> 2 * number & 3 for number in range(4)]
     return torch.stack(parts, dim=-2).flatten(1).int()
 
 
 def _query(query_GW: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Quantised queries: integers, int32 [G, W padded], and their unit [G, 1]."""
+    """Quantises queries: (int32 [G, W padded], their unit [G, 1])."""
     unit_G1 = query_GW.abs().amax(dim=1, keepdim=True) / QUERY_LARGEST
     whole_GW = _whole(query_GW * _inverse(unit_G1))
     return F.pad(whole_GW, (0, padded(width) - width)), unit_G1
@@ -182,7 +185,8 @@ def _mass(score_GN: Tensor) -> Tensor:
 
 
 def _largest(score_N: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest, ascending; ties go to the first; NaN counts as largest."""
+    """Indices of the `count` largest values, ascending; of equal values the first win, NaN counts
+    as infinite."""
     order_N = torch.where(score_N.isnan(), math.inf, score_N).argsort(descending=True, stable=True)
     return order_N[:count].sort().values
 

@@ -24,14 +24,13 @@ from sparkinfer.runtime.cache.stored_rows import (
 Zeros = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-SUMMARISED = 8192  # positions whose keys are unpacked at a time
+SUMMARISED = 8192  # positions whose keys are unpacked at a time for summaries
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The cache of one layer. Within a block, the positions of a head are contiguous, so that a
-    step reads them as one run; with heads interleaved, each position would be on a different
-    page."""
+    """The cache of one layer. Within a block, the positions of a head are contiguous, so a step
+    reads them as one run; with interleaved heads, it would touch a page for every few positions."""
 
     key_BKPX: Tensor
     value_BKPX: Tensor
@@ -70,7 +69,7 @@ class LayerCache:
 
     @property
     def for_kernels(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as a GPU's kernels take them: [C, K, W], or blocks [B, P, K, W]."""
+        """Keys and values in the shape of a GPU's kernels: [C, K, W], or blocks [B, P, K, W]."""
         if self.table.is_whole:
             return self.key_CKW, self.value_CKW
         assert not self.types.key.is_blocks and not self.types.value.is_blocks
@@ -88,7 +87,7 @@ class LayerCache:
         self, sequence: int, start: int, key_TKW: Tensor, value_TKW: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Stores T tokens at `start`; returns all keys and values [C, K, W] of the sequence up to
-        the last of them, as read back from storage. Those of a rotated cache stay rotated."""
+        the last of them, decoded from the cache. If the cache is rotated, they are too."""
         end = start + len(key_TKW)
         found = []
         for (cache_BKPX, kind), new_TKW in zip(self._kept, (key_TKW, value_TKW), strict=True):
@@ -108,7 +107,7 @@ class LayerCache:
         return found[0], found[1]
 
     def _summarise(self, sequence: int, start: int, end: int) -> None:
-        """Adds to the tables the key blocks that end within positions start .. end-1."""
+        """Adds the key blocks that are completed by positions start .. end-1 to the tables."""
         if self.tables is None:
             return
         size = self.tables.rule.block
@@ -120,15 +119,15 @@ class LayerCache:
             self.tables.summarise(sequence, begin, decode(kept_TKX, self.types.key).float())
 
     def _places(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """The block of each position, and the position within it, on the cache's device."""
+        """(block of each position, position within it), on the cache's device."""
         position_T, device = torch.arange(start, end), self.key_BKPX.device
         length = self.table.block_length
         block_T = self.table.blocks(sequence, end)[position_T // length]
         return block_T.to(device), (position_T % length).to(device)
 
     def read(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as
-        int16, because numpy has no bf16."""
+        """Copies of the keys and values [T, K, X] at positions start .. end-1, as stored; bf16 as
+        int16, because numpy lacks bf16."""
         block_T, place_T = self._places(sequence, start, end)
         return _bits(self.key_BKPX)[block_T, :, place_T], _bits(self.value_BKPX)[
             block_T, :, place_T
@@ -143,7 +142,7 @@ class LayerCache:
         self._summarise(sequence, start, start + len(key_TKX))
 
     def takes(self, count: int, key_TKX: Tensor, value_TKX: Tensor) -> bool:
-        """Whether `write` accepts these tensors as `count` rows."""
+        """True if `write` accepts these tensors as `count` rows."""
         pairs = zip(self._kept, (key_TKX, value_TKX), strict=True)
         return all(
             rows.shape == (count, self.num_kv_heads, cache.shape[3])

@@ -1,5 +1,5 @@
-"""Encodes and decodes rows of keys and values as the cache stores them; kernels/cpu/cache_rows.h in
-torch.
+"""Encodes and decodes the cache's rows of keys and values: the reference of
+kernels/cpu/cache_rows.h in torch.
 
 Letters: W values of a row, X its width as stored (W values, or the bytes of its blocks), N blocks
 of a row."""
@@ -33,7 +33,7 @@ def encode(x: Tensor, kind: CacheType) -> Tensor:
     if kind.kind == "q8_0":
         scale_N1 = largest_N1.abs() / 127.0
         scaled = x_N32 * _inverse(scale_N1)
-        whole = scaled.trunc()  # halves away from zero, as C rounds
+        whole = scaled.trunc()  # rounds halves away from zero, like C's round()
         is_up = (scaled - whole).abs() >= 0.5
         rounded = whole + torch.where(is_up, scaled.sign(), 0.0)
         quants = rounded.clamp(-127, 127).to(torch.int8).view(torch.uint8)
@@ -76,6 +76,6 @@ def turn_by_hadamard(x: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale, or 0 where that is not finite in f32: such a scale is 0 in f16."""
+    """1 / scale; 0 where that is not finite in f32, because such a scale is 0 in f16."""
     inverse = 1.0 / scale
     return torch.where(inverse.isfinite(), inverse, 0.0)

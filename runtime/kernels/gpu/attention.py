@@ -1,7 +1,8 @@
-"""Attention of a step's rows: rotation, cache append, and softmax(q k) v split over the context.
+"""Attention of a step's rows: rotation, append to the cache, and softmax(q k) v split over the
+context.
 
-Each row has its own programs, with the same instructions as a single row. Rows of one sequence read
-each other's keys and values from the GPU's cache.
+Each row has programs of its own, with the same instructions as in a step of one row. Rows of one
+sequence read each other's keys and values from the KV cache, which the previous kernel has written.
 
 Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, B its
 blocks, P positions of a tile or block, G queries of a key-value head, S sequences, N blocks of a
@@ -16,7 +17,7 @@ from torch import Tensor
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
 from sparkinfer.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
-# Positions whose keys and values are in registers at once: 16 KiB of f16 each at a width of 128.
+# Positions of a tile, whose keys and values are in registers: 16 KiB of f16 each at a width of 128.
 _TILE = 64
 
 
@@ -48,8 +49,8 @@ def _rotate_append(
     BLOCK_LENGTH: tl.constexpr,
     MAGNITUDE: tl.constexpr,
 ):
-    """One program per head and row. Values are loaded in pairs, whether or not they are rotated. A
-    row that repeats the one before it appends nothing."""
+    """One program per head and row. Values are loaded in pairs even if they are not rotated. A row
+    that repeats the previous one appends nothing."""
     head = tl.program_id(0)
     if NUM_ROWS > 1:
         row = tl.program_id(1)
@@ -96,7 +97,7 @@ def _rotate_append(
         if frequency is not None:
             first, second = _turn(first, second, frequency, pair, in_head, at, MAGNITUDE)
         if head < NUM_HEADS:
-            tl.debug_barrier()  # in place: a thread may store where another one has loaded
+            tl.debug_barrier()  # in place: all threads must have loaded before any stores
             tl.store(qkv + head * WIDTH + first_at, first, mask=in_head)
             tl.store(qkv + head * WIDTH + second_at, second, mask=in_head)
         else:
@@ -116,9 +117,9 @@ def _head_norm(first, second, weight, first_at, second_at, in_head, epsilon, WID
 
 @triton.jit
 def _turn(first, second, frequency, pair, in_head, position, MAGNITUDE: tl.constexpr):
-    """Rotates by position times frequency, and multiplies by the magnitude. The angle is in f64, as it may be 100,000 turns of which
-    only the fraction counts; cosine and sine of that fraction are in f32, as f64 ones cost a
-    laptop's GPU some microseconds a layer."""
+    """Rotates by position times frequency, and multiplies by the magnitude. The angle is computed
+    in f64, because it may be 100,000 turns of which only the fraction counts; its cosine and sine
+    are f32, because f64 would cost a laptop's GPU some microseconds per layer."""
     turns = position.to(tl.float64) * tl.load(frequency + pair, mask=in_head, other=0.0)
     turns = turns * 0.15915494309189535
     turns -= tl.floor(turns + 0.5)
@@ -159,8 +160,9 @@ def _attend_part(
     NUM_KV: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
-    """One key-value head, one part of the context and one row: for each of the head's queries the
-    maximum score, the sum of e^(score - maximum), and the sum of values with these weights."""
+    """One program per key-value head, part of the context and row. For each of the head's queries
+    it computes the maximum score, the sum of e^(score - maximum), and the values weighted by
+    these."""
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     to = part
@@ -202,8 +204,8 @@ def _attend_part(
                 head_value + (row_P * value_stride + column), mask=is_live, other=0.0
             )
             key_PW, value_PW = key_PW.to(tl.float32), value_PW.to(tl.float32)
-            # One query at a time against the tile in registers: a product of all at once would be
-            # GROUP times as large, and tensor cores would round the queries.
+            # One query at a time against the tile in registers: a product with all queries would
+            # take GROUP times the registers, and tensor cores would round the queries.
             score_GP = tl.full([GROUP_BLOCK, TILE], float("-inf"), tl.float32)
             for number in tl.static_range(GROUP):
                 query = qkv + (kv_head * GROUP + number) * WIDTH
@@ -213,7 +215,7 @@ def _attend_part(
                 score_GP = tl.where((group_G == number)[:, None], score_P[None, :], score_GP)
             new_G = tl.maximum(peak_G, tl.max(score_GP, axis=1))
             new_G = tl.where(group_G < GROUP, new_G, 0.0)
-            # If every score is minus infinity, their difference is undefined.
+            # If every score is -inf, score - peak would be NaN.
             base_G = tl.where(new_G == float("-inf"), 0.0, new_G)
             shrink_G = tl.exp(peak_G - base_G)
             share_GP = tl.exp(score_GP - base_G[:, None])
@@ -249,8 +251,8 @@ def _attend_join(
     NUM_ROWS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
 ):
-    """One head of a row: joins its parts, up to the one with the position, under a common maximum
-    score."""
+    """One program per head and row: combines the parts, up to the one with the row's position,
+    under a common maximum score."""
     head = tl.program_id(0)
     part_S = tl.arange(0, PARTS_BLOCK)
     first = 0
@@ -403,7 +405,7 @@ class _Cache:
 
     @property
     def block_length(self) -> int:
-        """1 without blocks, so that the kernels do not depend on the context."""
+        """1 without blocks, so that compiled kernels do not depend on the context."""
         return 1 if self.table_SN is None else self.key.shape[1]
 
     @property
@@ -414,7 +416,7 @@ class _Cache:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The strides of positions and of heads, each of keys and values."""
+        """The strides of positions (keys, values) and of heads (keys, values)."""
         return tuple(cache.stride(axis) for axis in (-3, -2) for cache in (self.key, self.value))
 
     @property

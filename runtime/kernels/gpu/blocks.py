@@ -1,9 +1,9 @@
-"""Triton: weights of every kind read as units of 16 bytes of quants, or of 16 values.
+"""Triton: reads weights of every kind in units of 16 bytes of quants, or of 16 float values.
 
-A unit is what one thread loads at once. In kinds with nibbles it holds 32 values in two parts, the
-low nibbles and the high ones; in the others 16 values in one part. A tile is [rows, units, 16]; a
-value is its scale times its quant minus its minimum, scale and minimum being [rows, units], so that
-a product multiplies by the scale once for 16 values. Sums over the last axis stay within a thread.
+A unit is one thread's load. In kinds with nibbles it holds 32 values in two parts, the low nibbles
+and the high ones; in others 16 values in one part. A tile is [rows, units, 16]. A value is scale
+times quant minus minimum, with scales and minima [rows, units], so a product multiplies by the
+scale once for 16 values. Sums over the last axis stay within a thread.
 
 The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and,
 as stored in files, "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.kernels.planar, and for
@@ -20,8 +20,8 @@ import triton.language as tl
 
 @triton.jit
 def rows_at(data, row_R, stride, ALIGN: tl.constexpr):
-    """Pointers [R] to rows; `stride` is the row stride in units of ALIGN, of which both it and
-    `data` are multiples: the compiler needs that for wide loads."""
+    """Pointers [R] to rows; `stride` is the row stride in units of ALIGN. Row stride and `data` are
+    multiples of ALIGN, which the compiler must know to emit wide loads."""
     return data + row_R.to(tl.int64) * stride * ALIGN
 
 
@@ -42,7 +42,8 @@ def columns(unit_U, KIND: tl.constexpr, PART: tl.constexpr):
 def in_row(
     unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Which of `columns` exist. Rows of blocks have whole units, rows of floats any width."""
+    """Mask of the `columns` that exist. Rows of blocks have whole units, rows of floats any
+    width."""
     if WIDTH % 16 == 0:
         is_there = (unit_U < WIDTH // (16 * PARTS))[:, None]
     else:
@@ -104,8 +105,8 @@ def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _float_of(byte, LESS: tl.constexpr):
-    """f32 of a byte minus a number, exact: the byte becomes the last bits of 2^23. A conversion
-    would be I2F, of which a multiprocessor does fewer at a time; the gain is not measured."""
+    """A byte minus LESS as f32, exactly: the byte becomes the low bits of the mantissa of 2^23. A
+    conversion (I2F) has a lower throughput on a multiprocessor; the gain is not measured."""
     return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)
 
 
@@ -175,15 +176,15 @@ def _six_bits(first, second, third, part):
 
 @triton.jit
 def _half_at(pointer, is_live):
-    """f32 of the f16 number at a pointer to bytes."""
+    """The f16 number at a pointer to bytes, as f32."""
     return tl.load(pointer.to(tl.pointer_type(tl.float16)), mask=is_live, other=0).to(tl.float32)
 
 
 @triton.jit
 def values(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part, scaled; see `quants`."""
-    # Scales are loaded first: the compiler keeps the order of loads, and loading them after the
-    # quants would wait twice.
+    # Scales are loaded first: the compiler keeps the order of loads, and if they came after the
+    # quants, their latencies would add up.
     if KIND == "q4_k" or KIND == "q5_k":
         BLOCK_BYTES: tl.constexpr = 144 if KIND == "q4_k" else 176
         scale_low, scale_high, minimum_low, minimum_high = scales_and_minima(
@@ -214,8 +215,8 @@ def dot_rows(
     UNITS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """A tuple of f32 [R]: rows times each of GROUP contiguous vectors. Masked-out rows are not read
-    and give 0."""
+    """A tuple of f32 [R], the products of rows with each of GROUP contiguous vectors. Masked-out
+    rows are not read and give 0."""
     NUM_UNITS: tl.constexpr = (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     HAS_BLOCKS: tl.constexpr = KIND != "f32" and KIND != "f16" and KIND != "bf16"
     totals = ()

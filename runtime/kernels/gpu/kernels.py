@@ -1,26 +1,27 @@
-"""The kernels of a decode step on a GPU as one record of functions, so that the step can run on
-Triton's kernels or on the float64 reference.
+"""The kernels of a decode step on a GPU, as one record of functions: a step can run on Triton's
+kernels, on torch's or on the float64 reference.
 
-All of them write into given tensors, allocate nothing and do not synchronise. They launch on
-torch's current stream of its current device, which must be that of the tensors; grids depend on
-shapes alone, so that a captured CUDA graph stays valid for every position and every set of neurons.
-Vectors are contiguous f32 unless stated otherwise; rows of matrices may be strided.
+All of them write to given tensors, allocate nothing and do not synchronise. They launch on the
+current stream of torch's current device, which must be the tensors' device. Grids depend only on
+shapes, so a captured CUDA graph stays valid for every position and every set of neurons. Vectors
+are contiguous f32 unless stated otherwise; rows of matrices may be strided.
 
-A step computes one row, or T rows at a time, T in `ROWS`: every vector of a row may be [T, ...]
-instead (step_rows.AXES; for sums of parts [P, T, D]), an index or position is then [T], and rows of
-outputs of `dot` may be strided. A row's bits are those that it has alone, whatever T and the other
-rows are; for K-quants, where the compiler fuses other operations in another T, to f32's rounding of
-the sum's terms. A row may repeat the one before it.
+A step computes T rows, T in `ROWS`. With T > 1, every vector of a row becomes [T, ...]
+(step_rows.AXES; sums of parts become [P, T, D]), an index or position becomes [T], and rows of
+outputs of `dot` may be strided. A row's result is bit-identical for every T and whatever the other
+rows are; for K-quants it is equal up to the f32 rounding of terms, because the compiler fuses
+different operations for different T. A row may repeat the previous one.
 
-The cache is [C, K, W] of one sequence, or with several sequences in blocks [B, C, K, W]: position p
-of sequence s is in block table_SN[s, p // C], int32 on the device, C being a multiple of 64.
+The cache of one sequence is [C, K, W]; that of several sequences is in blocks [B, C, K, W]:
+position p of sequence s is in block table_SN[s, p // C], int32 on the device, where C is a multiple
+of 64.
 
 A matrix is f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar
 (sparkinfer.runtime.kernels.planar).
 
-Letters: T rows of a step, D width, F neurons of the layer, N rows of a matrix or neurons of a block,
-R rank, H heads, K key-value heads, W head width, C positions of the cache, S parts of a sum, P rows
-to add, A chosen rows, B words of 32 bits; table_SN: S sequences, N blocks of one."""
+Letters: T rows of a step, D width, F neurons of the layer, N rows of a matrix or neurons of a
+block, R rank, H heads, K key-value heads, W head width, C positions of the cache, S parts of a sum,
+P rows to add, A chosen rows, B words of 32 bits; table_SN: S sequences, N blocks of one."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,7 +32,7 @@ from sparkinfer.architecture import Activation, PredictorKind
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
-# Kinds of matrices for which a row's last bits depend on T.
+# Kinds of matrices for which a row's rounding depends on T.
 INEXACT_ROWS = ("q4_k", "q5_k", "q6_k", "q6_k_planar")
 
 
@@ -94,9 +95,9 @@ class RotateAppend(Protocol):
         magnitude: float = 1.0,
     ) -> None:
         """RMS norm of each head of q and k, and rotation by f64 [W / 2] frequencies; both optional.
-        Rotated values are multiplied by `magnitude`.
-        `qkv` is f32 [(H + 2 K) W]: q is updated in place, k and v are written to the cache, f32 or
-        f16, at `position_1` (int64 on the device) of `sequence_1` (int32)."""
+        Rotated values are multiplied by `magnitude`. `qkv` is f32 [(H + 2 K) W]: q is updated in
+        place, k and v are written to the cache, f32 or f16, at `position_1` (int64 on the device)
+        of `sequence_1` (int32)."""
 
 
 class Attend(Protocol):
@@ -113,7 +114,7 @@ class Attend(Protocol):
         table_SN: Tensor | None = None,
     ) -> None:
         """softmax(q k / sqrt W) v over the positions 0 to `position_1` inclusive. `scratch` is f32
-        with at least `attend_scratch` values a row."""
+        with at least `attend_scratch` values per row."""
 
 
 class Predict(Protocol):
@@ -127,11 +128,11 @@ class Predict(Protocol):
         activation: Activation,
         named_B: Tensor,
     ) -> None:
-        """Bit j % 32 of word j // 32 of `named_B`, int32 [ceil(F / 32)]: whether neuron j is
+        """Writes `named_B`, int32 [ceil(F / 32)]: bit j % 32 of word j // 32 is 1 if neuron j is
         predicted.
 
-        Its score is up_j inner + bias, or |activation(that)| for "gate"; it is predicted unless
-        score <= threshold. Bits past F are 0."""
+        Its score is up_j inner + bias, or the magnitude of the activation of that for "gate"; it is
+        predicted unless score <= threshold. Bits past F are 0."""
 
 
 class GateUp(Protocol):
@@ -149,12 +150,12 @@ class GateUp(Protocol):
         is_dense: bool,
         hidden_N: Tensor,
     ) -> None:
-        """hidden_j = act(gate_j x + bias) (up_j x + bias), by
-        sparkinfer.runtime.model.feed_forward.Gate.
+        """hidden_j = act(gate_j x + bias) (up_j x + bias), as in
+        sparkinfer.runtime.weights.neuron_block.Gate.
 
-        0 for neurons that are not predicted or, unless `is_dense`, do not fire: rows of the former
-        and up rows of the latter are not read. `id_N`, int32, holds the neurons' ids in the layer,
-        which index `named_B`; None: 0, 1, ..."""
+        It is 0 for neurons that are not predicted, whose rows are not read, and, unless `is_dense`,
+        for neurons that do not fire, whose up rows are not read. `id_N`, int32: the neurons' ids in
+        the layer, which index `named_B`; None: 0, 1, ..."""
 
 
 class Down(Protocol):
@@ -162,8 +163,8 @@ class Down(Protocol):
         self, down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
     ) -> None:
         """Row s of `parts_SD` is the sum of hidden_j down_j over the s-th range of ceil(N / S)
-        neurons, zeros if the range is empty. With `skips_zeros`, rows of neurons with hidden value
-        0 are not read. `add_norm` adds up the parts."""
+        neurons, zeros if the range is empty. With `skips_zeros`, rows of neurons whose hidden value
+        is 0 are not read. `add_norm` adds the parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +181,11 @@ class Kernels:
 
 
 def triton_kernels() -> Kernels:
-    """Triton's kernels, on the current CUDA device, or without one in its interpreter.
+    """Triton's kernels, on the current CUDA device, or in Triton's interpreter if there is none.
 
-    The first call for each set of shapes, types and alignments compiles, for about a second, which
-    fails during graph capture: run the same step once before. The set does not include the numbers
-    of rows and neurons. Raises ImportError in one line if Triton is missing."""
+    The first call for each combination of widths, types and alignments compiles for about a second,
+    which fails during graph capture, so run the step once before. The numbers of rows and neurons
+    are not part of the combination. Raises ImportError with one line if Triton is missing."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -207,7 +208,7 @@ def triton_kernels() -> Kernels:
 
 
 def reference_kernels() -> Kernels:
-    """Reference kernels in float64 by torch, on any device: the definition of the others."""
+    """Reference kernels in float64 with torch, on any device, which define the others' results."""
     from sparkinfer.runtime.kernels.gpu import reference
 
     return Kernels(

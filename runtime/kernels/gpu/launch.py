@@ -1,16 +1,15 @@
-"""Layout, tile sizes and groups of rows that the launchers pass for a matrix.
+"""Layouts, tile sizes and groups of rows that launchers pass to kernels.
 
-Tiles follow from shapes and kinds alone, so that results do not depend on the device and nothing is
-tuned at run time. Each thread loads 64 bytes of a tile at once, in four loads of 16: with four to
-eight programs per multiprocessor some 32 KiB are in flight, which is what an H200 needs (4.8 TB/s
-times 0.8 us over 132 multiprocessors are 29 KiB), and far more than a laptop's card needs. For
-kinds with nibbles it is half of that, as their values fill twice the registers: at 64 bytes the
-compiler takes 168 to 255 of them, at 32 bytes 72 to 108, with which five programs fit a
-multiprocessor.
+Tiles depend only on shapes and kinds, so results do not depend on the device and nothing is tuned
+at run time. Each thread has 64 bytes of a tile in flight, in four loads of 16. With four to eight
+programs per multiprocessor that is about 32 KiB, which an H200 needs (4.8 TB/s times 0.8 us, over
+132 multiprocessors, is 29 KiB) and which is far more than a laptop's card needs. Kinds with nibbles
+have half of that in flight, because their values take twice the registers: with 64 bytes the
+compiler uses 168 to 255, with 32 bytes 72 to 108, so that five programs fit on a multiprocessor.
 
 A step of T rows runs in groups: a program holds the sums of one group's rows and reads each weight
-once for them, and the programs of the other groups, which run beside it, find the weight in the
-cache. A row's sums are the same operations in the same order for every T.
+once for them; the programs of the other groups run concurrently and find the weight in cache. A
+row's sum has the same operations in the same order for every T.
 
 Letters: R rows of a tile, U units, T rows of a step."""
 
@@ -26,16 +25,16 @@ _BYTE_KINDS = ("q8_0", "q8_0_planar")
 NUM_WARPS = 4
 LEAST_PROGRAMS = 512
 _TILE_BYTES = {1: 64 * 32 * NUM_WARPS, 2: 32 * 32 * NUM_WARPS}  # by parts of a unit
-# Rows of a step whose sums fit the registers of a program of `dot_rows`, which takes up to 255 of
-# them with so many. Floats have 16 sums where kinds with blocks have one.
+# Most rows of a step whose sums fit into the registers of a program of `dot_rows`, which then uses
+# up to 255. Floats have 16 sums where kinds with blocks have one.
 GROUP, FLOAT_GROUP = 4, 2
-# Fewer rows do not get longer tiles: arranging x for them would cost more than it gains.
+# With fewer rows, tiles do not get longer: rearranging x for them would cost more than it gains.
 _LEAST_ROWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a matrix, as blocks.rows_at and blocks.values take it."""
+    """The layout of a matrix, for blocks.rows_at and blocks.values."""
 
     kind: str
     width: int
@@ -60,7 +59,7 @@ class Layout:
 
     @property
     def group(self) -> int:
-        """Most rows of a step that a program of `dot_rows` takes."""
+        """Most rows of a step per program of `dot_rows`."""
         return FLOAT_GROUP if self.kind in _FLOAT_BYTES else GROUP
 
     @property
@@ -68,7 +67,8 @@ class Layout:
         return -(-self.width // (16 * self.parts))
 
     def units_of_tile(self, num_rows: int) -> int:
-        """A power of two: units of `num_rows` rows that make a tile, but no more than a row has."""
+        """Units of a tile of `num_rows` rows, a power of two; at most those of a row, rounded
+        up."""
         wanted = _TILE_BYTES[self.parts] // (max(_LEAST_ROWS, num_rows) * self.unit_bytes)
         return min(wanted, power_of_2(self.num_units))
 
@@ -82,27 +82,27 @@ class Groups:
 
     @classmethod
     def of(cls, vector: Tensor, most: int) -> "Groups":
-        """Groups of at most `most` of the rows of a vector."""
+        """Divides the rows of a vector into groups of at most `most`."""
         num_rows = step_rows(vector)
         size = min(most, num_rows)
         return cls(size=size, count=num_rows // size)
 
 
 def step_rows(vector: Tensor) -> int:
-    """T of a vector [T, D]; a vector [D] is of one row."""
+    """T of a vector [T, D]; 1 for a vector [D]."""
     num_rows = 1 if vector.dim() == 1 else len(vector)
     assert num_rows & (num_rows - 1) == 0 and num_rows, f"{num_rows} rows, wanted a power of 2"
     return num_rows
 
 
 def power_of_2(number: int) -> int:
-    """The least power of 2 that is not smaller."""
+    """The smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def rows_of_program(num_rows: int, most: int = 4) -> int:
-    """At most `most` rows, few enough for `LEAST_PROGRAMS`: several per multiprocessor of an H200
-    (132)."""
+    """Rows per program: at most `most`, and few enough for LEAST_PROGRAMS programs, which are
+    several for each of an H200's 132 multiprocessors."""
     rows = most
     while rows > 1 and num_rows < LEAST_PROGRAMS * rows:
         rows //= 2

@@ -1,5 +1,5 @@
-"""The neurons of a block for the rows of a step: gate and up to hidden values, and `down` to partial
-sums.
+"""Computes the neurons of a block for the rows of a step: hidden values from gate and up, and
+partial sums from `down`.
 
 Letters: N neurons, D width, S parts, T rows of a step."""
 
@@ -17,13 +17,14 @@ from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, row
 from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
-# For `down`: units of columns that a program sums, a super-block of K-quants or 128 bytes of
-# nibbles; and neurons whose hidden values it scans at once for nonzeros. It takes these 16 at a
-# time: at 32, sums and scan together take 150 to 250 registers.
+# For `down`: units of columns that a program sums (a super-block of K-quants, or 128 bytes of
+# nibbles), and neurons whose hidden values it scans together for nonzeros. It reads nonzero neurons
+# 16 at a time; with 32, sums and scan would take 150 to 250 registers.
 _UNITS = 8
 _CHUNK = 256
-# Rows of a step whose sums a program of `down` holds: 16 registers each and part of a unit where
-# zeros are skipped, else 32. With two of them the compiler takes 170 to 234, or 128.
+# Rows of a step whose sums a program of `down` holds, by (parts of a unit, whether zeros are
+# skipped). Per row and part, sums take 16 registers if zeros are skipped, else 32. With two rows
+# the compiler uses 170 to 234 registers, or 128.
 _DOWN_GROUP = {(1, True): 2, (2, True): 2, (1, False): 2, (2, False): 1}
 
 
@@ -57,7 +58,7 @@ def _gate_up(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ):
-    """A neuron is read if one row of the group needs it; a row that does not gets 0."""
+    """Reads a neuron if any row of the group needs it; rows that do not need it get 0."""
     row_R = tl.program_id(0) // NUM_GROUPS * ROWS + tl.arange(0, ROWS)
     if NUM_GROUPS > 1:
         first = tl.program_id(0) % NUM_GROUPS * GROUP
@@ -118,7 +119,7 @@ def _gate_up(
 
 @triton.jit
 def _any(lives, GROUP: tl.constexpr):
-    """Which neurons a row of the group needs."""
+    """Mask of the neurons that any row of the group needs."""
     live_R = lives[0]
     for t in tl.static_range(1, GROUP):
         live_R = live_R | lives[t]
@@ -130,7 +131,7 @@ def _rows_of(
     data, stride, neuron_R, live_R, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr,
     PARTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """f32 [R, U, 16] of both parts of some neurons' rows."""
+    """Both parts of some neurons' rows, f32 [R, U, 16] each."""
     in_row_U = unit_U < (WIDTH + 16 * PARTS - 1) // (16 * PARTS)
     row = rows_at(data, neuron_R, stride, ALIGN)
     return values(row, live_R, in_row_U, unit_U, KIND, WIDTH)
@@ -156,8 +157,8 @@ def _down(
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
 ):
-    """If zeros are skipped, each row of the group reads the open neurons of a chunk for itself, in
-    the order that it has alone; what two rows share is in the cache by then."""
+    """If zeros are skipped, each row of the group reads the nonzero neurons of a chunk separately,
+    in the same order as in a step of one row; neurons that two rows share are then in cache."""
     unit_U = tl.program_id(0) // NUM_GROUPS * UNITS + tl.arange(0, UNITS)
     if NUM_GROUPS > 1:
         first_row = tl.program_id(0) % NUM_GROUPS * GROUP
@@ -183,8 +184,8 @@ def _down(
                 num_open = tl.sum(is_open_C, axis=0)
                 first = 0
                 while first < num_open:
-                    # Open neuron k's index is the number of neurons whose inclusive count of open
-                    # ones is at most k.
+                    # The index of nonzero neuron k is the number of neurons whose inclusive count
+                    # of nonzeros is at most k.
                     number_R = first + tl.arange(0, ROWS)
                     is_before = open_up_to_C[None, :] <= number_R[:, None]
                     neuron_R = start + tl.sum(is_before.to(tl.int32), axis=1)
@@ -246,7 +247,7 @@ def gate_up(
 ) -> None:
     layout = Layout.of(gate)
     up_layout = layout if up is None else Layout.of(up)
-    # A program of four neurons more often has a predicted one, so fewer programs would exit early.
+    # With four neurons per program, fewer programs would have no predicted one and exit early.
     rows = rows_of_program(gate.num_rows, 4 if named_B is None else 2)
     groups = Groups.of(x_D, min(layout.group, up_layout.group))
     assert x_D.is_contiguous() and hidden_N.is_contiguous(), (x_D.stride(), hidden_N.stride())
@@ -312,5 +313,5 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
 
 
 def _dense_rows(layout: Layout) -> int:
-    """Neurons of a tile of `down`: 64 take 128 registers or fewer, except for f32 and q6_k."""
+    """Neurons of a tile of `down`: 64 take at most 128 registers, except for f32 and q6_k."""
     return 32 if layout.kind in ("f32", "q6_k_planar") else 64

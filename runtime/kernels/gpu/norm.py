@@ -1,6 +1,7 @@
-"""A vector plus partial sums, and its norm, in one program for each row of a step.
+"""Adds partial sums to a vector and computes its norm, in one program per row of a step.
 
-One program reads all parts, so that norm and sum are one launch; the parts are added in order.
+One program reads all parts, so that norm and sum take one launch; the parts are added in order.
+
 Letters: D width, P parts, T rows of a step."""
 
 import triton
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
 
-# Values loaded at once, over all parts: loading one part after the other would cost the latency of
-# memory for each. More of them do not fit the registers of a program.
+# Values of several parts that are loaded together: loading parts one by one would cost a memory
+# latency for each. More values do not fit into the registers of a program.
 _AT_ONCE = 1 << 16
 
 

@@ -1,5 +1,6 @@
-"""Evaluates a predictor: the neurons it predicts, as a bit mask for each row of a step. Letters: F neurons,
-R rank, B words."""
+"""Evaluates a predictor: writes the predicted neurons as a bit mask for each row of a step.
+
+Letters: F neurons, R rank, B words."""
 
 import torch
 import triton
@@ -12,7 +13,8 @@ from sparkinfer.runtime.kernels.gpu.blocks import dot_rows, rows_at
 from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
-# Neurons per program: it writes one byte, so that no two programs write to the same address.
+# Neurons per program, which writes their bits as one byte, so no two programs write the same
+# address.
 _ROWS = 8
 
 
@@ -72,7 +74,7 @@ def predict(
     assert named_B.shape[-1] == triton.cdiv(up.num_rows, 32), (named_B.shape, up.num_rows)
     assert inner_R.is_contiguous() and named_B.dim() == inner_R.dim(), (inner_R.stride(), named_B)
     groups = Groups.of(inner_R, layout.group)
-    named = named_B.view(torch.uint8)  # bytes of a word, lowest bits first
+    named = named_B.view(torch.uint8)  # little-endian: the lowest bits first
     _predict[(named.shape[-1] * groups.count,)](
         up.data,
         layout.stride,

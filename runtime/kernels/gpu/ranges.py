@@ -1,11 +1,11 @@
-"""The numbers of parts that kernels split sums into. They follow from shapes alone: a captured
+"""The numbers of parts into which kernels split sums. They depend only on shapes, so a captured
 graph is valid for every position and every set of neurons, and results do not depend on the
 device."""
 
 # Columns of `down` that one program sums: 256 bytes of f16.
 DOWN_COLUMNS = 128
-# Enough for four programs per multiprocessor of an H200; add_norm then reads all parts with one
-# program, so there should be no more of them than that needs.
+# Enough for about four programs per multiprocessor of an H200, and not more, because a single
+# program of add_norm then reads all parts.
 _DOWN_PROGRAMS = 512
 _LEAST_DOWN_NEURONS = 64
 

@@ -1,5 +1,5 @@
-"""Reference of the GPU kernels in float64 by torch: slow and plain. It defines their results. The
-rows of a step are computed one after the other.
+"""The reference of the GPU kernels in float64 with torch, which defines their results: slow and
+plain. The rows of a step are computed one by one.
 
 Letters and contracts: see kernels.py."""
 
@@ -197,8 +197,8 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _turn(x_HW: Tensor, angle_W2: Tensor, is_adjacent: bool) -> Tensor:
-    """Rotates each pair, as a complex number times e^(i angle): neighbours, or half a head
-    apart."""
+    """Rotates each pair of values, adjacent or half a head apart, as a complex number times
+    e^(i angle)."""
     pairs = x_HW.unflatten(-1, (-1, 2) if is_adjacent else (2, -1))
     first, second = pairs.unbind(-1 if is_adjacent else -2)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle_W2), angle_W2)

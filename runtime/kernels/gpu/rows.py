@@ -1,4 +1,4 @@
-"""Rows of a matrix times the vectors of a step, and rows unpacked.
+"""Multiplies the rows of a matrix by the vectors of a step, and unpacks rows.
 
 Letters: D width, N rows, A chosen rows, T rows of a step."""
 

@@ -1,4 +1,4 @@
-"""Kernels of one row run for each row of a step: what several rows mean, by definition.
+"""Runs a kernel for one row on each row of a step, which defines its results for several rows.
 
 Letters: T rows of a step."""
 
@@ -22,12 +22,12 @@ AXES: dict[str, dict[str, int]] = {
     "gate_up": {"x_D": 0, "named_B": 0, "hidden_N": 0},
     "down": {"hidden_N": 0, "parts_SD": 1},
 }
-# Of these a kernel takes one element, not a number.
+# A kernel takes these as tensors of one element.
 _LISTS = ("index_1", "position_1", "sequence_1")
 
 
 def by_rows(kernel: Callable[Parameters, None], name: str = "") -> Callable[Parameters, None]:
-    """The kernel for the rows of a step, one after the other: vectors may be [T, D]."""
+    """The kernel for several rows, whose vectors may be [T, D]; runs the rows one by one."""
     axes = AXES[name or kernel.__name__]
     first = next(iter(axes))
     signature = inspect.signature(kernel)
@@ -37,7 +37,7 @@ def by_rows(kernel: Callable[Parameters, None], name: str = "") -> Callable[Para
         given = signature.bind(*arguments, **options).arguments
         if given[first].dim() == 1:
             return kernel(*arguments, **options)
-        # A row that repeats the one before it appends nothing: what it writes is overwritten.
+        # In reverse, so that a row overwrites what a repetition of it has appended to the cache.
         for row in reversed(range(len(given[first]))):
             own = {key: _row(given[key], key, axes[key], row) for key in axes if key in given}
             kernel(**{**given, **own})  # type: ignore[call-arg]

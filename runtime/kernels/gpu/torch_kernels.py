@@ -1,9 +1,9 @@
-"""The GPU kernels in torch, on any device: a fallback where Triton's are missing or wrong.
+"""The GPU kernels in torch, on any device: the fallback where Triton's are missing or wrong.
 
-They are the float64 reference, in pieces of matrix rows and heads so that temporaries stay small. Some of
-them wait for the device, so they cannot be captured into a graph. Contracts: kernels.py.
+They run the float64 reference on pieces of matrices and heads, so that temporaries stay small. Some
+synchronise with the device, so they cannot be captured into a graph.
 
-Letters: see kernels.py."""
+Contracts and letters: see kernels.py."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,8 +18,8 @@ from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.kernels.gpu.step_rows import by_rows
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
-# A multiple of 32, so that a piece has whole words of bits: 8 MiB in float64 if a row has 4,096
-# values.
+# Rows of a piece: 8 MiB in float64 if a row has 4,096 values. A multiple of 32, so that a piece has
+# whole words of bits.
 ROWS = 256
 
 
@@ -38,7 +38,7 @@ def torch_kernels() -> Kernels:
 
 
 def mixed(fast: Kernels, plain: Kernels, names: Iterable[str]) -> Kernels:
-    """The fast kernels, with plain ones in place of those with these names."""
+    """The fast kernels, with the named ones replaced by plain ones."""
     return replace(fast, **{name: getattr(plain, name) for name in names})
 
 
