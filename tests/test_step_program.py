@@ -1,21 +1,23 @@
-"""The step program: any order of its operations that their declared reads and writes allow gives the same
-bits, on the host alone and with plans; a read or write that is not declared is found. The forms made
-from files and from weights agree."""
+"""The step program: any order of its operations that their declared reads and writes allow gives
+the same bits, on the host alone and with plans; a read or write that is not declared is found. The
+forms made from files and from weights agree, and the documents show what `inspect` prints."""
 
 import dataclasses
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from hybrid_plans import ALL, NONE, SOME
-from models import FAMILIES, family_model, make_shape
+from models import FAMILIES, family_model, make_model, make_shape
 from replay import Replay, take
 from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
 from sparkinfer.budget import plan_bytes_of_gpus
 from sparkinfer.cli import main
+from sparkinfer.model_file import PredictorInfo
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.file_form import file_form
@@ -37,7 +39,7 @@ needs_kernels = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 POSITION = 3
-# Hot neurons of each layer, attention on the GPU, the head there, homes: every kind of layer and copy.
+# Hot neurons and attention on the GPU by layer, the head there, homes: all kinds of layers, copies.
 PLANS = {
     "host": None,
     "divided": ([SOME, SOME, SOME], [1, 1, 1], True, None),
@@ -245,6 +247,37 @@ def test_inspect_shows_the_program(tmp_path, capsys):
     assert found["kind"] == "step program" and found["weight_bytes"] == summary.weight_bytes
     assert len(found["operations"]) == len(summary.operations)
     assert found["operations"][0]["reads"] == ["token@host"]
+
+
+def demo_program(folder, capsys):
+    """What `inspect --graph` prints for a model of the bundled one's sizes and the demo's plan."""
+    sizes = {"num_layers": 6, "width": 256, "num_neurons": 1024, "vocab_size": 4096}
+    shape = make_shape(**sizes, num_heads=8, num_kv_heads=4, context_length=1024)
+    model = make_model(shape=shape, kind="f16", is_tied=True)
+    gate = make_model(shape=shape, kind="q4_0").tensors["blk.0.ffn_gate.weight"]  # 4 bits, whole
+    layers = range(shape.num_layers)
+    predictor = PredictorInfo(kind="linear", rank_L=(0,) * 6, threshold_L=(0.0,) * 6)
+    tensors = model.tensors | {f"blk.{layer}.ffn_pred_up.weight": gate for layer in layers}
+    model = dataclasses.replace(model, predictor=predictor, tensors=tensors)
+    model.save(folder / "m.gguf")
+    hot = [range(1024) if layer >= 3 else () for layer in layers]
+    split = make_split(model, hot, dense_on_gpu=[layer >= 3 for layer in layers])
+    split.save(folder / "s.gguf")
+    command = ["inspect", folder / "m.gguf", "--graph", "--split", folder / "s.gguf"]
+    assert main(list(map(str, command))) == 0
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_documents_show_what_inspect_prints(tmp_path, capsys):
+    program = demo_program(tmp_path, capsys)
+    for name, count in (("README.md", 8), ("README.zh.md", 8), ("docs/architecture.md", 30)):
+        text = (Path(__file__).parent.parent / name).read_text()
+        (block,) = (block for block in text.split("```") if "norm attn_norm " in block)
+        lines = [line.rstrip() for line in block.splitlines() if line.strip(" .")]
+        shown = lines[next(i for i, line in enumerate(lines) if "device" in line) :]
+        assert len(shown) >= count - 1
+        printed = iter(program)
+        assert [line for line in shown if line not in printed] == [], name  # in this order
 
 
 def test_inspect_refuses_the_program_of_other_files(tmp_path, capsys):
