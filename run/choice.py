@@ -110,7 +110,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     _check_mode(source, model, wishes)
     context = context_of(model, wishes)
     room = _usable(model, wishes, room)
-    fits = run_bytes(model, context) <= sum(room.gpus[:1])
+    fits = wishes.kv_offload is None and run_bytes(model, context) <= sum(room.gpus[:1])
     limited = model.has_limits
     budgets = () if fits or limited or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(model, wishes, is_on_gpu=fits and bool(room.gpus))
@@ -144,7 +144,10 @@ def _check_cache(
     """Raises SparkinferError for cache options that the engine would refuse once all is done."""
     asked = (wishes.cache_type_k, wishes.cache_type_v, wishes.kv_offload)
     if any(option is not None for option in asked):
-        cache_types_of(model, *asked, has_plan=bool(budgets), device=device_of(device))
+        offload = wishes.kv_offload
+        planned = KeySelection.parse(offload) if budgets and offload is not None else None
+        has_plan = bool(budgets)
+        cache_types_of(model, *asked, has_plan=has_plan, device=device_of(device), planned=planned)
 
 
 def run_bytes(model: ModelFile, context_length: int) -> int:

@@ -99,7 +99,7 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
     of_profile = look_key(job) if tokens is None else profile_key(job, tokens)
     return {
         "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
-        "budgets": job.choice.budgets, "context": job.choice.context_length,
+        "kv_offload": job.wishes.kv_offload, "budgets": job.choice.budgets, "context": job.choice.context_length,
         "mode": job.wishes.mode, "max loss": job.wishes.max_loss,
     }  # fmt: skip
 
@@ -225,6 +225,7 @@ def make_plan(
         model=model, profile=profiled, machine=machine, output=folder / PLAN,
         vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
         mode=job.wishes.mode, max_loss=job.wishes.max_loss, force=True,
+        kv_offload=job.wishes.kv_offload,
     )  # fmt: skip
     with reading(model, profiled, machine):
         report = solve(config, measure_workspace)

@@ -118,9 +118,15 @@ def check_rules(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
 
 
 def placement_of(
-    model: ModelFile, plan: Split | None, gpus: tuple[torch.device, ...], *, cpu_ffn: bool
+    model: ModelFile,
+    plan: Split | None,
+    gpus: tuple[torch.device, ...],
+    *,
+    cpu_ffn: bool,
+    is_offloaded: bool = False,
 ) -> Placement:
-    """The device of each part of the model."""
+    """The device of each part of the model. With `cpu_ffn`, `is_offloaded` puts keys and values on the
+    CPU, too; a plan says it for itself."""
     num_layers = model.shape.num_layers
     if plan is not None and cpu_ffn:
         raise SparkinferError(
@@ -129,7 +135,8 @@ def placement_of(
     if plan is not None:
         return Placement.of_split(plan, gpus)
     if cpu_ffn:
-        return Placement.without_neurons(num_layers, gpus[0])
+        placement = Placement.without_neurons(num_layers, gpus[0])
+        return replace(placement, is_cache_on_host=is_offloaded)
     return Placement.on_one_device(num_layers, gpus[0])
 
 
@@ -146,6 +153,8 @@ def bytes_by_role_of(
     """Itemised bytes of each side. Without a plan, everything is on the device's side; with
     `cpu_ffn`, neurons are on the CPU's side and the rest on the GPU's."""
     num_layers = model.shape.num_layers
+    if plan is not None:
+        cache_types = plan.cache_types(model)
     gpu_bytes, cpu_bytes = plan_bytes(
         model if plan is None else plan.held(model),
         context_length=context_length,
@@ -245,28 +254,51 @@ def cache_types_of(
     *,
     has_plan: bool,
     device: torch.device,
+    planned: KeySelection | None = None,
+    cpu_ffn: bool = False,
 ) -> CacheTypes:
     """How keys and values are stored and which of them are read. Defaults: the model's own type for
-    keys, the keys' type for values, and all are read."""
+    keys, the keys' type for values, and `planned`, the plan's selection: None reads all."""
     own = kv_kind(model)
     key = own if key is None else key
-    selection = None if offload is None else KeySelection.parse(offload)
+    selection = planned if offload is None else KeySelection.parse(offload)
     types = replace(CacheTypes.of(key, value), selection=selection)
-    if types == CacheTypes.of(own):
-        return types
-    if has_plan:
+    if has_plan and selection != planned:
+        raise SparkinferError(_other_offload(selection, planned))
+    stored = replace(types, selection=None)
+    if has_plan and stored != CacheTypes.of(own):
         raise SparkinferError(
-            f"a cache in {types} asked for, but a plan budgets it in {own}; leave one of the two out"
+            f"a cache in {stored} asked for, but a plan budgets it in {own}; leave one of the two out"
         )
-    if device.type != "cpu":
+    is_on_cpu = device.type == "cpu" or (selection is not None and (has_plan or cpu_ffn))
+    if types != CacheTypes.of(own) and not is_on_cpu:
         raise SparkinferError(
-            f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
+            f"a cache in {types} asked for on {device}, where it needs a plan: run sparkinfer solve with"
+            " --kv-offload, or use --cpu-ffn"
+            if selection is not None
+            else f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
         )
     for kind in (types.key, types.value):
         kind.check(model.shape.head_width)
+    if has_plan and selection is not None and selection.is_capped:
+        raise SparkinferError(
+            "positions=capped asked for, which runs on the CPU without a plan; leave one of the two out"
+        )
     if selection is not None and selection.is_capped:
         _check_capped(model, types, selection)
     return types
+
+
+def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> str:
+    if planned is None:
+        return (
+            f"--kv-offload {asked} asked for, but the plan budgets keys and values where the attention"
+            " is; run sparkinfer solve with --kv-offload"
+        )
+    return (
+        f"--kv-offload {asked} asked for, but the plan is for {planned}; leave it out, or run sparkinfer"
+        " solve with it"
+    )
 
 
 def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) -> None:

@@ -50,6 +50,7 @@ from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
+from sparkinfer.runtime.step.host_attention import HostAttention
 from sparkinfer.runtime.step.hybrid_step import Backend
 from sparkinfer.split_file import Split
 from sparkinfer.thresholds import with_thresholds
@@ -173,14 +174,18 @@ class _Load:
 
     def _place(self) -> None:
         cpu_ffn = self.config.cpu_ffn
-        self.placement = placement_of(self.model, self.plan, self.gpus, cpu_ffn=cpu_ffn)
+        self.placement = placement_of(
+            self.model, self.plan, self.gpus, cpu_ffn=cpu_ffn,
+            is_offloaded=self.config.kv_offload is not None,
+        )  # fmt: skip
 
     def _size_cache(self) -> None:
         model, plan, config = self.model, self.plan, self.config
         self.num_sequences = sequences_of(config.num_sequences, plan)
         self.cache_types = cache_types_of(
             model.row_major, config.cache_type_k, config.cache_type_v, config.kv_offload,
-            has_plan=plan is not None, device=self.gpu,
+            has_plan=plan is not None, device=self.gpu, cpu_ffn=config.cpu_ffn,
+            planned=None if plan is None else plan.kv_offload,
         )  # fmt: skip
         selection = self.cache_types.selection
         self.context_length = context_of(model, plan, config.context_length, selection)
@@ -300,7 +305,18 @@ class _Load:
             observers=observers,
             native=step,
             chunk=chunk,
+            host_attention=self._host_attention(),
         )
+
+    def _host_attention(self) -> HostAttention | None:
+        """Attention of prompts whose weights are on a GPU, and whose keys and values are not."""
+        if self.gpu.type == "cpu" or not self.placement.is_cache_on_host:
+            return None
+        found = HostAttention.of(self.weights)
+        if isinstance(found, str):
+            self.warn(f"{found}: attention of prompts goes through torch, many times slower")
+            return None
+        return found
 
 
 def _notice(model: ModelFile, line: str) -> None:

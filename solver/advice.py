@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.budget import embedding_bytes, head_bytes, kv_bytes_per_layer, layer_bytes
+from sparkinfer.budget import head_bytes, kv_read_per_layer, layer_bytes
 from sparkinfer.solver.inputs import Inputs
 from sparkinfer.solver.lagrangian import first_prices, least_costs
 from sparkinfer.solver.layer_split import layer_split
@@ -65,7 +65,9 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
     """The limit in seconds per token. GPUs run one after the other; the CPU overlaps with all of
     them."""
     model, placement = inputs.model, plan.placement
-    kv = kv_bytes_per_layer(model, inputs.context_length) / 2
+    is_offloaded = inputs.kv_offload is not None
+    kv_read = kv_read_per_layer(model, inputs.context_length, inputs.cache_types)
+    kv = 0.0 if is_offloaded else kv_read
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
     is_predicted = inputs.mode == "predicted"
     dense_L = np.array([s.attention + kv + s.predictor * is_predicted for s in sizes])
@@ -78,7 +80,7 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
         touched += head * bool(placement.head and plan.home_I[-1] == gpu)
         gpu_s += touched * problem.gpu_s_per_byte
     cold = (touched_LF.sum(axis=1) - hot_L).sum() + dense_L[~placement.dense_L].sum()
-    cold += head * (not placement.head)
+    cold += head * (not placement.head) + kv_read * len(sizes) * is_offloaded
     return max(gpu_s, float(cold) / best_cpu_rate(inputs))
 
 
@@ -97,4 +99,4 @@ def helps_from(problem: Problem) -> int | None:
 
 def host_bytes(inputs: Inputs, pipeline: Pipeline) -> int:
     """Main memory that the model takes with nothing on a GPU."""
-    return pipeline.model.placeable_bytes + embedding_bytes(inputs.model) + inputs.workspace
+    return pipeline.model.placeable_bytes + inputs.always_on_host

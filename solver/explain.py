@@ -53,13 +53,14 @@ def explain(config: SolveConfig) -> Explanation:
 
 def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
     sizes, num_hot = layer_bytes(split.held(model), layer), len(split.hot[layer])
-    is_there = split.dense_on_gpu[layer]
+    is_there, is_offloaded = split.dense_on_gpu[layer], split.kv_offload is not None
     positions = kv_positions(split.context_length, split.num_sequences)
     return LayerUse(
         layer=layer,
         gpu=split.home[layer] if split.home else 0,
-        dense_bytes=(sizes.attention + sizes.predictor) * is_there,
-        kv_bytes=kv_bytes_per_layer(model, positions) * is_there,
+        dense_bytes=(sizes.attention + sizes.predictor - sizes.head_norms * is_offloaded)
+        * is_there,
+        kv_bytes=kv_bytes_per_layer(model, positions) * (is_there and not is_offloaded),
         neuron_bytes=num_hot * sizes.neuron,
         num_hot=num_hot,
         num_neurons=model.shape.num_neurons,

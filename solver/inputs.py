@@ -9,9 +9,13 @@ from sparkinfer.budget import (
     CacheSize,
     embedding_bytes,
     kv_bytes_per_layer,
+    kv_kind,
     kv_positions,
+    layer_bytes,
 )
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
+from sparkinfer.key_selection import KeySelection
 from sparkinfer.longer_texts import with_rope_scaling
 from sparkinfer.machine_file import Figure, Gpu, Machine
 from sparkinfer.mode_choice import mode_meant
@@ -49,6 +53,7 @@ class Inputs:
     host_budget: int
     swapped_rows: int = 0  # most neurons that a neuron cache swaps in a step; 0: no neuron cache
     num_sequences: int = 1  # texts at a time
+    kv_offload: KeySelection | None = None  # keys and values in main memory, and which are read
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -68,6 +73,7 @@ class Inputs:
                 gpu=gpu,
                 workspace=self.workspace + cache_bytes,
                 num_sequences=self.num_sequences,
+                cache_types=self.cache_types,
             )
             for gpu, budget in zip(self.gpus, self.budgets, strict=True)
         )
@@ -76,8 +82,18 @@ class Inputs:
         return Pipeline(problems=problems, need_bytes=0 if self.swapped_rows else need_bytes)
 
     @property
+    def cache_types(self) -> CacheTypes:
+        return replace(CacheTypes.of(kv_kind(self.model)), selection=self.kv_offload)
+
+    @property
+    def pass_context(self) -> int:
+        """The positions whose keys a pass unpacks at most, for its workspace."""
+        rule = self.kv_offload
+        return self.context_length if rule is None else min(self.context_length, rule.longest)
+
+    @property
     def kv_bytes(self) -> int:
-        """The keys and values of a layer, of all texts."""
+        """The keys and values of a layer, of all texts, where all are read."""
         return kv_bytes_per_layer(self.model, kv_positions(self.context_length, self.num_sequences))
 
     @property
@@ -88,8 +104,18 @@ class Inputs:
 
     @property
     def always_on_host(self) -> int:
-        """Bytes of main memory that any plan takes: the embedding's and the workspace's."""
-        return embedding_bytes(self.model) + self.workspace
+        """Bytes of main memory that any plan takes: the embedding's and the workspace's, and with key
+        selection those of all keys, values and tables, and of the norms of heads."""
+        return embedding_bytes(self.model) + self.workspace + self.offloaded_bytes
+
+    @property
+    def offloaded_bytes(self) -> int:
+        if self.kv_offload is None:
+            return 0
+        positions = kv_positions(self.context_length, self.num_sequences)
+        kv = kv_bytes_per_layer(self.model, positions, self.cache_types)
+        layers = range(self.model.shape.num_layers)
+        return sum(kv + layer_bytes(self.model, layer).head_norms for layer in layers)
 
     def with_budget(self, budget: int) -> "Inputs":
         """The same inputs with one GPU of this budget."""
@@ -109,6 +135,7 @@ def load_inputs(
     swapped_rows: int = 0,
     num_sequences: int = 1,
     rope: tuple[str | None, float | None] = (None, None),
+    kv_offload: KeySelection | None = None,
 ) -> Inputs:
     """Raises SparkinferError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
@@ -130,10 +157,11 @@ def load_inputs(
         host_budget=files[2].memory_bytes if host_budget is None else host_budget,
         swapped_rows=swapped_rows,
         num_sequences=num_sequences,
+        kv_offload=kv_offload,
     )
     _check_profile(inputs)
     _check_machine(inputs)
-    return replace(inputs, workspace=workspace(inputs.model, inputs.context_length, inputs.mode))
+    return replace(inputs, workspace=workspace(inputs.model, inputs.pass_context, inputs.mode))
 
 
 def _check_profile(inputs: Inputs) -> None:

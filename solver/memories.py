@@ -23,6 +23,7 @@ class Smallest:
     budgets: tuple[int, ...] | None  # per GPU; those that need not change are as given
     host: int | None
     together: bool = False
+    context: int | None = None  # the longest that fits, where keys and values are in main memory
 
 
 class TooSmallError(SparkinferError):
@@ -50,7 +51,8 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
     missing = raised.need_bytes - sum(held_bytes(raised, fullest_plan(raised)))
     host = inputs.host_budget + missing
     if usable == inputs.budgets:
-        smallest = Smallest(budgets=_more(inputs, raised), host=host)
+        context = _context(inputs, missing)
+        smallest = Smallest(budgets=_more(inputs, raised), host=host, context=context)
     elif missing <= 0:
         smallest = Smallest(budgets=usable, host=None)
     else:
@@ -60,6 +62,23 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
         else:
             smallest = Smallest(budgets=budgets, host=None)
     return TooSmallError(inputs, pipeline, smallest)
+
+
+def _context(inputs: Inputs, missing: int) -> int | None:
+    """The longest context whose keys and values take at least `missing` bytes less of main memory; None
+    if there is none, or if they are not there."""
+    if inputs.kv_offload is None:
+        return None
+    limit = inputs.offloaded_bytes - missing
+    low, high = (
+        0,
+        inputs.context_length,
+    )  # the first fits, as far as it matters, the second does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = replace(inputs, context_length=middle).offloaded_bytes <= limit
+        low, high = (middle, high) if fits else (low, middle)
+    return low or None
 
 
 def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
@@ -72,7 +91,11 @@ def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
         return min(errors, key=lambda e: (e.smallest.host, e.smallest.budgets))
     budgets = [e.smallest.budgets for e in alone if e.smallest.budgets is not None]
     hosts = [e.smallest.host for e in alone if e.smallest.host is not None]
-    smallest = Smallest(budgets=min(budgets, key=sum, default=None), host=min(hosts, default=None))
+    contexts = [e.smallest.context for e in alone if e.smallest.context is not None]
+    smallest = Smallest(
+        budgets=min(budgets, key=sum, default=None), host=min(hosts, default=None),
+        context=max(contexts, default=None),
+    )  # fmt: skip
     first = next((e for e in alone if e.smallest.budgets == smallest.budgets), alone[0])
     return TooSmallError(first.inputs, first.pipeline, smallest)
 
@@ -113,13 +136,16 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
             f" {_size(budgets[0])}, of which {problem.workspace_bytes:,} are workspace; 0 gives a"
             " plan for the CPU alone"
         )
+    shorter = "" if smallest.context is None else f"; a --context of {smallest.context:,} fits, too"
     if budgets is None and inputs.host_budget < inputs.always_on_host:
         assert smallest.host is not None
+        what = "the embedding and the workspace"
+        if inputs.kv_offload is not None:
+            what = "the embedding, the workspace and the keys and values"
         return (
-            f"{inputs.host_budget:,} bytes of main memory hold no plan: the embedding and the"
-            f" workspace, which are always there, take {inputs.always_on_host:,}; with these"
-            f" budgets of GPU memory the smallest --host-budget that works is"
-            f" {_size(smallest.host)}"
+            f"{inputs.host_budget:,} bytes of main memory hold no plan: {what}, which are always there,"
+            f" take {inputs.always_on_host:,}; with these budgets of GPU memory the smallest"
+            f" --host-budget that works is {_size(smallest.host)}{shorter}"
         )
     named = [] if budgets is None else [f"{_budgets(budgets)} of GPU memory"]
     named += [] if smallest.host is None else [f"{_size(smallest.host)} of main memory"]
@@ -127,7 +153,7 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     return (
         f"{inputs.paths[0]}: does not fit into {given} bytes of GPU memory and"
         f" {inputs.host_budget:,} of main memory; the smallest that works is"
-        f" {(' and ' if smallest.together else ', or ').join(named)}"
+        f" {(' and ' if smallest.together else ', or ').join(named)}{shorter}"
     )
 
 

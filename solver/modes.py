@@ -88,7 +88,7 @@ def find_fastest(
 
 def in_mode(inputs: Inputs, mode: PlanMode, workspace: Workspace) -> Inputs:
     """The same inputs for another mode."""
-    size = workspace(inputs.model, inputs.context_length, mode)
+    size = workspace(inputs.model, inputs.pass_context, mode)
     return replace(inputs, mode=mode, workspace=size)
 
 

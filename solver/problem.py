@@ -42,6 +42,12 @@ hottest neurons satisfy
 
 (their cost on the GPU does not enter, as it overlaps), or F if no n does: all or none.
 
+With key selection (`kv_offload`), the keys and values of every layer are in main memory, and the CPU
+attends. A dense block on the GPU then takes, in place of the kernels of attention and of the keys'
+bytes, a round trip, the copies of queries, keys, values and of what the heads find, and the bytes
+that are read there, of keys, values and tables, over the CPU's rate for the cache. A token reads what
+one at half of the context does.
+
 The GPU holds at most its budget, including a workspace if it holds anything; the host at most its
 own, which is the same as at least `need_bytes` on the GPU.
 
@@ -62,11 +68,13 @@ from sparkinfer.budget import (
     is_predictor,
     kv_bytes_per_layer,
     kv_positions,
+    kv_read_per_layer,
     layer_bytes,
     layer_tensors,
     transposed_kind,
     workspace_bytes,
 )
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from sparkinfer.machine_file import Gpu, Machine
@@ -83,7 +91,9 @@ class Problem:
     touched_LF: np.ndarray  # f64, expected bytes a token touches, by rank: non-increasing
     neuron_bytes_L: np.ndarray  # int64
     min_hot_L: np.ndarray  # int64, C_l
-    dense_bytes_L: np.ndarray  # int64: attention, norms, predictor and KV cache
+    dense_bytes_L: (
+        np.ndarray
+    )  # int64: attention, norms, predictor and KV cache, if it moves with them
     dense_gpu_s_L: np.ndarray  # D_l with the dense block on the GPU
     dense_cpu_s_L: np.ndarray
     head_bytes: int
@@ -196,22 +206,27 @@ def build_problem(
     need_bytes: int = 0,
     workspace: int | None = None,
     num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
 ) -> Problem:
     """The numbers of a problem, with every byte count from `sparkinfer.budget`.
 
-    The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
-    estimate of `budget`. A token reads the keys and values of one of `num_sequences` texts."""
+        The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
+    `budget`. A token reads the keys and values of one of `num_sequences` texts. `cache_types` with a
+        selection put them into main memory; None is the model's own type."""
     gpu = machine.gpus[0] if gpu is None else gpu
     gpu_s, shape = 1e-9 / gpu.bandwidth_gb_per_s.best, model.shape
     sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
-    kv_read = kv_bytes_per_layer(model, context_length) / 2
-    kv = kv_bytes_per_layer(model, kv_positions(context_length, num_sequences))
+    is_offloaded = cache_types is not None and cache_types.selection is not None
+    kv_read = kv_read_per_layer(model, context_length, cache_types)
+    kv = kv_bytes_per_layer(model, kv_positions(context_length, num_sequences), cache_types)
+    of_attention = [s.attention - s.head_norms * is_offloaded for s in sizes]
+    attend_s = attend_seconds(model, machine, gpu, kv_read) if is_offloaded else 0.0
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
     if mode == "dense":
         frequency_LF = np.ones_like(frequency_LF)
     has_predictor = mode == "predicted"
-    read_L = np.array([s.attention + kv_read for s in sizes])
+    read_L = np.array([num_bytes + kv_read * (not is_offloaded) for num_bytes in of_attention])
     named_LF = np.ones_like(frequency_LF)
     if mode == "predicted":
         read_L += np.array([s.predictor for s in sizes])
@@ -237,8 +252,15 @@ def build_problem(
         touched_LF=touched_LF,
         neuron_bytes_L=np.array([s.neuron for s in sizes]),
         min_hot_L=np.minimum(num_too_few_L + 1, shape.num_neurons),
-        dense_bytes_L=np.array([s.attention + s.predictor * has_predictor + kv for s in sizes]),
-        dense_gpu_s_L=read_L * gpu_s + _dense_launches(model, mode) * gpu.launch_s.best,
+        dense_bytes_L=np.array(
+            [
+                num_bytes + s.predictor * has_predictor + kv * (not is_offloaded)
+                for num_bytes, s in zip(of_attention, sizes, strict=True)
+            ]
+        ),
+        dense_gpu_s_L=read_L * gpu_s
+        + _dense_launches(model, mode, has_cache=not is_offloaded) * gpu.launch_s.best
+        + attend_s,
         dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, kv_read),
         head_bytes=head,
         head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
@@ -265,11 +287,19 @@ def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
     return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
 
 
-def _dense_launches(model: ModelFile, mode: PlanMode) -> np.ndarray:
+def _dense_launches(model: ModelFile, mode: PlanMode, *, has_cache: bool) -> np.ndarray:
     """Kernels of each dense block, int [L]."""
-    is_run = mode == "predicted"
+    options = {"has_predictor": mode == "predicted", "has_cache": has_cache}
     layers = range(model.shape.num_layers)
-    return np.array([dense_kernels(model, layer, has_predictor=is_run) for layer in layers])
+    return np.array([dense_kernels(model, layer, **options) for layer in layers])
+
+
+def attend_seconds(model: ModelFile, machine: Machine, gpu: Gpu, kv_read: float) -> float:
+    """Seconds of a layer's attention on the CPU, for projections on a GPU."""
+    shape = model.shape
+    values = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
+    copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.best
+    return gpu.round_trip_s.best + copies_s + kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
 
 
 def _neuron_seconds(

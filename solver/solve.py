@@ -14,6 +14,7 @@ from sparkinfer.budget import Items, workspace_bytes
 from sparkinfer.engine_config import MAX_SEQUENCES
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
+from sparkinfer.key_selection import KeySelection
 from sparkinfer.machine_file import Machine
 from sparkinfer.mode_choice import choose_mode, loss_line
 from sparkinfer.mode_quality import MAX_LOSS
@@ -58,6 +59,7 @@ class SolveConfig:
     num_sequences: int = 1  # texts at a time, each with a context of its own
     rope_scaling: str | None = None  # as in EngineConfig: for a context above the trained one
     rope_scale: float | None = None
+    kv_offload: str | None = None  # keys and values in main memory; "on", or sizes (key_selection)
     force: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +83,11 @@ class SolveConfig:
         if self.output in (self.model, self.profile, self.machine):
             raise SparkinferError(f"{self.output}: is an input; give the plan another name")
         check_scaling(self.rope_scaling, self.rope_scale)
+        if self.selection is not None and self.selection.is_capped:
+            raise SparkinferError(
+                "--kv-offload with positions=capped runs on the CPU without a plan; leave it out, or"
+                " give --rope-scaling for longer texts"
+            )
         self._check_cache()
 
     def _check_cache(self) -> None:
@@ -105,6 +112,10 @@ class SolveConfig:
             )
 
     @property
+    def selection(self) -> KeySelection | None:
+        return None if self.kv_offload is None else KeySelection.parse(self.kv_offload)
+
+    @property
     def budgets(self) -> tuple[int, ...]:
         budget = self.vram_budget_bytes
         return budget if isinstance(budget, tuple) else (budget,)
@@ -119,6 +130,7 @@ class SolveReport:
     mode: PlanMode
     context_length: int
     num_sequences: int  # texts at a time
+    kv_offload: str | None  # which keys a token reads, where all are in main memory
     objective_s: float  # predicted seconds per token
     bound_s: float  # lower bound on placements of single neurons
     gap: float
@@ -190,6 +202,7 @@ def inputs_of(config: SolveConfig, workspace: Workspace | None = None) -> Inputs
         swapped_rows=config.neuron_cache.most_rows if config.neuron_cache else 0,
         num_sequences=config.num_sequences,
         rope=(config.rope_scaling, config.rope_scale),
+        kv_offload=config.selection,
     )
 
 
@@ -242,6 +255,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
         machine_sha256=sha256_of(machine_path),
         cache=planned_cache(inputs, pipeline, placement),
         num_sequences=inputs.num_sequences,
+        kv_offload=inputs.kv_offload,
     )
     gpus, cpu_bytes = empty.items_of_gpus(inputs.model)
     gpu_bytes = {item: sum(items[item] for items in gpus) for item in cpu_bytes}
@@ -270,7 +284,7 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         if gpu.source not in ("measured", NO_GPU.source):
             line = f"the figures of {gpu.name} are not measured here, but from: {gpu.source}"
             notes += [] if line in notes else [line]
-    notes += _memory_notes(inputs, split) + _doubts(inputs)
+    notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
     if unused > 0:
         notes.append(
@@ -308,6 +322,17 @@ def _memory_notes(inputs: Inputs, split: Split) -> list[str]:
     return notes
 
 
+def _offload_notes(inputs: Inputs, split: Split) -> list[str]:
+    rule = split.kv_offload
+    if rule is None:
+        return []
+    return [
+        f"keys and values take {format_bytes(split.cpu_bytes['kv_cache'])} of main memory and none of the"
+        f" GPU's; a token reads at most {min(rule.longest, inputs.context_length):,} positions, on the"
+        " CPU"
+    ]
+
+
 def _budget_notes(advice: Advice, split: Split) -> list[str]:
     if split.status == "fits":
         return []
@@ -330,6 +355,7 @@ def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:
         mode=split.mode,
         context_length=split.context_length,
         num_sequences=split.num_sequences,
+        kv_offload=None if split.kv_offload is None else str(split.kv_offload),
         objective_s=split.objective_s,
         bound_s=split.bound_s,
         gap=split.gap,

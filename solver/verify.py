@@ -12,7 +12,7 @@ from sparkinfer.budget import (
     head_bytes,
     is_dense,
     is_predictor,
-    kv_bytes_per_layer,
+    kv_read_per_layer,
     layer_bytes,
     layer_tensors,
     transposed_kind,
@@ -135,15 +135,26 @@ def _copy_rate(gpu: Gpu) -> float:
 def _dense_seconds(
     split: Split, model: ModelFile, machine: Machine, layer: int, home: int
 ) -> float:
-    """Attention, half of the context's keys and values, and the predictor if it is run."""
-    kv_read = kv_bytes_per_layer(model, split.context_length) / 2
+    """Attention, half of the context's keys and values or what is selected of them, and the predictor
+    if it is run."""
+    types, shape = split.cache_types(model), model.shape
+    kv_read = kv_read_per_layer(model, split.context_length, types)
     read = {
         name: entry
         for name, entry in layer_tensors(model, layer).items()
         if is_dense(name) or (is_predictor(name) and split.mode == "predicted")
     }
+    is_predicted = split.mode == "predicted"
+    if split.dense_on_gpu[layer] and types.selection is not None:
+        gpu, heads = machine.gpus[home], shape.num_heads + shape.num_kv_heads
+        there = {n: e for n, e in read.items() if not n.startswith(("attn_q_norm", "attn_k_norm"))}
+        total = sum(e.num_bytes for e in there.values()) / _gpu_rate(machine, home)
+        kernels = dense_kernels(model, layer, has_predictor=is_predicted, has_cache=False)
+        total += kernels * gpu.launch_s.best + gpu.round_trip_s.best
+        total += 2 * 4 * heads * shape.head_width / _copy_rate(gpu)
+        return total + kv_read / (1e9 * machine.costs.kv_gb_per_s.best)
     if split.dense_on_gpu[layer]:
-        kernels = dense_kernels(model, layer, has_predictor=split.mode == "predicted")
+        kernels = dense_kernels(model, layer, has_predictor=is_predicted)
         read_s = (kv_read + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
         return read_s + kernels * machine.gpus[home].launch_s.best
     total = machine.costs.layer_s["exact" if split.mode == "dense" else split.mode].best

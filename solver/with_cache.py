@@ -135,4 +135,5 @@ def _host_bytes(inputs: Inputs, placement: Placement) -> dict[str, int]:
         head_on_gpu=placement.head,
         workspace=inputs.workspace,
         neuron_cache=inputs.cache_size,
+        cache_types=inputs.cache_types,
     )[1]

@@ -31,9 +31,9 @@ PLANS = {
 }
 
 
-def planned(tmp_path, model, plan):
+def planned(tmp_path, model, plan, **options):
     hot, dense, head, home = PLANS[plan]
-    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home, **options)
     split.save(tmp_path / "s.gguf")
     return split
 

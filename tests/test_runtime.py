@@ -10,7 +10,8 @@ from models import make_model, make_shape
 from reference import logits_ref, rel_error
 
 from sparkinfer import Engine
-from sparkinfer.budget import ITEMS, CacheSize, plan_bytes_of_gpus
+from sparkinfer.budget import ITEMS, CacheSize, kv_kind, plan_bytes_of_gpus
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, array_entry
 from sparkinfer.split_file import Split
@@ -28,7 +29,7 @@ def saved(tmp_path, **options):
 
 def make_split(
     model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None,
-    num_sequences=1,
+    num_sequences=1, kv_offload=None,
 ):  # fmt: skip
     """`dense_on_gpu` is one value or one per layer; `home` is the GPU of each layer and the head."""
     num_layers = model.shape.num_layers
@@ -44,6 +45,7 @@ def make_split(
         home=home or (),
         neuron_cache=cache and CacheSize(most_rows=cache.most_rows, packs_bits=is_exact),
         num_sequences=num_sequences,
+        cache_types=dataclasses.replace(CacheTypes.of(kv_kind(model)), selection=kv_offload),
     )
     gpu = {item: sum(items[item] for items in gpus) for item in ITEMS}
     return Split(
@@ -64,6 +66,7 @@ def make_split(
         gpu_budget_bytes=tuple(sum(items.values()) for items in gpus) if home else (),
         cache=cache,
         num_sequences=num_sequences,
+        kv_offload=kv_offload,
     )
 
 

@@ -17,6 +17,7 @@ from test_runtime import IDS, make_split
 from sparkinfer import Engine
 from sparkinfer.budget import plan_bytes_of_gpus
 from sparkinfer.cli import main
+from sparkinfer.key_selection import KeySelection
 from sparkinfer.model_file import PredictorInfo
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.placement import Placement
@@ -45,7 +46,9 @@ PLANS = {
     "divided": ([SOME, SOME, SOME], [1, 1, 1], True, None),
     "every kind of layer": ([SOME, SOME, NONE], [1, 0, 0], False, None),
     "two GPUs": ([SOME, NONE, ALL], [1, 0, 1], True, [0, 0, 1, 1]),
+    "keys on the host": ([SOME, NONE, ALL], [1, 0, 1], True, [0, 0, 1, 1]),
 }
+SELECTED = {"keys on the host": KeySelection(window=32)}
 ORDERS = {
     "llama": "pre-norm",
     "llama with biases": "pre-norm",
@@ -68,7 +71,14 @@ def replayed(tmp_path, family, plan, offset=1):
     options = {}
     if PLANS[plan] is not None:
         hot, dense, head, home = PLANS[plan]
-        split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+        split = make_split(
+            model,
+            hot,
+            dense_on_gpu=dense,
+            head_on_gpu=head,
+            home=home,
+            kv_offload=SELECTED.get(plan),
+        )
         split.save(tmp_path / "s.gguf")
         options = {"split": tmp_path / "s.gguf"}
     with Engine.load(model.path, mode="predicted", **options) as engine:
@@ -143,7 +153,9 @@ def files(tmp_path, family, plan, predictor_rank=8):
     if PLANS[plan] is None:
         return model, None
     hot, dense, head, home = PLANS[plan]
-    split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home)
+    split = make_split(
+        model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home, kv_offload=SELECTED.get(plan)
+    )
     split.save(tmp_path / "s.gguf")
     return model, split
 
@@ -183,6 +195,7 @@ def test_weights_of_each_device_are_the_bytes_that_plans_count(tmp_path, family,
         dense_on_gpu=dense,
         head_on_gpu=head,
         home=home or (),
+        cache_types=None if split is None else split.cache_types(model),
     )
     items = ("attention", "predictor", "neurons", "head")
     want = {gpu(n): sum(each[item] for item in items) for n, each in enumerate(gpus)}

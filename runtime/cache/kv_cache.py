@@ -80,6 +80,10 @@ class LayerCache:
         return self.key_BKPX.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        return self.key_BKPX.device
+
+    @property
     def _kept(self) -> tuple[tuple[Tensor, CacheType], tuple[Tensor, CacheType]]:
         return (self.key_BKPX, self.types.key), (self.value_BKPX, self.types.value)
 
@@ -120,7 +124,7 @@ class LayerCache:
 
     def _places(self, sequence: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """(block of each position, position within it), on the cache's device."""
-        position_T, device = torch.arange(start, end), self.key_BKPX.device
+        position_T, device = torch.arange(start, end), self.device
         length = self.table.block_length
         block_T = self.table.blocks(sequence, end)[position_T // length]
         return block_T.to(device), (position_T % length).to(device)

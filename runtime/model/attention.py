@@ -18,6 +18,8 @@ from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import above
 
+# Appends queries, keys and values [T, Q] to the cache, and returns the output of the heads [T, H * W].
+Attend = Callable[[Tensor], Tensor]
 # Bytes of attention scores on a GPU at a time; they exist twice.
 SCORE_BYTES = 4 << 20
 
@@ -227,12 +229,32 @@ class Attention:
     input_limit_D: Tensor | None = None
     output_limit_H: Tensor | None = None
 
-    def forward(self, x_TD: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Values of queries, keys and values together, and of queries alone."""
+        of_heads = self.num_heads * self.cache.head_width
+        return of_heads + 2 * self.cache.num_kv_heads * self.cache.head_width, of_heads
+
+    def forward(
+        self, x_TD: Tensor, sequence: int, start: int, turn: Turn | None,
+        attend: Attend | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
-        the cache, which must have room."""
+        the cache, which must have room, and may be on another device than the weights. `attend`
+        does both instead."""
+        joined_TQ = self._project(self.inputs, x_TD, self.input_limit_D).to(self.cache.device)
+        if attend is None:
+            heads_TH = self._attend(joined_TQ, sequence, start, turn)
+        else:
+            heads_TH = attend(joined_TQ)
+        heads_TH = heads_TH.to(x_TD.device)
+        self.on_heads(heads_TH)
+        return self._project((self.output,), heads_TH, self.output_limit_H)
+
+    def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
+        """What the heads find for queries, keys and values [T, Q], which it appends: [T, H * W]."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
-        joined = self._project(self.inputs, x_TD, self.input_limit_D)
-        query, key, value = joined.unflatten(-1, (-1, width)).split(
+        query, key, value = joined_TQ.unflatten(-1, (-1, width)).split(
             [self.num_heads, num_kv, num_kv], dim=1
         )
         if self.query_norm and self.key_norm:
@@ -255,8 +277,7 @@ class Attention:
             heads_TH = attend(query, keys.float(), values.float())
         if types.value.is_rotated:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
-        self.on_heads(heads_TH)
-        return self._project((self.output,), heads_TH, self.output_limit_H)
+        return heads_TH
 
     def _project(self, linears: tuple[Linear, ...], x_TD: Tensor, limit_D: Tensor | None) -> Tensor:
         """Concatenated outputs of matrices with the same input, f32 [T, N]."""

@@ -109,7 +109,7 @@ class Builder:
         else:
             embedding, layers = matrix_of(entry, CPU), self.layers()
             head = self.matrix(model.tensors["output.weight"], head_device, "head")
-        devices = {layer.device for layer in layers} if model.graph.rotary else set()
+        devices = {layer.attention.cache.device for layer in layers}
         return Weights(
             embedding=embedding,
             positions=positions,
@@ -117,7 +117,7 @@ class Builder:
             output_norm=self.norm("output_norm", head_device, "head"),
             head=Linear(weight=head),
             head_device=head_device,
-            rotary={device: self.rotary(device) for device in devices},
+            rotary={d: self.rotary(d) for d in devices} if model.graph.rotary else {},
         )
 
     def positions(self) -> Matrix | None:
@@ -197,18 +197,18 @@ class Builder:
         return Rotary.of(self.model.shape, is_adjacent, factors, device)
 
     def attention(self, index: int, device: torch.device) -> Attention:
-        shape = self.model.shape
+        shape, attends_on = self.model.shape, self.placement.cache_device(index)
         return Attention(
             inputs=self.attention_inputs(index, device),
             output=self.linear(index, "attn_output", device),
-            query_norm=self.norm(f"blk.{index}.attn_q_norm", device),
-            key_norm=self.norm(f"blk.{index}.attn_k_norm", device),
+            query_norm=self.norm(f"blk.{index}.attn_q_norm", attends_on),
+            key_norm=self.norm(f"blk.{index}.attn_k_norm", attends_on),
             cache=LayerCache.of(
                 self.table,
                 shape.num_kv_heads,
                 shape.head_width,
                 self.cache_types or CacheTypes.of(kv_kind(self.model.row_major)),
-                self.stores.on(device).cache,
+                self.stores.on(attends_on).cache,
             ),
             num_heads=shape.num_heads,
             on_bytes=self.count_attention,

@@ -19,6 +19,7 @@ class Placement:
     head_on_gpu: bool
     hot: tuple[np.ndarray, ...] | None
     numbers: tuple[int, ...]  # of the homes, as indices of the plan's GPUs
+    is_cache_on_host: bool = False  # keys and values are in main memory, and the CPU attends
 
     @classmethod
     def of_split(cls, split: Split, gpus: tuple[torch.device, ...]) -> "Placement":
@@ -29,6 +30,7 @@ class Placement:
             head_on_gpu=split.head_on_gpu,
             hot=split.hot,
             numbers=tuple(home),
+            is_cache_on_host=split.kv_offload is not None,
         )
 
     @classmethod
@@ -50,6 +52,10 @@ class Placement:
 
     def dense_device(self, layer: int) -> torch.device:
         return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
+
+    def cache_device(self, layer: int) -> torch.device:
+        """The device of a layer's keys and values, which attends."""
+        return torch.device("cpu") if self.is_cache_on_host else self.dense_device(layer)
 
     def gpu(self, number: int) -> torch.device:
         """The device for the plan's GPU with this index."""

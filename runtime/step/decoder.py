@@ -4,18 +4,19 @@ Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
-from sparkinfer.runtime.model.attention import Norm, Turn
+from sparkinfer.runtime.model.attention import Attend, Norm, Turn
 from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.step.batch import Row, runs_of
 from sparkinfer.runtime.step.decode_step import DecodeStep
 from sparkinfer.runtime.step.forms import layer_form
+from sparkinfer.runtime.step.host_attention import HostAttention
 from sparkinfer.runtime.step.hybrid_step import HybridStep
 from sparkinfer.runtime.step.native_step import NativeStep
 from sparkinfer.runtime.step.program import (
@@ -39,6 +40,8 @@ class Decoder:
     observers: Observers
     native: DecodeStep | str  # the decode step, or the reason why there is none
     chunk: int = SHORT_CHUNK  # tokens per pass without observers
+    # Attends in passes whose weights are on a GPU and whose cache is not; None: torch does.
+    host_attention: HostAttention | None = None
 
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, by the decode step if there is one and no active
@@ -126,6 +129,7 @@ class Decoder:
         x_TD = embed(weights.embedding, weights.positions, ids_T, start)
         self.observers.show("embedding", None, x_TD)
         turns = {d: r.turn(start, len(ids_T)) for d, r in weights.rotary.items()}
+        host = self.host_attention
         before_TD: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             x_TD, ffn_input_TD = run_layer(
@@ -134,9 +138,12 @@ class Decoder:
                 x_TD.to(layer.device),
                 sequence=sequence,
                 start=start,
-                turn=turns.get(layer.device),
+                turn=turns.get(layer.attention.cache.device),
                 predictor_input_TD=before_TD if self.input_layer_offset else None,
                 observers=self.observers,
+                attend=None
+                if host is None
+                else partial(host.attend, index, sequence=sequence, start=start),
             )
             before_TD = ffn_input_TD
         return x_TD.to(weights.head_device)
@@ -188,6 +195,7 @@ def run_layer(
     turn: Turn | None,
     predictor_input_TD: Tensor | None,
     observers: Observers,
+    attend: Attend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
@@ -210,7 +218,7 @@ def run_layer(
             return read[0] + read[1]
         if op.kind == "attention":
             observers.show("attn_norm", index, read[0])
-            out_TD = layer.attention.forward(read[0], sequence, start, turn)
+            out_TD = layer.attention.forward(read[0], sequence, start, turn, attend)
             observers.show("attn_out", index, out_TD)
             return out_TD
         if op.kind == "predict":

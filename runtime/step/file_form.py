@@ -56,13 +56,15 @@ def _layer(model: ModelFile, split: Split | None, index: int, home: str) -> Laye
     blocks: tuple[tuple[Block, str], ...] = (("hot", home), ("cold", HOST))
     if num_hot in (0, num_neurons):
         blocks = (("all", home if num_hot else HOST),)
+    is_on_gpu = split is not None and split.dense_on_gpu[index]
     packs_bits = split is not None and split.cache is not None and split.mode == "exact"
     return LayerForm(
         order=order,
         has_second_norm="attn_norm_2.weight" in names,
         has_predictor=model.predictor is not None,
         has_down_bias="ffn_down.bias" in names,
-        device=home if split is not None and split.dense_on_gpu[index] else HOST,
+        device=home if is_on_gpu else HOST,
+        attends_on_host=is_on_gpu and split is not None and split.kv_offload is not None,
         home=HOST if split is None else home,
         blocks=blocks,
         has_bits=packs_bits and is_cached(num_hot, num_neurons),
@@ -78,7 +80,12 @@ def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
         stem = name.partition(".")[0]
         part = {"ffn_down": "down_bias"}.get(stem, stem if stem in NORMS else "attention")
         found[part] += entry.num_bytes if is_dense(name) else 0
+    of_output = layer_tensors(model, index)
+    output = sum(e.num_bytes for n, e in of_output.items() if n.startswith("attn_output"))
     return found | {
+        "qkv": found["attention"] - output - sizes.head_norms,
+        "head_norms": sizes.head_norms,
+        "attn_output": output,
         "predictor": sizes.predictor,
         "all": num_neurons * sizes.neuron,
         "hot": num_hot * sizes.neuron,

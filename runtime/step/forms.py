@@ -15,8 +15,8 @@ def order_of(layer: Layer) -> Order:
 
 
 def layer_form(
-    layer: Layer, *, device: str = HOST, home: str = HOST, has_bits: bool = False,
-    copies_bits: bool = False,
+    layer: Layer, *, device: str = HOST, home: str = HOST, attends_on_host: bool = False,
+    has_bits: bool = False, copies_bits: bool = False,
 ) -> LayerForm:  # fmt: skip
     """The form of a layer with attention on `device`, hot neurons on `home` and cold ones on the
     host."""
@@ -29,6 +29,7 @@ def layer_form(
         has_predictor=layer.ffn.mode == "predicted",
         has_down_bias=layer.ffn.down_bias_D is not None,
         device=device,
+        attends_on_host=attends_on_host,
         home=home,
         blocks=tuple((b.role if is_divided else "all", places[b.role]) for b in blocks),
         has_bits=has_bits,
@@ -61,8 +62,9 @@ def placed_form(
         device = home if placement.dense_on_gpu[index] else HOST
         has_bits, copies_bits = bits[index]
         form = layer_form(
-            layer, device=device, home=home, has_bits=has_bits, copies_bits=copies_bits
-        )
+            layer, device=device, home=home, has_bits=has_bits, copies_bits=copies_bits,
+            attends_on_host=placement.is_cache_on_host and device != HOST,
+        )  # fmt: skip
         layers.append(form)
     embedding, head_home = HOST, gpu(placement.numbers[-1])
     # Tied weights are on the head's device.

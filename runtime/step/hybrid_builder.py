@@ -84,10 +84,11 @@ class _Builder:
         if neuron_cache is not None:
             self.cache = StepCache(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
-        table = weights.cache.table
+        table, has_cache = weights.cache.table, not placement.is_cache_on_host
         self.host = HostBuffers.of(
             width, num_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
-            table_SN=None if table.is_whole else table.block_SN,
+            table_SN=table.block_SN if has_cache and not table.is_whole else None,
+            attended=(0, 0) if has_cache else weights.layers[0].attention.widths,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -277,6 +278,7 @@ class _Builder:
                 mine,
                 take,
                 has_head=self.form.head == gpu(number),
+                has_cache=not self.placement.is_cache_on_host,
                 max_rows=self.max_rows,
             ),  # fmt: skip
             rotary=self.weights.rotary.get(device),

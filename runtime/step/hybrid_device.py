@@ -63,7 +63,8 @@ class DividedLayer:
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
-    "head_in": "attn_input_D", "named": "named_W", "logits": "logits_V",
+    "head_in": "attn_input_D", "named": "named_W", "logits": "logits_V", "qkv": "qkv",
+    "heads": "heads_HW",
 }  # fmt: skip
 _REAL = torch.float32
 
@@ -78,7 +79,7 @@ class DeviceBuffers:
     token_T: Tensor  # int64
     position_T: Tensor  # int64
     sequence_T: Tensor  # int32
-    table_SN: Tensor | None  # int32, with several sequences
+    table_SN: Tensor | None  # int32, with several sequences, if the cache is on the GPU
     x_D: Tensor  # the hidden state
     attn_input_D: Tensor
     ffn_in_2D: Tensor  # of this layer and the previous one, alternating
@@ -99,16 +100,19 @@ class DeviceBuffers:
         take: Take,
         *,
         has_head: bool,
+        has_cache: bool = True,
         max_rows: int = 1,
     ) -> "DeviceBuffers":
-        """Allocates the buffers; `take` returns zeros on the device."""
+        """Allocates the buffers; `take` returns zeros on the device. Without the cache, attention has
+        no scratch there."""
         width = weights.embedding.width
         first = weights.layers[0]
         cache = first.attention.cache
         table = cache.table
         num_kv, head_width = cache.num_kv_heads, cache.head_width
         num_heads, num_neurons = first.attention.num_heads, first.ffn.num_neurons
-        scratch = attend_scratch(table.context_length, num_heads, head_width)
+        scratch = attend_scratch(table.context_length, num_heads, head_width) if has_cache else 0
+        has_table = has_cache and not table.is_whole
         ranks = [
             layer.ffn.predictor.down.weight.num_rows
             for layer in weights.layers
@@ -126,7 +130,7 @@ class DeviceBuffers:
             token_T=take((max_rows,), torch.int64),
             position_T=take((max_rows,), torch.int64),
             sequence_T=take((max_rows,), torch.int32),
-            table_SN=None if table.is_whole else take(tuple(table.block_SN.shape), torch.int32),
+            table_SN=take(tuple(table.block_SN.shape), torch.int32) if has_table else None,
             x_D=take_rows(width),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
@@ -230,11 +234,7 @@ class DeviceKernels:
     def attention(self, layer: Layer, x_D: Tensor) -> None:
         """Writes attention's output to the first row of sum_PD."""
         b, attention = self.buffers, layer.attention
-        start = 0
-        for linear in attention.inputs:
-            stop = start + linear.weight.num_rows
-            self.dot(linear, x_D, b.qkv[..., start:stop])
-            start = stop
+        self.inputs(layer, x_D)
         rotary = self.rotary
         query, key = attention.query_norm, attention.key_norm
         (keys, values), num_heads = attention.cache.for_kernels, attention.num_heads
@@ -257,7 +257,19 @@ class DeviceKernels:
             ),
             [b.qkv, keys, values, b.position_T, sequence_T, b.table_SN], [b.scratch, b.heads_HW],
         )  # fmt: skip
-        self.dot(attention.output, b.heads_HW, b.sum_PD[0])
+        self.output(layer, b.heads_HW)
+
+    def inputs(self, layer: Layer, x_D: Tensor) -> None:
+        """Projects queries, keys and values."""
+        start = 0
+        for linear in layer.attention.inputs:
+            stop = start + linear.weight.num_rows
+            self.dot(linear, x_D, self.buffers.qkv[..., start:stop])
+            start = stop
+
+    def output(self, layer: Layer, heads_HW: Tensor) -> None:
+        """Projects what the heads have found, to the first row of sum_PD."""
+        self.dot(layer.attention.output, heads_HW, self.buffers.sum_PD[0])
 
     def predict(self, ffn: FeedForward, x_D: Tensor) -> None:
         predictor = ffn.predictor

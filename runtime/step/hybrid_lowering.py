@@ -209,6 +209,9 @@ class Lowering:
         x_D = self._tensor(op.reads[0], op.layer)
         if op.kind == "attention":
             return partial(device.attention, layer, x_D)
+        if op.kind == "project":
+            project = device.inputs if op.part == "qkv" else device.output
+            return partial(project, layer, x_D)
         if op.kind == "predict":
             return partial(device.predict, layer.ffn, x_D)
         assert op.kind == "neurons", op

@@ -7,10 +7,14 @@ from sparkinfer.runtime.step.program import Op, name_of
 
 # In the order of the enums in step.h.
 OP_KINDS = (
-    "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head"
+    "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head",
+    "attend",
 )  # fmt: skip
 NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
-VALUES = ("x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out")
+VALUES = (
+    "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
+    "heads",
+)  # fmt: skip
 _VALUE = {name: number for number, name in enumerate(VALUES)} | {"head_in": VALUES.index("attn_in")}
 _NONE = len(VALUES)
 
@@ -38,8 +42,8 @@ def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpS
             yield [*gather, _op("head", layer, "head_in")]
         elif op.kind == "neurons":
             yield [_op("neurons", layer, names[0], out=out, part=int(op.part == "cold"))]
-        elif op.kind == "attention":
-            yield [_op("attention", layer, names[0], out=out)]
+        elif op.kind in ("attention", "attend"):
+            yield [_op(op.kind, layer, names[0], out=out)]
         elif op.kind == "predict":
             yield [_op("predict", layer, names[0])]
         elif op.kind == "embed":
@@ -49,9 +53,16 @@ def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpS
             yield []
 
 
+def attend_op(layer: int) -> OpStruct:
+    """The heads of a layer in this place attend for what others have projected."""
+    return _op("attend", layer, "qkv", out="heads")
+
+
 def overwritten(op: Op) -> tuple[str, ...]:
     """Values that an operation of the host overwrites: a sum of three or more terms accumulates in
-    the second."""
+    the second, and queries and keys are rotated in place."""
+    if op.kind == "attend":
+        return op.reads[:1]
     return op.reads[1:2] if op.kind == "add" and len(op.reads) > 2 else ()
 
 

@@ -4,7 +4,7 @@ operations of the step program in one call, the cold neurons of a divided layer 
 They share a few buffers (`HostBuffers`), whose reads and writes the step program orders.
 
 Letters: T rows of a step, D model width, F neurons of a layer, W words of F bits, V vocabulary, S
-sequences, N blocks of one."""
+sequences, N blocks of one, Q queries, keys and values of all heads, H queries' values alone."""
 
 from collections.abc import Iterable, Sequence
 from ctypes import POINTER, Array, Structure, addressof, c_int64, c_void_p, pointer
@@ -46,6 +46,8 @@ class HostBuffers:
     hot_out_TD: Tensor
     cold_out_TD: Tensor
     logits_TV: Tensor
+    qkv_TQ: Tensor  # empty unless a GPU projects and the host attends, as heads_TH
+    heads_TH: Tensor
     structs: Array[RowStruct] = field(repr=False)
     count: c_int64 = field(repr=False)
 
@@ -59,9 +61,10 @@ class HostBuffers:
         is_pinned: bool,
         max_rows: int = 1,
         table_SN: Tensor | None = None,
+        attended: tuple[int, int] = (0, 0),
     ) -> "HostBuffers":
-        """Allocates the buffers. `table_SN`: the cache's block table, if there are several
-        sequences."""
+        """Allocates the buffers. `table_SN`: the cache's block table, if there are several sequences
+        and a GPU needs it; `attended`: Q and H, if the host attends for a GPU."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)
@@ -80,6 +83,8 @@ class HostBuffers:
             hot_out_TD=zeros(rows, width),
             cold_out_TD=zeros(rows, width),
             logits_TV=zeros(rows, vocab_size),
+            qkv_TQ=zeros(rows, attended[0]),
+            heads_TH=zeros(rows, attended[1]),
             structs=structs,
             count=c_int64(1),
         )
@@ -108,7 +113,8 @@ class HostBuffers:
 
 
 _OF_STEP = ("token_T", "position_T", "sequence_T")
-_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV")
+_OF_ROWS = ("x_TD", "named_TW", "ffn_out_TD", "hot_out_TD", "cold_out_TD", "logits_TV", "qkv_TQ",
+            "heads_TH")  # fmt: skip
 _SHARED = ("token_T", "position_T", *(name for name in _OF_ROWS if name != "named_TW"))
 
 
@@ -136,9 +142,12 @@ class NativeParts:
             raise NotNative("the C++ kernels are not built")
         builder = StepBuilder()
         with_neurons = {op.layer for op in ops if op.kind == "neurons"}
+        projected = {op.layer for op in ops if op.kind == "attend"}  # by a GPU
         indices = sorted({op.layer for op in ops if op.layer is not None})
         layers = [
-            builder.layer(layer, layer.ffn.blocks if index in with_neurons else ())
+            builder.heads(layer)
+            if index in projected
+            else builder.layer(layer, layer.ffn.blocks if index in with_neurons else ())
             for index, layer in ((index, weights.layers[index]) for index in indices)
         ]
         step = builder.frame(weights, layers)

@@ -291,12 +291,10 @@ class StepBuilder(Structs):
         blocks = (BlockStruct * len(neuron_blocks))(*map(self.block, neuron_blocks))
         predictor = ffn.predictor
         down = None if predictor is None else predictor.down
-        cache = attention.cache
         self.kept.append(blocks)
         return LayerStruct(
+            **self.attended(layer),
             norm=(NormStruct * len(NORMS))(*(self.norm(getattr(layer, name)) for name in NORMS)),
-            query_norm=self.norm(attention.query_norm),
-            key_norm=self.norm(attention.key_norm),
             input=(MatrixStruct * 3)(*inputs),
             output=self.linear(attention.output),
             predictor_down=MatrixStruct() if down is None else self.linear(down),
@@ -305,9 +303,6 @@ class StepBuilder(Structs):
             input_limit=self.vector(attention.input_limit_D),
             output_limit=self.vector(attention.output_limit_H),
             ffn_limit=self.vector(ffn.input_limit_D),
-            key=self.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
-            value=self.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
-            **self.tables(cache.tables),
             block=blocks,
             num_blocks=len(blocks),
             threshold=ffn.gate.threshold,
@@ -315,3 +310,19 @@ class StepBuilder(Structs):
             is_input_transposed=attention.inputs[0].is_transposed,
             is_output_transposed=attention.output.is_transposed,
         )
+
+    def heads(self, layer: Layer) -> LayerStruct:
+        """The struct of a layer whose heads attend here, while its weights are on a GPU."""
+        return LayerStruct(**self.attended(layer))
+
+    def attended(self, layer: Layer) -> dict[str, Any]:
+        """The fields of LayerStruct for what heads attend with."""
+        attention = layer.attention
+        cache = attention.cache
+        return {
+            "query_norm": self.norm(attention.query_norm),
+            "key_norm": self.norm(attention.key_norm),
+            "key": self.pointer(cache.key_BKPX, cache.key_BKPX.dtype),
+            "value": self.pointer(cache.value_BKPX, cache.value_BKPX.dtype),
+            **self.tables(cache.tables),
+        }

@@ -9,6 +9,7 @@ it, but only after all earlier reads (`edges`).
 
     x           the hidden state
     attn_in     the input of attention, if a norm writes it
+    qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
     named       the neurons that the predictor names
@@ -19,7 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Order = Literal["pre-norm", "post-norm", "parallel"]
-Kind = Literal["embed", "norm", "attention", "predict", "neurons", "bias", "add", "copy", "head"]
+Kind = Literal[
+    "embed", "norm", "attention", "project", "attend", "predict", "neurons", "bias", "add", "copy",
+    "head",
+]  # fmt: skip
 Block = Literal["all", "hot", "cold"]
 
 HOST = "host"
@@ -72,6 +76,7 @@ class LayerForm:
     has_predictor: bool = False  # one that is run
     has_down_bias: bool = False
     device: str = HOST  # of attention, norms and predictor
+    attends_on_host: bool = False  # keys and values are there; `device` projects
     home: str = HOST  # the GPU whose streams run the layer
     blocks: tuple[tuple[Block, str], ...] = (("all", HOST),)  # of neurons, and the device of each
     has_bits: bool = False  # the bits of its hot neurons are written for a neuron cache
@@ -98,6 +103,11 @@ class StepForm:
     has_output_norm: bool = True
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # embedding, output_norm, head
 
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the host has the keys and values of all layers."""
+        return any(form.attends_on_host for form in self.layers)
+
 
 def in_line(layers: Iterable[LayerForm]) -> tuple[LayerForm, ...]:
     """Gives neighbouring layers that are wholly on the host the same home."""
@@ -118,12 +128,12 @@ def layer_ops(index: int, form: LayerForm, input_layer_offset: int) -> Iterator[
         yield write.norm("attn_norm", "x", ffn_in)
         if form.has_second_norm:
             yield write.norm("attn_norm_2", "x", own)
-        yield write.attention(own)
+        yield from write.attention(own)
         yield write.add(("x", "attn_out"), "x")
         yield from write.feed_forward()
         yield write.add(("x", *outs), "x")
     elif form.order == "post-norm":
-        yield write.attention("x")
+        yield from write.attention("x")
         yield write.add(("x", "attn_out"), "x")
         yield write.norm("attn_norm", "x", ffn_in)
         yield from write.feed_forward()
@@ -131,7 +141,7 @@ def layer_ops(index: int, form: LayerForm, input_layer_offset: int) -> Iterator[
         yield write.norm("ffn_norm", "x", "x")
     else:
         yield write.norm("attn_norm", "x", "attn_in")
-        yield write.attention("attn_in")
+        yield from write.attention("attn_in")
         yield write.add(("x", "attn_out"), "x")
         yield write.norm("ffn_norm", "x", ffn_in)
         yield from write.feed_forward()
@@ -168,9 +178,18 @@ class _LayerWriter:
     def norm(self, part: str, x: str, y: str) -> Op:
         return self._op("norm", [x], [y], part)
 
-    def attention(self, x: str) -> Op:
-        cache = f"cache.{self.index}"
-        return self._op("attention", [x, "position", cache], ["attn_out", cache], "attention")
+    def attention(self, x: str) -> Iterator[Op]:
+        """Where the host has the keys and values, the layer's device projects, and waits for it."""
+        device, cache = self.form.device, f"cache.{self.index}"
+        if not self.form.attends_on_host:
+            yield self._op("attention", [x, "position", cache], ["attn_out", cache], "attention")
+            return
+        yield self._op("project", [x], ["qkv"], "qkv")
+        yield self._copy("qkv", device, HOST, is_beside=False)
+        reads, writes = ["qkv", "position", cache], ["heads", cache]
+        yield self._op("attend", reads, writes, "head_norms", HOST)
+        yield self._copy("heads", HOST, device, is_beside=False)
+        yield self._op("project", ["heads"], ["attn_out"], "attn_output")
 
     def add(self, terms: Sequence[str], y: str) -> Op:
         """y = the first term + the sum of the others."""
@@ -308,13 +327,14 @@ class _StepWriter:
         )
 
     def _submit(self, op: Op) -> None:
-        """Appends an operation. A visit to a GPU begins by copying the position there; a copy
-        between GPUs ends it."""
+        """Appends an operation. A visit to a GPU begins by copying the position there, unless the host
+        attends; a copy between GPUs ends it."""
         if op.is_between_gpus:
             self.visited = HOST
         elif op.home not in (HOST, self.visited):
             self.visited = op.home
-            self._copy("position", HOST, op.home, op.home, None)
+            if not self.form.attends_on_host:
+                self._copy("position", HOST, op.home, op.home, None)
         self.ops.append(op)
 
 

@@ -15,7 +15,8 @@ from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split, without_predictors
 
 # Parts that are shown with the operation's name.
-_SHOWN_PARTS = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm", "positions", "hot", "cold")
+_SHOWN_PARTS = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm", "positions", "hot", "cold",
+                "qkv", "attn_output")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,8 @@ def part_neurons(width: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes of one layer: all attention matrices and norms, the predictor, one neuron.
+    """Bytes of one layer: all attention matrices and norms (of them those of single heads, which are
+    where the keys and values are), the predictor, one neuron.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
     projection, and `up_row` is zero. A neuron's biases are counted with their rows."""
@@ -64,6 +65,7 @@ class LayerBytes:
     gate_row: int
     up_row: int
     down_row: int
+    head_norms: int = 0
 
     @property
     def neuron(self) -> int:
@@ -81,6 +83,9 @@ def is_dense(name: str) -> bool:
     return name.startswith(("attn_", "ffn_norm", "ffn_down.bias"))
 
 
+_HEAD_NORMS = ("attn_q_norm.", "attn_k_norm.")
+
+
 def is_predictor(name: str) -> bool:
     return name.startswith("ffn_pred_")
 
@@ -96,6 +101,7 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 
     return LayerBytes(
         attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
+        head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
         predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
         gate_row=row(model.gate_name),
         up_row=row("ffn_up") if model.graph.is_gated else 0,
@@ -124,6 +130,14 @@ def kv_bytes_per_layer(
     """Keys and values of `context_length` tokens in one layer; by default in the model's type."""
     types = types or CacheTypes.of(kv_kind(model))
     return model.shape.num_kv_heads * types.head_bytes(context_length, model.shape.head_width)
+
+
+def kv_read_per_layer(
+    model: ModelFile, context_length: int, types: CacheTypes | None = None
+) -> float:
+    """Bytes of a layer's keys, values and tables that a token reads behind half of the context."""
+    types, shape = types or CacheTypes.of(kv_kind(model)), model.shape
+    return shape.num_kv_heads * types.read_bytes(context_length / 2, shape.head_width)
 
 
 def kv_positions(context_length: int, num_sequences: int) -> int:
@@ -316,7 +330,8 @@ def plan_bytes_of_gpus(
 
     `home` names the GPU of each layer and of the head; () for a single GPU. `workspace` is counted
     for the CPU and for every GPU that holds anything; by default it is `workspace_bytes`. The
-    embedding matrix is only read one row per token, so an untied one stays on the CPU."""
+    embedding matrix is only read one row per token, so an untied one stays on the CPU. With key
+    selection, all keys and values are there."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)
@@ -325,9 +340,11 @@ def plan_bytes_of_gpus(
     for layer, (hot, is_on_gpu) in enumerate(zip(num_hot, dense_on_gpu, strict=True)):
         sizes, gpu = layer_bytes(model, layer), gpus[home[layer]]
         side = gpu if is_on_gpu else cpu
-        side["attention"] += sizes.attention
+        keys_side = cpu if cache_types is not None and cache_types.selection else side
+        side["attention"] += sizes.attention - sizes.head_norms
+        keys_side["attention"] += sizes.head_norms
         side["predictor"] += sizes.predictor
-        side["kv_cache"] += kv_bytes_per_layer(model, positions, cache_types)
+        keys_side["kv_cache"] += kv_bytes_per_layer(model, positions, cache_types)
         gpu["neurons"] += hot * sizes.neuron
         cpu["neurons"] += (model.shape.num_neurons - hot) * sizes.neuron
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)

@@ -78,6 +78,14 @@ class CacheTypes:
         tables = self.selection.table_bytes(num_positions, width) if self.selection else 0
         return num_positions * self.row_bytes(width) + tables
 
+    def read_bytes(self, num_positions: float, width: int) -> float:
+        """Bytes of one head that a token reads behind `num_positions` others."""
+        rule, row = self.selection, self.row_bytes(width)
+        if rule is None or num_positions <= rule.sinks + rule.top + rule.window:
+            return num_positions * row
+        tables = rule.searched_bytes(num_positions, width)
+        return (rule.sinks + rule.top + rule.window) * row + tables
+
     def __str__(self) -> str:
         types = self.key.name if self.key == self.value else f"{self.key.name}, {self.value.name}"
         return f"{types}; {self.selection}" if self.selection else types

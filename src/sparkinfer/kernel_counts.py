@@ -16,9 +16,12 @@ DENSE_FFN_KERNELS = 4
 HEAD_KERNELS = 2  # the norm and the product
 
 
-def dense_kernels(model: ModelFile, layer: int, *, has_predictor: bool) -> int:
-    """Kernels of a layer's dense block; `has_predictor` if the predictor is run too."""
-    count = ATTENTION_KERNELS
+def dense_kernels(
+    model: ModelFile, layer: int, *, has_predictor: bool, has_cache: bool = True
+) -> int:
+    """Kernels of a layer's dense block; `has_predictor` if the predictor is run too. Without the cache,
+    the heads attend on the host."""
+    count = ATTENTION_KERNELS if has_cache else 0
     for name, entry in layer_tensors(model, layer).items():
         is_matrix = len(entry.shape) == 2
         if is_dense(name):

@@ -106,6 +106,12 @@ class KeySelection:
         codes = blocks * self.block * (self.code_width(width) + 4) if self.is_coded else 0
         return summaries + codes
 
+    def searched_bytes(self, num_positions: float, width: int) -> float:
+        """Bytes of one head's tables that are read to find `top` of `num_positions` keys."""
+        far = max(0.0, num_positions - self.sinks - self.window)
+        codes = min(far, self.candidates * self.top) * (self.code_width(width) + 4)
+        return far / self.block * (self.summary_width(width) + 4) + codes
+
 
 def padded(width: int) -> int:
     return -(-width // WIDTH) * WIDTH

@@ -9,11 +9,13 @@ from typing import cast, get_args
 
 import numpy as np
 
-from sparkinfer.budget import ITEMS, CacheSize, Items, is_predictor, plan_bytes_of_gpus
+from sparkinfer.budget import ITEMS, CacheSize, Items, is_predictor, kv_kind, plan_bytes_of_gpus
 from sparkinfer.cache_plan import KEYS, CachePlan, refuse_half
+from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
 from sparkinfer.gguf_file import Value, array_entry, read_gguf, write_gguf
+from sparkinfer.key_selection import KeySelection
 from sparkinfer.mode_quality import RunMode
 from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
 from sparkinfer.typed import Fields, shown
@@ -49,6 +51,9 @@ class Split:
     machine_sha256: str = UNKNOWN
     cache: CachePlan | None = None  # the neuron cache; None: hot neurons stay as planned
     num_sequences: int = 1  # texts at a time, each with its own context in the KV cache
+    # Keys and values are in main memory, and a token reads those that this rule selects. None: they
+    # are where the attention is, and all are read.
+    kv_offload: KeySelection | None = None
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -105,6 +110,7 @@ class Split:
                 machine_sha256=read.text("machine_sha256"),
                 cache=cache,
                 num_sequences=_sequences(read),
+                kv_offload=_selection(read),
             )
             split.validate()
             if counts != [len(ids) for ids in hot]:
@@ -125,6 +131,8 @@ class Split:
             keys[_PREFIX + "gpu_budget_bytes"] = [str(n) for n in self.gpu_budget_bytes]
         if self.num_sequences > 1:
             keys[_PREFIX + _SEQUENCES] = np.uint32(self.num_sequences)
+        if self.kv_offload is not None:
+            keys[_PREFIX + _OFFLOAD] = str(self.kv_offload)
         for side in ("gpu_bytes", "cpu_bytes"):
             for item, count in getattr(self, side).items():
                 keys[f"{_PREFIX}{side}.{item}"] = np.uint64(count)
@@ -201,6 +209,10 @@ class Split:
             return None
         return CacheSize(most_rows=self.cache.most_rows, packs_bits=self.mode == "exact")
 
+    def cache_types(self, model: ModelFile) -> CacheTypes:
+        """How keys and values are stored under this plan, and which of them a token reads."""
+        return replace(CacheTypes.of(kv_kind(model)), selection=self.kv_offload)
+
     def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
         """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the
         workspace is taken from the plan."""
@@ -214,6 +226,7 @@ class Split:
             home=self.home,
             neuron_cache=self.cache_size,
             num_sequences=self.num_sequences,
+            cache_types=self.cache_types(model),
         )
 
     def check_files(self, plan: Path, *, profile: Path, machine: Path | None = None) -> None:
@@ -289,6 +302,7 @@ _SCALARS = {
 }
 _OF_GPUS = {"home", "gpu_budget_bytes"}  # if there are several
 _SEQUENCES = "num_sequences"  # if there are several
+_OFFLOAD = "kv_offload"  # if keys and values are in main memory
 
 
 def without_predictors(model: ModelFile) -> ModelFile:
@@ -320,7 +334,7 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
     known |= {
         f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)
     }
-    known |= {*KEYS, _SEQUENCES} if version == VERSION else set()
+    known |= {*KEYS, _SEQUENCES, _OFFLOAD} if version == VERSION else set()
     own = {k.removeprefix(_PREFIX) for k in keys if not k.startswith(("general.", "GGUF."))}
     if not own <= known:
         raise SparkinferError(f"key {shown(min(own - known))} is unknown")
@@ -332,6 +346,10 @@ def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
 def _sequences(read: Fields) -> int:
     """The number of texts at a time, which a plan for one text does not store."""
     return read.count(_SEQUENCES, least=2) if _SEQUENCES in read.values else 1
+
+
+def _selection(read: Fields) -> KeySelection | None:
+    return KeySelection.parse(read.line(_OFFLOAD)) if _OFFLOAD in read.values else None
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:

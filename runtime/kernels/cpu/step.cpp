@@ -54,6 +54,11 @@ struct Sparse {
     int64_t inputs = 0, outputs = 0, neurons = 0, masked = 0;
 };
 
+int64_t size_of(const SparkStep& s, int32_t value) {
+    if (value == VALUE_QKV) return (s.num_heads + 2 * s.num_kv_heads) * s.head_width;
+    return value == VALUE_HEADS ? s.num_heads * s.head_width : s.width;
+}
+
 // Operations whose input is multiplied by matrices, and those that take each row by itself.
 bool is_product(const SparkOp& op) {
     return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS || op.kind == OP_HEAD;
@@ -72,7 +77,7 @@ struct Work {
           transposed(arena, sparse.neurons, step.max_rows) {
         const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
         const int64_t R = step.max_rows, W = step.head_width;
-        num_values = (heads + 2 * step.num_kv_heads) * W;
+        num_values = size_of(step, VALUE_QKV);
         const uint32_t forms = forms_of(step);
         for (int32_t value = 0; value < NUM_VALUES; ++value) take(step, value, forms);
         learned = arena.take<float>(step.positions.data ? R * D : 0);
@@ -93,7 +98,8 @@ struct Work {
             is_multiplied |= is_product(*op) && op->in == value;
         }
         if (is_used)
-            vector[value] = arena.operand(step.width, step.max_rows, is_multiplied ? forms : 0, step.vector[value]);
+            vector[value] = arena.operand(size_of(step, value), step.max_rows, is_multiplied ? forms : 0,
+                                          step.vector[value]);
     }
 
     Arena arena;
@@ -185,6 +191,10 @@ class Step {
                 return clock.ended(TIMED_OTHER);
             case OP_ATTENTION:
                 return attention(s.layer[op.layer], in, out.f32);
+            case OP_ATTEND:
+                turn();
+                clock.ended(TIMED_OTHER);
+                return attend(s.layer[op.layer], in.f32, out);
             case OP_PREDICT:
                 predict(s.layer[op.layer], in);
                 for (int64_t t = 0; named && t < T; ++t)
@@ -280,14 +290,21 @@ class Step {
     }
 
     void attention(const SparkLayer& l, Operand& input, float* out) {
-        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
         turn();
         clock.ended(TIMED_OTHER);
         project(l.input, l.input[1].data ? 3 : 1, l.is_input_transposed, input, l.input_limit, w.qkv,
                 w.num_values);
         clock.ended(TIMED_INPUTS);
+        attend(l, w.qkv, w.heads_out);
+        project(&l.output, 1, l.is_output_transposed, w.heads_out, l.output_limit, out, D);
+        clock.ended(TIMED_OUTPUT);
+    }
+
+    // Norms and rotates queries, keys and values [T, num_values] in place, appends them, and attends.
+    void attend(const SparkLayer& l, float* qkv, Operand& heads) {
+        const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
         rows(4 * w.num_values, [&](int64_t t) {
-            float* values = w.qkv + t * w.num_values;
+            float* values = qkv + t * w.num_values;
             for (int64_t h = 0; h < H + K; ++h) {
                 float* head = values + h * W;
                 const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
@@ -300,11 +317,9 @@ class Step {
                 turn_by_hadamard(values + (H + K + k) * W, W);
             w.attention.append(l, t, values + H * W, values + (H + K) * W);
         });
-        w.attention.run(l, w.qkv, w.num_values, w.heads_out);
-        w.heads_out.changed();
+        w.attention.run(l, qkv, w.num_values, heads);
+        heads.changed();
         clock.ended(TIMED_ATTEND);
-        project(&l.output, 1, l.is_output_transposed, w.heads_out, l.output_limit, out, D);
-        clock.ended(TIMED_OUTPUT);
     }
 
     // y [T, stride] of matrices of attention, without the silent inputs.
@@ -404,11 +419,11 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
     const int64_t q = s.num_heads * s.head_width, kv = s.num_kv_heads * s.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
-    for (int m = 0; m < (is_fused ? 1 : 3); ++m)
+    for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3); ++m)
         if (!fits(l.input[m], outputs[m], s.width, l.is_input_transposed)) return false;
-    if (!fits(l.output, s.width, q, l.is_output_transposed)) return false;
+    if (l.input[0].data && !fits(l.output, s.width, q, l.is_output_transposed)) return false;
     if (!l.key || !l.value) return false;
-    if (s.mode == MODE_PREDICTED) {
+    if (s.mode == MODE_PREDICTED && l.predictor_up.data) {
         const bool is_low_rank = l.predictor_down.data != nullptr;
         const int64_t rank = is_low_rank ? l.predictor_down.num_rows : s.width;
         if (is_low_rank && !fits(l.predictor_down, rank, s.width)) return false;
@@ -422,8 +437,10 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
 }
 
 bool fits(const SparkOp& op, const SparkStep& s) {
-    for (int32_t value : {op.in, op.in_2, op.out})
+    for (int32_t value : {op.in, op.in_2, op.out}) {
         if (value < 0 || value > VALUE_NONE) return false;
+        if ((value == VALUE_QKV || value == VALUE_HEADS) && op.kind != OP_ATTEND) return false;
+    }
     const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
     if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers)) return false;
     const SparkLayer* l = s.layer + op.layer;
@@ -434,14 +451,18 @@ bool fits(const SparkOp& op, const SparkStep& s) {
             return op.part >= 0 && op.part < NUM_NORMS && l->norm[op.part].weight;
         case OP_ADD_BIAS:
             return l->down_bias;
+        case OP_ATTENTION:
+            return l->input[0].data;
+        case OP_ATTEND:
+            return op.in == VALUE_QKV && op.out == VALUE_HEADS;
         case OP_PREDICT:
-            return s.mode == MODE_PREDICTED;
+            return s.mode == MODE_PREDICTED && l->predictor_up.data;
         case OP_NEURONS:
             return op.part >= 0 && op.part < l->num_blocks;
         case OP_HEAD:
             return s.head.data;
     }
-    return op.kind == OP_ADD || op.kind == OP_ATTENTION || op.kind == OP_HEAD_NORM;
+    return op.kind == OP_ADD || op.kind == OP_HEAD_NORM;
 }
 
 bool fits(const SparkTable& t, int64_t context_length) {

@@ -81,7 +81,8 @@ enum LayerNorm : int32_t { NORM_ATTN, NORM_ATTN_2, NORM_FFN, NUM_NORMS };
 
 struct SparkLayer {
     SparkNorm norm[NUM_NORMS], query_norm, key_norm;
-    SparkMatrix input[3], output, predictor_down, predictor_up;
+    SparkMatrix input[3], output;  // absent where others project, for OP_ATTEND
+    SparkMatrix predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
     // An input at or below its limit counts as 0: of query, key and value [D], of the output projection
     // [H * W], of gate and up [D]. Null: no limits.
@@ -108,6 +109,7 @@ enum OpKind : int32_t {
     OP_NEURONS,    // out = block `part` of the neurons, from in
     OP_HEAD_NORM,  // out = the output norm, if any, of the rows of in that want logits
     OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
+    OP_ATTEND,     // out = what the heads find for in, their queries, keys and values; appends to the cache
     NUM_OP_KINDS
 };
 enum Value : int32_t {
@@ -119,6 +121,8 @@ enum Value : int32_t {
     VALUE_FFN_OUT,
     VALUE_HOT_OUT,  // of a layer whose neurons are divided
     VALUE_COLD_OUT,
+    VALUE_QKV,    // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
+    VALUE_HEADS,  // [H W]
     VALUE_NONE,  // of an operation that takes or gives no vector
     NUM_VALUES = VALUE_NONE
 };
@@ -133,7 +137,8 @@ struct SparkStep {
     SparkNorm output_norm;
     const SparkLayer* layer;
     const SparkOp* op;
-    // [max_rows, D] where the rest of a model reads and writes them. Null: in the workspace.
+    // [max_rows, D, or the value's size] where the rest of a model reads and writes them. Null: in the
+    // workspace.
     float* vector[NUM_VALUES];
     SparkTable table;
     SparkSelect select;

@@ -38,6 +38,7 @@ from sparkinfer.commands.shared import (
     say,
 )
 from sparkinfer.commands.sparsify import sparsify
+from sparkinfer.key_selection import DEFAULT
 from sparkinfer.sizes import format_bytes
 from sparkinfer.written import Written
 
@@ -180,6 +181,9 @@ def calibrate(as_json: bool, **options: Any) -> None:
 @click.option("--sequences", "num_sequences", default=1, show_default=True,
               help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
                    " and --kept of serve together, or the prompts of generate.")  # fmt: skip
+@click.option("--kv-offload", "kv_offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
+              help="Keys and values stay in main memory, where the CPU attends to the best of them; the"
+                   " GPU's memory goes to neurons. Sizes such as window=2048,top=512.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
               help="Mode to plan for. [default: the fastest without loss of quality]")  # fmt: skip
 @max_loss_option

@@ -25,6 +25,6 @@ def cache_type_options(command: Command) -> Command:
     offload = engine_option(
         "kv_offload", "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
         help="In long texts, read only the first keys, the last ones, and the best-scoring ones in"
-        " between (on the CPU without a plan); sizes such as window=2048,top=512.",
+        " between (on the CPU, or as the plan says); sizes such as window=2048,top=512.",
     )  # fmt: skip
     return of_keys(of_values(offload(command)))

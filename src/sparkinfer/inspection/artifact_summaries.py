@@ -160,6 +160,7 @@ class SplitSummary:
     gpus: tuple[GpuShare, ...]
     context_length: int
     num_sequences: int
+    kv_offload: str | None  # which keys a token reads, where all are in main memory
     head_on_gpu: bool
     home: tuple[int, ...]  # the GPU of each layer and of the head; () if there is one
     dense_on_gpu: tuple[bool, ...]
@@ -189,6 +190,7 @@ class SplitSummary:
             gpus=tuple(GpuShare.of(split, gpu) for gpu in range(len(split.budgets))),
             context_length=split.context_length,
             num_sequences=split.num_sequences,
+            kv_offload=None if split.kv_offload is None else str(split.kv_offload),
             head_on_gpu=split.head_on_gpu,
             home=split.home,
             dense_on_gpu=split.dense_on_gpu,

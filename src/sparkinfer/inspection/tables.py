@@ -249,6 +249,11 @@ def _split_facts(summary: SplitSummary) -> list[Row]:
         ("made from machine file", f"sha256 {summary.machine_sha256}"),
         ("mode", summary.mode),
         ("context", f"{_texts(summary.num_sequences)}{summary.context_length:,} tokens"),
+        *(
+            [("keys and values", f"in main memory; {summary.kv_offload}")]
+            if summary.kv_offload
+            else []
+        ),
         ("VRAM budget", f"{format_bytes(summary.vram_budget_bytes)}, used {format_bytes(used)}"),
         (
             "main memory",

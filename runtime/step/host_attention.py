@@ -1,0 +1,74 @@
+"""Attention on the host for passes whose projections are on a GPU: a prompt's queries, keys and values
+come over, and what the heads find goes back.
+
+The rows are those of a native step's attention, to the bit, however many come at a time.
+
+Letters: T tokens, Q queries, keys and values of all heads, H queries' values alone."""
+
+from ctypes import addressof, c_int64, pointer
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparkinfer.runtime.device.streams import HostNode
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.model.layers import Weights
+from sparkinfer.runtime.model.native_structs import MAX_ROWS, NotNative
+from sparkinfer.runtime.step.native_ops import VALUES, attend_op
+from sparkinfer.runtime.step.native_parts import PartStruct
+from sparkinfer.runtime.step.native_step import RowStruct, StepBuilder
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostAttention:
+    """Attention over a cache in main memory, up to MAX_ROWS rows at a time."""
+
+    qkv_TQ: Tensor
+    heads_TH: Tensor
+    part: PartStruct
+    rows: object  # an array of RowStruct, MAX_ROWS of them
+    num_rows: c_int64
+    kept: tuple[object, ...]
+
+    @classmethod
+    def of(cls, weights: Weights) -> "HostAttention | str":
+        """For all layers, or a few words on why there is none."""
+        if not library.is_available():
+            return "the C++ kernels are not built"
+        builder = StepBuilder()
+        try:
+            step = builder.frame(weights, [builder.heads(layer) for layer in weights.layers])
+            builder.ops(step, [attend_op(index) for index in range(len(weights.layers))])
+            step.max_rows = MAX_ROWS
+            buffers = [torch.zeros(MAX_ROWS, size) for size in weights.layers[0].attention.widths]
+            for name, buffer in zip(("qkv", "heads"), buffers, strict=True):
+                step.vector[VALUES.index(name)] = buffer.data_ptr()
+            step.workspace = builder.workspace(library.step_bytes(step))
+        except NotNative as reason:
+            return str(reason)
+        rows, num_rows = (RowStruct * MAX_ROWS)(), c_int64()
+        part = PartStruct(step=pointer(step), row=addressof(rows), num_rows=addressof(num_rows))
+        return cls(
+            qkv_TQ=buffers[0], heads_TH=buffers[1], part=part, rows=rows, num_rows=num_rows,
+            kept=(step, *builder.kept),
+        )  # fmt: skip
+
+    def attend(self, layer: int, qkv_TQ: Tensor, sequence: int, start: int) -> Tensor:
+        """Appends the keys and values of T tokens of a sequence at positions from `start`, and returns
+        what the heads of a layer find, f32 [T, H]. The cache must have room."""
+        found = []
+        for piece_TQ in qkv_TQ.split(MAX_ROWS):
+            count = len(piece_TQ)
+            self.num_rows.value = count
+            for number in range(count):
+                row = self.rows[number]  # type: ignore[index]
+                row.position, row.sequence, row.source = start + number, sequence, -1
+            self.qkv_TQ[:count] = piece_TQ
+            self.part.begin, self.part.end = layer, layer + 1
+            HostNode(
+                function=library.part_function(), argument=addressof(self.part), reads=(), writes=()
+            ).run()
+            found.append(self.heads_TH[:count].clone())
+            start += count
+        return torch.cat(found)

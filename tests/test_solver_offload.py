@@ -1,0 +1,164 @@
+"""Plans with keys and values in main memory: bytes of both memories, seconds, refusals, the commands."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from models import make_machine, make_model, make_profile, make_shape
+
+from sparkinfer import Engine
+from sparkinfer.budget import kv_bytes_per_layer, kv_read_per_layer
+from sparkinfer.cache_types import CacheTypes
+from sparkinfer.cli import main
+from sparkinfer.errors import SparkinferError
+from sparkinfer.key_selection import KeySelection
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile_file import Profile
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.solver.verify import verify
+from sparkinfer.split_file import Split
+
+WORKSPACE = 100 << 10
+RULE = "block=16,sinks=16,window=32,top=32,candidates=2"
+CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offload")
+    shape = make_shape(num_layers=3, context_length=4096)
+    model = make_model(shape=shape, kind="f16", predictor_rank=8)
+    model.save(folder / "m.gguf")
+    make_profile(model).save(folder / "p")
+    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
+        folder / "c"
+    )
+    return folder
+
+
+def solved(files, output, **changes):
+    """The report, and the sizes of the context that the workspace was measured for."""
+    asked = []
+
+    def workspace(model, context_length, mode):
+        asked.append(context_length)
+        return WORKSPACE
+
+    values = {
+        "model": files / "m.gguf", "profile": files / "p", "machine": files / "c", "force": True,
+        "vram_budget_bytes": WORKSPACE + (110 << 10), "mode": "exact", "output": output,
+        "context_length": CONTEXT, "kv_offload": RULE,
+    }  # fmt: skip
+    return solve(SolveConfig(**values | changes), workspace), asked
+
+
+def loaded(files):
+    return {
+        "model": ModelFile.load(files / "m.gguf"),
+        "profile": Profile.load(files / "p"),
+        "machine": Machine.load(files / "c"),
+    }
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_keys_are_in_main_memory_and_their_room_goes_to_neurons(
+    files, tmp_path, mode, num_sequences
+):
+    options = {"mode": mode, "num_sequences": num_sequences}
+    report, asked = solved(files, tmp_path / "o", **options)
+    split, known = Split.load(tmp_path / "o"), loaded(files)
+    plain, _ = solved(files, tmp_path / "p", kv_offload=None, **options)
+    types = replace(CacheTypes.of("f16"), selection=KeySelection.parse(RULE))
+    positions = num_sequences * CONTEXT
+    assert split.gpu_bytes["kv_cache"] == 0
+    assert split.cpu_bytes["kv_cache"] == 3 * kv_bytes_per_layer(known["model"], positions, types)
+    assert split.kv_offload == types.selection and report.kv_offload == str(types.selection)
+    longer, again = solved(files, tmp_path / "l", context_length=4096, **options)
+    assert longer.gpu_bytes == report.gpu_bytes  # constant
+    assert set(asked) == set(again) == {types.selection.longest}
+    assert sum(report.gpu_bytes.values()) <= WORKSPACE + (110 << 10)
+    freed = 3 * kv_bytes_per_layer(known["model"], positions)
+    enough = report.advice.fits_from_bytes
+    assert enough == plain.advice.fits_from_bytes - freed
+    room, _ = solved(files, tmp_path / "r", vram_budget_bytes=enough, **options)
+    plain, _ = solved(files, tmp_path / "p", vram_budget_bytes=enough, kv_offload=None, **options)
+    assert (room.num_hot, room.num_dense_on_gpu) == (room.num_neurons, 3)
+    assert (plain.num_hot, plain.num_dense_on_gpu) != (room.num_neurons, 3)
+    assert any("none of the GPU's" in note for note in report.notes)
+    verify(split, **known)
+
+
+def test_a_second_computation_of_the_seconds_agrees_and_rejects_others(files, tmp_path):
+    known = loaded(files)
+    for budget in (0, WORKSPACE + (40 << 10), WORKSPACE + (110 << 10), 64 << 20):
+        for mode in ("dense", "exact", "predicted"):
+            solved(files, tmp_path / "o", vram_budget_bytes=budget, mode=mode)
+            split = Split.load(tmp_path / "o")
+            verify(split, **known)
+    assert any(split.dense_on_gpu)
+    slow = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-3)
+    other = replace(split, kv_offload=KeySelection.parse(RULE.replace("top=32", "top=256")))
+    for wrong, files_of in (
+        (replace(split, objective_s=split.objective_s * 1.001), known),
+        (other, known),
+        (split, known | {"machine": slow}),
+    ):
+        with pytest.raises(SparkinferError, match="the plan is wrong"):
+            verify(wrong, **files_of)
+
+
+def test_the_bytes_that_a_token_reads_by_hand(files):
+    """Heads of 16 values in f16, padded to 64 in tables: two of them a layer."""
+    model = loaded(files)["model"]
+    types = replace(CacheTypes.of("f16"), selection=KeySelection.parse(RULE))
+    row, summary, code = 2 * 2 * 16, 2 * 64 + 4, 64 // 4 + 4
+    for half, want in (
+        (80, 80 * row),
+        (256, 80 * row + (256 - 48) / 16 * summary + 64 * code),
+        (100, 80 * row + (100 - 48) / 16 * summary + 52 * code),
+    ):
+        assert kv_read_per_layer(model, 2 * half, types) == 2 * want
+    assert kv_read_per_layer(model, 512) == kv_bytes_per_layer(model, 512) / 2
+
+
+def test_main_memory_that_is_too_small_names_what_fits(files, tmp_path):
+    _, held = solved(files, tmp_path / "o"), sum(Split.load(tmp_path / "o").cpu_bytes.values())
+    for host in (held // 2, held * 3 // 4):
+        with pytest.raises(SparkinferError, match="context of ") as refused:
+            solved(files, tmp_path / "x", host_budget_bytes=host, context_length=4096)
+        line = str(refused.value)
+        assert "\n" not in line and not (tmp_path / "x").exists()
+        context = int(line.split("--context of ")[1].split(" ")[0].replace(",", ""))
+        options = {"host_budget_bytes": host}
+        solved(files, tmp_path / "y", context_length=context, **options)
+        assert sum(Split.load(tmp_path / "y").cpu_bytes.values()) <= host
+        with pytest.raises(SparkinferError):
+            solved(files, tmp_path / "x", context_length=context + 1, **options)
+
+
+def test_capped_positions_are_refused(files, tmp_path):
+    with pytest.raises(SparkinferError, match="on the CPU without a plan"):
+        solved(files, tmp_path / "x", kv_offload=f"{RULE},positions=capped")
+
+
+def test_the_command_plans_and_the_program_shows_where_attention_runs(files, tmp_path, capsys):
+    plan = str(tmp_path / "s.gguf")
+    words = ["solve", str(files / "m.gguf"), "--profile", str(files / "p"), "--machine",
+             str(files / "c"), "-o", plan, "-vb", "4MiB", "-c", str(CONTEXT), "--mode", "exact",
+             "--kv-offload", RULE, "--json"]  # fmt: skip
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["kv_offload"].startswith("block=16,sinks=16") and not found["gpu_bytes"]["kv_cache"]
+    )
+    assert main(["inspect", str(files / "m.gguf"), "--graph", "--split", plan]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    (attend,) = [line for line in lines if " attend " in f" {line} "]
+    assert attend.startswith("host attend qkv, position, cache heads, cache")
+    assert any(line.startswith("gpu0 project qkv attn_in") for line in lines)
+    assert main(["inspect", plan]) == 0
+    assert "window=32" in capsys.readouterr().out
+    with Engine.load(files / "m.gguf", split=plan, device="cpu") as engine:
+        assert engine.logits([1, 2, 3]).isfinite().all()
