@@ -306,6 +306,6 @@ def test_a_plans_rule_is_read_back_and_checked(tmp_path):
     assert Split.load(tmp_path / "s.gguf").kv_offload == SOME_KEYS
     wrong = dataclasses.replace(split, kv_offload=KeySelection(window=4096))
     wrong.save(tmp_path / "w.gguf")
-    with pytest.raises(SparkinferError, match="kv_cache takes .* CPU bytes"):
+    with pytest.raises(SparkinferError, match="kv_cache of .* bytes on the CPU, but the plan says"):
         Engine.load(model.path, split=tmp_path / "w.gguf", **ON_THE_CPU)
     assert len(SOME) < F
