@@ -6,8 +6,8 @@
 
 An environment gets PyTorch from pip, on Linux the CUDA build of several GB, and is removed at the
 end. Nothing may be compiled there. The pipeline runs on the bundled model; its files and its
-greedy text must be those of the Python that runs this. It prints a line for each step;
-the exit code is 1 if one failed."""
+greedy text must be those of the Python that runs this. It prints a line for each step; the exit
+code is 1 if one failed."""
 
 import argparse
 import hashlib
@@ -28,6 +28,7 @@ CARD = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
 INSTALLED = re.compile(
     r"install\(TARGETS (\w+) LIBRARY DESTINATION ([\w/]+)\)"
 )  # in CMakeLists.txt
+SCRIPT = re.compile(r"[^/]+\.data/scripts/")  # in a wheel; pip puts its files into bin
 LIMIT_S = 900.0  # per step, which takes seconds on an idle machine
 PROMPT = ("-p", "def parse_args(argv=None):", "-n", "8", "--temp", "0")
 # A program that uses the package, for a type checker that finds no types if py.typed is missing.
@@ -53,9 +54,10 @@ class CheckError(Exception):
 
 
 def expected_names() -> set[str]:
-    """All files of the package's folders except the C++, by their names in a wheel."""
+    """The program, and all files of the package's folders except the C++, by their installed
+    names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    names = set[str]()
+    names = {"bin/sparkinfer"}
     for name, folder in project["tool"]["scikit-build"]["wheel"]["packages"].items():
         for path in (ROOT / folder).rglob("*"):
             if path.name == "CMakeLists.txt":
@@ -69,7 +71,7 @@ def expected_names() -> set[str]:
 
 def content_faults(names: Iterable[str], wanted: set[str]) -> Iterator[str]:
     """A line for each file that is missing in a wheel, or should not be in it."""
-    inside = {name for name in names if not name.endswith("/")}
+    inside = {SCRIPT.sub("bin/", name) for name in names if not name.endswith("/")}
     own = {name for name in inside if name.split("/")[0].endswith(".dist-info")}
     for name in sorted(wanted - inside):
         yield f"lacks {name}"
@@ -149,8 +151,9 @@ def check_package(environment: Environment, wheel: Path) -> None:
         raise CheckError(f"{place} is not what the wheel installed")
     version = wheel.name.split("-")[1]
     said = environment.run("--version")
-    if version not in said:
-        raise CheckError(f"--version says {said!r}, wanted {version}")
+    program = environment.python.parent / "sparkinfer"
+    if version not in said or said != environment.ask(program, "--version"):
+        raise CheckError(f"--version says {said!r}, wanted {version}, and the same of {program}")
     for shell in ("bash", "zsh", "fish"):
         if "sparkinfer" not in environment.run("completion", shell):
             raise CheckError(f"completion {shell} prints no script")

@@ -103,13 +103,16 @@ def test_a_wheel_has_to_hold_the_packages_files():
         ("sparkinfer/py.typed", None, "lacks sparkinfer/py.typed"),
         ("sparkinfer/runtime/_cpu.so", None, "lacks sparkinfer/runtime/_cpu.so"),
         ("x.dist-info/licenses/LICENSE", None, "lacks the licence"),
+        ("x.data/scripts/sparkinfer", None, "lacks bin/sparkinfer"),
+        (None, "x.data/scripts/other", "has bin/other, which is not the package's"),
         (None, "sparkinfer/step.cpp", "has sparkinfer/step.cpp, which is not the package's"),
         (None, "tests/models.py", "has tests/models.py, which is not the package's"),
     ],
 )
 def test_a_wheel_that_lacks_a_file_or_has_another_is_refused(lost, added, line):
     wanted = check_wheel.expected_names()
-    names = wanted | {"x.dist-info/licenses/LICENSE"}
+    program, licence = "x.data/scripts/sparkinfer", "x.dist-info/licenses/LICENSE"
+    names = wanted - {"bin/sparkinfer"} | {program, licence}
     assert not list(check_wheel.content_faults(names, wanted))
     assert list(check_wheel.content_faults(names - {lost} | {added or "x/"}, wanted)) == [line]
 
