@@ -14,7 +14,7 @@ import numpy as np
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """`arguments` has {in} and {out} for the folders of inputs and outputs. `state` lists the names
-    beside the outputs from which the same command resumes."""
+    next to the outputs from which the same command resumes."""
 
     name: str
     arguments: str

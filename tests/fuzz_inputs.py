@@ -141,7 +141,7 @@ def _model_files(folder: Path) -> None:
 
 
 def _artifacts(folder: Path) -> None:
-    """A profile, a plan (its profile beside it), a machine, limits, and saved states of runs."""
+    """A profile, a plan with its profile, a machine, limits, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
     for kind in ("profile", "machine", "figures", "thresholds", "merge", "resume", "prompt",
                  "conversation", "limits", "comparison", "told"):  # fmt: skip

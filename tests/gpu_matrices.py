@@ -2,7 +2,7 @@
 
 Values are compared one by one, each with its own bound: the possible effect of f32 rounding on a
 sum of such terms. A sum of n terms in f32, in any order, is off by at most n eps times the sum of
-the terms' sizes; errors add up like a random walk, so a right kernel stays within sqrt(n) of it
+the terms' sizes; errors add up like a random walk, so a correct kernel stays within sqrt(n) of it
 (and some for the terms)."""
 
 import gguf
@@ -76,7 +76,7 @@ def rounding(num_terms: int) -> float:
 
 
 def product_bound(matrix: Matrix, x_D: Tensor, bias_N: Tensor | None) -> Tensor:
-    """f64 [N]: the error that a right product may have."""
+    """f64 [N]: the error that a correct product may have."""
     size_N = sizes(matrix) @ x_D.double().abs()
     size_N = size_N if bias_N is None else size_N + bias_N.abs()
     return rounding(matrix.width) * size_N
@@ -99,7 +99,8 @@ def assert_same_bits(got_B: Tensor, want_B: Tensor) -> None:
 
 
 def both(kernels, name, out, *arguments, **options):
-    """(what the kernel writes, what the reference writes) into copies of `out`, the last argument."""
+    """(what the kernel writes, what the reference writes) into copies of `out`, the last
+    argument."""
     got, want = out.clone(), out.clone()
     getattr(kernels, name)(*arguments, got, **options)
     getattr(reference_kernels(), name)(*arguments, want, **options)

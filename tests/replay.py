@@ -1,5 +1,6 @@
-"""Runs the operations of a step one by one on the CPU, in random orders that their declared reads and
-writes allow. Values are poisoned before a run, so that a missing read or write shows in the logits."""
+"""Runs the operations of a step one by one on the CPU, in random orders that their declared reads
+and writes allow. Values are poisoned before a run, so that a missing read or write shows in the
+logits."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -124,8 +125,9 @@ class Replay:
         return edges([(operation.reads, operation.writes) for operation in self.operations])
 
     def changes(self, number: int, value: str, want: Tensor, *, is_read: bool) -> bool | None:
-        """Whether some order that is allowed once a read or write is not declared changes the logits;
-        None if that allows no new order. Each pair whose order is lost is tried the other way round."""
+        """Whether some order that is allowed once a read or write is not declared changes the
+        logits; None if that allows no new order. Each pair whose order is lost is tried the other
+        way round."""
         right = self.edges
         was = self.operations[number]
         self.operations[number] = was.without(value, is_read=is_read)
@@ -167,7 +169,7 @@ def holds(tensor: Tensor, address: int) -> bool:
 
 
 def reachable(pairs: Sequence[tuple[int, int]], count: int) -> list[set[int]]:
-    """The operations behind each one."""
+    """The operations that these pairs, directly or not, put after each one."""
     found: list[set[int]] = [set() for _ in range(count)]
     for first, second in sorted(pairs, reverse=True):  # pairs go up
         found[first] |= {second} | found[second]

@@ -1,4 +1,4 @@
-"""What Python believes of the kernels' C functions is what their headers declare."""
+"""Python's signatures of the kernels' C functions are those of their headers."""
 
 import ctypes
 import re

@@ -1,4 +1,5 @@
-"""The documents: numbers that come from files, links that lead somewhere, two READMEs that agree."""
+"""The documents: numbers that come from files, links that lead somewhere, two READMEs that
+agree."""
 
 import re
 import subprocess
@@ -112,7 +113,7 @@ def names_of(param: click.Parameter) -> list[str]:
 
 
 def sections(text: str) -> list[tuple[int, str]]:
-    """(level of the heading, what stands below it), in order; fences left out."""
+    """(level of the heading, the text below it), in order; fences left out."""
     parts = re.split(r"^(#+) .*$", prose(text), flags=re.MULTILINE)
     return [(len(level), body) for level, body in zip(parts[1::2], parts[2::2], strict=True)]
 

@@ -1,5 +1,6 @@
-"""Ctrl-C from the first moment of a command on: one line, or, before any of our code runs, what Python
-itself does. Its start (the interpreter, site, the .pth files of other packages) is not ours to change."""
+"""Ctrl-C from the first moment of a command on: one line, or, before any of our code runs, what
+Python itself does. Its start (the interpreter, site, the .pth files of other packages) is not ours
+to change."""
 
 import signal
 import subprocess
@@ -45,14 +46,14 @@ def check(seconds: float, *words: str) -> None:
         assert (code == 130) == (error.strip() == LINE), (seconds, code, error)
 
 
-@pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed beside Python")
+@pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed next to Python")
 @pytest.mark.parametrize("seconds", [0.02, 0.05, 0.1, 0.2, 0.4])
 def test_an_interrupt_of_a_start_is_one_line(seconds):
     check(seconds, "generate", "/nonexistent/model.gguf", "-p", "x")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed beside Python")
+@pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed next to Python")
 @pytest.mark.parametrize("command", ["generate -p x", "serve"])
 def test_an_interrupt_at_any_time_of_a_start_is_one_line(command):
     name, *more = command.split()

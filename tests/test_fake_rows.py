@@ -1,5 +1,5 @@
-"""Several sequences and drafts with a plan on fake CUDA devices (fake_cuda): the cache is as large as
-announced, and each row has the bits that its text gets alone."""
+"""Several sequences and drafts with a plan on fake CUDA devices (fake_cuda): the cache is as large
+as announced, and each row has the bits that its text gets alone."""
 
 import random
 
@@ -57,7 +57,7 @@ def test_the_cache_takes_what_the_plan_says(tmp_path, plan, count):
 @pytest.mark.parametrize("plan", slow_unless(["every kind of layer", "random", "two GPUs"],
                                              ["every kind of layer"]))  # fmt: skip
 def test_random_schedules(tmp_path, plan):
-    """Prefixes of one sequence beside others, forked and rolled back, from captured graphs."""
+    """Prefixes of one sequence alongside others, forked and rolled back, from captured graphs."""
     model = saved(tmp_path)
     with fake_cuda(num_devices=2, seed=3) as cuda:
         with (

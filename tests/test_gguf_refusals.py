@@ -1,5 +1,5 @@
 """Third-party or damaged GGUF files: those that would run differently than in llama.cpp are
-refused. Oracle: llama.cpp's reading of the keys (llama-model.cpp), noted beside each."""
+refused. Oracle: llama.cpp's reading of the keys (llama-model.cpp), cited at each."""
 
 import dataclasses
 from pathlib import Path

@@ -323,7 +323,7 @@ def test_append_to_blocks(kernels, num_rows, dtype):
 
 
 def test_a_repeated_row_appends_once_and_attends(kernels):
-    """Rows that fill a step up repeat the last one. What only they would store is left out: here
+    """Rows that pad a step repeat the last one. What only they would store is left out: here
     their keys differ, which in a step they do not."""
     given = attending(4)
     for name, values in (("position_1", (7, 9, 9, 9)), ("sequence_1", (1, 1, 1, 1))):

@@ -1,5 +1,5 @@
-"""Hybrid steps of several rows and sequences, both roles on the CPU: whatever is computed beside
-it, a row has the bits that its sequence gets alone, one token at a time."""
+"""Hybrid steps of several rows and sequences, both roles on the CPU: whatever else is computed, a
+row has the bits that its sequence gets alone, one token at a time."""
 
 import dataclasses
 import random
@@ -159,7 +159,7 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
 
 
 def test_rows_without_logits_and_prompts_between(tmp_path):
-    """A prompt is a pass, tokens of other sequences beside it are steps, and all logits come in the
+    """A prompt is a pass, tokens of other sequences with it are steps, and all logits come in the
     order of the rows."""
     model = saved(tmp_path)
     with loaded(tmp_path, model, "random", 3) as engine:

@@ -1,4 +1,5 @@
-"""Commands point to what `run` has made of a model, and the commands that they print work."""
+"""Commands point to the files that `run` has made from a model; the commands that they print
+work."""
 
 import shlex
 import shutil

@@ -1,4 +1,4 @@
-"""Progress, and lines beside it, on a terminal and in a log."""
+"""Progress bars, and lines printed while one is shown, on a terminal and in a log."""
 
 import os
 import pty
@@ -31,7 +31,7 @@ def test_a_log_gets_only_a_few_lines(capsys, monkeypatch):
 
 
 def test_a_following_part_has_a_bar_of_its_own(capsys, monkeypatch):
-    """While a model is verified, the bar of its conversion must not be all that there is."""
+    """The verification of a model shows its own bar below that of the conversion."""
     monkeypatch.setattr(
         module, "Console", lambda stderr: Console(stderr=stderr, force_terminal=True, width=80)
     )

@@ -1,6 +1,6 @@
-"""The GPU kernels for several rows of a step, compiled and executed as PTX: each row has the bits that
-the kernel for one row gives it. What ptxas makes of the text is not seen here; its fmas are already
-in the text.
+"""The GPU kernels for several rows of a step, compiled and executed as PTX: each row has the bits
+that the kernel for one row gives it. What ptxas does with the PTX is not checked; fused
+multiply-adds are already in the PTX.
 
 A few comparisons always run, the others are marked slow."""
 

@@ -67,7 +67,7 @@ TEMPLATE = "{{ messages[0].content }}{% if shout %}!!{% endif %} {{ messages[-1]
 def test_an_answer_takes_the_variables_and_the_file_of_a_system_message(
     capsys, silu, tmp_path, monkeypatch
 ):
-    """What the template made of them is what the model read."""
+    """The model gets exactly the text that the template rendered."""
     from sparkinfer.runtime.text.codec import TextCodec
 
     template, system = tmp_path / "template.jinja", tmp_path / "system.txt"

@@ -1,4 +1,4 @@
-"""Several sequences in one engine: whatever is computed beside it, a sequence gets the bits that it
+"""Several sequences in one engine: whatever else is in its steps, a sequence gets the bits that it
 gets alone; blocks of the cache are shared, copied and freed without affecting each other."""
 
 import random
@@ -40,7 +40,7 @@ class Alone:
 
 def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]]:
     """A tree of drafts, as the token of each node on the way to each of up to `most` leaves: paths
-    share a beginning of random length with an earlier one, and nothing behind it."""
+    share a beginning of random length with an earlier one, and nothing after it."""
     paths = [[chance.randrange(50) for _ in range(chance.randint(1, depth))]]
     for _ in range(chance.randint(1, most) - 1):
         stem = chance.choice(paths)

@@ -1,5 +1,5 @@
 """Continuous batching: each text is the same as when it runs alone, whatever joins, leaves or fails
-beside it; places and queue are bounded, order is fair, and prefixes are shared."""
+meanwhile; places and queue are bounded, order is fair, and prefixes are shared."""
 
 import random
 import threading

@@ -63,7 +63,7 @@ QUICK = ("llama with biases", "opt, norms after", "falcon, two norms")
 
 
 def replayed(tmp_path, family, plan, offset=1):
-    """A replay of one token behind three others, and its logits in the order of the program."""
+    """A replay of one token after three others, and its logits in the order of the program."""
     shape = make_shape(num_layers=3, num_neurons=len(ALL))
     model = family_model(family, shape=shape, predictor_rank=8, input_layer_offset=offset)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
@@ -206,8 +206,8 @@ def test_weights_of_each_device_are_the_bytes_that_plans_count(tmp_path, family,
     assert summary.weight_bytes == {device: count for device, count in want.items() if count}
 
 
-def test_a_neuron_caches_bits_are_copied_once_a_gpu(tmp_path):
-    """They are written beside the sums, and behind the last layer that writes them."""
+def test_a_neuron_caches_bits_are_copied_once_per_gpu(tmp_path):
+    """The copy follows the last layer that writes bits."""
     model, split = files(tmp_path, "llama", "divided", 0)
     form = file_form(model, split)
     with_bits = [
@@ -313,12 +313,12 @@ def test_inspect_refuses_the_program_of_other_files(tmp_path, capsys):
         assert out == "" and err.count("\n") == 1, err
 
 
-def test_edges_keep_reads_behind_writes_and_writes_behind_reads():
+def test_edges_keep_reads_after_writes_and_writes_after_reads():
     reads_and_writes = [((), ("a",)), (("a",), ("b",)), (("a",), ("a",)), (("a", "b"), ())]
     assert edges(reads_and_writes) == [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
 
 
-def test_a_value_is_dropped_behind_its_last_read():
+def test_a_value_is_dropped_after_its_last_read():
     ops = list(layer_ops(0, LayerForm(order="pre-norm"), 0))
     last = dict(zip((op.kind for op in ops), last_reads(ops, kept=("x",)), strict=True))
     assert "attn_in" in last["attention"] and last["neurons"] == ("ffn_in.0",)

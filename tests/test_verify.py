@@ -1,4 +1,4 @@
-"""The comparison of a written file with its source: right files of every type pass by a wide
+"""The comparison of a written file with its source: correct files of every type pass by a wide
 margin, and slightly wrong files do not.
 
 Oracle: transformers."""

@@ -1,4 +1,4 @@
-"""Phrases for which the field has a better word stay out of docstrings, comments and documents."""
+"""Docstrings, comments and documents avoid phrases for which the field has a better word."""
 
 import ast
 import re

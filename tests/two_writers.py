@@ -3,8 +3,8 @@
     python tests/two_writers.py [--rounds N] [--kind KIND]
 
 A round starts two processes at once, each with its own content. Afterwards the file must hold one
-of the two artifacts as a whole, nothing may be left beside it, and neither process may have failed.
-The last line on stdout counts by kind how often each of the two wrote last."""
+of the two artifacts as a whole, nothing may be left next to it, and neither process may have
+failed. The last line on stdout counts by kind how often each of the two wrote last."""
 
 import argparse
 import json

@@ -60,8 +60,8 @@ def _launch(
 
 
 def launched_slots(kernels: SlotKernels) -> SlotKernels:
-    """The kernels of the neuron cache. What `scatter` writes only its copies say: all that its launch
-    declares, or, where none does, what the copies say once they are there."""
+    """The kernels of the neuron cache. `scatter` writes what its launch declares or, if nothing is
+    declared, the targets in `copies_C4`, which are read once they have arrived."""
 
     def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
         ranges = [range_of(t, is_written=False) for t in (staging_B, copies_C4)]
