@@ -1,8 +1,8 @@
 // Included inside the anonymous namespace of each rows_<level>.cpp, as rows_template.h is.
 
-// Prefetches ROWS rows, one line of each at a time. Contiguous rows are prefetched one after another
-// instead: the processor's own prefetcher then sees one stream and joins in, whereas several would
-// alternate within a page. (It stops at the end of a page and cannot know which row of a list comes
+// Prefetches ROWS rows, one line of each at a time. Contiguous rows are prefetched sequentially
+// instead: the hardware prefetcher then sees one stream and helps, whereas it would see several
+// streams within a page. (It stops at the end of a page and cannot know which row of a list comes
 // next.)
 template <int ROWS>
 class Ahead {
@@ -13,7 +13,7 @@ class Ahead {
         step_ = is_one ? 64 * ROWS : 64;
     }
 
-    // The loop that follows prefetches `steps` times; the rest of `bytes` is prefetched now.
+    // For a loop that calls ask() `steps` times; prefetches the rest of `bytes` now.
     Ahead(const uint8_t* const* rows, int64_t bytes, int64_t steps) : Ahead(rows, bytes) {
         for (int64_t left = (bytes + 63) / 64 - steps; left > 0; --left) ask();
     }
@@ -23,7 +23,7 @@ class Ahead {
         at_ += step_, asked_ += 64;
     }
 
-    // Prefetches the first `bytes` of each row, unless done already.
+    // Prefetches the next line, unless the first `bytes` of each row have been prefetched.
     inline void ask_below(int64_t bytes) {
         if (asked_ < bytes) ask();
     }
@@ -33,12 +33,12 @@ class Ahead {
     int64_t step_, at_ = 0, asked_ = 0;
 };
 
-// Prefetches whole rows in order, a line at a time, so that rows with small gaps between them are one
-// stream to the processor's prefetcher.
+// Prefetches whole rows in order, a line at a time, so that the hardware prefetcher sees rows with
+// small gaps between them as one stream.
 //
-// They go into the L2 cache: a core can wait for more lines there than in L1. GB/s of one Zen 4 core
-// from memory, three of four rows of 2560 values: q8_0 8.9 with each row prefetching its own next 512
-// values, 15.9 this way; f16 15 with four rows prefetching the next four.
+// Lines go to L2, where a core can have more outstanding misses than in L1. GB/s of one Zen 4 core
+// from memory, for three of every four rows of 2560 values: q8_0 15.9, against 8.9 if each row
+// prefetches its own next 512 values; f16 15 if four rows prefetch the next four.
 class AheadRows {
   public:
     AheadRows(const uint8_t* const* rows, int64_t count, int64_t bytes)
@@ -57,17 +57,17 @@ class AheadRows {
     int64_t left_, bytes_, at_ = 0;
 };
 
-// Contiguous rows are one run through memory, prefetched this many bytes ahead. GB/s of one Zen 4 core
-// from memory, f16 rows of 576 and 2048 values: one row at a time 23 and 24 with 2048 ahead, 25 and 27
-// with 4096, 21 and 21 with 8192; four rows at a time, each prefetching the one four further, 11 and 13.
+// Contiguous rows are read as one run, prefetched this many bytes ahead. GB/s of one Zen 4 core
+// from memory, f16 rows of 576 and 2048 values: one row at a time 23 and 24 with 2048 bytes ahead,
+// 25 and 27 with 4096, 21 and 21 with 8192; four rows at a time, each prefetching the row four
+// further, 11 and 13.
 constexpr int64_t RUN_AHEAD = 4096;
 
 inline bool is_one_run(const Rows& rows, int64_t row_bytes) {
     return rows.stride == row_bytes && !rows.index && !rows.next;
 }
 
-// What to prefetch while memory at `at` is read, in a run that ends before row a1: the memory that is
-// read so many bytes later.
+// The address that is read `bytes` after `at` in a run that ends before row a1, for prefetching.
 inline const uint8_t* ahead_in_run(const Rows& rows, const uint8_t* at, int64_t bytes, int64_t a1) {
     const uint8_t* end = rows.weight + a1 * rows.stride;
     return rows.after && at + bytes >= end ? rows.after + (at + bytes - end) : at + bytes;

@@ -1,9 +1,9 @@
 // Attention of the rows of a step over the keys and values of their sequences.
 //
-// Keys and values of a layer are stored in blocks of positions, [blocks, K, block_length, row]; a table
-// maps sequences to blocks. Positions are split into parts of PART, counted from 0, with partial sums
-// that are joined at the end: a row's result depends only on its position, not on other rows, the
-// blocks or the threads.
+// A layer's keys and values are stored in blocks of positions, [blocks, K, block_length, row]; a
+// table maps sequences to blocks. Positions are split into parts of PART, counted from 0, whose
+// partial sums are combined at the end, so a row's result does not depend on other rows, the blocks
+// or the threads.
 #pragma once
 #include <array>
 #include <cmath>
@@ -17,7 +17,7 @@
 
 // Positions per work item.
 constexpr int64_t PART = 256;
-// Upper bound on the bytes of partial sums; further rows wait for the next batch.
+// Upper bound on the bytes of partial sums; further rows are computed in the next batch.
 constexpr int64_t PARTS_BYTES = 4 << 20;
 // Most queries that share unpacked keys, unless one row has more.
 constexpr int64_t SHARING_QUERIES = 32;
@@ -43,7 +43,7 @@ class Attention {
         selector.take(arena, rows_at_once);
     }
 
-    // Records the computed rows of this step, and the further places that their keys are copied to.
+    // Records the computed rows of this step, and the other places to which their keys are copied.
     void place(const SparkRow* row, int64_t count) {
         std::array<int64_t, MAX_STEP_ROWS> computed;  // index of each row among the computed ones
         T = num_copies = 0;
@@ -59,7 +59,7 @@ class Attention {
 
     int64_t num_rows() const { return T; }
     int64_t position(int64_t t) const { return places[t].position; }
-    int64_t number(int64_t t) const { return places[t].row; }  // of computed row t within the step
+    int64_t number(int64_t t) const { return places[t].row; }  // index of computed row t in the step
 
     // Stores key and value [K, W] of row t in all their places.
     void append(const SparkLayer& l, int64_t t, const float* key, const float* value) {
@@ -82,8 +82,8 @@ class Attention {
     };
     // Rows of one sequence at consecutive positions, which share keys and values.
     struct Chunk {
-        int64_t begin, count, last;  // `last` position
-        int64_t num_far, num_keys;   // far keys (at capped positions), and all that it attends to
+        int64_t begin, count, last;  // `last`: position of the last row
+        int64_t num_far, num_keys;   // far keys (with capped positions), and all keys attended to
         int64_t base;                // origin of capped positions
         bool is_selected;            // its only row attends to selected positions
         int64_t unit;                // its first work item
@@ -245,7 +245,7 @@ class Attention {
         kernels().mix_values[s.value_kind](a);
     }
 
-    // Unpacks n keys in runs, at consecutive positions from `first` on, to f32 and rotates them.
+    // Unpacks n keys in runs to f32 and rotates them to consecutive positions from `first` on.
     void turn_keys(int64_t first, int64_t run, int64_t n, const uint8_t** key) const {
         static thread_local std::vector<float> turned;
         if (turned.size() < static_cast<size_t>(PART * W)) turned.resize(PART * W);
@@ -258,7 +258,7 @@ class Attention {
         }
     }
 
-    // Contiguous keys and values at n positions: in place if they are contiguous there, else copies.
+    // Contiguous keys and values at n positions: in place if they are contiguous, else copies.
     void gather(const SparkLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position, int64_t n,
                 const uint8_t*& key, const uint8_t*& value) const {
         const int64_t length = s.table.block_length;
@@ -289,7 +289,7 @@ class Attention {
         key = keys, value = values;
     }
 
-    // Joins the parts of one head of row t into `heads`.
+    // Combines the parts of one head of row t into `heads`.
     void join(const Chunk& c, int64_t t, int64_t head, int64_t t0, Operand& heads) const {
         const int64_t own = c.is_selected ? c.parts() : parts_of(places[t].position + 1);
         const int64_t within = (t - c.begin) * G + head % G;

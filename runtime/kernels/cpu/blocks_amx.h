@@ -1,20 +1,20 @@
-// Products of 16 rows with 16 vectors on tiles of int8 (AMX), for blocks_template.h and with its
-// arithmetic. Fewer than LEAST_VECTORS go through blocks_vnni.h. The packed x of that file is followed
-// by panels, one for each group of 16 vectors and block:
+// Products of 16 rows with 16 vectors on int8 tiles (AMX), for blocks_template.h and with its
+// arithmetic. Fewer than LEAST_VECTORS vectors use blocks_vnni.h. That file's packed x is followed
+// by panels, one for each group of 16 vectors and each block:
 //   int8 plane[2][8][16][4]   high and low bytes, four adjacent values of each vector
 //   float scale[16]           of each vector
-// Groups count from vector 0 of the buffer, whichever vectors a call uses.
+// Groups are counted from vector 0 of the buffer, whichever vectors a call uses.
 //
-// A tile instruction multiplies 64 values of each row and gets 32 here, since a sum over two blocks
-// would mix their scales. The limit is elsewhere: each 16 sums of a block (512 products) take five
-// vector instructions, which two units share, so that Sapphire Rapids can have at most 200 products a
-// cycle. Sizes below follow from its caches (48 KiB, 2 MiB) and are not measured.
+// A tile instruction can multiply 64 values of each row; here it multiplies 32, because a sum over
+// two blocks would mix their scales. That is not the bottleneck: every 16 sums of a block (512
+// products) take five vector instructions on two ports, which limits Sapphire Rapids to 200
+// products per cycle. The sizes below are derived from its caches (48 KiB, 2 MiB) and not measured.
 
-constexpr int64_t GROUP = 16;         // vectors, the columns of a tile of sums
-constexpr int64_t TILE_BLOCKS = 16;   // of a row, whose scales are read together
-constexpr int64_t LEAST_VECTORS = 8;  // a tile costs as much as about six vectors in blocks_vnni.h
-constexpr int64_t MOST_GROUPS = 4;    // for which weights are unpacked once
-constexpr int64_t ROW_TILES = 2;      // that share a panel while it is in L1
+constexpr int64_t GROUP = 16;         // vectors: the columns of a tile of sums
+constexpr int64_t TILE_BLOCKS = 16;   // blocks of a row whose scales are read together
+constexpr int64_t LEAST_VECTORS = 8;  // a tile takes as long as about six vectors in blocks_vnni.h
+constexpr int64_t MOST_GROUPS = 4;    // groups for which weights are unpacked once
+constexpr int64_t ROW_TILES = 2;      // tiles of rows that use a panel while it is in L1
 constexpr int64_t PLANE_BYTES = BLOCK * GROUP;
 constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + GROUP * 4;
 static_assert(LANES == 16, "a tile has 16 rows");
@@ -37,15 +37,15 @@ inline __mmask16 meant_of(const Input& x, int64_t group) {
     return static_cast<__mmask16>(first_of_16(end) & ~first_of_16(begin));
 }
 
-// Where 16 values of block b begin in a unit of blocks_vnni.h.
+// The offset of 16 values of block b in a unit of blocks_vnni.h.
 template <class F>
 constexpr int64_t place(int64_t b, int64_t plane, int64_t half) {
     if (F::QUANT_BYTES == 16) return plane * PLANE<F> + half * 64 + b % 4 * 16;
     return plane * PLANE<F> + b % 2 * 32 + half * 16;
 }
 
-// Makes panels from the packed x of blocks_vnni.h. Writes nothing for unused vectors: another thread may
-// be writing those.
+// Makes panels from the packed x of blocks_vnni.h. Does not write those of unused vectors, which
+// another thread may be writing.
 template <class F>
 void pack_panels(const Input& x, int64_t D) {
     const int64_t n = D / BLOCK;
@@ -53,7 +53,7 @@ void pack_panels(const Input& x, int64_t D) {
     const PackedBlocks<F> from(x, n);
     for (int64_t group = x.first / GROUP; group * GROUP < x.first + x.count; ++group) {
         const __mmask16 meant = meant_of(x, group);
-        int64_t vector[GROUP];  // unused ones: any
+        int64_t vector[GROUP];  // arbitrary for unused vectors
         for (int64_t i = 0; i < GROUP; ++i)
             vector[i] = meant >> i & 1 ? group * GROUP + i - x.first : 0;
         for (int64_t b = 0; b < n; ++b) {
@@ -77,11 +77,11 @@ void pack_panels(const Input& x, int64_t D) {
     }
 }
 
-// 16 rows, TILE_BLOCKS blocks of them at a time.
+// 16 rows, of which TILE_BLOCKS blocks are unpacked at a time.
 template <class F>
 struct RowTile {
-    const uint8_t* row[LANES];  // may repeat, the first `valid` count; the first is a tiled one's tile
-    int64_t valid, step;        // step: bytes from row to row, 0 if irregular
+    const uint8_t* row[LANES];  // may repeat after the first `valid`; if tiled, the first is the tile
+    int64_t valid, step;        // step: row stride in bytes, 0 if irregular
     alignas(64) uint8_t copy[TILE_BLOCKS][LANES][BLOCK];
     alignas(64) float scale[TILE_BLOCKS][LANES];
 
@@ -95,7 +95,7 @@ struct RowTile {
 
     bool is_in_place() const { return F::QUANT_BYTES == BLOCK && step != 0 && !IS_TILED<F>; }
 
-    // Unpacks blocks b0 .. b0 + m - 1: scales, and values unless they can be read from the rows.
+    // Unpacks blocks b0 .. b0 + m - 1: scales, and values unless tiles can load them from the rows.
     void unpack(int64_t n, int64_t b0, int64_t m) {
         if constexpr (IS_TILED<F>) return unpack_tile(n, b0, m);
         tile_scales<F>(row, n, b0, scale);
@@ -132,7 +132,7 @@ struct RowTile {
                     _mm512_unpacklo_epi32(load_64_bytes(from + 128), load_64_bytes(from + 192));
                 const __m512i high_2 =
                     _mm512_unpackhi_epi32(load_64_bytes(from + 128), load_64_bytes(from + 192));
-                // 16 bytes of rows r, r + 4, r + 8 and r + 12 each.
+                // Each has 16 bytes of rows r, r + 4, r + 8 and r + 12.
                 alignas(64) uint8_t bytes[4][4][16];
                 _mm512_store_si512(bytes[0], _mm512_unpacklo_epi64(low, low_2));
                 _mm512_store_si512(bytes[1], _mm512_unpackhi_epi64(low, low_2));
@@ -150,8 +150,8 @@ struct RowTile {
     }
 };
 
-// Configures tiles for the time of one call: 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. Other
-// code of the same thread has its own configuration.
+// Configures tiles for one call: 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. Other code
+// on the same thread has a configuration of its own.
 class TilesInUse {
   public:
     TilesInUse() {
@@ -162,7 +162,7 @@ class TilesInUse {
         };
         const Config config;
         static_assert(sizeof config == 64);
-        // gcc 12 declares that the next line reads 8 bytes, and may drop stores to the others.
+        // gcc 12 assumes that the next line reads 8 bytes only, and may drop stores to the others.
         asm volatile("" : : "m"(config));
         _tile_loadconfig(&config);
     }
@@ -199,7 +199,8 @@ inline void add_scaled(const TileSums& sums, const float* scale, Floats x_scale,
 
 typedef float RowSums[LANES][GROUP];
 
-// Joins the four parts of each product into y: vector t of the call begins at y + t * y_stride.
+// Adds the four parts of each product and writes y; vector t of the call begins at y + t *
+// y_stride.
 inline void store_products(const RowSums* part, int64_t valid, const Input& x, int64_t group,
                            float* y, int64_t y_stride) {
     alignas(64) RowSums total;
@@ -221,9 +222,9 @@ inline void store_products(const RowSums* part, int64_t valid, const Input& x, i
     }
 }
 
-// Up to ROW_TILES tiles of rows times up to MOST_GROUPS groups; next: what to prefetch. While one
-// block's sums are scaled and added, the tiles multiply the next block: sums stored from a tile take
-// time to arrive.
+// Up to ROW_TILES tiles of rows times up to MOST_GROUPS groups; `next` is prefetched. While one
+// block's sums are scaled and added, the tiles multiply the next block, which hides the latency of
+// tile stores.
 template <class F>
 inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next, int64_t n,
                        const Input& x, int64_t group, int64_t num_groups, float* y,
@@ -236,7 +237,7 @@ inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next
     for (int64_t b0 = 0; b0 < n; b0 += TILE_BLOCKS) {
         const int64_t m = n - b0 < TILE_BLOCKS ? n - b0 : TILE_BLOCKS;
         for (int64_t i = 0; i < num_tiles; ++i) tiles[i].unpack(n, b0, m);
-        asm volatile("" : : : "memory");  // gcc 12 does not declare that tiles are read from it
+        asm volatile("" : : : "memory");  // gcc 12 does not know that tile loads read this memory
         auto multiply = [&](int64_t job, int64_t b, int64_t which) {
             RowTile<F>& tile = tiles[job % num_tiles];
             const bool is_in_place = tile.is_in_place();
@@ -260,7 +261,7 @@ inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next
                                  which ^ 1);
                     for (int64_t at = 0; job == 0 && at < ahead; at += 64)
                         __builtin_prefetch(next + (b0 + b) * ahead + at, 0, 2);
-                    // Zeros for unused vectors, whose scales are undefined.
+                    // Zeros for unused vectors, because their scales are undefined.
                     const Floats x_scale = _mm512_maskz_loadu_ps(
                         meant, panels.at(of_job, b0 + b) + 2 * PLANE_BYTES);
                     add_scaled(sums[which], tile.scale[b], x_scale, total);

@@ -1,6 +1,7 @@
-// Integer products of 16-bit values in pairs, for blocks_template.h: any processor, AVX2, AVX-512.
-// The including file defines FEW rows as LANES / 4, products_q8(quants, x) and products_q4(quants, x),
-// LANES sums of one row's block, and reduce(s, out): lane 4 * r + i the sum of vector s[r][i].
+// Integer products of pairs of 16-bit values, for blocks_template.h, at the levels generic, AVX2
+// and AVX-512. The including file defines FEW rows as LANES / 4; products_q8(quants, x) and
+// products_q4(quants, x), which give LANES sums of one row's block; and reduce(s, out), which
+// writes the sum of vector s[r][i] to lane 4 * r + i.
 
 template <class F>
 constexpr int64_t unit() {
@@ -35,7 +36,7 @@ inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t*
 
 constexpr int few_lane(int r, int p) { return 4 * r + p; }
 
-// Two vectors of 16-bit pairs for each of 32 bits.
+// Two vectors of 16-bit pairs for each vector of 32 bits.
 template <class F>
 constexpr int TILE_WEIGHTS = 16;
 

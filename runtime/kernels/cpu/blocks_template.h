@@ -1,30 +1,31 @@
-// Products of rows of q8_0 and q4_0, in the file's layout and the planar one, with vectors of 16-bit
+// Products of rows of q8_0 and q4_0, in the file's layout and planar, with vectors of 16-bit
 // integers. Included by rows_template.h.
 //
-// The arithmetic is the same at every level and for any number of vectors, to the bit: with I(b) the sum
-// of a block's 32 products, which is an exact integer,
+// Results are bit-identical at every level and for any number of vectors. With I(b) the sum of a
+// block's 32 products, an exact integer,
 //   part[p] = the sum over b = p, p + 4, p + 8, ... of I(b) * (row's scale * x's scale),
 //             each term added by one fused multiply-add, in order
 //   product = (part[0] + part[1]) + (part[2] + part[3])
 //
-// Two kernels share it. One takes FEW rows and one vector, four blocks per step: lanes are pairs of a
-// row and a block. The other takes LANES rows and up to TILE_TOKENS vectors: lanes are rows, and a block
-// of weights is unpacked once for all vectors. A level defines, in blocks_madd.h or blocks_vnni.h,
-//   unit<F>()                         blocks that lie together in packed x
-//   quantise_unit<F>(value, to)       unit<F>() blocks of int16 values to packed x
-//   few_products<F>(quants, m, x, stride)   I of FEW rows and four blocks, of which m are there; x from
-//                                           unit to unit: stride
+// There are two kernels. One takes FEW rows and one vector, four blocks per step; its lanes are
+// pairs of a row and a block. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes
+// are rows, and a block of weights is unpacked once for all vectors. A level defines, in
+// blocks_madd.h or blocks_vnni.h,
+//   unit<F>()                         the number of blocks in a unit of packed x
+//   quantise_unit<F>(value, to)       packs the int16 values of a unit
+//   few_products<F>(quants, m, x, stride)   I of FEW rows and four blocks, of which m exist; units
+//                                           of x are `stride` bytes apart
 //   few_corrections(four), few_factors(scale, m, x_scale)   of the same lanes, 0 from block m on
 //   few_lane(r, p)                    the lane of row r and block p
 //   TILE_WEIGHTS<F>, tile_weights<F>(quarter, w)    a block of LANES rows, unpacked
 //   tile_products<F>(w, x, b, start)  start + I of LANES rows; x: the unit with block b
-//   OFFSET<F>                         what is added to quants so that they are not negative
-// and, by itself, transpose_16(p, out): 16 bytes of LANES rows to four vectors of 32 bits a row, and
-// fused(a, b, c).
+//   OFFSET<F>                         added to quants to make them non-negative
+// and itself transpose_16(p, out), which turns 16 bytes of LANES rows into four vectors of 32 bits
+// per row, and fused(a, b, c).
 
 constexpr int64_t TILE_TOKENS = 32;
 
-// Of a kind whose rows are in tiles, see tiled_template.h.
+// For kinds whose rows are in tiles, see tiled_template.h.
 template <class F>
 constexpr bool IS_TILED = false;
 
@@ -43,7 +44,7 @@ struct PackedBlocks {
         next_vector = unit<F>() * 64;
         next_scale = n4;
     }
-    uint8_t* values;  // of the first vector; from unit to unit `stride`
+    uint8_t* values;  // of the first vector; units are `stride` bytes apart
     float* scale;     // of each block
     int32_t* sum;     // of each block's values
     int64_t stride, next_vector, next_scale;
@@ -65,7 +66,7 @@ inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next,
         }
         const int64_t m = n - b < 4 ? n - b : 4;
         for (int r = 0; r < FEW; ++r) {
-            if (F::IS_PLANAR) {  // reading four scales is safe: quants follow them
+            if (F::IS_PLANAR) {  // four scales can be read, because quants follow them
                 quants[r] = F::quants(rows[r], n, b), scale[r] = F::scale(rows[r], n, b);
                 continue;
             }
@@ -87,7 +88,7 @@ inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next,
                (part[few_lane(r, 2)] + part[few_lane(r, 3)]);
 }
 
-// The scales of up to 16 blocks from b0 on, a vector of LANES rows each.
+// The scales of up to 16 blocks from b0 on, one vector of LANES rows per block.
 template <class F>
 inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float (*out)[LANES]) {
     alignas(64) float scale[LANES][16] = {};
@@ -107,14 +108,15 @@ inline void tile_scales(const uint8_t* const* rows, int64_t n, int64_t b0, float
     }
 }
 
-// LANES rows (pointers may repeat) as dot_tile() takes them; `next` is prefetched.
+// LANES rows (pointers may repeat) in the form that dot_tile() needs; `next` is prefetched.
 template <class F>
 class RowsTile {
   public:
     RowsTile(const uint8_t* const* rows, const uint8_t* next, int64_t n)
         : rows_(rows), next_(next), n_(n) {}
 
-    // Block b: its quants, 16 bytes of LANES rows at a time as transpose_16() leaves them, and scales.
+    // Block b: its quants, 16 bytes of LANES rows at a time in the order of transpose_16(), and
+    // scales.
     inline Floats load(int64_t b, Ints* quarter) {
         if (b % 16 == 0) tile_scales<F>(rows_, n_, b, scales_);
         const uint8_t* ahead = next_ + b * LANES * F::BLOCK_BYTES;
@@ -144,7 +146,7 @@ inline void dot_tile(Tile&& tile, int64_t n, const Input& input, float* y, int64
     alignas(64) float acc[TILE_TOKENS][4][LANES];
     __builtin_memset(acc, 0, T * sizeof acc[0]);
     for (int64_t b = 0; b < n; ++b) {
-        // gcc would keep the pointers of the rows in vector registers, which have better uses.
+        // Keeps gcc from holding the row pointers in vector registers, which are needed for sums.
         asm volatile("" ::: "memory");
         Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
         const Floats scale = tile.load(b, quarter);
@@ -200,7 +202,7 @@ void quantise_blocks(const Input& x, int64_t D) {
 #endif
 }
 
-// Fewer rows than half a tile are multiplied with one vector at a time.
+// Fewer rows than half a tile are multiplied by one vector at a time.
 template <class F>
 void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                 int64_t a1) {
@@ -220,7 +222,7 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
                         y + t * y_stride + a, y_stride, 0, valid);
         }
     }
-    // Rows of one run are not prefetched while they are read.
+    // Contiguous rows are not prefetched while they are read.
     const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);
     const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
     for (; a < a1; a += FEW) {

@@ -1,8 +1,8 @@
-// Integer products of bytes in fours (AVX-512 VNNI), for blocks_template.h: a value of x is 256 * high +
-// low, two signed bytes, and weights count from zero (q8_0: + 128, q4_0: + 8).
+// Integer products of four bytes at a time (AVX-512 VNNI), for blocks_template.h. A value of x is
+// 256 * high + low, two signed bytes; weights are made unsigned (q8_0: + 128, q4_0: + 8).
 
-// Packed x of two blocks of q8_0: 64 high bytes, 64 low ones. Of four blocks of q4_0: high bytes of the
-// first 16 values of each, then of the last 16; low bytes likewise.
+// Packed x of two blocks of q8_0: 64 high bytes, 64 low ones. Of four blocks of q4_0: high bytes of
+// the first 16 values of each, then of the last 16; low bytes likewise.
 template <class F>
 constexpr int64_t unit() {
     return F::QUANT_BYTES == 16 ? 4 : 2;
@@ -35,7 +35,8 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
     }
 }
 
-// a, b, c and d hold four blocks of one row each, four sums a block: lane 4 * block + row.
+// a, b, c and d hold four blocks of one row each, with four sums per block. Returns lane 4 * block
+// + row.
 inline __m512i few_sums(__m512i a, __m512i b, __m512i c, __m512i d) {
     const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
@@ -75,7 +76,7 @@ inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t*
         const uint64_t half[2] = {m < 2 ? 0xffffffffull : ~0ull,
                                   m < 3 ? 0 : m < 4 ? 0xffffffffull : ~0ull};
         for (int r = 0; r < 4; ++r) {
-            __m512i pair[2];  // eight sums a block, two blocks
+            __m512i pair[2];  // eight sums per block, two blocks
             for (int i = 0; i < 2; ++i) {
                 const __m512i quant = _mm512_maskz_loadu_epi8(half[i], quants[r] + 64 * i);
                 const __m512i w = _mm512_xor_si512(quant, sign);

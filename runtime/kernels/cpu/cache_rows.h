@@ -1,10 +1,10 @@
-// Storage of keys and values in the cache: a row of W values per head and position, in one of the first
-// five kinds. stored_rows.py does the same in torch, to the bit.
+// Storage of keys and values in the cache: a row of W values per head and position, in one of the
+// first five kinds. stored_rows.py is the bit-identical reference in torch.
 //
-// A rotated cache stores H x for x, H being the orthonormal Hadamard matrix over the largest power of
-// two that divides W. Dot products of keys with rotated queries are unchanged, mixed values are rotated
-// back by the same product (H H = 1), and an outlier is spread over its whole block, whose scale it
-// would otherwise set (QuaRot, Ashkboos et al. 2024).
+// A rotated cache stores H x for x, where H is the orthonormal Hadamard matrix over the largest
+// power of two that divides W. Dot products of rotated keys and queries are unchanged, and weighted
+// sums of values are rotated back by the same product (H H = 1). Rotation spreads outliers, which
+// would otherwise determine the scale of their block (QuaRot, Ashkboos et al. 2024).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,7 +26,7 @@ inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// 1 / scale, or 0 where that is not finite in f32: such a scale is 0 in f16.
+// 1 / scale; 0 where that is not finite in f32, because such a scale is 0 in f16.
 inline float inverse_of(float scale) {
     const float inverse = 1.0f / scale;
     return std::isfinite(inverse) ? inverse : 0.0f;
@@ -49,9 +49,9 @@ inline void store_q8_0(const float* x, uint8_t* to) {
     }
 }
 
-// Does the same like quantize_row_q4_0_ref.
+// The same for q4_0, like quantize_row_q4_0_ref.
 inline void store_q4_0(const float* x, uint8_t* to) {
-    float largest = 0.0f;  // by magnitude, with its sign
+    float largest = 0.0f;  // largest magnitude, with its sign
     bool is_finite = true;
     for (int i = 0; i < BLOCK; ++i) {
         if (std::fabs(x[i]) > std::fabs(largest)) largest = x[i];

@@ -1,4 +1,4 @@
-// The choices of dispatch.cpp, for the other sources of this library.
+// The interface of dispatch.cpp for the other sources of this library.
 #pragma once
 #include <algorithm>
 
@@ -11,12 +11,12 @@ const Kernels& kernels();
 // The bytes of one row, or -1 if such a row is impossible.
 int64_t row_bytes_of(int32_t kind, int64_t D);
 
-// Below this many bytes of weights it does not pay to wake a thread: 64 KiB are read in about four
+// Below this many bytes of weights it does not pay to wake a thread: reading 64 KiB takes about four
 // microseconds.
 constexpr int64_t INLINE_BYTES = 64 * 1024;
 
-// Calls body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes; makes no
-// more pieces than are worth it.
+// Calls body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes; the number
+// of pieces is limited by the bytes too.
 template <class Body>
 void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
     if (n <= 0) return;

@@ -1,22 +1,22 @@
 // Products of rows of f32, f16 and bf16 with vectors. Included by rows_template.h.
 //
-// A product is the same for any number of rows and vectors, to the bit. Over a row's whole blocks,
-// sums[s] adds the LANES values from column (2 * k + s) * LANES on, for k = 0, 1, 2, ..., by one
+// A product is bit-identical for any number of rows and vectors. Over a row's whole blocks, sums[s]
+// accumulates the LANES products from column (2 * k + s) * LANES on, for k = 0, 1, 2, ..., by one
 // multiply_add() each;
-//   product = the lanes of sums[0] + sums[1], as four_sums() adds them
-// and the values after the last whole block are added to it one by one.
+//   product = the lanes of sums[0] + sums[1], added as by four_sums(),
+// and the products after the last whole block are added one by one.
 //
-// Several vectors are multiplied in groups, by four rows: each load of a row serves the group, each load
-// of a vector four rows. All groups take one piece of the rows' columns, which stays in L1, before the
-// next piece; their sums are kept in memory meanwhile.
+// Several vectors are multiplied in groups, by four rows: each load of a row serves the group, each
+// load of a vector serves four rows. All groups process one piece of the rows' columns, which stays
+// in L1, before the next; meanwhile their sums are kept in memory.
 
 constexpr int QUAD_ROWS = 4;      // multiplied together; also what four_sums() takes
 constexpr int GROUP_VECTORS = 3;  // most vectors multiplied together
-constexpr int64_t TILE_VECTORS = 32;  // most that share a quad of rows
-// Registers for sums, out of 32 or 16; the others hold the vectors of a group and a row.
+constexpr int64_t TILE_VECTORS = 32;  // most vectors multiplied by a quad of rows
+// Registers for sums, of 32 or 16; the others hold the vectors of a group and a row.
 constexpr int SUM_REGISTERS = LANES == 16 ? 24 : 12;
-// Columns per piece. GMAC/s of a Zen 4 core with 1024 and 4096 (32 vectors, D = 8192): AVX-512 f16 50
-// and 53, f32 47 and 42; AVX2 f16 43 and 32, f32 38 and 23.
+// Columns per piece. GMAC/s of a Zen 4 core with 1024 and 4096 columns (32 vectors, D = 8192):
+// AVX-512 f16 50 and 53, f32 47 and 42; AVX2 f16 43 and 32, f32 38 and 23.
 template <class Format>
 constexpr int64_t PIECE_COLUMNS = LANES == 16 && Format::VALUE_BYTES == 2 ? 4096 : 1024;
 
@@ -24,8 +24,8 @@ inline Floats load_as(F32, const uint8_t* p) { return load_f32(p); }
 inline Floats load_as(F16, const uint8_t* p) { return load_f16(p); }
 inline Floats load_as(BF16, const uint8_t* p) { return load_bf16(p); }
 
-// Keeps a loaded value in a register. gcc would make the load an operand of every multiplication, which
-// repeats it each time (f32 with AVX-512: 33 GMAC/s instead of 45).
+// Keeps a loaded value in a register. gcc would otherwise fold the load into every multiplication,
+// which repeats it (f32 with AVX-512: 33 GMAC/s instead of 45).
 inline Floats in_register(Floats v) {
 #if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
     asm("" : "+v"(v));
@@ -49,12 +49,13 @@ inline void four_sums(const Floats* v, float* y) {
 #endif
 }
 
-// sums[t][r] += columns 0 .. columns-1 (whole blocks) of rows[r] . x[t]. Prefetches as much of `next`,
-// which may be null.
+// sums[t][r] += rows[r] . x[t] over columns 0 .. columns-1 (whole blocks). Prefetches the same
+// columns of `next`, which may be null.
 template <class Format, int ROWS, int COUNT>
 __attribute__((always_inline)) inline void add_products(const uint8_t* const* rows, const uint8_t* const* next,
                          const float* const* x, int64_t columns, Floats (*sums)[ROWS][2]) {
-    // If there are too few registers for both sums of all products, all first sums are computed first.
+    // If there are too few registers for both sums of all products, all first sums are computed
+    // first.
     constexpr int AT_ONCE = 2 * ROWS * COUNT <= SUM_REGISTERS ? 2 : 1;
     // gcc runs out of registers if it unrolls.
     constexpr int64_t STEP = COUNT > 1 ? 2 * LANES : BLOCK, BYTES = Format::VALUE_BYTES;
@@ -118,7 +119,7 @@ inline void dot_floats(const uint8_t* const* rows, const uint8_t* const* next, i
     store_products<Format, ROWS>(sums[0], rows, x, D, ROWS, y);
 }
 
-// Vectors of the first group of those left; four are two groups of two.
+// Size of the next group of the remaining vectors; four are divided into two groups of two.
 inline int64_t group_size(int64_t left) {
     return left == 4 ? 2 : left < GROUP_VECTORS ? left : GROUP_VECTORS;
 }
@@ -131,7 +132,7 @@ inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, co
     add_products<Format, QUAD_ROWS, COUNT>(rows, next, vectors, columns, sums + t);
 }
 
-// The products of a group of vectors with rows of one piece: sums stay in registers.
+// The products of a group of vectors with rows of a single piece, whose sums stay in registers.
 template <class Format, int COUNT>
 void multiply_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
                     const Input& x, int64_t t, float* y, int64_t y_stride, int64_t valid) {
@@ -145,8 +146,8 @@ void multiply_group(const uint8_t* const* rows, const uint8_t* const* next, int6
         store_products<Format, QUAD_ROWS>(sums[i], rows, vectors[i], D, valid, y + (t + i) * y_stride);
 }
 
-// Rows of one piece. GMAC/s of a Zen 4 core, f16 rows of 576 values: 47 with 32 vectors, 43 by way of
-// sums in memory.
+// Rows of a single piece. GMAC/s of a Zen 4 core, f16 rows of 576 values and 32 vectors: 47, and 43
+// with sums in memory.
 template <class Format>
 void dot_short_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
                     const Input& x, float* y, int64_t y_stride, int64_t valid) {
@@ -181,8 +182,8 @@ void dot_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
             if (next) then[r] = next[r] + d * Format::VALUE_BYTES;
         }
         for (int64_t t = 0, count; t < x.count; t += count) {
-            // Prefetching some of the lines in every group was no faster from memory (f16, 4 vectors: 15
-            // GMAC/s instead of 20).
+            // Prefetching a share of the lines in every group was slower (f16 from memory, 4
+            // vectors: 15 GMAC/s instead of 20).
             const uint8_t* const* ahead = next && t == 0 ? then : nullptr;
             count = group_size(x.count - t);
             if (count == 1)
@@ -197,7 +198,7 @@ void dot_quad(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
         store_products<Format, QUAD_ROWS>(sums[t], rows, x.vector(t), D, valid, y + t * y_stride);
 }
 
-// Contiguous rows, one after the other, for one vector.
+// Contiguous rows, one by one, for one vector.
 template <class Format>
 void dot_run(const Rows& rows, const float* x, float* y, int64_t a0, int64_t a1) {
     const int64_t bytes = rows.D * Format::VALUE_BYTES;

@@ -1,23 +1,24 @@
-// What decides whether a neuron fires, and the lists and bits that say which do. The reference is
+// Decides whether neurons fire, and keeps the lists and bits of those that do. The reference is
 // feed_forward.py.
 #pragma once
 #include <cmath>
 
 #include "row_sums.h"
 
-// The activation of a gate, as Gate in feed_forward.py.
+// The activation of a gate; the reference is Gate in neuron_block.py.
 struct Gate {
     int32_t activation, mode;
     float threshold;
 
     bool is_smooth() const { return activation >= ACTIVATION_SILU; }
 
-    // SiLU or GELU of n gates; comes before act().
+    // SiLU or GELU of n gates, to be called before act().
     void smooth(float* gate, int64_t n) const {
         if (is_smooth()) kernels().smooth(gate, n, activation);
     }
 
-    // Applies the threshold, for SiLU and GELU `limit`, in place; true if the neuron fires, as NaN does.
+    // Applies the threshold (`limit` for SiLU and GELU) in place; true if the neuron fires. NaN
+    // fires.
     bool act(float& gate, float limit) const {
         if (is_smooth()) return mode == MODE_DENSE || !(std::fabs(gate) <= limit);
         const bool fires = !(gate <= (activation == ACTIVATION_FATRELU ? threshold : 0.0f));
@@ -26,7 +27,7 @@ struct Gate {
     }
 };
 
-// Limits of a block's neurons, by place.
+// Limits of a block's neurons, by position in the block.
 struct NeuronLimits {
     NeuronLimits(const SparkBlock& block, const Gate& gate)
         : threshold(gate.threshold), gate(block.gate_limit),
@@ -34,14 +35,14 @@ struct NeuronLimits {
 
     float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
     bool has_hidden() const { return hidden != nullptr; }
-    // True if a hidden value is silenced; NaN is not.
+    // True if a hidden value is silenced; NaN never is.
     bool is_silent(float value, int64_t p) const { return std::fabs(value) <= hidden[p]; }
 
     const float threshold;
     const float *const gate, *const hidden;  // or null
 };
 
-// Predicted neurons of a layer: one bit each, or a score that is above a threshold or NaN.
+// The predicted neurons of a layer, given by bits, or by scores above a threshold or NaN.
 struct Named {
     const uint32_t* bits;  // or null
     const float* score;
@@ -51,7 +52,7 @@ struct Named {
         return bits ? bits[j / 32] >> (j % 32) & 1 : !(score[j] <= threshold);
     }
 
-    // Writes those below n in order to `chosen` [n]; returns their number.
+    // Writes the predicted neurons below n to `chosen` [n], ascending; returns their number.
     int64_t list(int64_t n, int32_t* chosen) const {
         if (!bits) return kernels().choose(score, n, threshold, chosen);
         int64_t count = 0;
@@ -64,7 +65,7 @@ struct Named {
     }
 };
 
-// Where one bit a neuron of the layer is set, [T, stride] words; null: nowhere.
+// Memory for one bit per neuron of the layer, [T, stride] words; null: bits are not wanted.
 struct Fired {
     uint32_t* bits = nullptr;
     int64_t stride = 0;

@@ -7,7 +7,7 @@ inline __m256i or_masked(__m256i a, __m256i b, __m256i mask) {
     return _mm256_or_si256(a, _mm256_and_si256(b, mask));
 }
 
-// Shifts non-negative numbers in lanes of 16 or 32 bits; no bit may overflow.
+// Shifts non-negative numbers in lanes of 16 or 32 bits; they must not overflow.
 inline __m256i shifted(__m256i numbers, int left) {
     return left < 0 ? _mm256_srli_epi16(numbers, -left) : _mm256_slli_epi16(numbers, left);
 }
@@ -46,7 +46,7 @@ inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     }
 }
 
-// d*s times the scale of x into `factor`; m*t times the sum of x is added to `minima`.
+// Writes d*s times the scale of x to `factor`, and adds m*t times the sum of x to `minima`.
 inline __m256 factors_with_x(const uint8_t* block, const SuperScales& x, float* factor,
                              __m256 minima) {
     const __m128i numbers = six_bit_numbers(block);

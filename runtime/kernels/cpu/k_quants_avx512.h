@@ -16,8 +16,8 @@ inline __m512i shifted_dwords(__m512i dwords, int left) {
     return left < 0 ? _mm512_srli_epi32(dwords, -left) : _mm512_slli_epi32(dwords, left);
 }
 
-// Permutations look at the low bits of each lane only, four of them here and five in unpack_q5_k:
-// they are tables from number to float, and need no mask.
+// Permutations use only the low bits of each lane, four here and five in unpack_q5_k, so they serve
+// as tables from number to float without a mask.
 inline __m512 first_floats() {
     return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 }
@@ -60,8 +60,8 @@ inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     }
 }
 
-// Factors and offsets of a block's products: d*s times the scale of x in the lower half of the vector,
-// m*t times the sum of x in the upper.
+// Factors and offsets of a block's products: d*s times the scale of x in the lower half of the
+// vector, m*t times the sum of x in the upper half.
 inline __m512 factors_with_x(const uint8_t* block, const SuperScales& x) {
     const __m512i halves = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m512 scales =

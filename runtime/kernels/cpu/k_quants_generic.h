@@ -1,8 +1,8 @@
 // The K-quants for rows_generic.cpp; see k_quants_template.h.
 
-// Eight 6-bit scales and minima from the 12 bytes of a q4_K or q5_K block: the first four of each are in
-// the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with their upper two
-// bits at the top of bytes 0-3 and 4-7.
+// Eight 6-bit scales and minima from the 12 bytes of a q4_K or q5_K block: the first four of each
+// are in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with their
+// upper two bits at the top of bytes 0-3 and 4-7.
 inline void factors_with_minima(const uint8_t* block, float c, float* factor, float* minimum) {
     const float d = c * f16_to_float(block), m = c * f16_to_float(block + 2);
     const uint8_t* p = block + 4;
@@ -24,7 +24,7 @@ inline Floats four(const int32_t* q) {
     return __builtin_convertvector((Ints{q[0], q[1], q[2], q[3]}), Floats);
 }
 
-// The parts of a block of 64 nibbles and the bits above them, as integers.
+// 64 nibbles of a block with the bits above them, as integers.
 template <class Above>
 inline void unpack_nibbles(const uint8_t* quants, const Above& above, int32_t* q) {
     for (int i = 0; i < 32; ++i) {
@@ -118,7 +118,7 @@ inline float dot_q6_k(const uint8_t* row, int64_t n, const uint8_t* packed, cons
         for (int pair = 0; pair < 4; ++pair) {
             int32_t q[64];
             ints_of_q6_k(block + 32 * pair, block + 128 + pair / 2 * 32, pair % 2, q);
-            for (int i = 0; i < 4; ++i) {  // 16 values of one scale each
+            for (int i = 0; i < 4; ++i) {  // 16 values with one scale
                 const int part = pair / 2 * 4 + pair % 2 + i / 2 * 2, at = i % 2;
                 const int32_t product = product_of(q + 16 * i, x + part * BLOCK + 16 * at, 16);
                 sum += static_cast<float>(product) *

@@ -4,10 +4,10 @@
 //   factors_with_minima(block, c, factor, minimum)   c*d*s and c*m*t of the eight parts, see below
 //   factors_of_q6_k(block, c, factor)               c*d*s of the sixteen halves of parts
 //   unpack_q4_k(quants, w)               32 bytes -> w[2 * VECTORS]: 32 low nibbles, 32 high ones
-//   unpack_q5_k(quants, bits, part, w)   the same, each with bit `part` or `part` + 1 of bits[i] as
-//                                        its fifth
-//   unpack_q6_k(quants, bits, part, w)   the same, each with two bits of bits[i] above it, those
-//                                        from 2 * part or 2 * part + 4 on (part 0 or 1), less 32
+//   unpack_q5_k(quants, bits, part, w)   the same with a fifth bit: bit `part` (low nibbles) or
+//                                        `part` + 1 (high) of bits[i]
+//   unpack_q6_k(quants, bits, part, w)   the same with two more bits, from bit 2 * part (low) or
+//                                        2 * part + 4 (high) of bits[i] on, part 0 or 1; minus 32
 //
 // q4_K, q5_K   f16 d, f16 m, 12 bytes of eight 6-bit scales s and eight minima t, then for q5_K 32
 //              bytes of fifth bits, then 128 bytes of nibbles; value = d*s[part]*q - m*t[part].
@@ -16,12 +16,13 @@
 //              values, f16 d; value = d*s[at / 16]*(q - 32). In each half of the block parts 0 and
 //              2 are the low and high nibbles of the first 32 bytes, 1 and 3 of the others.
 
-// The two parts stored in the same bytes, for each of the four pairs of a block.
+// The two parts that share bytes, for each of the four pairs of a block.
 struct Parts {
     int first, second;
 };
 
-// The factor of each part (q6_K: of each half of a part), and the offset subtracted from its values.
+// The factor of each part (q6_K: of each half of a part), and the offset subtracted from its
+// values.
 struct Factors {
     float factor[16], minimum[8];
 };
@@ -88,7 +89,8 @@ constexpr bool IS_SUPER<Q5_K> = true;
 template <>
 constexpr bool IS_SUPER<Q6_K> = true;
 
-// y[d0..d1) += c[r] * rows[r][d0..d1) for whole blocks; the minima of all rows are subtracted first.
+// y[d0..d1) += c[r] * rows[r][d0..d1) for whole blocks; the minima of all rows are subtracted
+// first.
 template <class Format, int ROWS>
 inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                            float* y, int64_t d0, int64_t d1) {

@@ -1,8 +1,8 @@
-// Sums of rows of q8_0 and q4_0 for several vectors, all rows of a group at a time, with the bits of
+// Sums of rows of q8_0 and q4_0 for several vectors, all rows of a group at a time, bit-identical to
 // many_template.h. Included by rows_template.h.
 //
-// Lanes of factors are eight vectors times two blocks, so that few vectors and short rows fill them
-// too. Quants are split into signed values once for all vectors: sums need no offsets.
+// The lanes of factors are eight vectors times two blocks, so that few vectors and short rows fill them
+// too. Quants are split into signed values once for all vectors, so sums need no offsets.
 
 constexpr int64_t LANE_VECTORS = 8;
 constexpr int64_t PAIRS = SUM_ROWS / 2;
@@ -28,7 +28,7 @@ struct UnitFactors {
     alignas(64) float scale[UNIT_BLOCKS<Format>][LANE_VECTORS];
 };
 
-// Each block's value, of those that vector t has LANE_VECTORS apart, in the lanes of its columns.
+// Broadcasts vector t's value for each block, stored LANE_VECTORS apart, to the lanes of its columns.
 template <class Format, class Value>
 inline Ints of_blocks(const Value* value, int64_t t) {
     const int32_t* at = reinterpret_cast<const int32_t*>(value) + t;
@@ -43,11 +43,11 @@ inline Ints of_blocks(const Value* value, int64_t t) {
     return ints(all);
 }
 
-// Of a group's rows, lanes in the order of factors.
+// The scales of a group's rows, with lanes in the order of factors.
 typedef float LaneFloats[SUM_ROWS][16];
 
-// Coefficients of vectors t0 .. t1-1 for k rows, of 16 vectors a piece; 0 for vectors that are missing.
-// After the last row of a group others may be read: a vector has whole groups.
+// Coefficients of vectors t0 .. t1-1 for k rows, in pieces of 16 vectors; 0 for missing vectors. May read
+// past the k rows, because a vector has coefficients for whole groups.
 inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64_t k,
                                 LaneFloats* to) {
     alignas(64) static constexpr float nothing[SUM_ROWS] = {};
@@ -61,14 +61,14 @@ inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64
         }
 }
 
-// Those of eight vectors, from the first one's place on.
+// The coefficients of eight vectors, from the first one on.
 inline const float (*eight_of(const LaneFloats* c, int64_t t))[16] {
     return reinterpret_cast<const float(*)[16]>(&c[t / 16][0][t % 16]);
 }
 
 inline Floats twice(const float* eight) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(eight)); }
 
-// Scales of blocks b and b + 1 of a chunk, each in the lanes of eight vectors.
+// Scales of blocks b and b + 1 of a chunk, each broadcast to the lanes of eight vectors.
 inline void spread_scales(const float (*scale)[CHUNK], int64_t k, int64_t b, LaneFloats& out) {
     const __m512i lanes = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m512i which = _mm512_add_epi32(lanes, _mm512_set1_epi32(static_cast<int>(b)));
@@ -129,7 +129,7 @@ inline void add_signed_unit(const Ints* split, int64_t pairs, const UnitFactors<
     }
 }
 
-// y += the first n of a unit's sums, n whole blocks, from the order of add_unit() to that of columns.
+// y += the first n of a unit's sums (whole blocks), reordered from add_unit()'s order to column order.
 template <class Format>
 inline void add_in_order(const float* sums, int64_t n, float* y) {
     constexpr int64_t PARTS = Format::PARTS;
@@ -170,7 +170,7 @@ inline void add_unit_to_eight(const Ints* split, int64_t pairs, const UnitFactor
     }
 }
 
-// Quants of n values of all rows from byte `at` on, zeros after them.
+// Copies the quants of n values of all rows, from byte `at` on, and appends zeros.
 template <class Format>
 inline void split_unit(const uint8_t* const* quants, int64_t at, int64_t k, int64_t n, Ints* to) {
     const __mmask64 there = ~0ull >> (64 - n * Format::QUANT_BYTES / BLOCK);
@@ -182,10 +182,10 @@ inline void split_unit(const uint8_t* const* quants, int64_t at, int64_t k, int6
     }
 }
 
-// Vectors whose coefficients are gathered together.
+// Number of vectors whose coefficients are gathered together.
 constexpr int64_t GATHERED = 64;
 
-// All k rows of a group for vectors t0 .. t1-1.
+// Sums all k rows of a group for vectors t0 .. t1-1.
 template <class Format>
 inline void add_group_to_some(const uint8_t* const* rows, int64_t k, int64_t n, const ManySums& s,
                               int64_t t0, int64_t t1) {

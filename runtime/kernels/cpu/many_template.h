@@ -1,7 +1,7 @@
 // Sums of rows of q8_0 and q4_0 for several vectors, all rows of a group at a time. Included by
-// rows_template.h; AVX-512 has many_avx512.h instead.
+// rows_template.h; AVX-512 uses many_avx512.h instead.
 //
-// The quants of two rows are split once for all vectors.
+// The quants of each pair of rows are split once for all vectors.
 
 constexpr int64_t SPLIT_VECTORS = 64 * 1024 / (4 * LANES);  // of a chunk of SUM_ROWS rows, any format
 constexpr int64_t FILLED = 8;  // vectors whose factors stay in L1
@@ -26,7 +26,7 @@ inline void add_split_units(const Ints* split, int64_t k, const SumFactors* cons
     for (int v = 0; v < 2; ++v) finish_unit<Format>(sum[v], *factors[v], first, y[v]);
 }
 
-// Quants of a chunk's whole units, two rows at a time as add_unit() takes them.
+// The quants of a chunk's whole units, in pairs of rows as add_unit() needs them.
 template <class Format>
 inline void split_units(const uint8_t* const* quants, int64_t k, int64_t units, Ints* to) {
     constexpr int64_t PARTS = Format::PARTS;
@@ -39,7 +39,7 @@ inline void split_units(const uint8_t* const* quants, int64_t k, int64_t units, 
         }
 }
 
-// All k rows of a group for all vectors.
+// Sums all k rows of a group for all vectors.
 template <class Format>
 inline void add_group_to_many(const uint8_t* const* rows, int64_t k, int64_t n, const ManySums& s) {
     constexpr int64_t UNIT = Format::UNIT, PARTS = Format::PARTS;

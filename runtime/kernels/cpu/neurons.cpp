@@ -1,4 +1,4 @@
-// The neurons of one block as a separate call: the CPU's share of a divided layer.
+// Computes the neurons of one block in a call of its own: the CPU's part of a divided layer.
 #include "neurons.h"
 
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 #include "kernels.h"
 
-// True if these kernels run here and agree with `reference`: a processor may advertise instructions that
-// fault (a virtual machine that masks them), so they are tried in a child process. True if no child can
-// be made: then there is only the processor's word.
+// True if these kernels run here and agree with `reference`. A processor may advertise instructions that
+// fault (e.g. if a virtual machine masks them), so they are tried in a child process. Also true if no
+// child process can be started.
 bool runs_here(const Kernels& tried, const Kernels& reference);

@@ -1,4 +1,4 @@
-// Quantising a vector, see Input in kernels.h. Included inside the anonymous namespace of each
+// Quantises a vector, see Input in kernels.h. Included inside the anonymous namespace of each
 // rows_<level>.cpp, as rows_template.h is.
 
 // The plain layout: int16 value[D], then float scale[D / 32], then int32 correction[D / 32], which is -8
@@ -17,7 +17,7 @@ inline const int32_t* corrections_of(const uint8_t* packed, int64_t num_blocks) 
     return reinterpret_cast<const int32_t*>(packed + num_blocks * BLOCK * 2 + num_blocks * 4);
 }
 
-// For eight blocks, 256 values: their scales, and scale times sum of values.
+// For eight blocks of 32 values: their scales, and scale times sum of values.
 struct SuperScales {
     float scale[8], sum[8];
 };
@@ -26,8 +26,8 @@ inline const SuperScales* super_scales_of(const uint8_t* packed, int64_t num_blo
     return reinterpret_cast<const SuperScales*>(packed + num_blocks * (BLOCK * 2 + 8));
 }
 
-// Plain loops that the compiler vectorises: integers made of the bits of non-negative floats are ordered
-// as the floats are, and adding 1.5 * 2^23 rounds to the nearest integer.
+// Plain loops that the compiler vectorises: the bits of non-negative floats, read as integers, have the
+// same order as the floats, and adding 1.5 * 2^23 rounds to the nearest integer.
 inline void quantise_block(const float* x, int16_t* value, float* scale, int32_t* correction,
                            float limit = 32767.0f) {
     uint32_t largest_bits = 0;

@@ -27,7 +27,7 @@ struct SparkCopier {
     SparkCopier() {
         try {
             thread_ = std::thread([this] { work(); });
-        } catch (const std::system_error&) {  // finish() does all
+        } catch (const std::system_error&) {  // finish() then makes the copies
         }
     }
 
@@ -85,7 +85,7 @@ struct SparkCopier {
 
     std::mutex mutex_;
     std::condition_variable wanted_, done_;
-    const SparkCopies* waiting_ = nullptr;  // that nobody has begun
+    const SparkCopies* waiting_ = nullptr;  // copies that have not begun
     bool is_running_ = false, stop_ = false;
     Clock::time_point end_{};
     std::thread thread_;

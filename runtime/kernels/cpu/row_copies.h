@@ -1,4 +1,4 @@
-// Copies of rows between memories, many in one call, and a thread that does it beside the caller.
+// Copies many rows in one call, or in a background thread.
 #pragma once
 #include <stdint.h>
 
@@ -16,15 +16,15 @@ struct SparkCopies {
 struct SparkCopier;
 
 extern "C" {
-// Copies in order, on the caller's thread; reads and writes each row once. `data` is a SparkCopies*: this
-// is the signature of a CUDA stream's host function.
+// Copies in order, on the caller's thread; reads and writes each row once. `data` is a SparkCopies*, as
+// in the signature of a CUDA stream's host function.
 void spark_copy_rows(void* data);
-// Null if there is no memory. Without a thread, copies are made when they are waited for.
+// Null if out of memory. If no thread can be started, spark_copier_finish makes the copies.
 SparkCopier* spark_copier_new();
-// Starts copies, which must stay until they are finished; at least `seconds` pass until then.
+// Starts copies. `copies` must stay valid until they are finished, which takes at least `seconds`.
 void spark_copier_start(SparkCopier* copier, const SparkCopies* copies, double seconds);
-// Waits for the copies. If the thread has not begun them, the caller makes them: on a busy machine a late
-// thread costs nothing. May be called again.
+// Waits for the copies. If the thread has not begun them, the caller makes them, so a late thread on a
+// busy machine costs nothing. May be called again.
 void spark_copier_finish(SparkCopier* copier);
 void spark_copier_free(SparkCopier* copier);
 }

@@ -36,8 +36,8 @@ inline Floats load_i8(const uint8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_16_bytes(p)));
 }
 
-// A permutation of 16 floats uses only the low four bits of each lane: it is the table from nibble to
-// value, and needs no mask.
+// A permutation of 16 floats uses only the low four bits of each lane, so it serves as a table from
+// nibble to value without a mask.
 inline void unpack_q4(const uint8_t* p, Floats* w) {
     const __m512 values = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
     __m512i bytes = _mm512_cvtepu8_epi32(load_16_bytes(p));
@@ -52,8 +52,8 @@ inline float f16_to_float(const uint8_t* p) {
 }
 
 inline __m128 four_f16(const uint8_t* p) {
-    // Four are converted and one is used. In assembly because gcc 12 loads into a register first,
-    // which takes a second shuffle.
+    // Converts four and uses one. In assembly, because gcc 12 loads into a register first, which needs
+    // a second shuffle.
     __m128 four;
     asm("vcvtph2ps %1, %0" : "=x"(four) : "m"(*reinterpret_cast<const uint64_t*>(p)));
     return four;
@@ -158,7 +158,7 @@ inline void transpose_16(const uint8_t* const* p, Ints* out) {
 }
 
 #ifdef __AVX512VNNI__
-// Lanes of a few are ordered by block, then by row.
+// The lanes for FEW rows are ordered by block, then by row.
 inline Ints few_corrections(const int32_t* four) {
     const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
     return ints(_mm512_permutexvar_epi32(

@@ -1,4 +1,4 @@
-// For any processor: gcc and clang compile four-lane vectors to whatever it has.
+// For any processor: gcc and clang compile four-lane vectors to the instructions that it has.
 #include "kernels.h"
 
 namespace {
@@ -28,8 +28,8 @@ inline Ints load_u16(const uint8_t* p) {
     return __builtin_convertvector(h, Ints);
 }
 
-// The bits moved to their place in f32 are the value times 2^-112, subnormals included; infinity and NaN
-// still need their exponent.
+// The bits, shifted to their place in an f32, are the value times 2^-112, even for subnormals; infinity
+// and NaN still need their exponent.
 inline Floats f16_bits_to_floats(Ints bits) {
     Ints magnitude = (bits & 0x7fff) << 13;
     Ints is_special = magnitude >= (0x7c00 << 13);

@@ -1,7 +1,7 @@
 // Selects the positions of a long text that a token attends to: sinks at its beginning, a window of the
-// latest ones, and between them the keys with the highest estimated attention, from summaries of blocks
-// of keys and codes of two bits per value. key_tables.py is the same in torch: tables to the bit, scores
-// up to rounding.
+// latest positions, and between them the keys with the highest estimated attention, from summaries of
+// blocks of keys and codes of two bits per value. key_tables.py is the reference in torch: its tables are
+// bit-identical, its scores equal up to rounding.
 //
 //   x -> whole(x / unit), unit = max |x| / LARGEST      a summary (LARGEST 63, + 64) or a query (127)
 //   summary of a block     the mean of its keys; or their largest and smallest values, 2 W of them
@@ -11,9 +11,9 @@
 //                          a factor f = |r|^2 / (r . (c + 1/2)), so that f (c + 1/2) . r = |r|^2
 //                          (after RaBitQ, Gao and Long 2024, arXiv 2405.12497)
 //
-// A block's estimate is its softmax mass among all blocks, summed over the queries that share it; a
-// key's likewise among the keys of the best blocks. Ties go to the first. Widths are padded with zeros
-// to multiples of SELECT_WIDTH.
+// A block's score is its softmax mass among all blocks, summed over the queries that share it; a key's
+// score is its mass among the keys of the best blocks. Of equal scores the first wins. Widths are padded
+// with zeros to multiples of SELECT_WIDTH.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -67,7 +67,7 @@ class Selector {
         return std::max<int64_t>(0, position + 1 - rule.window) / rule.block * rule.block;
     }
 
-    // Whether a token attends to all positions.
+    // True if a token attends to all positions.
     bool takes_all(int64_t position) const {
         return window_begin(position) <= rule.sinks + rule.top;
     }
@@ -108,8 +108,8 @@ class Selector {
         }
     }
 
-    // Finds the positions [num_taken], ascending, that row `t` of a step reads for the queries
-    // [G, stride] of a key-value head. The row is at `position` and must not take all.
+    // Finds the positions [num_taken], ascending, that row `t` of a step, at `position`, reads for the
+    // queries [G, stride] of a key-value head. Not for rows that attend to all positions.
     void choose(const SparkLayer& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
                 const float* query, int64_t stride) const {
         int32_t* to = of(t, kv_head);
@@ -176,8 +176,8 @@ class Selector {
         return along > 0.0f ? squares / along : 0.0f;
     }
 
-    // Stores a query in bytes, `parts` times; returns its unit. If split, the first copy keeps positive
-    // values and the second negative ones.
+    // Stores a query as bytes, `parts` times; returns its unit. If split, the first copy has the positive
+    // values and the second the negative ones.
     float store_query(const float* x, int64_t parts, bool is_split, int8_t* to) const {
         const float unit = largest_of(x, W) / QUERY_LARGEST, inverse = inverse_of(unit);
         for (int64_t p = 0; p < parts; ++p)
@@ -195,8 +195,8 @@ class Selector {
         return sum;
     }
 
-    // Finds the indices of the `k` largest of score [n], ascending; ties go to the first. NaN
-    // counts as largest.
+    // Finds the indices of the `k` largest of score [n], ascending. Of equal scores the first wins; NaN
+    // counts as infinite.
     static void largest(const float* score, int64_t n, int64_t k, std::vector<float>& order,
                         int32_t* chosen) {
         order.resize(n);
@@ -206,7 +206,7 @@ class Selector {
         const float least = order[k - 1];
         int64_t above = 0;
         for (int64_t i = 0; i < k - 1; ++i) above += order[i] > least;
-        int64_t equal = k - above;  // ties taken
+        int64_t equal = k - above;  // number of equal scores to take
         for (int64_t i = 0, c = 0; c < k; ++i) {
             const float own = key(score[i]);
             if (own > least || (own == least && equal-- > 0)) chosen[c++] = static_cast<int32_t>(i);
@@ -268,8 +268,8 @@ class Selector {
         }
     }
 
-    // Computes attention scores [G, n] from the summaries of n blocks: of their centers, or, if the query
-    // is split, the upper bound for any key within the block's bounds.
+    // Computes attention scores [G, n] from the summaries of n blocks: those of their centers, or, if the
+    // query is split, upper bounds for all keys within the blocks' bounds.
     void score_blocks(const SparkLayer& l, int64_t n, bool is_split, const float* query, int64_t stride,
                       Scratch& room, std::vector<float>& score) const {
         room.query.resize(G * Ws), room.dot.resize(G * n), score.resize(G * n), room.unit.resize(G);

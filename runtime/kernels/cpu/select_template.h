@@ -1,7 +1,7 @@
 // Byte dot products for the selection of keys. Included by rows_template.h.
 //
-// Rows are bytes from 0 to 127, queries signed bytes from -127 to 127, so that two products fit into
-// 16 bits and every instruction set gives the same sums. Widths are multiples of SELECT_WIDTH.
+// Rows are bytes from 0 to 127, queries signed bytes from -127 to 127, so the sum of two products fits
+// into 16 bits and every instruction set gives the same sums. Widths are multiples of SELECT_WIDTH.
 
 #ifdef LEVEL_AVX512
 typedef __m512i SelectBytes;
@@ -103,7 +103,7 @@ inline SelectBytes code_values(const uint8_t* code) {
 }
 #endif
 
-// Takes four rows at a time; the first one fills in for missing rows at the end.
+// Processes four rows at a time; the first row replaces missing rows at the end.
 template <class Load>
 inline void select_dots(const SelectDots& d, int64_t row_step, const Load& load) {
     for (int64_t i = 0; i < d.n; i += 4) {
@@ -134,7 +134,7 @@ void dot_codes(const SelectDots& d) {
     });
 }
 
-// Converts scores [G, n] of queries that share keys to softmax mass, summed over queries: `out` [n].
+// Converts scores [G, n] of queries that share keys to their softmax mass summed over queries, `out` [n].
 void share_mass(float* score, int64_t num_queries, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = 0.0f;
     for (int64_t g = 0; g < num_queries; ++g) {

@@ -1,19 +1,19 @@
-// Products of transposed matrices (one row per input) with inputs most of which may be silent: y = sum
-// over the inputs that pass of x_i * row i. Rows of silent inputs are not read. The reference is
+// Products of transposed matrices (one row per input) with inputs of which many may be silent: y = the
+// sum of x_i * row i over the active inputs. Rows of silent inputs are not read. The reference is
 // Linear.apply in matrix.py.
 #pragma once
 #include <cmath>
 
 #include "row_sums.h"
 
-// True if an input counts; if `limit` is null, all do. NaN always counts.
+// True if an input is active; if `limit` is null, all are. NaN always is.
 inline bool passes(float value, const float* limit, int64_t i) {
     return !limit || !(std::fabs(value) <= limit[i]);
 }
 
 class SparseInputs {
   public:
-    // Allocates for up to I inputs, D outputs together and T tokens; nothing if I is 0.
+    // Allocates for up to I inputs, D outputs in total and T tokens; nothing if I is 0.
     SparseInputs(Arena& arena, int64_t I, int64_t D, int64_t T)
         : D(D), sums_(arena, I ? D : 0, T) {
         active_ = arena.take<int32_t>(I + SUM_ROWS);
@@ -22,7 +22,7 @@ class SparseInputs {
         many_ = {arena.take<float>(T * groups * SUM_ROWS), arena.take<uint64_t>(T * groups), groups};
     }
 
-    // y [T, stride] of `count` matrices with as many rows, their outputs concatenated; x [T, rows].
+    // y [T, stride] of `count` matrices with equal numbers of rows, outputs concatenated; x [T, rows].
     // Returns the weight bytes read.
     int64_t run(const SparkMatrix* matrix, int count, const float* x, const float* limit, int64_t T,
                 float* y, int64_t stride) {
@@ -60,7 +60,7 @@ class SparseInputs {
         return bytes;
     }
 
-    // Lists the inputs that pass, in order, in active_ and active_x_; returns their number.
+    // Lists the active inputs in active_ and active_x_, ascending; returns their number.
     int64_t list(const float* x, const float* limit, int64_t inputs) {
         int64_t n = 0;
         for (int64_t i = 0; i < inputs; ++i) {
@@ -75,15 +75,15 @@ class SparseInputs {
         return std::lower_bound(active_, active_ + num_active, place) - active_;
     }
 
-    // A piece begins with rows that were not prefetched, unless the same thread had the previous one.
+    // A piece's first rows are not prefetched, unless the same thread computed the previous piece.
     static constexpr int64_t PIECES_PER_THREAD = 3;
 
-    // Active inputs of one group, and columns of a matrix whose first output is `first`.
+    // The active inputs of one group, and columns of a matrix whose first output is `first`.
     struct Piece {
         const SparkMatrix* matrix;
         int64_t begin, end, d0, d1, first;
 
-        // Byte offset in a row where the columns begin; the first ones with all scales of a planar row.
+        // Byte offset of the columns in a row; the first columns include all scales of a planar row.
         int64_t begin_byte() const { return byte_of(d0); }
         int64_t bytes() const { return byte_of(d1) - byte_of(d0); }
         int64_t byte_of(int64_t d) const {
@@ -94,8 +94,8 @@ class SparseInputs {
         }
     };
 
-    // Walks the pieces of active inputs begin .. end-1 in memory order: matrix by matrix, long rows some
-    // columns at a time, so that a group and the next are in L2 together.
+    // Iterates over the pieces of active inputs begin .. end-1 in memory order: matrix by matrix, with
+    // long rows in pieces of columns, so that a group and the next fit into L2 together.
     class Walk {
       public:
         Walk(const SparkMatrix* matrix, int count, int64_t begin, int64_t end)
@@ -189,8 +189,8 @@ class SparseInputs {
         return num_any(c, T) * row;
     }
 
-    // A mask of the inputs of the group at place p0 that pass; their values go to `values`, 0 for the
-    // others.
+    // A mask of the active inputs of the group at place p0; writes their values to `values`, and 0 for
+    // the others.
     static uint64_t mask(const float* x, const float* limit, int64_t p0, int64_t inputs,
                          float* values) {
         uint64_t bits = 0;
@@ -220,7 +220,8 @@ class SparseInputs {
     Coefficients many_;
 };
 
-// True if a matrix has these outputs and inputs: one row per output, transposed one per input.
+// True if a matrix has these numbers of outputs and inputs: one row per output, or per input if
+// transposed.
 inline bool fits(const SparkMatrix& m, int64_t outputs, int64_t inputs, bool is_transposed) {
     return is_transposed ? fits(m, inputs, outputs) && has_sums(m) : fits(m, outputs, inputs);
 }

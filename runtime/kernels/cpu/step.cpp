@@ -1,6 +1,5 @@
-// A step of some rows, see step.h: runs the operations that step/program.py declares. What each computes
-// is defined by attention.py and feed_forward.py; bits differ only where sums are taken in another
-// order.
+// Runs a step of some rows, see step.h: the operations that step/program.py declares. attention.py and
+// feed_forward.py are their references; results differ only in the order of summation.
 #include "step.h"
 
 #include <algorithm>
@@ -59,7 +58,7 @@ int64_t size_of(const SparkStep& s, int32_t value) {
     return value == VALUE_HEADS ? s.num_heads * s.head_width : s.width;
 }
 
-// Operations whose input is multiplied by matrices, and those that take each row by itself.
+// Operations whose input is multiplied by matrices, and those that process each row separately.
 bool is_product(const SparkOp& op) {
     return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS || op.kind == OP_HEAD;
 }
@@ -159,7 +158,8 @@ class Step {
     }
 
   private:
-    // Runs operations begin .. end-1. Adjacent ones of a layer that take each row by itself share a pass.
+    // Runs operations begin .. end-1. Adjacent ones of a layer that process each row separately share a
+    // pass over the rows.
     void run(const SparkRow* row, int64_t count, float* logits, uint32_t* named, int64_t begin, int64_t end) {
         w.attention.place(row, count);
         T = w.attention.num_rows();
@@ -220,7 +220,7 @@ class Step {
         add(out, op.kind == OP_ADD ? w.vector[op.in_2].row(t) : s.layer[op.layer].down_bias, D);
     }
 
-    // body(t) for each row, by all threads if they touch many values.
+    // Calls body(t) for each row, on all threads if they touch many values.
     template <class Body>
     void rows(int64_t values, const Body& body) {
         if (T == 1) return body(0);
@@ -238,11 +238,11 @@ class Step {
     }
 
     void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
-        const int32_t index = static_cast<int32_t>(row);  // a tied embedding may be in tiles
+        const int32_t index = static_cast<int32_t>(row);  // a tied embedding may be tiled
         kernels().unpack_rows[m.kind]({m.data, m.stride, D, &index, 1}, y, 0, 1);
     }
 
-    // Cosines and sines of the positions, once a call.
+    // Cosines and sines of the positions, computed once per call.
     void turn() {
         if (is_turned || !s.frequency || s.select.cos) return;
         is_turned = true;
@@ -274,7 +274,8 @@ class Step {
         }
     }
 
-    // The bits of a layer's neurons for the rows of this step, see SparkStep; predicted ones are known.
+    // The bits of a layer's neurons for the rows of this step, see SparkStep; in mode predicted, they are
+    // already known.
     Fired fired_of(int64_t index) {
         if (!s.fired) return {};
         const int64_t words = (s.num_neurons + 31) / 32;
@@ -322,7 +323,7 @@ class Step {
         clock.ended(TIMED_ATTEND);
     }
 
-    // y [T, stride] of matrices of attention, without the silent inputs.
+    // y [T, stride] of attention's matrices; silent inputs are left out.
     void project(const SparkMatrix* matrix, int count, bool is_transposed, Operand& x,
                  const float* limit, float* y, int64_t stride) {
         if (is_transposed) {
@@ -371,7 +372,7 @@ class Step {
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
-    // At the end of a block of neurons.
+    // Called at the end of a block of neurons.
     void count(NeuronBytes& read, Timed part) {
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
         read = {};
@@ -408,8 +409,8 @@ class Step {
     StepClock clock;
     Work w;
     const int64_t D;
-    int64_t T = 1;  // rows of this step that are computed
-    std::array<int64_t, MAX_ROWS> wanted;  // those of them that want logits
+    int64_t T = 1;  // computed rows of this step
+    std::array<int64_t, MAX_ROWS> wanted;  // those with logits
     int64_t num_wanted = 0;
     bool is_turned = false;
     Fired fired = {};  // of the layer whose neurons are being run
@@ -529,11 +530,11 @@ EXPORT void spark_part(void* data) {
 
 namespace {
 
-// Checks that the rows can be run: each has a place, and those of a sequence follow one another.
+// Checks that every row has a place in the cache, and that the rows of a sequence are consecutive.
 int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
     int64_t num_computed = 0;
-    const SparkRow* last = nullptr;  // that is computed
+    const SparkRow* last = nullptr;  // the last computed row
     std::array<int32_t, MAX_ROWS> begun;  // the sequences seen so far
     int64_t num_begun = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -544,7 +545,7 @@ int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
         if (r.sequence < 0 || r.sequence >= t.num_sequences) return STATUS_BAD_ARGUMENT;
         const bool is_next = i > 0 && row[i - 1].sequence == r.sequence;
         const int64_t own = r.position / t.block_length;
-        for (int64_t b = is_next ? own : 0; b <= own; ++b) {  // all blocks it attends to
+        for (int64_t b = is_next ? own : 0; b <= own; ++b) {  // all blocks that it attends to
             const int32_t block = t.block[r.sequence * t.blocks_per_sequence + b];
             if (block < 0 || block >= t.num_blocks) return STATUS_INDEX_OUT_OF_RANGE;
         }

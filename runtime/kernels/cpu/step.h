@@ -8,9 +8,9 @@
 
 #include "kernels.h"
 
-// Maximum rows of a step: tokens whose products share each weight that is read.
+// Maximum computed rows of a step; their products read each weight once.
 constexpr int64_t MAX_ROWS = 128;
-// Including rows whose keys and values are only copied, see SparkRow.
+// Maximum rows including those whose keys and values are only copied, see SparkRow.
 constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
 // A block of the cache holds the whole context, or a number of positions that divides PART.
 constexpr int64_t LEAST_BLOCK = 32;
@@ -18,10 +18,10 @@ constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value hea
 
 enum Mode : int32_t { MODE_DENSE, MODE_EXACT, MODE_PREDICTED };
 enum PredictorKind : int32_t { PREDICTOR_LINEAR, PREDICTOR_RELU, PREDICTOR_GATE };
-// Where the time of a step goes. The clock is read between parts, so they sum to the whole.
+// The parts of a step that are timed. The clock is read between parts, so they sum to the whole.
 enum Timed : int32_t {
     TIMED_INPUTS,  // query, key and value projection
-    TIMED_ATTEND,  // their norms and turning, the cache, scores and sums
+    TIMED_ATTEND,  // norms and rotation of heads, the cache, scores and sums
     TIMED_OUTPUT,  // output projection
     TIMED_PREDICTOR,
     TIMED_NEURONS,    // of the layer's first block
@@ -43,14 +43,14 @@ struct SparkNorm {
     const float* bias;    // null: an RMS norm, else a layer norm
 };
 
-// A neuron is silent where |act(gate)| is at or below its limit (for SiLU and GELU this replaces the
-// layer's threshold), and its row of `down` is not read where |act(gate) * up| is; mode dense has no
-// limits.
+// A neuron does not fire if |act(gate)| is at or below its gate limit (which replaces the layer's
+// threshold for SiLU and GELU), and its row of `down` is not read if |act(gate) * up| is at or below its
+// hidden limit; mode dense has no limits.
 struct SparkBlock {
     SparkMatrix gate, up, down;
     const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
     const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
-    const float *gate_limit, *hidden_limit;  // [N] or null: the threshold, and no limit
+    const float *gate_limit, *hidden_limit;  // [N], or null: the layer's threshold, and no limit
     int64_t num_neurons;
     int32_t is_transposed;  // gate and up: one row per input, [D, F]; all neurons in order
     int32_t unused;
@@ -62,18 +62,18 @@ struct SparkTable {
     int64_t num_sequences, blocks_per_sequence, block_length, num_blocks;
 };
 
-// Which positions a token attends to, see select.h. Lengths are multiples of `block`, which divides the
-// blocks of a table of several; a token attends to the first `sinks` positions, to `top` positions found by
-// search, and to all from the key block of the `window`-th last position on.
+// The positions that a token attends to, see select.h: the first `sinks` positions, `top` positions found
+// by search, and all from the key block of the `window`-th last position on. Lengths are multiples of
+// `block`, which divides the block length of the cache if there are several sequences.
 enum Summary : int32_t { SUMMARY_MEAN, SUMMARY_BOUNDS };
 struct SparkSelect {
-    int64_t block;  // 0: all positions are taken
+    int64_t block;  // 0: a token attends to all positions
     int64_t sinks, window, top;
     int64_t candidates;  // keys are ranked by their codes among this many times `top`
-    int32_t summary, is_coded;  // not coded: the best blocks are taken whole
-    // Capped positions: keys are kept as they are before the rotary embedding. Those of the window are
-    // rotated to their distances from its beginning, and all before it count as `window` positions away
-    // (InfLLM, Xiao et al. 2024, arXiv 2402.04617). Null: original positions.
+    int32_t summary, is_coded;  // not coded: the best blocks are read whole
+    // Capped positions: keys are stored before the rotary embedding. Keys in the window are rotated by
+    // their distance from its beginning, and all earlier ones count as `window` positions away (InfLLM,
+    // Xiao et al. 2024, arXiv 2402.04617). Null: original positions.
     const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
 
@@ -81,14 +81,14 @@ enum LayerNorm : int32_t { NORM_ATTN, NORM_ATTN_2, NORM_FFN, NUM_NORMS };
 
 struct SparkLayer {
     SparkNorm norm[NUM_NORMS], query_norm, key_norm;
-    SparkMatrix input[3], output;  // absent where others project, for OP_ATTEND
+    SparkMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
     SparkMatrix predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
-    // An input at or below its limit counts as 0: of query, key and value [D], of the output projection
-    // [H * W], of gate and up [D]. Null: no limits.
+    // Limits of the inputs of query, key and value [D], of the output projection [H * W], and of gate and
+    // up [D]: an input whose magnitude is at or below its limit counts as 0. Null: no limits.
     const float *input_limit, *output_limit, *ffn_limit;
     uint8_t *key, *value;    // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
-    // With a selection, see select.h; B its blocks in a block of the cache.
+    // Only with a selection, see select.h; B: key blocks in a block of the cache.
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
     const SparkBlock* block;
@@ -97,8 +97,8 @@ struct SparkLayer {
     int32_t is_input_transposed, is_output_transposed;  // one row per input, one bias per column
 };
 
-// The operations of a step, in order: lowered from the program that step/program.py declares, which alone
-// knows the order of blocks. Adjacent ones that take each row by itself share one pass over the rows.
+// The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
+// operations that process each row separately share one pass over the rows.
 enum OpKind : int32_t {
     OP_EMBED,      // out = the rows of the tokens
     OP_NORM,       // out = norm `part` of in
@@ -107,27 +107,27 @@ enum OpKind : int32_t {
     OP_ATTENTION,  // out = attention of in; appends to the cache
     OP_PREDICT,    // scores of all neurons from in
     OP_NEURONS,    // out = block `part` of the neurons, from in
-    OP_HEAD_NORM,  // out = the output norm, if any, of the rows of in that want logits
+    OP_HEAD_NORM,  // out = the output norm, if any, of in's rows with logits
     OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
-    OP_ATTEND,     // out = what the heads find for in, their queries, keys and values; appends to the cache
+    OP_ATTEND,     // out = the heads' outputs for in, the queries, keys and values; appends to the cache
     NUM_OP_KINDS
 };
 enum Value : int32_t {
     VALUE_X,  // the hidden state
     VALUE_ATTN_IN,
-    VALUE_FFN_IN,  // alternating by layer: a predictor may take the previous layer's
+    VALUE_FFN_IN,  // two, alternating by layer: a predictor may read the previous layer's
     VALUE_FFN_IN_2,
     VALUE_ATTN_OUT,
     VALUE_FFN_OUT,
-    VALUE_HOT_OUT,  // of a layer whose neurons are divided
+    VALUE_HOT_OUT,  // in layers with divided neurons
     VALUE_COLD_OUT,
     VALUE_QKV,    // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
     VALUE_HEADS,  // [H W]
-    VALUE_NONE,  // of an operation that takes or gives no vector
+    VALUE_NONE,  // no vector
     NUM_VALUES = VALUE_NONE
 };
 struct SparkOp {
-    int32_t kind, layer;  // outside of the layers: num_layers
+    int32_t kind, layer;  // num_layers: outside the layers
     int32_t part;
     int32_t in, in_2, out;  // values
 };
@@ -137,7 +137,7 @@ struct SparkStep {
     SparkNorm output_norm;
     const SparkLayer* layer;
     const SparkOp* op;
-    // [max_rows, D, or the value's size] where the rest of a model reads and writes them. Null: in the
+    // [max_rows, D or the value's own size] values that are shared with other devices. Null: in the
     // workspace.
     float* vector[NUM_VALUES];
     SparkTable table;
@@ -145,8 +145,8 @@ struct SparkStep {
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     double rope_magnitude;    // multiplies cos and sin: 1, or YaRN's
     uint8_t* workspace;       // spark_step_bytes(), 64-aligned
-    // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; the last row is for what
-    // belongs to no layer. Null: the clock is not read.
+    // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; the last row is
+    // for parts outside the layers. Null: the clock is not read.
     int64_t* times;
     // [max_rows, num_layers, F / 32 rounded up] one bit per neuron, written for each computed row, in
     // order: mode predicted, the predicted neurons; otherwise those whose row of `down` is read (dense:
@@ -162,9 +162,9 @@ struct SparkStep {
     int32_t unused;
 };
 
-// A token of a step. The rows of one sequence are adjacent, at positions without gaps, and each attends
-// to all positions of its sequence up to its own. A row with a source is not computed: keys and values
-// of that row, which comes before it, are copied to this sequence too.
+// A token of a step. The rows of one sequence are adjacent and without gaps in position; each attends to
+// the positions of its sequence up to its own. A row with a source is not computed: the keys and values
+// of that earlier row are copied to this row's sequence.
 struct SparkRow {
     int64_t token, position;
     int32_t sequence, has_logits;
@@ -172,12 +172,13 @@ struct SparkRow {
     int32_t unused;
 };
 
-// Consecutive operations of a step, for all of its rows: what a hybrid step runs on the host in one go. Vectors that others read or write are those of SparkStep's `vector`.
+// Consecutive operations of a step that a hybrid step runs on the host in one call, for all rows. Values
+// shared with other devices are in SparkStep's `vector`.
 struct SparkPart {
     SparkStep* step;
-    const SparkRow* row;      // computed ones, at most the step's max_rows
-    const int64_t* num_rows;  // how many there are this time
-    uint32_t* named;  // [T, F / 32 rounded up] written by OP_PREDICT, a bit per neuron; or null
+    const SparkRow* row;      // computed rows, at most the step's max_rows
+    const int64_t* num_rows;  // their number in this step
+    uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron, written by OP_PREDICT; or null
     float* logits;    // [rows that have them, V] or null
     int64_t begin, end;
 };
@@ -188,7 +189,7 @@ struct SparkNeurons {
     const float* x;         // [T, D]
     const uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
     float* y;               // [T, D], written
-    uint32_t* fired;        // as `named`, written: those whose row of `down` is read; or null
+    uint32_t* fired;        // bits like `named`, written: neurons whose row of `down` is read; or null
     uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
     int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens
@@ -200,17 +201,17 @@ struct SparkNeurons {
 extern "C" {
 // The workspace bytes of a step, or -1 if sizes, kinds, pointers or operations are inconsistent.
 int64_t spark_step_bytes(const SparkStep* step);
-// Appends keys and values of `count` rows at their positions and writes logits [rows that have them, V].
-// The same bits for any number of threads, and for a row whatever other rows are in the step (if weights
-// are finite). STATUS_INDEX_OUT_OF_RANGE for an impossible token or position, or if the sequence has no
+// Appends the keys and values of `count` rows to the cache and writes logits [rows that have them, V].
+// Results are bit-identical for any number of threads and, if weights are finite, whatever other rows are
+// in the step. STATUS_INDEX_OUT_OF_RANGE for an impossible token or position, or if the sequence has no
 // block there; STATUS_BAD_ARGUMENT for too many rows or rows out of order.
 int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
-// Runs a part; `data` is a SparkPart*. The signature of a CUDA graph's host function; the rows are
-// not checked again.
+// Runs a part; `data` is a SparkPart*, as in the signature of a CUDA graph's host function. Does not
+// check the rows.
 void spark_part(void* data);
-// The workspace bytes it needs, or -1 if sizes, kinds or pointers are inconsistent.
+// The workspace bytes of a block, or -1 if sizes, kinds or pointers are inconsistent.
 int64_t spark_neurons_bytes(const SparkNeurons* neurons);
-// y = the output of the predicted neurons (all, if `named` is null). `data` is a SparkNeurons*: this is
-// the signature of a CUDA graph's host function. Checks nothing again.
+// y = the output of the predicted neurons (all, if `named` is null). `data` is a SparkNeurons*, as in the
+// signature of a CUDA graph's host function. Does not check its arguments.
 void spark_neurons(void* data);
 }

@@ -3,8 +3,8 @@
 
 #include "step.h"
 
-// Divides the time of a step, and the bytes that it counts, among its parts: each reading assigns the
-// time since the previous one to a part. Without `times` the clock is not read.
+// Assigns a step's time and bytes to its parts: each reading adds the time since the previous one to a
+// part. Without `times` the clock is not read.
 class StepClock {
   public:
     explicit StepClock(const SparkStep& step) : step_(step) {
@@ -12,7 +12,7 @@ class StepClock {
         time_ = now(), bytes_ = bytes();
     }
 
-    void layer(int64_t index) { layer_ = index; }  // num_layers: what belongs to none
+    void layer(int64_t index) { layer_ = index; }  // num_layers: outside the layers
 
     void ended(int32_t part) {
         if (!step_.times) return;

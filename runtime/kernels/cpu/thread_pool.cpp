@@ -1,8 +1,8 @@
-// Threads of our own rather than OpenMP's, which spin between calls and compete with torch's.
+// A thread pool used instead of OpenMP, whose threads spin between calls and compete with torch's.
 //
-// An idle worker spins for SPIN_TIME, so that the short jobs of a decode step follow one another without
-// a system call, then sleeps. The caller never waits for a worker that has not begun, only for those
-// inside the job: on a busy machine a late worker costs nothing.
+// An idle worker spins for SPIN_TIME, so that the short jobs of a decode step need no system call, and
+// then sleeps. The caller waits only for workers that have begun a job, so a late worker on a busy
+// machine costs nothing.
 #include "thread_pool.h"
 
 #include <pthread.h>
@@ -29,7 +29,7 @@ inline void pause() {
 #endif
 }
 
-// True as soon as `ready()` is, false after SPIN_TIME.
+// Returns true as soon as `ready()` does, false after SPIN_TIME.
 template <class Ready>
 bool spin_until(const Ready& ready) {
     const auto deadline = std::chrono::steady_clock::now() + SPIN_TIME;
@@ -48,14 +48,14 @@ void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lo
     while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
 }
 
-// All atomics are sequentially consistent: in each hand-over below one side writes A then reads B while
-// the other writes B then reads A, and one of the two must see the other.
+// All atomics are sequentially consistent: in each hand-over below, one side writes A and reads B while
+// the other writes B and reads A, and at least one must see the other's write.
 class Pool {
   public:
     explicit Pool(int threads) {
         try {
             while (num_threads() < threads) workers_.emplace_back([this] { work(); });
-        } catch (const std::system_error&) {  // fewer threads, the same results
+        } catch (const std::system_error&) {  // fewer threads give the same results
         }
     }
 
@@ -68,7 +68,7 @@ class Pool {
     int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
     void run(int64_t n, int64_t grain, int64_t least, RangeBody* body, const void* context) {
-        // No worker reads these: the last job is closed and nobody is inside it.
+        // No worker reads these: the last job is closed and no worker is inside it.
         body_ = body, context_ = context, n_ = n, grain_ = grain, least_ = least;
         next_ = 0;
         is_open_ = true;
@@ -91,8 +91,8 @@ class Pool {
         start_.notify_all();
     }
 
-    // Takes half of an even share of what is left at a time, so that memory is read in long pieces and
-    // yet all threads finish at about the same time.
+    // Takes half of a thread's share of the remaining work at a time (guided scheduling), so that memory
+    // is read in long pieces and yet all threads finish at about the same time.
     void take_pieces() {
         for (int64_t begin = next_; begin < n_;) {
             const int64_t share = (n_ - begin) / (2 * num_threads()) / grain_ * grain_;

@@ -3,10 +3,10 @@
 
 using RangeBody = void(const void* context, int64_t begin, int64_t end);
 
-// Calls body(context, begin, end) for pieces of [0, n) on all threads and waits for them. Every piece
-// but the last is a multiple of `grain` long; the first are long and the last short, about as long as if
-// each thread had `pieces_per_thread` equal ones. The body must not throw, and its results must not
-// depend on the cuts.
+// Calls body(context, begin, end) for pieces of [0, n) on all threads and waits for them. The length of
+// every piece but the last is a multiple of `grain`. Pieces get shorter; the shortest are about as long
+// as if each thread had `pieces_per_thread` equal ones. The body must not throw, and its results must not
+// depend on where pieces are cut.
 void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody* body,
                   const void* context);
 
@@ -18,8 +18,8 @@ void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, const Bod
     parallel_for(n, grain, pieces_per_thread, call, &body);
 }
 
-// The number of threads that work on a job, the caller's included.
+// The number of threads that work on a job, including the caller's.
 int num_threads();
 
-// False if the operating system refused to start that many; then there are as many as it gave.
+// False if the operating system refused to start that many; the pool then has those that it started.
 bool set_threads(int num_threads);

@@ -1,9 +1,9 @@
-// Products of tiled rows of q8_0 and q4_0, with the arithmetic of blocks_template.h: lanes are rows for
-// one vector too, and nothing is transposed. Included by rows_template.h.
+// Products of tiled rows of q8_0 and q4_0, with the arithmetic of blocks_template.h. Lanes are rows even
+// for one vector, and nothing is transposed. Included by rows_template.h.
 //
-// Blocks are in pairs, scales before quants, so that a tile is read from its beginning to its end in
-// whole cache lines. With all scales of a tile before all its quants a Zen 4 core reads 10 GB/s of
-// memory instead of 26, and 18 with prefetching.
+// Blocks are in pairs, scales before quants, so that a tile is read sequentially in whole cache lines.
+// With all scales of a tile before all its quants, a Zen 4 core reads 10 GB/s from memory instead of 26,
+// or 18 with prefetching.
 //
 // q4_0 rows of 576 values with VNNI take 37 instructions for 16 blocks and one vector, planar ones 77.
 
@@ -12,7 +12,7 @@ struct Tiled : Planar {
     static constexpr bool IS_PLANAR = false;
     static constexpr int64_t SCALE_BYTES = 2 * TILE_ROWS, TILE_QUANTS = TILE_ROWS * Planar::QUANT_BYTES;
 
-    // The first four bytes of row r in block b of a tile; the next ones are 4 * TILE_ROWS bytes further.
+    // The first four bytes of row r in block b of a tile; the next four are 4 * TILE_ROWS bytes later.
     static inline const uint8_t* quants_of(const uint8_t* tile, int64_t n, int64_t b, int64_t r) {
         const int64_t first = b & -2, scales = n - first < 2 ? SCALE_BYTES : 2 * SCALE_BYTES;
         return tile + first * SCALE_BYTES + scales + b * TILE_QUANTS + 4 * r;
@@ -30,21 +30,21 @@ constexpr bool IS_TILED<Q8_0Tiled> = true;
 template <>
 constexpr bool IS_TILED<Q4_0Tiled> = true;
 
-// Vectors from which on a product computes so long that the processor's prefetcher pauses, and what is
-// prefetched meanwhile. Two Zen 4 cores, the head of SmolLM2 in q8_0 without and with: 2 vectors 0.89
+// Vectors from which on a product takes so long that the hardware prefetcher pauses, so tiles are
+// prefetched in software. Two Zen 4 cores, the head of SmolLM2 in q8_0 without and with: 2 vectors 0.89
 // and 1.30 ms, 4 vectors 0.88 and 1.1, 8 vectors 1.65 and 1.37, 16 vectors 3.3 and 2.75.
 constexpr int64_t LEAST_ASKING = 6, TILED_AHEAD = 2304;
 
-// What is prefetched while a tile is read: not the tiles after it, which the processor's prefetcher
-// follows alone if vectors are few. GB/s of a Zen 4 core from memory, q4_0 rows of 576 values and one
-// vector: 26, with prefetching 7.
+// The memory to prefetch while a tile is read. For few vectors that is not the next tile, which the
+// hardware prefetcher handles better: GB/s of a Zen 4 core from memory, q4_0 rows of 576 values and one
+// vector, 26, and 7 with software prefetching.
 struct TiledAhead {
-    const uint8_t* after;        // as much from here on, or null
-    const uint8_t* const* also;  // a row's bytes from each of these on, one for each row, or null
-    bool is_asking = false;      // the tiles after it too
+    const uint8_t* after;        // a tile's bytes from here on, or null
+    const uint8_t* const* also;  // for each row, the address of further row bytes; or null
+    bool is_asking = false;      // whether the next tile is prefetched too
 
-    // At block b, whose part of each row has block_bytes. gcc 12 drops calls of a function that only
-    // prefetches, unless it is inlined early.
+    // Prefetches the part of block b, with block_bytes per row. gcc 12 drops calls of a function that
+    // only prefetches, unless it is inlined early.
     __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t b, int64_t block_bytes) const {
         for (int64_t i = 0; is_asking && i < TILE_ROWS * block_bytes; i += 64)
             __builtin_prefetch(tile + TILED_AHEAD + b * TILE_ROWS * block_bytes + i);
@@ -56,8 +56,8 @@ struct TiledAhead {
     }
 };
 
-// Loads in the order of the program: gcc would postpone some, and a Zen 4 core then reads 9 GB/s of q4_0
-// from memory instead of 26.
+// Loads in program order: gcc would delay some, and a Zen 4 core would then read 9 GB/s of q4_0 from
+// memory instead of 26.
 inline Ints load_in_order(const uint8_t* p) {
     Ints v = load_ints(p);
 #if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
@@ -102,7 +102,7 @@ inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, fl
     store_floats(y, add_floats(add_floats(acc[0], acc[1]), add_floats(acc[2], acc[3])));
 }
 
-// Rows a0 .. a1-1 of one tile, without a list; y is that of row a0.
+// Rows a0 .. a1-1 of one tile, without a list; y[0] is the product of row a0.
 template <class F>
 inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                            int64_t a1, const TiledAhead& ahead) {
@@ -127,7 +127,7 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
     }
 }
 
-// Rows of a list are computed with the rest of their tiles.
+// For a row of a list, its whole tile is computed.
 template <class F>
 void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
 #ifdef LEVEL_AMX

@@ -1,5 +1,5 @@
-// All neurons of a layer whose gate and up are stored with a row for each input: gate and up read the
-// inputs that pass, and `down` the rows of neurons that contribute. The reference is feed_forward.py.
+// All neurons of a layer whose gate and up are stored with a row for each input: reads the rows of active
+// inputs, and the `down` rows of neurons that contribute. The reference is feed_forward.py.
 #pragma once
 #include "neurons.h"
 #include "sparse_inputs.h"
@@ -25,7 +25,7 @@ class TransposedNeurons {
         const int64_t row = gate_row + (block.up.data ? row_bytes(block.up) : 0);
         read.gate += bytes / row * gate_row;
         read.up += bytes / row * (row - gate_row);
-        // Hidden values take the place of the gates, vectors contiguous.
+        // Hidden values overwrite the gates; vectors are contiguous.
         for (int64_t t = 0; t < T; ++t)
             hidden(block, gate, named ? named + t : nullptr, value_ + t * 2 * F, value_ + t * F);
         const NeuronLimits limits(block, gate);

@@ -32,7 +32,7 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, f
     for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * factor * weight[i] + bias[i];
 }
 
-// Rotates pairs of one head's values: neighbours, or a value and the one half a head further.
+// Rotates pairs of one head's values, which are adjacent or half a head apart.
 inline void rotate(float* x, const float* cos, const float* sin, int64_t width, bool is_adjacent) {
     const int64_t half = width / 2, step = is_adjacent ? 2 : 1, far = is_adjacent ? 1 : half;
     for (int64_t i = 0; i < half; ++i) {

@@ -1,9 +1,9 @@
-// A lower bound on the time of any choice of neurons for the slots, even with the future known.
-// With a price for each slot and step and a price for each copy, the best choice for a neuron does not
-// depend on the others: being in a slot at a step earns `value` if the step reads the neuron and costs
-// the slot's price, entering costs `fetch`. The sum of the neurons' best gains bounds the gain of every
-// policy, one that bypasses the slots included, for all prices (Lagrangian duality; bench/cache_replay
-// puts the parts together). The best is found by dynamic programming over steps: in or out.
+// The inner part of a lower bound on the time of any policy, even one that knows the future. With a price
+// for each slot and step and a price for each copy, the best choice for a neuron does not depend on the
+// others: a step in a slot gains `value` if it reads the neuron and costs the slot's price; entering a
+// slot costs `fetch`. For all prices, the sum of the neurons' best gains bounds the gain of every policy,
+// including those that bypass the slots (Lagrangian duality; bench/cache_replay computes the whole
+// bound). The best choice is found by dynamic programming over steps with two states, in and out.
 //
 // Letters: T steps, F neurons, W words of F bits: F / 32 rounded up.
 #include <stdint.h>
@@ -26,9 +26,10 @@ struct Job {
     float value, fetch;
 };
 
-// One step of a word's neurons. With G_in and G_out the best gain up to a step that ends in or out, only
-// `ahead` = G_in - G_out is kept, which stays within fetch, value and price, and the sum of what G_out
-// grows by. `stays`: in a slot at this step, a neuron was there before; `leaves`: out, it was.
+// One step of a word's neurons. If G_in and G_out are the best gains up to a step that ends in or out of
+// a slot, only `ahead` = G_in - G_out is kept, which is bounded by fetch, value and price, and the growth
+// of G_out. `stays`: the best way to be in at this step is from in; `leaves`: the best way to be out is
+// from in.
 FOR_EACH_LEVEL void advance(uint32_t word, float value, float price, float fetch, float* ahead,
                             float* grown, uint8_t* stays, uint8_t* leaves) {
     for (int64_t i = 0; i < LANES; ++i) {
@@ -42,7 +43,8 @@ FOR_EACH_LEVEL void advance(uint32_t word, float value, float price, float fetch
     }
 }
 
-// The state before a step from the one at it, by neuron; counts slots taken, hits and copies.
+// Traces a step back, from each neuron's state at the step to that before it; counts slots used, hits and
+// copies.
 FOR_EACH_LEVEL void go_back(uint32_t word, const uint8_t* stays, const uint8_t* leaves, uint8_t* state,
                             int32_t& used, int32_t& hits, int32_t& copies) {
     int32_t num_in = 0, num_hits = 0, num_copies = 0;
@@ -56,8 +58,8 @@ FOR_EACH_LEVEL void go_back(uint32_t word, const uint8_t* stays, const uint8_t* 
     used += num_in, hits += num_hits, copies += num_copies;
 }
 
-// The best gain of a word's 32 neurons; adds them to `used` [T] (slots taken) where they are in, and
-// counts their copies and hits. `stays` and `leaves`: [T, LANES].
+// The best gain of a word's 32 neurons; adds the slots that they use to `used` [T], and counts copies and
+// hits. `stays` and `leaves`: scratch, [T, LANES].
 double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8_t* leaves,
                 int32_t* used, int64_t& copies, int64_t& hits) {
     float ahead[LANES], grown[LANES] = {};
@@ -78,7 +80,7 @@ double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8
     for (int64_t i = 0; i < LANES; ++i) {
         grown[i] += std::max(ahead[i], 0.0f);
         state[i] = ahead[i] > 0.0f && valid >> i & 1;
-        // Before the first step a neuron is in its initial place.
+        // Before the first step a neuron is in its initial state.
         stays[i] = job.initial[w] >> i & 1;
         leaves[i] = 0;
     }
@@ -98,9 +100,9 @@ double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// The sum of the best gains of a layer's neurons. bits: [T, step_words], of which the layer's W words come
-// first; initial: [W]; price: [T]. `used` [T] is the number of neurons in slots, `copies` and `hits` are
-// their numbers.
+// The sum of the best gains of a layer's neurons. bits: [T, step_words], of which the first W are the
+// layer's; initial: [W]; price: [T]. Writes the number of slots in use at each step to `used` [T], and
+// the numbers of copies and hits.
 EXPORT double spark_cache_gain(const uint32_t* bits, int64_t num_steps, int64_t num_neurons,
                                int64_t step_words, const uint32_t* initial, const float* price,
                                float value, float fetch, int32_t* used, int64_t* copies,

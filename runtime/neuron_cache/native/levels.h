@@ -1,4 +1,4 @@
-// Loops over neurons, compiled for several instruction sets with the same results: nothing is fused.
+// Compiles loops over neurons for several instruction sets, with equal results (no fused operations).
 #pragma once
 #include <stdint.h>
 

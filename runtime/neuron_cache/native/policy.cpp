@@ -11,7 +11,7 @@
 namespace {
 
 constexpr double RECENT = 0.95;         // decay of the averages over steps
-constexpr double ROOM = 0.9;            // the share of a step's spare time that copies may take
+constexpr double ROOM = 0.9;            // the share of a step's time, and of its idle time, for copies
 constexpr double PRICE_UP = 1.1, PRICE_DOWN = 0.97, LEAST_PRICE = 1e-3;
 constexpr int64_t FIRST_STEPS = 16;     // before swapping starts
 constexpr double LEAST_LOSS = 0.002;    // the share of a step whose loss stops swapping
@@ -21,8 +21,8 @@ inline bool has(const uint32_t* bits, int64_t j) { return bits[j / 32] >> (j % 3
 inline void put(uint32_t* bits, int64_t j) { bits[j / 32] |= 1u << (j % 32); }
 inline void remove(uint32_t* bits, int64_t j) { bits[j / 32] &= ~(1u << (j % 32)); }
 
-// average += rate * (value - average), in place, for the bits of tokens one after another, `stride` words
-// apart; `step` is 0 if all have the first rate. F is a multiple of 32.
+// average += rate * (value - average), in place, for the bits of successive tokens, `stride` words apart;
+// `step` is 0 if all have the first rate. F is a multiple of 32.
 FOR_EACH_LEVEL void average(float* values, const uint32_t* bits, int64_t stride, int64_t tokens,
                             int64_t F, const float* rates, int64_t step) {
     for (int64_t first = 0; first < F; first += 32) {
@@ -53,12 +53,12 @@ FOR_EACH_LEVEL void count(const uint32_t* bits, int64_t stride, int64_t tokens, 
     }
 }
 
-// The values of neurons in a slot, as frequencies.
+// The expected frequencies of reads, by which neurons are ranked.
 FOR_EACH_LEVEL void worths(const float* score, const float* burst, int64_t F, float weight, float* worth) {
     for (int64_t j = 0; j < F; ++j) worth[j] = score[j] + weight * (burst[j] - score[j]);
 }
 
-// The step that just ran: the seconds of its layers with these numbers of hits.
+// The seconds of a layer with these numbers of neurons read and hits.
 double layer_seconds(const CacheLayer& layer, int64_t read, int64_t hits) {
     const double hot = layer.hot_s + hits * layer.hot_row_s;
     const double cold = layer.cold_s + (read - hits) * layer.cold_row_s;
@@ -74,7 +74,7 @@ void measure(NeuronCache& c, const uint32_t* bits, int64_t rows) {
         int64_t read = 0, hits = 0, planned_hits = 0;
         count(bits + l * W, c.num_layers * W, rows, W, layer.resident, layer.planned, read, hits,
               planned_hits);
-        if (0 < layer.num_slots && layer.num_slots < c.num_neurons)  // elsewhere nothing can change
+        if (0 < layer.num_slots && layer.num_slots < c.num_neurons)  // other layers have no swaps
             layer.read += read, layer.hits += hits, layer.planned_hits += planned_hits;
         const double hot = layer.hot_s + hits * layer.hot_row_s;
         const double cold = layer.cold_s + (read - hits) * layer.cold_row_s;
@@ -107,8 +107,8 @@ void take_swaps(NeuronCache& c) {
     c.num_swaps = 0;
 }
 
-// Brings a layer's scores up to date. Only a decision looks at them, so each is read and written once
-// for several tokens.
+// Updates a layer's scores with all pending tokens. Only decisions read scores, so each is read and
+// written once for several tokens.
 void catch_up(NeuronCache& c, int64_t l) {
     CacheLayer& layer = c.layer[l];
     const int64_t W = (c.num_neurons + 31) / 32, stride = c.num_layers * W;
@@ -126,9 +126,10 @@ struct Candidate {
     int32_t id;
 };
 
-// Pairs the most wanted cold neurons with the least wanted hot ones while the expected gain exceeds the
-// costs. With `to_plan`, neurons of the plan are wanted and no others. Appends to c.swap from `count` on
-// (most_rows a layer); adds the gain per step of all pairs, taken or not, to `gain_s`.
+// Pairs the cold neurons of highest worth with the hot ones of lowest worth while the expected gain
+// exceeds the costs. With `to_plan`, swaps only towards the plan's neurons. Appends to c.swap from
+// `count` on, at most most_rows per layer; adds the gain per step of all pairs, appended or not, to
+// `gain_s`.
 class Pairing {
   public:
     int64_t run(NeuronCache& c, int64_t l, bool to_plan, int64_t count, double& gain_s) {
@@ -180,7 +181,7 @@ class Pairing {
     std::vector<float> worth_;
 };
 
-// Keeps those with the most gain for the time they take, as far as a step has time and room for them.
+// Keeps the swaps with the most gain per second of copying that fit into a step; returns their number.
 int64_t fitting(NeuronCache& c, int64_t count) {
     std::sort(c.swap, c.swap + count, [&](const CacheSwap& a, const CacheSwap& b) {
         const double x = a.gain_s * c.layer[b.layer].copy_row_s, y = b.gain_s * c.layer[a.layer].copy_row_s;
@@ -199,8 +200,8 @@ int64_t fitting(NeuronCache& c, int64_t count) {
     return kept;
 }
 
-// Whether to swap at all: starts where scores promise enough, stops where the plan's own neurons would
-// have done as well lately.
+// Decides whether to swap at all: starts when the scores promise enough, stops when the plan's own
+// neurons would recently have been faster.
 void switch_on_or_off(NeuronCache& c) {
     if (c.is_always_on) {
         c.is_on = 1;

@@ -1,5 +1,5 @@
-// The policy of the online neuron cache: after each step it decides which cold neurons take the slots of
-// which hot ones. policy.py mirrors these structs field by field; reference.py is the same in numpy, with
+// The policy of the neuron cache: after each step it decides which cold neurons take the slots of which
+// hot ones. library.py mirrors these structs field by field; reference.py is the reference in numpy, with
 // the same sequence of operations, so both decide alike.
 //
 // Letters: L layers, F neurons of a layer, N slots of a layer, W words of F bits: F / 32 rounded up.
@@ -7,32 +7,33 @@
 #include <stdint.h>
 
 struct CacheLayer {
-    float *score, *burst;     // [32 W] moving averages of how often a step reads a neuron
-    int32_t* slot;            // [F] each neuron's slot; below 0: only in main memory
+    float *score, *burst;     // [32 W] slow and fast moving averages of whether a step reads a neuron
+    int32_t* slot;            // [F] each neuron's slot; negative: only in main memory
     int32_t* id;              // [N] the neuron in each slot
     const uint32_t* planned;  // [W] the neurons that the plan has in slots
     uint32_t* resident;       // [W] the neurons that are in slots
     int64_t num_slots;
     double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/sparkinfer/neuron_cache.py
     double copy_row_s, gather_row_s;
-    double cold_share;  // moving average: the share of steps whose cold neurons take longest
-    // Neurons of all steps so far: read, in slots, in slots by plan. 0 where all have slots or none has.
+    double cold_share;  // moving average: the share of steps in which the cold side takes longer
+    // Neurons read by all steps so far: all, those in slots, those in slots by the plan. 0 if all neurons
+    // have slots, or none has.
     int64_t read, hits, planned_hits;
-    int64_t num_applied;  // of the pending tokens
+    int64_t num_applied;  // pending tokens that the scores include
 };
 
 struct CacheSwap {
     int32_t layer, slot, in, out;
-    double gain_s;  // expected over the stay, beyond the costs of the copy
+    double gain_s;  // expected over the stay, after the costs of the copy
 };
 
-// Tokens whose bits are kept until a layer's scores are brought up to date, all at once: see catch_up.
+// Most tokens whose bits are kept until a layer's scores are updated for all of them: see catch_up.
 constexpr int64_t MOST_PENDING = 32;
 
 struct NeuronCache {
     CacheLayer* layer;
     uint32_t* pending;  // [MOST_PENDING, L, W]
-    CacheSwap* swap;  // [L * most_rows] room for candidates; the first num_swaps are the decision
+    CacheSwap* swap;  // [L * most_rows] candidates; the first num_swaps are the decision
     int64_t num_layers, num_neurons, most_rows, num_visited;
     double rest_s, copy_s;
     // The options in CacheOptions.
@@ -42,19 +43,19 @@ struct NeuronCache {
     // State.
     int64_t num_swaps, next_layer, num_rows, num_steps, num_pending;
     float pending_rate[MOST_PENDING];
-    double price;  // expected seconds gained that a second of the link must bring
-    double step_s, free_s;  // moving averages: of a step, and of the CPU's time to spare in it
-    double gain_s, saved_s;  // per step, moving averages: expected of more swaps; saved so far
+    double price;  // of a second of the link, in expected seconds gained
+    double step_s, free_s;  // moving averages of a step's seconds, and of the CPU's idle seconds in it
+    double gain_s, saved_s;  // moving averages per step: expected gain of further swaps, seconds saved
     int32_t is_on, is_returning;
     // Totals.
-    double cached_s, planned_s;  // by the costs: as it ran, and if the plan's neurons had stayed
+    double cached_s, planned_s;  // by the costs: with the cache, and if the plan's neurons had stayed
     int64_t total_swaps, steps_on, num_starts;
 };
 
 extern "C" {
-// Updates the scores by `rows` tokens' bits [rows, L, W], of a prompt for example; decides nothing.
+// Updates the scores with the bits [rows, L, W] of tokens, e.g. of a prompt; decides nothing.
 void spark_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows);
-// Called after a step that ran these tokens (rows >= 1): counts its hits and seconds, takes the
-// last decision's swaps as done, and makes the next decision.
+// Called after a step with these tokens (rows >= 1): counts its hits and seconds, records the last
+// decision's swaps as done, and makes the next decision.
 void spark_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
 }
