@@ -120,3 +120,9 @@ def level(request):
     library.set_level(request.param)
     yield request.param
     library.set_level(before)
+
+
+@pytest.fixture
+def preferred(monkeypatch):
+    """Tiles and groups of rows, whatever the level prefers."""
+    monkeypatch.setattr(library, "prefers_tiles", lambda: True)

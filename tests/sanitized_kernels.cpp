@@ -92,13 +92,34 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
            unpacks(kind, w, D, index, A);
 }
 
-// A kind whose rows can be summed, which need not be whole tiles.
+// A kind whose rows can be multiplied and summed, in any number.
 int32_t summed(int32_t kind) {
-    return kind == KIND_Q4_0_TILED ? KIND_Q4_0_PLANAR : kind == KIND_Q8_0_TILED ? KIND_Q8_0_PLANAR : kind;
+    if (!is_tiled(kind) && !is_grouped(kind)) return kind;
+    return form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0_PLANAR : KIND_Q8_0_PLANAR;
+}
+
+// Groups: the sums of planar rows, and neither products nor sums of a list.
+bool groups_at(int32_t kind, int64_t D, int64_t A) {
+    const int32_t in_file = form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0 : KIND_Q8_0;
+    const int64_t row_bytes = row_bytes_of(kind, D);
+    const uint8_t* from = weights(in_file, A, D);
+    uint8_t *packed = bytes(A * row_bytes), *planar = bytes(A * row_bytes);
+    for (int32_t to : {kind, summed(kind)})
+        if (spark_pack_rows(in_file, to, from, A, D, nullptr, A, to == kind ? packed : planar, row_bytes))
+            return false;
+    const float *x = floats(D), *c = floats(A, -0.05f);
+    int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
+    for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
+    float *y = floats(A), *z = floats(D), *want = floats(D);
+    return !spark_accumulate_rows(kind, packed, row_bytes, A, D, c, nullptr, A, z) &&
+           !spark_accumulate_rows(summed(kind), planar, row_bytes, A, D, c, nullptr, A, want) &&
+           std::memcmp(z, want, D * sizeof(float)) == 0 && unpacks(kind, packed, D, index, A) &&
+           spark_accumulate_rows(kind, packed, row_bytes, A, D, c, index, A, z) == STATUS_BAD_ARGUMENT &&
+           spark_dot_rows(kind, packed, row_bytes, A, D, x, 1, nullptr, A, y) == STATUS_BAD_ARGUMENT;
 }
 
 SparkMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
-    if (num_rows % TILE_ROWS) kind = summed(kind);
+    if (num_rows % TILE_ROWS || is_grouped(kind)) kind = summed(kind);
     return {weights(kind, num_rows, D), has_bias ? floats(num_rows) : nullptr, num_rows, D,
             row_bytes_of(kind, D), kind, 0};
 }
@@ -237,7 +258,8 @@ bool pages(SparkStep step, SparkLayer layer, const float* want) {
 bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const bool is_wide = block_values(kind) > 32;
     const int64_t D = is_wide ? 256 : 96, W = is_wide ? 64 : 24;
-    const int64_t F = 65, H = 4, K = 2, C = 18, V = 33, R = 5;
+    const int64_t F = is_grouped(kind) ? 64 : 65, H = 4, K = 2, C = 18, V = 33, R = 5;
+    const int64_t num_words = (F + 31) / 32;
     SparkLayer layer = {};
     layer.norm[NORM_ATTN] = norm(D, !is_gated), layer.norm[NORM_FFN] = norm(D, !is_gated);
     layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
@@ -248,6 +270,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     layer.down_bias = floats(D);
     SparkBlock block = {};
     block.gate = matrix(kind, F, D, true), block.down = matrix(summed(kind), F, D, false);
+    if (is_grouped(kind)) block.down.data = weights(kind, F, D), block.down.kind = kind;
     if (is_gated) block.up = matrix(kind, F, D, true);
     block.num_neurons = F;
     layer.block = &block, layer.num_blocks = 1;
@@ -267,11 +290,12 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const std::vector<SparkOp> ops = operations(step);
     step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     const int64_t size = spark_step_bytes(&step);
+    if (is_grouped(kind) && mode != MODE_DENSE) return size < 0;  // all rows are added, or none
     if (size < 0) return false;
     uint8_t* memory = bytes(size + 63);
     step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
     float *logits = floats(V), *together = floats(R * V);
-    uint32_t *fired = words(3), *fired_together = words(R * 3);
+    uint32_t *fired = words(num_words), *fired_together = words(R * num_words);
     step.fired = fired;
     for (int64_t position = 0; position < C; ++position) {
         const SparkRow row = {position, position, 0, 1, -1, 0};
@@ -284,7 +308,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     if (spark_step(&step, rows, R, together)) return false;
     step.times = nullptr;
     if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
-    if (std::memcmp(fired_together + (R - 1) * 3, fired, 3 * 4)) return false;
+    if (std::memcmp(fired_together + (R - 1) * num_words, fired, num_words * 4)) return false;
     if (mode == MODE_DENSE && !are_all(fired, F)) return false;
     if (mode == MODE_EXACT && !neurons(block, step.activation, D, F)) return false;
     const SparkRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
@@ -442,9 +466,11 @@ bool copies() {
 bool level() {
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind) {
         const int64_t values = block_values(kind);
+        for (int64_t D : {32, 96, 128, 160, 512, 576, 768})
+            if (is_grouped(kind) && !(groups_at(kind, D, 64) && groups_at(kind, D, 192))) return false;
         for (int64_t D : {1, 31, 32, 33, 65, 96, 128, 160, 256, 768})
             for (int64_t A : {1, 2, 3, 4, 5, 9, 16, 48})
-                if (D % values == 0 && A % (is_tiled(kind) ? TILE_ROWS : 1) == 0 && !kernels_at(kind, D, A))
+                if (D % values == 0 && A % rows_together(kind) == 0 && !kernels_at(kind, D, A))
                     return false;
         for (int32_t mode : {MODE_DENSE, MODE_EXACT, MODE_PREDICTED})
             for (bool is_gated : {false, true})
@@ -480,6 +506,7 @@ bool probes() {
     if (!runs_here(kernels_generic, kernels_generic)) return false;
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
         for (DotRows* wrong : {faults, errs}) {
+            if (is_grouped(kind)) continue;  // rows are not multiplied
             Kernels kernels = kernels_generic;
             kernels.dot_rows[kind] = wrong;
             if (runs_here(kernels, kernels_generic)) return false;

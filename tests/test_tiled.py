@@ -37,7 +37,7 @@ def rows_of(kind, num_rows, width, seed=0):
 
 def tiled(rows, kind):
     out = torch.zeros_like(rows)
-    assert library.pack_rows(rows, kind, None, out, in_tiles=True) == TILED_KIND[kind]
+    assert library.pack_rows(rows, kind, None, out, form="tiled") == TILED_KIND[kind]
     return out
 
 
@@ -128,12 +128,11 @@ def test_threads_do_not_change_the_bits(threads, kind):
 def test_rows_that_are_no_whole_tiles_become_planar():
     rows = rows_of("q4_0", 17, 64)
     assert (
-        library.pack_rows(rows, "q4_0", None, torch.zeros_like(rows), in_tiles=True)
-        == "q4_0_planar"
+        library.pack_rows(rows, "q4_0", None, torch.zeros_like(rows), form="tiled") == "q4_0_planar"
     )
     floats = torch.randn(16, 64)
     out = torch.zeros(16, 256, dtype=torch.uint8)
-    assert library.pack_rows(floats, "f32", None, out, in_tiles=True) == "f32"
+    assert library.pack_rows(floats, "f32", None, out, form="tiled") == "f32"
 
 
 def test_wrong_tiles_are_refused():
@@ -145,16 +144,10 @@ def test_wrong_tiles_are_refused():
             library.dot_rows(bad, "q8_0_tiled", x_D)
     with pytest.raises(ValueError, match="not summed"):
         library.accumulate_rows(tiles, "q8_0_tiled", torch.randn(32))
-    with pytest.raises(ValueError, match="contiguous rows for tiles"):
+    with pytest.raises(ValueError, match="contiguous rows for the tiled form"):
         library.pack_rows(
-            rows, "q8_0", None, torch.zeros(32, 80, dtype=torch.uint8)[:, :68], in_tiles=True
+            rows, "q8_0", None, torch.zeros(32, 80, dtype=torch.uint8)[:, :68], form="tiled"
         )
-
-
-@pytest.fixture
-def preferred(monkeypatch):
-    """Tiles whatever the level prefers."""
-    monkeypatch.setattr(library, "prefers_tiles", lambda: True)
 
 
 def test_parts_of_a_matrix_are_whole_tiles(preferred):

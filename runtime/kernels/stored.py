@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparkinfer.gguf_file import type_of
 from sparkinfer.runtime.kernels import k_quants
+from sparkinfer.runtime.kernels.grouped import from_grouped
 from sparkinfer.runtime.kernels.planar import from_planar
 from sparkinfer.runtime.kernels.tiled import from_tiled
 
@@ -22,7 +23,7 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     """Unpacks stored rows to f32 [A, D]; blocks are as in llama.cpp's ggml-quants.c."""
     if kind in FLOATS:
         return data.float()
-    data, kind = from_tiled(*from_planar(data, kind))
+    data, kind = from_grouped(*from_tiled(*from_planar(data, kind)))
     blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
     if kind in k_quants.KINDS:
         return k_quants.unpack_blocks(blocks, kind).flatten(-2)
@@ -44,8 +45,8 @@ class StoredMatrix:
     """A matrix as stored. `data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows
     may be strided.
 
-    Kinds that end in "_planar" and "_tiled" exist in memory only: see runtime.kernels.planar and
-    tiled."""
+    Kinds that end in "_planar", "_tiled" and "_grouped" exist in memory only: see
+    runtime.kernels.planar, tiled and grouped."""
 
     data: Tensor
     kind: str

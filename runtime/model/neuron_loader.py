@@ -85,7 +85,8 @@ class NeuronLoader:
         entries = [stored(self.model, index, name) for name in names]
         groups = [entries, [down]] if is_transposed else self._read_together([*entries, down])
         num_whole = 0 if is_transposed or rows != "all" else self._num_whole(entries)
-        *linears, down_matrix = store.neurons(groups, chosen, num_whole)
+        adds_all = self.mode == "dense" and num_whole > 0
+        *linears, down_matrix = store.neurons(groups, chosen, num_whole, adds_all)
         gate, *up = (
             Linear(
                 weight=weight,

@@ -16,9 +16,9 @@ from torch import Tensor
 from sparkinfer.budget import tile_rows
 from sparkinfer.gguf_file import TensorEntry
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.grouped import is_grouped
 from sparkinfer.runtime.kernels.planar import PLANAR_KIND
 from sparkinfer.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
-from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 from sparkinfer.runtime.weights import gpu_products
 
 # Layouts for GPUs that the CPU's kernels do not read.
@@ -40,13 +40,15 @@ class Matrix(StoredMatrix):
         return is_on_cpu and self.kind not in _GPU_KINDS and library.is_available()
 
     def part(self, start: int, stop: int) -> "Matrix":
-        """A range of consecutive rows, as a view; in a tiled matrix, whole tiles."""
-        assert not is_tiled(self.kind) or start % TILE_ROWS == stop % TILE_ROWS == 0, (start, stop)
+        """A range of consecutive rows, as a view; in a tiled or grouped matrix, whole tiles or
+        groups."""
+        together = library.rows_together(self.kind)
+        assert start % together == stop % together == 0, (start, stop, together)
         return replace(self, data=self.data[start:stop])
 
     def rows(self, index_A: Tensor) -> Tensor:
         """f32 [A, D]: the chosen rows, unpacked."""
-        if is_tiled(self.kind):
+        if library.rows_together(self.kind) > 1:
             rows_AD = torch.empty(len(index_A), self.width)
             library.unpack_rows(self.data, self.kind, rows_AD, index_A.to(torch.int32))
             return rows_AD
@@ -64,7 +66,7 @@ class Matrix(StoredMatrix):
 
     def combine(self, weight_A: Tensor, index_A: Tensor | None = None) -> Tensor:
         """f32 [D]: the weighted sum of the chosen rows (None: all)."""
-        if self.is_native:
+        if self.is_native and (index_A is None or not is_grouped(self.kind)):
             return library.accumulate_rows(self.data, self.kind, weight_A, index_A)
         return self.combine_many(weight_A[None], index_A)[0]
 
@@ -126,7 +128,7 @@ class Matrix(StoredMatrix):
             yield 0, self.data
             return
         tile = tile_rows(self.width)
-        tile -= tile % TILE_ROWS if is_tiled(self.kind) else 0
+        tile -= tile % library.rows_together(self.kind)
         buffer = torch.empty(min(tile, count), self.width) if self.is_native else None
         rows_A = None if index_A is None or buffer is None else index_A.to(torch.int32)
         for start in range(0, count, tile):

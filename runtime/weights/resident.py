@@ -5,7 +5,8 @@ are copied once, at load time, into huge pages (if the system has them), interle
 neuron is contiguous; in mode "exact", which reads all gates but few rows of the others, gates are
 contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. In q4_0 and q8_0
 rows all scales come first, which halves the instructions of products and sums; matrices that are
-multiplied whole are tiled (runtime.kernels.tiled), which halves them again.
+multiplied whole are tiled (runtime.kernels.tiled), which halves them again, and a matrix all of
+whose rows are added is grouped (runtime.kernels.grouped).
 
 Measured on two cores of a Cascade Lake, reading a tenth of the neurons, in GB/s per thread, mapped
 and resident: q8_0 5.4 and 10.0, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log/kernels.md).
@@ -46,9 +47,16 @@ class Residence:
     def tiled(self, entry: TensorEntry) -> Matrix:
         """A copy of a matrix that is multiplied whole: tiled if its kind and size allow it and the
         processor's vectors are wide enough."""
+        return self._whole(entry, "tiled" if library.prefers_tiles() else "planar")
+
+    def grouped(self, entry: TensorEntry) -> Matrix:
+        """A copy of a matrix all of whose rows are added: grouped if its kind and size allow it and
+        the processor's vectors are wide enough."""
+        return self._whole(entry, "grouped" if library.prefers_tiles() else "planar")
+
+    def _whole(self, entry: TensorEntry, form: library.Form) -> Matrix:
         whole = self._take(entry.num_bytes).view(entry.shape[0], entry.row_bytes)
-        in_tiles = library.prefers_tiles()
-        return _copy(entry, None, whole, slice(0, entry.row_bytes), in_tiles=in_tiles)
+        return _copy(entry, None, whole, slice(0, entry.row_bytes), form)
 
     def interleaved(self, entries: list[TensorEntry], rows: np.ndarray | None) -> list[Matrix]:
         """Copies of matrices with equal numbers of rows, interleaved: row j of each matrix follows
@@ -115,13 +123,17 @@ class Residence:
 
 
 def _copy(
-    entry: TensorEntry, index_A: Tensor | None, whole: Tensor, part: slice, in_tiles: bool = False
+    entry: TensorEntry,
+    index_A: Tensor | None,
+    whole: Tensor,
+    part: slice,
+    form: library.Form = "planar",
 ) -> Matrix:
     """Copies the rows (at `index_A`, or all) into some columns of `whole`; drops the mapped
     pages."""
     prefetch(entry)
     source = matrix_of(entry, _CPU)
-    kind = library.pack_rows(source.data, source.kind, index_A, whole[:, part], in_tiles=in_tiles)
+    kind = library.pack_rows(source.data, source.kind, index_A, whole[:, part], form)
     release(entry)
     if kind != source.kind:
         return replace(source, kind=kind, data=whole[:, part])

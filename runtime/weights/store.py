@@ -40,10 +40,17 @@ class WeightStore(Protocol):
         """Matrices of equal type and number of rows as one, with concatenated rows; None unless
         they are copied anyway."""
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
+    def neurons(
+        self,
+        groups: Groups,
+        rows: np.ndarray | None,
+        num_whole: int = 0,
+        adds_all: bool = False,
+    ) -> list[Matrix]:
         """These rows (None: all) of every matrix. The matrices of a group are read together; a
         store that copies rows interleaves them. Each of the first `num_whole` groups is a single
-        matrix that is multiplied whole for every token."""
+        matrix that is multiplied whole for every token; with `adds_all`, the last group is a single
+        matrix all of whose rows every token adds."""
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         """A norm's weights or a bias, given as f32 on the CPU."""
@@ -74,7 +81,13 @@ class MappedStore:
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return None
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
+    def neurons(
+        self,
+        groups: Groups,
+        rows: np.ndarray | None,
+        num_whole: int = 0,
+        adds_all: bool = False,
+    ) -> list[Matrix]:
         return [matrix_of(entry, self.device, rows) for entry in chain.from_iterable(groups)]
 
     def vector(self, values: Tensor, item: str) -> Tensor:
@@ -111,12 +124,20 @@ class ResidentStore:
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return self.residence.joined(list(entries))
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
+    def neurons(
+        self,
+        groups: Groups,
+        rows: np.ndarray | None,
+        num_whole: int = 0,
+        adds_all: bool = False,
+    ) -> list[Matrix]:
         if rows is not None or self.is_streamed:
             num_whole = 0
+            adds_all = False
         whole = [self.residence.tiled(entry) for (entry,) in groups[:num_whole]]
-        rest = groups[num_whole:]
-        return whole + [m for group in rest for m in self.residence.interleaved(list(group), rows)]
+        rest, last = (groups[num_whole:-1], groups[-1]) if adds_all else (groups[num_whole:], ())
+        found = [m for group in rest for m in self.residence.interleaved(list(group), rows)]
+        return [*whole, *found, *(self.residence.grouped(entry) for entry in last)]
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         return values
@@ -148,7 +169,13 @@ class DeviceStore:
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return None
 
-    def neurons(self, groups: Groups, rows: np.ndarray | None, num_whole: int = 0) -> list[Matrix]:
+    def neurons(
+        self,
+        groups: Groups,
+        rows: np.ndarray | None,
+        num_whole: int = 0,
+        adds_all: bool = False,
+    ) -> list[Matrix]:
         entries = chain.from_iterable(groups)
         return [self.uploader.matrix(entry, "neurons", rows) for entry in entries]
 

@@ -93,12 +93,13 @@ Level* find(const char* name) {
 
 constexpr int32_t MAX_THREADS = 1024;
 constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,   2,   2,   34, 18,
-                                            144, 176, 210, 18, 34, 18, 34};  // of block_values()
+                                            144, 176, 210, 18, 34, 18, 34, 18, 34};  // of block_values()
 
 Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index,
              int64_t A) {
     if (row_bytes < 0 || stride < row_bytes || num_rows < 0 || A < 0) return STATUS_BAD_ARGUMENT;
-    if (is_tiled(kind) && (stride != row_bytes || num_rows % TILE_ROWS)) return STATUS_BAD_ARGUMENT;
+    const int64_t together = rows_together(kind);
+    if (together > 1 && (stride != row_bytes || num_rows % together)) return STATUS_BAD_ARGUMENT;
     if (!index) return A == 0 || A == num_rows ? STATUS_OK : STATUS_BAD_ARGUMENT;
     bool all_inside = true;  // a negative index is a large unsigned one
     const uint64_t end = static_cast<uint64_t>(num_rows);
@@ -141,6 +142,34 @@ class Prepared {
     }
 };
 
+// Row r of what is stored together, n blocks as in a file.
+void pack_planar(const uint8_t* row, int64_t n, int64_t quant_bytes, uint8_t* out) {
+    for (int64_t b = 0; b < n; ++b, row += 2 + quant_bytes) {
+        std::memcpy(out + 2 * b, row, 2);
+        std::memcpy(out + 2 * n + quant_bytes * b, row + 2, quant_bytes);
+    }
+}
+
+void pack_tiled(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r, uint8_t* out) {
+    for (int64_t b = 0; b < n; ++b, row += 2 + quant_bytes) {
+        const int64_t first = b / 2 * 2, pair = std::min<int64_t>(2, n - first);
+        uint8_t* scales = out + TILE_ROWS * first * (2 + quant_bytes);
+        std::memcpy(scales + 2 * ((b - first) * TILE_ROWS + r), row, 2);
+        uint8_t* quants = scales + TILE_ROWS * (2 * pair + (b - first) * quant_bytes) + 4 * r;
+        for (int64_t at = 0; at < quant_bytes; at += 4)
+            std::memcpy(quants + TILE_ROWS * at, row + 2 + at, 4);
+    }
+}
+
+void pack_grouped(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r, uint8_t* out) {
+    constexpr int64_t PLACES = GROUP_ROWS / 4;
+    for (int64_t b = 0; b < n; ++b, row += 2 + quant_bytes, out += GROUP_ROWS * (2 + quant_bytes)) {
+        std::memcpy(out + 2 * r, row, 2);
+        uint8_t* quants = out + 2 * GROUP_ROWS + r % PLACES * 4 * quant_bytes + r / PLACES;
+        for (int64_t i = 0; i < quant_bytes; ++i) quants[4 * i] = row[2 + i];
+    }
+}
+
 }  // namespace
 
 const Kernels& kernels() { return *current->kernels; }
@@ -160,6 +189,7 @@ EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t strid
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     if (T < 1) return STATUS_BAD_ARGUMENT;
     DotRows* dot_rows = current->kernels->dot_rows[kind];
+    if (!dot_rows) return STATUS_BAD_ARGUMENT;
     const Prepared prepared(kind, x, D, T);
     if (!prepared.is_ready) return STATUS_NO_MEMORY;
     const Input& input = prepared.input;
@@ -176,7 +206,7 @@ EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_
     const int64_t row_bytes = row_bytes_of(kind, D);
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     AccumulateRows* accumulate_rows = current->kernels->accumulate_rows[kind];
-    if (!accumulate_rows) return STATUS_BAD_ARGUMENT;
+    if (!accumulate_rows || (index && is_grouped(kind))) return STATUS_BAD_ARGUMENT;
     OrderSums* order_sums = current->kernels->order_sums[kind];
     const Rows rows = {weight, stride, D, index, A};
     // One piece per thread and no narrow ones: memory is read faster in longer parts of a row.
@@ -195,31 +225,24 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* fro
     const int64_t row_bytes = row_bytes_of(kind, D), n = D / BLOCK;
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
     const bool is_small = kind == KIND_Q4_0 || kind == KIND_Q8_0, is_same = to_kind == kind;
-    if (is_tiled(kind)) return STATUS_BAD_ARGUMENT;
+    const int64_t together = rows_together(to_kind);
+    if (is_tiled(kind) || is_grouped(kind)) return STATUS_BAD_ARGUMENT;
     if (!is_same && (!is_small || form_of(to_kind) != form_of(kind))) return STATUS_BAD_ARGUMENT;
-    if (is_tiled(to_kind) && (stride != row_bytes || A % TILE_ROWS)) return STATUS_BAD_ARGUMENT;
-    const int64_t block_bytes = BLOCK_BYTES[kind], quant_bytes = block_bytes - 2;
-    split(2 * A * row_bytes, A, TILE_ROWS, 8, [=](int64_t a0, int64_t a1) {
+    if (together > 1 && (stride != row_bytes || A % together)) return STATUS_BAD_ARGUMENT;
+    const int64_t quant_bytes = BLOCK_BYTES[kind] - 2;
+    split(2 * A * row_bytes, A, GROUP_ROWS, 8, [=](int64_t a0, int64_t a1) {
         for (int64_t a = a0; a < a1; ++a) {
             const uint8_t* row = from + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
-            const int64_t r = a % TILE_ROWS;
-            uint8_t* out = to + (a - (is_tiled(to_kind) ? r : 0)) * stride;
-            if (is_same) std::memcpy(out, row, row_bytes);
-            for (int64_t b = 0; !is_same && b < n; ++b) {
-                const uint8_t* block = row + block_bytes * b;
-                if (is_tiled(to_kind)) {
-                    const int64_t first = b / 2 * 2, pair = std::min<int64_t>(2, n - first);
-                    uint8_t* scales = out + TILE_ROWS * first * block_bytes;
-                    std::memcpy(scales + 2 * ((b - first) * TILE_ROWS + r), block, 2);
-                    uint8_t* quants =
-                        scales + TILE_ROWS * (2 * pair + (b - first) * quant_bytes) + 4 * r;
-                    for (int64_t at = 0; at < quant_bytes; at += 4)
-                        std::memcpy(quants + TILE_ROWS * at, block + 2 + at, 4);
-                } else {
-                    std::memcpy(out + 2 * b, block, 2);
-                    std::memcpy(out + 2 * n + quant_bytes * b, block + 2, quant_bytes);
-                }
-            }
+            const int64_t r = a % together;
+            uint8_t* out = to + (a - r) * stride;
+            if (is_same)
+                std::memcpy(out, row, row_bytes);
+            else if (is_tiled(to_kind))
+                pack_tiled(row, n, quant_bytes, r, out);
+            else if (is_grouped(to_kind))
+                pack_grouped(row, n, quant_bytes, r, out);
+            else
+                pack_planar(row, n, quant_bytes, out);
         }
     });
     return STATUS_OK;

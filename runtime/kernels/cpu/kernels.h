@@ -30,11 +30,17 @@ enum Kind : int32_t {
     // matrices that are read whole; has as many bytes.
     KIND_Q4_0_TILED,
     KIND_Q8_0_TILED,
+    // Groups of SUM_ROWS rows: for each block of columns the scales of all rows, then the quants of rows
+    // p, p + 16, p + 32 and p + 48 for p = 0 .. 15, byte by byte. For matrices whose rows are all summed;
+    // has as many bytes.
+    KIND_Q4_0_GROUPED,
+    KIND_Q8_0_GROUPED,
     NUM_KINDS
 };
 
-constexpr int64_t TILE_ROWS = 16;
+constexpr int64_t TILE_ROWS = 16, GROUP_ROWS = 64;
 constexpr bool is_tiled(int32_t kind) { return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED; }
+constexpr bool is_grouped(int32_t kind) { return kind == KIND_Q4_0_GROUPED || kind == KIND_Q8_0_GROUPED; }
 
 constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // that keys and values may be stored in
 
@@ -88,8 +94,15 @@ constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
 // Kinds that take the same packed form share a number; the float kinds take none.
 constexpr int NUM_FORMS = 3;
 constexpr int form_of(int32_t kind) {
-    if (kind == KIND_Q4_0_PLANAR || kind == KIND_Q4_0 || kind == KIND_Q4_0_TILED) return 2;
-    return kind == KIND_Q8_0_PLANAR || kind == KIND_Q8_0 || kind == KIND_Q8_0_TILED ? 1 : 0;
+    switch (kind) {
+        case KIND_Q4_0: case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return 2;
+        case KIND_Q8_0: case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED: return 1;
+        default: return 0;
+    }
+}
+// Rows that are stored together: a matrix of the kind has whole numbers of them.
+constexpr int64_t rows_together(int32_t kind) {
+    return is_tiled(kind) ? TILE_ROWS : is_grouped(kind) ? GROUP_ROWS : 1;
 }
 
 constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
@@ -120,9 +133,10 @@ using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_strid
                      int64_t a1);
 // y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0 (K-quants: 256);
 // rows in order. For q8_0 and q4_0, c times scale is rounded to 16 bits for SUM_ROWS rows at a time, see
-// planar_template.h, and y is in a permuted order until order_sums. rows.next: at most SUM_ROWS
+// planar_template.h, and y is in a permuted order until order_sums. Rows of the grouped kinds are summed
+// in whole groups, without a list. rows.next: at most SUM_ROWS
 // pointers, as many as rows but at least four.
-constexpr int64_t SUM_ROWS = 64;
+constexpr int64_t SUM_ROWS = GROUP_ROWS;
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
 // The same for several vectors and rows a0 .. a0 + k - 1, k <= SUM_ROWS. Bit j of mask[t * mask_stride]
@@ -184,7 +198,7 @@ using SelectRows = void(const SelectDots& dots);
 using ShareMass = void(float* score, int64_t num_queries, int64_t n, float* out);
 
 struct Kernels {
-    DotRows* dot_rows[NUM_KINDS];
+    DotRows* dot_rows[NUM_KINDS];                // null for the grouped kinds
     AccumulateRows* accumulate_rows[NUM_KINDS];  // null for the tiled kinds
     AccumulateMany* accumulate_many[NUM_KINDS];
     UnpackRows* unpack_rows[NUM_KINDS];
@@ -211,7 +225,7 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int6
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
 // Copies rows of the kind (index null: rows 0 .. A-1) as rows of `to_kind`: the same, or of q4_0 and q8_0
-// the planar or tiled one.
+// the planar, tiled or grouped one.
 int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.

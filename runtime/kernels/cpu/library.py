@@ -4,7 +4,8 @@ A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "
 [F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
 values, "q4_k", "q5_k" and "q6_k" with 144, 176 and 210 bytes for each 256; "q4_0_planar" and
 "q8_0_planar" are those with all scales of a row first, "q4_0_tiled" and "q8_0_tiled" those with
-the rows of a tile interleaved (runtime.kernels.tiled), as `pack_rows` makes them. Weights are
+the rows of a tile interleaved (runtime.kernels.tiled), "q4_0_grouped" and "q8_0_grouped" those of a
+group (runtime.kernels.grouped), as `pack_rows` makes them. Weights are
 unpacked in registers and all arithmetic is f32, with two exceptions: `dot_rows` takes x in blocks
 of 16-bit integers if the weights are in blocks (kernels.h, Input), and `accumulate_rows` takes
 coefficients times scales of q8_0 and q4_0 (planar_template.h). Results do not depend on the number
@@ -18,19 +19,25 @@ import ctypes
 import logging
 import os
 from importlib.util import find_spec
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.kernels.cpu import signatures
+from sparkinfer.runtime.kernels.grouped import GROUP_ROWS, is_grouped
 from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
 LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")  # instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
 _TILED_LEVELS = ("amx", "avx512vnni", "avx512")  # a vector has as many lanes as a tile rows
 log = logging.getLogger(__name__)
+
+
+# How rows of q4_0 and q8_0 are arranged in memory.
+Form = Literal["planar", "tiled", "grouped"]
+_ROWS_TOGETHER = {"planar": 1, "tiled": TILE_ROWS, "grouped": GROUP_ROWS}
 
 
 class _Layout(NamedTuple):
@@ -53,6 +60,8 @@ _LAYOUTS: dict[str, _Layout] = {
     "q8_0_planar": _Layout(9, torch.uint8, 34, 32),
     "q4_0_tiled": _Layout(10, torch.uint8, 18, 32),
     "q8_0_tiled": _Layout(11, torch.uint8, 34, 32),
+    "q4_0_grouped": _Layout(12, torch.uint8, 18, 32),
+    "q8_0_grouped": _Layout(13, torch.uint8, 34, 32),
 }
 
 # enum Status in kernels.h
@@ -165,8 +174,10 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
         _refuse(f"{kind} weight", f"2-d {dtype} with contiguous rows{unit}", weight)
     num_rows, num_elements = weight.shape
     stride = weight.stride(0) * weight.element_size()
-    if is_tiled(kind) and (num_rows % TILE_ROWS or not weight.is_contiguous()):
-        _refuse(f"{kind} weight", f"contiguous tiles of {TILE_ROWS} rows", weight)
+    together = rows_together(kind)
+    if num_rows % together or (together > 1 and not weight.is_contiguous()):
+        what = "tiles" if is_tiled(kind) else "groups"
+        _refuse(f"{kind} weight", f"contiguous {what} of {together} rows", weight)
     return code, stride, num_rows, num_elements // unit_elements * unit_values
 
 
@@ -193,6 +204,12 @@ def _refuse(name: str, wanted: str, t: Tensor) -> NoReturn:
 def kind_code(kind: str) -> int:
     """enum Kind in kernels.h."""
     return _LAYOUTS[kind].code
+
+
+def rows_together(kind: str) -> int:
+    """Rows that are stored together: a matrix of the kind, or a part of one, has whole numbers of
+    them."""
+    return _ROWS_TOGETHER.get(kind.rpartition("_")[2], 1)
 
 
 def step_bytes(step: ctypes.Structure) -> int:
@@ -297,6 +314,8 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
     wrong dtype, shape or layout and IndexError for a row that W lacks."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
+    if is_grouped(kind):
+        raise ValueError(f"rows of {kind} are not multiplied; they are for matrices that are summed")
     num_vectors = x.shape[0] if x.dim() == 2 else 1
     is_whole = x.dim() in (1, 2) and x.shape[-1] == num_columns and num_vectors > 0
     if x.dtype != torch.float32 or not is_whole or not x.is_contiguous() or not x.is_cpu:
@@ -332,6 +351,8 @@ def accumulate_rows(
         raise ValueError(
             f"rows of {kind} are not summed; they are for matrices that are multiplied"
         )
+    if is_grouped(kind) and index_A is not None:
+        raise ValueError(f"rows of {kind} are summed all at once, got a list")
     if index_A is None:
         num_active, index = num_rows, None
     else:
@@ -349,13 +370,14 @@ def accumulate_rows(
 
 
 def pack_rows(
-    weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor, *, in_tiles: bool = False
+    weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor, form: Form = "planar"
 ) -> str:
     """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the
-    kind they have there: q4_0 and q8_0 become planar, or tiled if wanted and A allows it.
+    kind they have there: q4_0 and q8_0 take the form, or become planar if A is not a multiple of
+    its rows.
 
-    out: uint8, its rows contiguous, possibly strided, but not those of tiles. Uses all threads. Raises ValueError for a
-    wrong dtype, shape or layout and IndexError for a row that W lacks."""
+    out: uint8, its rows contiguous, and strided at most if planar. Uses all threads. Raises
+    ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     row_bytes = weight.shape[1] * weight.element_size()
     if stride != row_bytes and num_rows > 1:
@@ -365,10 +387,10 @@ def pack_rows(
     is_ready = out.dtype == torch.uint8 and out.is_cpu and out.shape == (num_active, row_bytes)
     if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
         _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
-    form = "tiled" if in_tiles and num_active % TILE_ROWS == 0 else "planar"
+    form = "planar" if num_active % _ROWS_TOGETHER[form] else form
     packed_kind = f"{kind}_{form}" if f"{kind}_{form}" in _LAYOUTS else kind
-    if is_tiled(packed_kind) and not out.is_contiguous():
-        _refuse("out", "contiguous rows for tiles", out)
+    if rows_together(packed_kind) > 1 and not out.is_contiguous():
+        _refuse("out", f"contiguous rows for the {form} form", out)
     status = _built().spark_pack_rows(
         code, kind_code(packed_kind), weight.data_ptr(), num_rows, num_columns, index, num_active,
         out.data_ptr(), out.stride(0),

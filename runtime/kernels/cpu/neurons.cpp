@@ -19,7 +19,7 @@ bool fits(const SparkNeurons& n) {
         return false;
     if (n.max_tokens < 1 || n.max_tokens > MAX_ROWS) return false;
     if (n.activation < 0 || n.activation >= NUM_ACTIVATIONS || n.block.is_transposed) return false;
-    return fits(n.block, n.width, n.num_neurons, n.block.up.data != nullptr);
+    return fits(n.block, n.width, n.num_neurons, n.block.up.data != nullptr, n.mode);
 }
 
 }  // namespace

@@ -381,15 +381,16 @@ class Neurons {
 };
 
 // True if this is a valid block of a layer of F neurons of width D.
-inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated) {
+inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated, int32_t mode) {
     const int64_t rows = block.down.num_rows;
-    if (!has_sums(block.down)) return false;
+    const bool is_whole = mode == MODE_DENSE && !block.row && !block.is_transposed;
+    if (!has_sums(block.down) && !(is_whole && is_grouped(block.down.kind))) return false;
     if (block.is_transposed)
         return rows == F && has_sums(block.gate) && has_sums(block.up) && block.num_neurons == F && !block.row && !block.id &&
                fits(block.down, F, D) && fits(block.gate, D, F) &&
                is_gated == (block.up.data != nullptr) && (!is_gated || fits(block.up, D, F));
     if (block.num_neurons < 1 || block.num_neurons > F) return false;
-    if (!fits(block.gate, rows, D) || !fits(block.down, rows, D)) return false;
+    if (!fits(block.gate, rows, D) || !has_shape(block.down, rows, D)) return false;
     if (is_gated != (block.up.data != nullptr)) return false;
     if (is_gated && !fits(block.up, rows, D)) return false;
     if (!block.row && rows != block.num_neurons) return false;

@@ -14,6 +14,8 @@
 //   low_bytes(v) high_bytes(v)   int8 of each 16 bits as 16 bits: the low one + 128, the high one
 //   add_pairs(sum, a, b)         sum + the products of int16, two of them in 32 bits
 //   spread<TIMES>(p, i)          p[i], p[i + 1], ..., each TIMES times
+//   larger(a, b)                 of each lane
+//   over_lanes(v, op)            op over all lanes, in each of them
 
 constexpr int64_t CHUNK = 16;  // blocks whose scales are read together
 
@@ -107,6 +109,10 @@ struct Q4_0Planar : Planar<16>, Nibbles {};
 
 constexpr float LARGEST_FACTOR = 32704.0f;
 
+// -ZERO twice, 16 bits each.
+template <class Quants>
+constexpr int32_t MINUS_ZEROS = -0x10000 * Quants::ZERO + (0x10000 - Quants::ZERO);
+
 // What turns coefficients times scales into factors, and the scale of these, given the bits of the
 // largest without its sign. Such bits are ordered as the floats are, and NaN comes last.
 struct FactorScale {
@@ -127,7 +133,6 @@ inline FactorScale factor_scale(Ints largest) {
 // Factors of m blocks of k rows from their scales, `scale` [k, CHUNK], zeros past the end of a row.
 template <class Format>
 inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, int64_t m, const float* c) {
-    constexpr int32_t MINUS_ZEROS = -0x10000 * Format::ZERO + (0x10000 - Format::ZERO);
     for (int64_t i = 0; i < m; i += LANES) {
         Ints largest = {};
         for (int64_t r = 0; r < k; ++r) {
@@ -145,7 +150,7 @@ inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, in
                 pair |= to_ints(mul(second, by.up)) << 16;
             }
             __builtin_memcpy(factors.pair[r / 2] + i, &pair, sizeof pair);
-            offset = add_pairs(offset, pair, Ints{} + MINUS_ZEROS);
+            offset = add_pairs(offset, pair, Ints{} + MINUS_ZEROS<Format>);
         }
         __builtin_memcpy(factors.offset + i, &offset, sizeof offset);
         store_floats(factors.scale + i, by.scale);

@@ -15,9 +15,9 @@
 namespace {
 
 // More rows and vectors than a tile of any kernel has, and not a multiple.
-constexpr int64_t D = 512, ROWS = 20, VECTORS = 19, MOST_ROWS = 32;
+constexpr int64_t D = 512, ROWS = 20, VECTORS = 19, MOST_ROWS = GROUP_ROWS;
 alignas(64) uint8_t weight[MOST_ROWS * D * 4];  // whole tiles of rows
-alignas(64) float x[VECTORS * D], c[2 * ROWS], y[2][2 * D];
+alignas(64) float x[VECTORS * D], c[2 * MOST_ROWS], y[2][2 * D];
 alignas(64) uint8_t packed[2][VECTORS * packed_bytes(D)];
 alignas(64) float unpacked[2][ROWS * D];
 
@@ -48,21 +48,22 @@ bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind
 // Sums of rows for one vector, and for two that take most rows or few.
 bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
     const Kernels* both[] = {&tried, &reference};
-    const Rows rows = {weight, row_bytes, D, nullptr, ROWS};
+    const int64_t count = is_grouped(kind) ? GROUP_ROWS : ROWS;
+    const Rows rows = {weight, row_bytes, D, nullptr, count};
     for (uint64_t mask : {uint64_t{0}, ~uint64_t{0}, uint64_t{0x18}}) {
-        float some[2 * ROWS];
+        float some[2 * MOST_ROWS];
         uint64_t masks[2] = {};
-        for (int64_t i = 0; i < 2 * ROWS; ++i) {
-            some[i] = mask >> i % ROWS & 1 ? c[i] : 0.0f;
-            masks[i / ROWS] |= static_cast<uint64_t>(some[i] != 0.0f) << i % ROWS;
+        for (int64_t i = 0; i < 2 * count; ++i) {
+            some[i] = mask >> i % count & 1 ? c[i] : 0.0f;
+            masks[i / count] |= static_cast<uint64_t>(some[i] != 0.0f) << i % count;
         }
         for (int which = 0; which < 2; ++which) {
             std::memset(y[which], 0, sizeof y[which]);
             if (mask == 0)
-                both[which]->accumulate_rows[kind](rows, c, y[which], 0, ROWS, 0, D);
+                both[which]->accumulate_rows[kind](rows, c, y[which], 0, count, 0, D);
             else
-                both[which]->accumulate_many[kind](rows, 0, ROWS,
-                                                   {some, masks, y[which], ROWS, 1, D, 2, 0, D});
+                both[which]->accumulate_many[kind](rows, 0, count,
+                                                   {some, masks, y[which], count, 1, D, 2, 0, D});
             OrderSums* order_sums = both[which]->order_sums[kind];
             for (int64_t t = 0; order_sums && t < 2; ++t) order_sums(y[which] + t * D, 0, D);
         }
@@ -140,13 +141,13 @@ bool agree(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t row_bytes[NUM_KINDS] = {
         4 * D,         2 * D,         2 * D,         D / 32 * 34, D / 32 * 18,
         D / 256 * 144, D / 256 * 176, D / 256 * 210, D / 32 * 18,   D / 32 * 34,
-        D / 32 * 18,   D / 32 * 34};
+        D / 32 * 18,   D / 32 * 34,   D / 32 * 18,   D / 32 * 34};
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
-    for (int64_t i = 0; i < 2 * ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
+    for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
     for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
         weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37);  // about one, in any float type
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
-        if (!products_alike(tried, reference, kind, row_bytes[kind]) ||
+        if (!(is_grouped(kind) || products_alike(tried, reference, kind, row_bytes[kind])) ||
             !(is_tiled(kind) || sums_alike(tried, reference, kind, row_bytes[kind])) ||
             !unpack_alike(tried, reference, kind, row_bytes[kind]))
             return false;

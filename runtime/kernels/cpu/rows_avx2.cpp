@@ -115,6 +115,15 @@ inline Ints add_pairs(Ints sum, Ints a, Ints b) {
     return sum + ints(_mm256_madd_epi16(bits(a), bits(b)));
 }
 
+inline Ints larger(Ints a, Ints b) { return ints(_mm256_max_epi32(bits(a), bits(b))); }
+
+template <class Op>
+inline Ints over_lanes(Ints v, const Op& op) {
+    v = op(v, ints(_mm256_permute2x128_si256(bits(v), bits(v), 1)));
+    v = op(v, ints(_mm256_shuffle_epi32(bits(v), 0x4e)));
+    return op(v, ints(_mm256_shuffle_epi32(bits(v), 0xb1)));
+}
+
 template <int TIMES>
 inline Ints spread(const int32_t* p, int64_t i) {
     if (TIMES == 8) return ints(_mm256_set1_epi32(p[i]));

@@ -124,6 +124,16 @@ inline Ints add_pairs(Ints sum, Ints a, Ints b) {
     return ints(add_pairs(bits(sum), bits(a), bits(b)));
 }
 
+inline Ints larger(Ints a, Ints b) { return ints(_mm512_max_epi32(bits(a), bits(b))); }
+
+template <class Op>
+inline Ints over_lanes(Ints v, const Op& op) {
+    v = op(v, ints(_mm512_shuffle_i32x4(bits(v), bits(v), 0x4e)));
+    v = op(v, ints(_mm512_shuffle_i32x4(bits(v), bits(v), 0xb1)));
+    v = op(v, ints(_mm512_shuffle_epi32(bits(v), static_cast<_MM_PERM_ENUM>(0x4e))));
+    return op(v, ints(_mm512_shuffle_epi32(bits(v), static_cast<_MM_PERM_ENUM>(0xb1))));
+}
+
 template <int TIMES>
 inline Ints spread(const int32_t* p, int64_t i) {
     const __m512i fours = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);

@@ -109,6 +109,14 @@ inline Ints add_pairs(Ints sum, Ints a, Ints b) {
     return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 }
 
+inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+
+template <class Op>
+inline Ints over_lanes(Ints v, const Op& op) {
+    v = op(v, Ints{v[2], v[3], v[0], v[1]});
+    return op(v, Ints{v[1], v[0], v[3], v[2]});
+}
+
 template <int TIMES>
 inline Ints spread(const int32_t* p, int64_t i) {
     static_assert(TIMES >= LANES, "one number a vector");

@@ -431,7 +431,7 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
         if (!fits(l.predictor_up, s.num_neurons, rank)) return false;
     }
     for (int64_t b = 0; b < l.num_blocks; ++b)
-        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr) ||
+        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr, s.mode) ||
             (l.block[b].is_transposed && l.num_blocks > 1))
             return false;
     return true;

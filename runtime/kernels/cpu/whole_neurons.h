@@ -24,8 +24,9 @@ struct WholeNeurons {
     void run(int64_t c0, int64_t c1) const {
         const int64_t a0 = c0 * chunk, a1 = std::min(c1 * chunk, block.num_neurons);
         const bool has_up = block.up.data;
-        multiply(block.gate, gate_x, a0, a1, hidden.value, has_up ? row(block.up, a0) : nullptr);
-        if (has_up) multiply(block.up, up_x, a0, a1, up_value, nullptr);
+        const uint8_t* down = is_grouped(block.down.kind) ? row(block.down, a0) : nullptr;
+        multiply(block.gate, gate_x, a0, a1, hidden.value, has_up ? row(block.up, a0) : down);
+        if (has_up) multiply(block.up, up_x, a0, a1, up_value, down);
         for (int64_t t = 0; t < T; ++t)
             activate(a0, a1, hidden.value + t * hidden.stride(), up_value + t * hidden.stride());
         for (int64_t c = c0; c < c1; ++c) add(c, a1);
@@ -68,6 +69,10 @@ struct WholeNeurons {
         const int64_t D = m.num_columns, a1 = std::min((c + 1) * chunk, end);
         float* out = part + c * T * D;
         std::fill_n(out, T * D, 0.0f);
+        if (is_grouped(m.kind) && T == 1) {
+            kernels().accumulate_rows[m.kind](rows_of(m), hidden.value, out, c * chunk, a1, 0, D);
+            return;
+        }
         for (int64_t a = c * chunk; a < a1; a += SUM_ROWS) {
             const int64_t count = std::min(SUM_ROWS, a1 - a), left = end - a - count;
             const uint8_t* then = row(m, a + count);

@@ -78,11 +78,18 @@ inline Rows rows_of(const SparkMatrix& m) {
     return {m.data, m.stride, m.num_columns, nullptr, m.num_rows};
 }
 
-inline bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
+// Of any layout.
+inline bool has_shape(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
+    const int64_t together = rows_together(m.kind);
     return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
            row_bytes(m) >= 0 && m.stride >= row_bytes(m) &&
-           (!is_tiled(m.kind) || (m.stride == row_bytes(m) && num_rows % TILE_ROWS == 0));
+           (together == 1 || (m.stride == row_bytes(m) && num_rows % together == 0));
 }
 
-// True if its rows can be summed.
-inline bool has_sums(const SparkMatrix& m) { return !is_tiled(m.kind); }
+// For products.
+inline bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
+    return has_shape(m, num_rows, num_columns) && !is_grouped(m.kind);
+}
+
+// True if any of its rows can be summed; of a grouped matrix only all of them.
+inline bool has_sums(const SparkMatrix& m) { return !is_tiled(m.kind) && !is_grouped(m.kind); }

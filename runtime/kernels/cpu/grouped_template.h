@@ -1,0 +1,180 @@
+// Sums of grouped rows: all rows of a group of SUM_ROWS, in the layout in which they are added, for one
+// vector of coefficients or several. Included by rows_template.h.
+//
+// The arithmetic is that of the same rows in other layouts, to the bit. Lanes are columns of one block,
+// which share their factors, and the factors of a block have rows as lanes: nothing is interleaved when
+// it is read, sums are in column order, and memory is read from beginning to end.
+
+constexpr int64_t PLACES = SUM_ROWS / 4;
+
+// For each block of columns the scales of all rows, then for p = 0 .. PLACES-1 the quants of rows p,
+// p + PLACES, p + 2 * PLACES and p + 3 * PLACES: four bytes for each byte of a row's block.
+template <class Planar>
+struct Grouped : Planar {
+    static constexpr bool IS_PLANAR = false;
+    static constexpr int64_t TILE_BYTES = SUM_ROWS * Planar::BLOCK_BYTES;
+    static constexpr int64_t SCALES_BYTES = 2 * SUM_ROWS, PLACE_BYTES = 4 * Planar::QUANT_BYTES;
+    static constexpr int WORDS = PLACE_BYTES / (4 * LANES);  // vectors of a place
+
+    static inline const uint8_t* tile(const uint8_t* group, int64_t b) { return group + b * TILE_BYTES; }
+};
+
+// The sums of LANES columns, or of two times as many, from those of their parts, see split().
+inline void join_parts(Bytes, const Ints* part, Ints* sum) { sum[0] = part[0] + part[1]; }
+inline void join_parts(Nibbles, const Ints* part, Ints* sum) {
+    sum[0] = part[0] + part[2];
+    sum[1] = (part[1] >> 4) + part[3];
+}
+
+// Of a block's rows: value = factor * scale. Of rows p and p + 2 * PLACES, and of the two others of a
+// place, 16 bits each.
+struct GroupFactors {
+    alignas(64) int32_t even[PLACES], odd[PLACES];
+    Ints offset;  // the contribution of their ZEROs
+    Floats scale;
+};
+
+struct Q8_0Grouped : Grouped<Q8_0Planar> {
+    static constexpr int SUMS = 1;  // vectors of columns in one of quants
+    static inline Ints start(int64_t p, Ints offset) { return p == 0 ? offset : Ints{}; }
+    static inline Ints zeros(Ints even, Ints) {
+        return add_pairs(Ints{}, even, Ints{} + MINUS_ZEROS<Bytes>);
+    }
+};
+
+struct Q4_0Grouped : Grouped<Q4_0Planar> {
+    static constexpr int SUMS = 2;
+    static inline Ints start(int64_t p, Ints offset) { return p == 0 || p == 3 ? offset : Ints{}; }
+    static inline Ints zeros(Ints even, Ints odd) {
+        const Ints zero = Ints{} + MINUS_ZEROS<Nibbles>;
+        return add_pairs(add_pairs(Ints{}, even, zero), odd, zero);
+    }
+};
+
+// The factors of a block's rows, as fill() computes them.
+template <class F>
+inline void fill_group(const uint8_t* scales, const float* c, GroupFactors& to) {
+    constexpr int64_t V = SUM_ROWS / LANES, QUARTER = V / 4;
+    Floats exact[V];
+    Ints largest = {};
+    for (int64_t v = 0; v < V; ++v) {
+        exact[v] = mul(load_f16(scales + 2 * LANES * v), load_floats(c + LANES * v));
+        largest = larger(largest, reinterpret_cast<Ints>(exact[v]) & 0x7fffffff);
+    }
+    const FactorScale by = factor_scale(over_lanes(largest, larger));
+    Ints zeros = {};
+    for (int64_t i = 0; i < QUARTER; ++i) {
+        Ints factor[4];
+        for (int64_t q = 0; q < 4; ++q) factor[q] = to_ints(mul(exact[q * QUARTER + i], by.up));
+        const Ints even = (factor[0] & 0xffff) | factor[2] << 16;
+        const Ints odd = (factor[1] & 0xffff) | factor[3] << 16;
+        __builtin_memcpy(to.even + i * LANES, &even, sizeof even);
+        __builtin_memcpy(to.odd + i * LANES, &odd, sizeof odd);
+        zeros += F::zeros(even, odd);
+    }
+    to.offset = over_lanes(zeros, [](Ints a, Ints b) { return a + b; });
+    to.scale = by.scale;
+}
+
+// True for a block behind the last whole unit of a row, whose sums are rounded before they are added, as
+// add_part_of_unit() does.
+template <class F>
+inline bool is_behind_units(int64_t b, int64_t D) {
+    return b * BLOCK >= D / F::UNIT * F::UNIT;
+}
+
+// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i.
+template <class F, int COUNT>
+inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind,
+                            float* const* y) {
+    constexpr int PARTS = F::PARTS;
+    Ints sum[COUNT][F::WORDS][PARTS];
+    for (int i = 0; i < COUNT; ++i)
+        for (int v = 0; v < F::WORDS; ++v)
+            for (int p = 0; p < PARTS; ++p) sum[i][v][p] = F::start(p, factors[i].offset);
+    const uint8_t* quants = tile + F::SCALES_BYTES;
+    for (int64_t place = 0; place < PLACES; ++place, quants += F::PLACE_BYTES)
+        for (int v = 0; v < F::WORDS; ++v) {
+            Ints part[PARTS];
+            F::split(load_in_order(quants + 4 * LANES * v), part);
+            for (int i = 0; i < COUNT; ++i)
+                for (int p = 0; p < PARTS; ++p) {
+                    const int32_t* factor = p < PARTS / 2 ? factors[i].even : factors[i].odd;
+                    sum[i][v][p] = add_pairs(sum[i][v][p], part[p], Ints{} + factor[place]);
+                }
+        }
+    for (int i = 0; i < COUNT; ++i)
+        for (int v = 0; v < F::WORDS; ++v) {
+            Ints total[F::SUMS];
+            join_parts(F(), sum[i][v], total);
+            for (int s = 0; s < F::SUMS; ++s) {
+                float* to = y[i] + v * LANES + s * (BLOCK / F::SUMS);
+                const Floats exact = to_floats(total[s]), scale = factors[i].scale, old = load_floats(to);
+                const Floats rounded = in_register(mul(exact, scale));
+                store_floats(to, is_behind ? add_floats(old, rounded) : multiply_add(exact, scale, old));
+            }
+        }
+}
+
+// Whole groups of rows a0 .. a1-1. The factors of a block are computed before the sums of the one
+// before it, which take as long.
+template <class F>
+void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
+                        int64_t d0, int64_t d1) {
+    GroupFactors factors[2];
+    const int64_t b0 = d0 / BLOCK, b1 = d1 / BLOCK;
+    for (int64_t a = a0; a < a1; a += SUM_ROWS) {
+        const uint8_t* group = rows.weight + a * rows.stride;
+        fill_group<F>(F::tile(group, b0), c + a, factors[b0 % 2]);
+        for (int64_t b = b0; b < b1; ++b) {
+            if (b + 1 < b1) fill_group<F>(F::tile(group, b + 1), c + a, factors[(b + 1) % 2]);
+            float* to = y + b * BLOCK;
+            add_group_block<F, 1>(F::tile(group, b), factors + b % 2, is_behind_units<F>(b, rows.D), &to);
+        }
+    }
+}
+
+template <class F, int COUNT>
+inline void add_group_of(const uint8_t* tile, const ManySums& s, int64_t t, int64_t b, bool is_behind) {
+    GroupFactors factors[COUNT];
+    float* to[COUNT];
+    for (int i = 0; i < COUNT; ++i) {
+        fill_group<F>(tile, s.c + (t + i) * s.c_stride, factors[i]);
+        to[i] = s.y + (t + i) * s.y_stride + b * BLOCK;
+    }
+    add_group_block<F, COUNT>(tile, factors, is_behind, to);
+}
+
+// One group; a coefficient of 0 adds nothing to a finite weight.
+template <class F>
+void accumulate_grouped_many(const Rows& rows, int64_t a0, int64_t, const ManySums& s) {
+    constexpr int MOST = LANES < 16 ? 1 : 4;
+    const uint8_t* group = rows.weight + a0 * rows.stride;
+    for (int64_t b = s.d0 / BLOCK; b < s.d1 / BLOCK; ++b) {
+        const uint8_t* tile = F::tile(group, b);
+        const bool is_behind = is_behind_units<F>(b, rows.D);
+        int64_t t = 0;
+        for (; t + MOST <= s.count; t += MOST) add_group_of<F, MOST>(tile, s, t, b, is_behind);
+        for (; t + 2 <= s.count; t += 2) add_group_of<F, 2>(tile, s, t, b, is_behind);
+        for (; t < s.count; ++t) add_group_of<F, 1>(tile, s, t, b, is_behind);
+    }
+}
+
+template <class F>
+void unpack_grouped(const Rows& rows, float* out, int64_t a0, int64_t a1) {
+    for (int64_t a = a0; a < a1; ++a) {
+        const int64_t row = rows.index ? rows.index[a] : a, r = row % SUM_ROWS;
+        const uint8_t* group = rows.weight + (row - r) * rows.stride;
+        for (int64_t b = 0; b < rows.D / BLOCK; ++b) {
+            const uint8_t* tile = F::tile(group, b);
+            const uint8_t* from = tile + F::SCALES_BYTES + r % PLACES * F::PLACE_BYTES + r / PLACES;
+            uint8_t quants[F::QUANT_BYTES];
+            for (int64_t i = 0; i < F::QUANT_BYTES; ++i) quants[i] = from[4 * i];
+            const Floats scale = broadcast(f16_to_float(tile + 2 * r));
+            Floats w[VECTORS];
+            F::unpack(quants, w);
+            for (int v = 0; v < VECTORS; ++v)
+                store_floats(out + a * rows.D + b * BLOCK + v * LANES, mul(w[v], scale));
+        }
+    }
+}

@@ -1,0 +1,43 @@
+"""Grouped rows: groups of 64 rows in the layout in which the CPU adds them, for a down projection
+all of whose rows every token adds.
+
+The 64 neurons of a group share the scale of their coefficients in each block of columns
+(kernels/cpu/grouped_template.h). Columns are lanes of a vector, so that nothing is rearranged while
+a group is read. It has as many bytes as its rows in the file:
+
+    q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15, for each byte of
+                   nibbles of a row, those of rows p, p + 16, p + 32 and p + 48
+    q8_0_grouped   the same with values
+
+`library.pack_rows` makes groups. A slice of such a matrix has whole groups.
+
+Letters: N rows, B blocks of a row."""
+
+from torch import Tensor
+
+GROUP_ROWS = 64
+# The grouped kind of each kind in a file, and bytes of a block without its scale.
+GROUPED_KIND = {"q4_0": "q4_0_grouped", "q8_0": "q8_0_grouped"}
+_FILE_KIND = {grouped: kind for kind, grouped in GROUPED_KIND.items()}
+_QUANT_BYTES = {"q4_0": 16, "q8_0": 32}
+
+
+def is_grouped(kind: str) -> bool:
+    return kind in _FILE_KIND
+
+
+def from_grouped(data: Tensor, kind: str) -> tuple[Tensor, str]:
+    """(rows as in the file, their kind) of whole groups; others are returned unchanged."""
+    if not is_grouped(kind):
+        return data, kind
+    assert data.dim() == 2 and len(data) % GROUP_ROWS == 0, (kind, data.shape)
+    file_kind = _FILE_KIND[kind]
+    size = _QUANT_BYTES[file_kind]
+    count = data.shape[1] // (2 + size)
+    tiles = data.contiguous().view(-1, count, GROUP_ROWS * (2 + size))
+    blocks = data.new_empty(len(tiles), GROUP_ROWS, count, 2 + size)
+    scales, quants = tiles.split([GROUP_ROWS * 2, GROUP_ROWS * size], dim=2)
+    blocks[..., :2] = scales.unflatten(2, (GROUP_ROWS, 2)).transpose(1, 2)
+    fours = quants.unflatten(2, (GROUP_ROWS // 4, size, 4))  # rows p, p + 16, ... of each byte
+    blocks[..., 2:] = fours.permute(0, 4, 2, 1, 3).flatten(1, 2)
+    return blocks.view(data.shape), file_kind

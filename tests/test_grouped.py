@@ -1,0 +1,169 @@
+"""Tests of grouped rows: their sums have the bits of rows of the file at every level, for one vector
+and several, and dense models add them."""
+
+import pytest
+import torch
+from models import make_model, make_shape
+from test_runtime import IDS, decoded
+from test_tiled import rows_of
+
+from sparkinfer import Engine
+from sparkinfer.gguf_file import TensorEntry
+from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.grouped import GROUP_ROWS, GROUPED_KIND, from_grouped, is_grouped
+from sparkinfer.runtime.kernels.stored import unpack
+from sparkinfer.runtime.weights.matrix import Matrix
+from sparkinfer.runtime.weights.resident import Residence
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
+WIDTHS = [32, 64, 96, 160, 512, 576, 1056]
+
+
+def grouped(rows, kind):
+    out = torch.zeros_like(rows)
+    assert library.pack_rows(rows, kind, None, out, "grouped") == GROUPED_KIND[kind]
+    return out
+
+
+@pytest.mark.parametrize("kind", GROUPED_KIND)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_groups_hold_the_rows_of_the_file(kind, width):
+    rows = rows_of(kind, 128, width)
+    groups = grouped(rows, kind)
+    assert groups.shape == rows.shape and not torch.equal(groups, rows)
+    back, found = from_grouped(groups, GROUPED_KIND[kind])
+    assert found == kind and torch.equal(back, rows)
+    index_A = torch.tensor([127, 0, 64, 63, 17, 17], dtype=torch.int32)
+    for chosen in (None, index_A):
+        want = rows if chosen is None else rows[chosen.long()]
+        out_AD = torch.full((len(want), width), torch.nan)
+        library.unpack_rows(groups, GROUPED_KIND[kind], out_AD, chosen)
+        assert torch.equal(out_AD, unpack(want, kind))
+        assert not torch.equal(out_AD, unpack(want.flip(0), kind))
+
+
+def test_the_bytes_of_a_small_group():
+    """Two blocks of row r: scales r and 64 + r, byte i of the quants r + 3 * i."""
+    rows = torch.zeros(GROUP_ROWS, 2, 18, dtype=torch.uint8)
+    for r in range(GROUP_ROWS):
+        rows[r, :, 0] = torch.tensor([r, 64 + r])
+        rows[r, :, 2:] = r + 3 * torch.arange(16)
+    group = grouped(rows.flatten(1), "q4_0").flatten()
+    first, second = group[: 64 * 18], group[64 * 18 :]
+    assert first[:128:2].tolist() == list(range(64))
+    assert second[:128:2].tolist() == list(range(64, 128))
+    assert torch.equal(first[128:], second[128:])
+    assert first[128:136].tolist() == [0, 16, 32, 48, 3, 19, 35, 51]  # rows 0, 16, 32 and 48
+    assert first[192:196].tolist() == [1, 17, 33, 49]
+
+
+@pytest.mark.parametrize("kind", GROUPED_KIND)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sums_have_the_bits_of_the_rows_in_the_file(level, kind, width):
+    rows = rows_of(kind, 192, width)
+    groups = grouped(rows, kind)
+    for seed in range(3):
+        c_A = torch.randn(192, generator=torch.Generator().manual_seed(seed))
+        c_A[seed::5] = 0.0
+        want_D = library.accumulate_rows(rows, kind, c_A)
+        got_D = library.accumulate_rows(groups, GROUPED_KIND[kind], c_A)
+        assert torch.equal(got_D, want_D) and want_D.abs().min() > 0
+        assert not torch.equal(got_D, library.accumulate_rows(rows, kind, c_A.flip(0)))
+        exact_D = c_A.double() @ unpack(rows, kind).double()
+        assert (got_D - exact_D).norm() < 3e-4 * exact_D.norm()
+
+
+@pytest.mark.parametrize("kind", GROUPED_KIND)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38, 1e-40])
+def test_strange_coefficients_have_the_bits_of_the_rows_in_the_file(level, kind, bad):
+    rows = rows_of(kind, 128, 96)
+    c_A = torch.randn(128)
+    c_A[70] = bad
+    want_D = library.accumulate_rows(rows, kind, c_A)
+    got_D = library.accumulate_rows(grouped(rows, kind), GROUPED_KIND[kind], c_A)
+    assert torch.equal(got_D.isnan(), want_D.isnan())
+    assert torch.equal(got_D.nan_to_num(), want_D.nan_to_num())
+
+
+@pytest.mark.parametrize("kind", GROUPED_KIND)
+def test_threads_do_not_change_the_bits(restore_library, kind):
+    groups, c_A = grouped(rows_of(kind, 1024, 1056), kind), torch.randn(1024)
+    found = []
+    for count in (1, 2, 3):
+        library.set_threads(count)
+        found.append(library.accumulate_rows(groups, GROUPED_KIND[kind], c_A))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_rows_that_are_no_whole_groups_become_planar():
+    rows = rows_of("q4_0", 80, 64)
+    assert library.pack_rows(rows, "q4_0", None, torch.zeros_like(rows), "grouped") == "q4_0_planar"
+
+
+def test_wrong_groups_are_refused():
+    rows = rows_of("q8_0", 128, 64)
+    groups, c_A = grouped(rows, "q8_0"), torch.randn(128)
+    with pytest.raises(ValueError, match="contiguous groups of 64 rows"):
+        library.accumulate_rows(groups[:80], "q8_0_grouped", c_A[:80])
+    with pytest.raises(ValueError, match="summed all at once"):
+        index_A = torch.arange(128, dtype=torch.int32)
+        library.accumulate_rows(groups, "q8_0_grouped", c_A, index_A)
+    with pytest.raises(ValueError, match="not multiplied"):
+        library.dot_rows(groups, "q8_0_grouped", torch.randn(64))
+    with pytest.raises(ValueError, match="contiguous rows for the grouped form"):
+        out = torch.zeros(128, 80, dtype=torch.uint8)[:, :68]
+        library.pack_rows(rows, "q8_0", None, out, "grouped")
+
+
+def test_a_grouped_matrix_adds_lists_and_parts(preferred):
+    rows = rows_of("q4_0", 192, 64)
+    entry = TensorEntry(shape=(192, 64), kind="q4_0", read_rows=lambda a, b: rows[a:b].numpy())
+    matrix, whole = Residence().grouped(entry), Matrix(data=rows, kind="q4_0", width=64)
+    assert is_grouped(matrix.kind) and matrix.num_bytes == whole.num_bytes
+    index_A, c_A = torch.tensor([190, 2, 64]), torch.randn(192)
+    assert torch.equal(matrix.rows(index_A), whole.rows(index_A))
+    torch.testing.assert_close(
+        matrix.combine(c_A[:3], index_A.int()),
+        whole.combine(c_A[:3], index_A.int()),
+        rtol=1e-3,
+        atol=1e-3,
+    )
+    assert torch.equal(matrix.combine(c_A), whole.combine(c_A))
+    part_A = c_A[64:]
+    assert torch.equal(matrix.part(64, 192).combine(part_A), whole.part(64, 192).combine(part_A))
+    with pytest.raises(AssertionError):
+        matrix.part(16, 192)
+
+
+@pytest.mark.parametrize("kind", GROUPED_KIND)
+@pytest.mark.parametrize("width", [64, 160])
+def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
+    preferred,
+    level,
+    tmp_path,
+    kind,
+    width,
+):
+    """One token after another, and any number at once."""
+    shape = make_shape(width=width, num_neurons=192)
+    make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
+    with (
+        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
+        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
+    ):
+        assert copied.not_native is None
+        for layer in copied.layers:
+            (block,) = layer.ffn.blocks
+            assert is_grouped(block.down.kind)
+        assert torch.equal(decoded(copied, IDS), decoded(mapped, IDS))
+        for count in (2, 3, 5, 6, 8, 9):
+            ids = torch.arange(1, count + 1)
+            assert torch.equal(copied.logits(ids), mapped.logits(ids))
+
+
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+def test_other_modes_have_no_groups(preferred, tmp_path, mode):
+    shape = make_shape(width=64, num_neurons=192)
+    make_model(shape=shape, kind="q8_0", predictor_rank=32).save(tmp_path / "m.gguf")
+    with Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=True) as engine:
+        assert not any(is_grouped(b.down.kind) for layer in engine.layers for b in layer.ffn.blocks)
