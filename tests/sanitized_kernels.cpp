@@ -36,7 +36,7 @@ float* floats(int64_t count, float shift = 0.0f) {
 // Rows of any type with small finite values.
 uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
     if (kind >= KIND_Q4_0_PLANAR) {
-        const int32_t in_file = form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0 : KIND_Q8_0;
+        const int32_t in_file = kind_in_file(kind);
         const int64_t stride = row_bytes_of(kind, D);
         uint8_t* packed = bytes(num_rows * stride);
         const uint8_t* from = weights(in_file, num_rows, D);
@@ -95,12 +95,13 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
 // A kind whose rows can be multiplied and summed, in any number.
 int32_t summed(int32_t kind) {
     if (!is_tiled(kind) && !is_grouped(kind)) return kind;
+    if (!form_of(kind)) return kind_in_file(kind);
     return form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0_PLANAR : KIND_Q8_0_PLANAR;
 }
 
 // Groups: the sums of planar rows, and neither products nor sums of a list.
 bool groups_at(int32_t kind, int64_t D, int64_t A) {
-    const int32_t in_file = form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0 : KIND_Q8_0;
+    const int32_t in_file = kind_in_file(kind);
     const int64_t row_bytes = row_bytes_of(kind, D);
     const uint8_t* from = weights(in_file, A, D);
     uint8_t *packed = bytes(A * row_bytes), *planar = bytes(A * row_bytes);

@@ -1,25 +1,28 @@
 """Grouped rows: groups of 64 rows in the layout in which the CPU adds them, for a down projection
 all of whose rows every token adds.
 
-The 64 neurons of a group share the scale of their coefficients in each block of columns
+The 64 neurons of a group share the scale of their coefficients in each block of 32 columns
 (kernels/cpu/grouped_template.h). Columns are lanes of a vector, so that nothing is rearranged while
 a group is read. It has as many bytes as its rows in the file:
 
     q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15, for each byte of
                    nibbles of a row, those of rows p, p + 16, p + 32 and p + 48
     q8_0_grouped   the same with values
+    f16_grouped, bf16_grouped   for each block of columns: the values of each row, 64 bytes
 
 `library.pack_rows` makes groups. A slice of such a matrix has whole groups.
 
-Letters: N rows, B blocks of a row."""
+Letters: N rows, G groups, B blocks of a row."""
 
+import torch
 from torch import Tensor
 
 GROUP_ROWS = 64
-# The grouped kind of each kind in a file, and bytes of a block without its scale.
-GROUPED_KIND = {"q4_0": "q4_0_grouped", "q8_0": "q8_0_grouped"}
+# The grouped kind of each kind in a file.
+GROUPED_KIND = {kind: f"{kind}_grouped" for kind in ("q4_0", "q8_0", "f16", "bf16")}
 _FILE_KIND = {grouped: kind for kind, grouped in GROUPED_KIND.items()}
-_QUANT_BYTES = {"q4_0": 16, "q8_0": 32}
+_QUANT_BYTES = {"q4_0": 16, "q8_0": 32}  # of a block, without its scale
+_FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def is_grouped(kind: str) -> bool:
@@ -32,7 +35,15 @@ def from_grouped(data: Tensor, kind: str) -> tuple[Tensor, str]:
         return data, kind
     assert data.dim() == 2 and len(data) % GROUP_ROWS == 0, (kind, data.shape)
     file_kind = _FILE_KIND[kind]
-    size = _QUANT_BYTES[file_kind]
+    if file_kind in _FLOATS:
+        tiles = data.contiguous().view(-1, data.shape[1] // 64, GROUP_ROWS, 64)
+        rows = tiles.transpose(1, 2).reshape(data.shape)
+        return rows.view(_FLOATS[file_kind]), file_kind
+    return _blocks(data, _QUANT_BYTES[file_kind]), file_kind
+
+
+def _blocks(data: Tensor, size: int) -> Tensor:
+    """Rows of blocks with quants of this many bytes."""
     count = data.shape[1] // (2 + size)
     tiles = data.contiguous().view(-1, count, GROUP_ROWS * (2 + size))
     blocks = data.new_empty(len(tiles), GROUP_ROWS, count, 2 + size)
@@ -40,4 +51,4 @@ def from_grouped(data: Tensor, kind: str) -> tuple[Tensor, str]:
     blocks[..., :2] = scales.unflatten(2, (GROUP_ROWS, 2)).transpose(1, 2)
     fours = quants.unflatten(2, (GROUP_ROWS // 4, size, 4))  # rows p, p + 16, ... of each byte
     blocks[..., 2:] = fours.permute(0, 4, 2, 1, 3).flatten(1, 2)
-    return blocks.view(data.shape), file_kind
+    return blocks.view(data.shape)

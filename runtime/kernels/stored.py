@@ -21,9 +21,9 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 def unpack(data: Tensor, kind: str) -> Tensor:
     """Unpacks stored rows to f32 [A, D]; blocks are as in llama.cpp's ggml-quants.c."""
+    data, kind = from_grouped(*from_tiled(*from_planar(data, kind)))
     if kind in FLOATS:
         return data.float()
-    data, kind = from_grouped(*from_tiled(*from_planar(data, kind)))
     blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
     if kind in k_quants.KINDS:
         return k_quants.unpack_blocks(blocks, kind).flatten(-2)

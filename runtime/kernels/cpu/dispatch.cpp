@@ -93,7 +93,8 @@ Level* find(const char* name) {
 
 constexpr int32_t MAX_THREADS = 1024;
 constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,   2,   2,   34, 18,
-                                            144, 176, 210, 18, 34, 18, 34, 18, 34};  // of block_values()
+                                            144, 176, 210, 18, 34, 18, 34, 18, 34,
+                                            64, 64};  // of block_values()
 
 Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index,
              int64_t A) {
@@ -224,12 +225,13 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* fro
                                uint8_t* to, int64_t stride) {
     const int64_t row_bytes = row_bytes_of(kind, D), n = D / BLOCK;
     if (Status status = check(kind, row_bytes, stride, num_rows, index, A)) return status;
-    const bool is_small = kind == KIND_Q4_0 || kind == KIND_Q8_0, is_same = to_kind == kind;
+    const bool is_same = to_kind == kind;
     const int64_t together = rows_together(to_kind);
     if (is_tiled(kind) || is_grouped(kind)) return STATUS_BAD_ARGUMENT;
-    if (!is_same && (!is_small || form_of(to_kind) != form_of(kind))) return STATUS_BAD_ARGUMENT;
+    const bool is_form = row_bytes_of(to_kind, D) == row_bytes && kind_in_file(to_kind) == kind;
+    if (!is_same && !is_form) return STATUS_BAD_ARGUMENT;
     if (together > 1 && (stride != row_bytes || A % together)) return STATUS_BAD_ARGUMENT;
-    const int64_t quant_bytes = BLOCK_BYTES[kind] - 2;
+    const int64_t quant_bytes = BLOCK_BYTES[kind] - 2, block_bytes = BLOCK_BYTES[to_kind];
     split(2 * A * row_bytes, A, GROUP_ROWS, 8, [=](int64_t a0, int64_t a1) {
         for (int64_t a = a0; a < a1; ++a) {
             const uint8_t* row = from + (index ? static_cast<int64_t>(index[a]) : a) * row_bytes;
@@ -239,6 +241,9 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* fro
                 std::memcpy(out, row, row_bytes);
             else if (is_tiled(to_kind))
                 pack_tiled(row, n, quant_bytes, r, out);
+            else if (!form_of(to_kind))
+                for (int64_t b = 0; b < n; ++b)
+                    std::memcpy(out + (b * GROUP_ROWS + r) * block_bytes, row + b * block_bytes, block_bytes);
             else if (is_grouped(to_kind))
                 pack_grouped(row, n, quant_bytes, r, out);
             else

@@ -35,12 +35,15 @@ enum Kind : int32_t {
     // has as many bytes.
     KIND_Q4_0_GROUPED,
     KIND_Q8_0_GROUPED,
+    // Likewise: for each block of 32 columns those of all rows, one row after another.
+    KIND_F16_GROUPED,
+    KIND_BF16_GROUPED,
     NUM_KINDS
 };
 
 constexpr int64_t TILE_ROWS = 16, GROUP_ROWS = 64;
 constexpr bool is_tiled(int32_t kind) { return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED; }
-constexpr bool is_grouped(int32_t kind) { return kind == KIND_Q4_0_GROUPED || kind == KIND_Q8_0_GROUPED; }
+constexpr bool is_grouped(int32_t kind) { return kind >= KIND_Q4_0_GROUPED && kind <= KIND_BF16_GROUPED; }
 
 constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // that keys and values may be stored in
 
@@ -99,6 +102,12 @@ constexpr int form_of(int32_t kind) {
         case KIND_Q8_0: case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED: return 1;
         default: return 0;
     }
+}
+// The kind whose rows are arranged so.
+constexpr int32_t kind_in_file(int32_t kind) {
+    if (kind == KIND_F16_GROUPED || kind == KIND_BF16_GROUPED)
+        return kind == KIND_F16_GROUPED ? KIND_F16 : KIND_BF16;
+    return form_of(kind) == 2 ? KIND_Q4_0 : form_of(kind) == 1 ? KIND_Q8_0 : kind;
 }
 // Rows that are stored together: a matrix of the kind has whole numbers of them.
 constexpr int64_t rows_together(int32_t kind) {
@@ -225,7 +234,7 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int6
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
 // Copies rows of the kind (index null: rows 0 .. A-1) as rows of `to_kind`: the same, or of q4_0 and q8_0
-// the planar, tiled or grouped one.
+// the planar, tiled or grouped one, or of f16 and bf16 the grouped one.
 int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.

@@ -62,6 +62,8 @@ _LAYOUTS: dict[str, _Layout] = {
     "q8_0_tiled": _Layout(11, torch.uint8, 34, 32),
     "q4_0_grouped": _Layout(12, torch.uint8, 18, 32),
     "q8_0_grouped": _Layout(13, torch.uint8, 34, 32),
+    "f16_grouped": _Layout(14, torch.uint8, 64, 32),
+    "bf16_grouped": _Layout(15, torch.uint8, 64, 32),
 }
 
 # enum Status in kernels.h
@@ -374,7 +376,7 @@ def pack_rows(
 ) -> str:
     """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the
     kind they have there: q4_0 and q8_0 take the form, or become planar if A is not a multiple of
-    its rows.
+    its rows; f16 and bf16 become grouped, if their rows are whole blocks of 32, or stay.
 
     out: uint8, its rows contiguous, and strided at most if planar. Uses all threads. Raises
     ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
@@ -388,7 +390,9 @@ def pack_rows(
     if not is_ready or out.stride(1) != 1 or out.stride(0) < row_bytes:
         _refuse("out", f"uint8 [{num_active}, {row_bytes}] with contiguous rows", out)
     form = "planar" if num_active % _ROWS_TOGETHER[form] else form
-    packed_kind = f"{kind}_{form}" if f"{kind}_{form}" in _LAYOUTS else kind
+    packed_kind = f"{kind}_{form}"
+    if packed_kind not in _LAYOUTS or num_columns % _LAYOUTS[packed_kind].unit_values:
+        packed_kind = kind
     if rows_together(packed_kind) > 1 and not out.is_contiguous():
         _refuse("out", f"contiguous rows for the {form} form", out)
     status = _built().spark_pack_rows(

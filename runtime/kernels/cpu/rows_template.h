@@ -131,6 +131,7 @@ void dot_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int6
 
 #include "floats_template.h"
 #include "tiled_template.h"
+#include "grouped_floats.h"
 #include "grouped_template.h"
 
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
@@ -358,16 +359,20 @@ constexpr Kernels ALL_KERNELS = {
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>, nullptr, nullptr,
-     accumulate_grouped<Q4_0Grouped>, accumulate_grouped<Q8_0Grouped>},
+     accumulate_grouped<Q4_0Grouped>, accumulate_grouped<Q8_0Grouped>,
+     accumulate_grouped_floats<GroupedFloats<F16>>, accumulate_grouped_floats<GroupedFloats<BF16>>},
     {accumulate_many<F32>, accumulate_many<F16>, accumulate_many<BF16>, accumulate_many<Q8_0>,
      accumulate_many<Q4_0>, accumulate_many<Q4_K>, accumulate_many<Q5_K>, accumulate_many<Q6_K>,
      accumulate_many<Q4_0Planar>, accumulate_many<Q8_0Planar>, nullptr, nullptr,
-     accumulate_grouped_many<Q4_0Grouped>, accumulate_grouped_many<Q8_0Grouped>},
+     accumulate_grouped_many<Q4_0Grouped>, accumulate_grouped_many<Q8_0Grouped>,
+     accumulate_grouped_floats_many<GroupedFloats<F16>>,
+     accumulate_grouped_floats_many<GroupedFloats<BF16>>},
     {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>,
      unpack_rows<Q8_0>, unpack_rows<Q4_0>, unpack_rows<Q4_K>,
      unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
      unpack_rows<Q8_0Planar>, unpack_tiled<Q4_0Tiled>, unpack_tiled<Q8_0Tiled>,
-     unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>},
+     unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>,
+     unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>},
     {nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>, quantise, quantise,
      quantise, quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
      quantise_blocks<Q8_0Tiled>},
