@@ -317,7 +317,9 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_grouped(kind):
-        raise ValueError(f"rows of {kind} are not multiplied; they are for matrices that are summed")
+        raise ValueError(
+            f"rows of {kind} are not multiplied; they are for matrices that are summed"
+        )
     num_vectors = x.shape[0] if x.dim() == 2 else 1
     is_whole = x.dim() in (1, 2) and x.shape[-1] == num_columns and num_vectors > 0
     if x.dtype != torch.float32 or not is_whole or not x.is_contiguous() or not x.is_cpu:
