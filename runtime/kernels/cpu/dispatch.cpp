@@ -1,5 +1,5 @@
-// The functions called from Python. Picks the best kernels this processor can run and splits the work
-// over threads.
+// The functions called from Python. Selects the best kernels that this processor can run and divides the
+// work among threads.
 //
 // The kernel files are compiled with flags such as -mavx512f, so they include no C++ library headers: an
 // inline function from one would be compiled with those flags too, and the linker may keep that copy for
@@ -25,7 +25,7 @@ struct Level {
     const char* name;
     const Kernels* kernels;
     bool advertised;
-    int8_t answer = -1;  // of the probe, once known
+    int8_t answer = -1;  // the probe's result; -1: not probed yet
 
     bool usable() {
         if (!advertised) return false;
@@ -48,8 +48,8 @@ bool has_avx512() {
 
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
-// Linux lets a process use tiles once it has requested them, in all its threads and forked children
-// (Documentation/arch/x86/xstate.rst). It refuses if a signal stack is too small for them.
+// Linux lets a process, its threads and its forked children use AMX tiles after a request
+// (Documentation/arch/x86/xstate.rst). It refuses if a signal stack is too small for the state.
 bool has_amx() {
 #ifdef __linux__
     constexpr uint32_t TILE_AND_INT8 = 3u << 24, TILE_STATE = 3u << 17;
@@ -109,7 +109,7 @@ Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, 
     return all_inside ? STATUS_OK : STATUS_INDEX_OUT_OF_RANGE;
 }
 
-// Vectors [T, D] in the form a kind's kernels take. Their buffer is thread-local, kept and grown.
+// Vectors [T, D] in the form that a kind's kernels need, in a thread-local buffer that only grows.
 class Prepared {
   public:
     Prepared(int32_t kind, const float* x, int64_t D, int64_t T) : input{x, nullptr, D, T, 0, T} {

@@ -3,15 +3,14 @@
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked in
-// registers. Each operation moves A * row_bytes bytes of W; x, c, y stay in cache. For the
-// block kinds, dot_rows takes x in blocks of 16-bit integers, see Input; for q8_0 and q4_0,
-// accumulate_rows takes c times scale in such blocks. All other arithmetic is f32. A row stride may be
-// more than the bytes of a row.
+// registers. Each operation reads A * row_bytes bytes of W; x, c and y stay in cache. For block kinds,
+// dot_rows reads x in blocks of 16-bit integers, see Input; for q8_0 and q4_0, accumulate_rows rounds c
+// times scale to 16 bits. All other arithmetic is f32. Rows may be strided.
 #pragma once
 #include <stdint.h>
 
 enum Kind : int32_t {
-    KIND_F32,   // 4 bytes a value
+    KIND_F32,   // 4 bytes per value
     KIND_F16,   // 2
     KIND_BF16,  // 2
     KIND_Q8_0,  // 34 bytes for 32 values: f16 scale, 32 x int8
@@ -68,13 +67,13 @@ enum Status : int32_t {
     STATUS_BAD_ARGUMENT,        // unknown kind, an impossible size, D not in whole blocks
     STATUS_INDEX_OUT_OF_RANGE,  // an index below 0 or not below num_rows; nothing was written
     STATUS_UNKNOWN_LEVEL,       // this build has no such instruction set
-    STATUS_UNUSABLE_LEVEL,      // the build has it, but not the processor or its system
+    STATUS_UNUSABLE_LEVEL,      // the build has it, but the processor or the system does not
     STATUS_NO_THREADS,          // the operating system refused to start that many threads
     STATUS_NO_MEMORY,
 };
 
-// Vectors to be multiplied with rows, one per token. The block kinds take them quantised: each 32 values
-// have
+// Vectors to be multiplied by rows, one per token. Block kinds read them quantised; each block of 32
+// values has
 //   scale = max |x| / LARGEST (0 where that is below 1e-30, NaN where an x is not finite)
 //   value = x * (LARGEST / max |x|), rounded to the nearest, ties to even
 // with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low (K-quants: 32767). 16
@@ -114,7 +113,7 @@ constexpr int64_t rows_together(int32_t kind) {
     return is_tiled(kind) ? TILE_ROWS : is_grouped(kind) ? GROUP_ROWS : 1;
 }
 
-constexpr int64_t BLOCK = 32;  // values unpacked at a time, for the float kinds too
+constexpr int64_t BLOCK = 32;  // values unpacked at a time, also for float kinds
 constexpr int64_t SUPER_BLOCK = 256;  // values of a K-quant's block
 
 // Rows of D values, `stride` bytes apart. If index is null, row a is row a of the matrix. Rows of tiled
@@ -124,14 +123,14 @@ struct Rows {
     int64_t stride, D;
     const int32_t* index;
     int64_t A;  // rows a < A may be prefetched
-    // Alternatively what to prefetch while row a0 + i is used, for each i; null: rows of this matrix.
+    // Addresses to prefetch while row a0 + i is used, for each i; null: later rows of this matrix.
     const uint8_t* const* next = nullptr;
     const uint8_t* const* also = nullptr;  // likewise, in addition to `next`
-    // If rows are close together, instead of `next`: where the parts of rows needed after these
-    // begin, in memory order, and how long each is. accumulate_rows of SUM_ROWS rows at most.
+    // Instead of `next`, if rows are close together: addresses of the parts of rows that are needed
+    // after these, in memory order, and their length. For accumulate_rows of at most SUM_ROWS rows.
     const uint8_t* const* then = nullptr;
     int64_t num_then = 0, then_bytes = 0;
-    // dot_rows of contiguous rows with one vector: where the memory read after them begins.
+    // For dot_rows of contiguous rows with one vector: the memory that is read next.
     const uint8_t* after = nullptr;
 };
 

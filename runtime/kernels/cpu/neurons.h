@@ -1,14 +1,14 @@
-// The sparse feed-forward of a block of neurons: for one token gate, activation, up and down in one pass
-// over the candidates; for several tokens by groups of neurons, then by columns, with the same bits. The
-// reference is feed_forward.py.
+// The sparse feed-forward of a block of neurons. For one token, gate, activation, up and down are one
+// pass over the candidate neurons; for several tokens, hidden values are computed by groups of neurons,
+// then sums by columns, with bit-identical results. The reference is feed_forward.py.
 #pragma once
 #include <cstring>
 
 #include "gate.h"
 #include "whole_neurons.h"
 
-// For one token, this many neurons at a time go from gate to up, each row prefetching the one needed a
-// few rows later; fewer if rows are long, so that prefetched rows are still in L1 when used.
+// Neurons that go from gate to up together for one token, while each row prefetches one that is needed a
+// few rows later; fewer if rows are long, so that prefetched rows are still in L1 when they are used.
 constexpr int64_t FEW_NEURONS = 4;
 constexpr int64_t FEW_BYTES = 10 * 1024;
 
@@ -30,8 +30,8 @@ class Neurons {
         num_read_ = arena.take<NumRead>(groups);
     }
 
-    // Writes the output of the predicted neurons of a block (all, if `named` is null) for T tokens to
-    // out [T, D]; sets the bits of those whose row of `down` is read.
+    // Writes the output of a block's predicted neurons (all, if `named` is null) for T tokens to
+    // out [T, D]; sets the bits in `fired` of neurons whose row of `down` is read.
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}) {
         if (!named && T <= RowSums::MOST_TOGETHER && WholeNeurons::takes(block, gate))
@@ -42,12 +42,12 @@ class Neurons {
     }
 
   private:
-    // Rows read.
+    // Numbers of rows read.
     struct NumRead {
         int32_t gate, up, down;
     };
 
-    // Lists the block positions of predicted neurons, in order; returns their number.
+    // Lists the positions of predicted neurons in the block, ascending; returns their number.
     static int64_t list(const SparkBlock& block, const Named& named, int32_t* position) {
         if (!block.id) return named.list(block.num_neurons, position);
         int64_t count = 0;
@@ -58,7 +58,7 @@ class Neurons {
         return count;
     }
 
-    // All neurons of contiguous matrices.
+    // All neurons, from contiguous matrices.
     void run_whole(const SparkBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
                    NeuronBytes& read, Fired fired) {
         const int64_t N = block.num_neurons, chunk = groups_of_chunk(N) * SUM_ROWS;
@@ -83,7 +83,7 @@ class Neurons {
 
     // ---- one token ------------------------------------------------------------------------------
 
-    // The neurons at `count` places of the block, or the first `count` if it is null.
+    // The neurons at the `count` positions of the block, or the first `count` neurons if null.
     void run_one(const SparkBlock& block, const Gate& gate, const int32_t* position, int64_t count,
                  Operand& x, float* out, NeuronBytes& read, Fired fired) {
         const int64_t chunk = groups_of_chunk(block.num_neurons) * SUM_ROWS;
@@ -122,13 +122,13 @@ class Neurons {
 
     static int64_t id_of(const SparkBlock& block, int64_t p) { return block.id ? block.id[p] : p; }
 
-    // The contributing neurons of a chunk, open_[begin .. end-1], those of them not yet summed, and the
-    // number that fired: more, if hidden values are silenced.
+    // The contributing neurons of a chunk are open_[begin .. end-1], of which those from `pending` on are
+    // not summed yet. More may have fired (`num_fired`), if hidden values are silenced.
     struct Open {
         int64_t begin, end, pending, num_fired;
     };
 
-    // Appends candidates a0 .. a1-1 to `out`. `rows` null: row a is neuron a.
+    // Sums the neurons of candidates a0 .. a1-1 in `out`. If `rows` is null, row a is neuron a.
     Open run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
                       const Input& up_x, const int32_t* position, const int32_t* rows, int64_t a0,
                       int64_t a1, float* out) {
@@ -136,7 +136,7 @@ class Neurons {
         const SparkMatrix& then = block.up.data ? block.up : block.down;
         const NeuronLimits limits(block, gate);
         float* hidden = hidden_.value;
-        // Contiguous gates are read to the end first.
+        // Contiguous gates are all read first.
         const bool is_bundled = matrix.stride > row_bytes(matrix);
         const int64_t fitting = std::max<int64_t>(1, FEW_BYTES / row_bytes(matrix));
         const int64_t few = std::min(FEW_NEURONS, fitting), step = is_bundled ? few : a1 - a0;
@@ -189,8 +189,8 @@ class Neurons {
         return open;
     }
 
-    // Moves those of neurons o0 .. o1-1 whose hidden values pass to places from `to` on; returns the
-    // end.
+    // Moves those of neurons o0 .. o1-1 whose hidden values are not silent to places from `to` on;
+    // returns the end.
     int64_t keep(const NeuronLimits& limits, int64_t o0, int64_t o1, int64_t to) {
         for (int64_t o = o0; o < o1; ++o) {
             const float value = hidden_.value[o];
@@ -232,8 +232,8 @@ class Neurons {
         }
     }
 
-    // Addresses of rows a0 .. a1-1 of a list (null: of all rows); after them, up to `room`, addresses
-    // that may be prefetched.
+    // The addresses of rows a0 .. a1-1 of a list (null: all rows), filled up to `room` with addresses
+    // that are valid to prefetch.
     static const uint8_t* const* rows_at(const SparkMatrix& m, const int32_t* list, int64_t a0,
                                          int64_t a1, const uint8_t** next,
                                          int64_t room = FEW_NEURONS) {
@@ -244,7 +244,7 @@ class Neurons {
         return next;
     }
 
-    // Sums the open neurons before `end`, all of one group; `next` is prefetched for what follows them.
+    // Sums the open neurons before `end`, all of one group; meanwhile prefetches the rows in `next`.
     void add(const SparkMatrix& down, Open& open, int64_t end, const uint8_t* const* next, float* out) {
         const int64_t first = open.pending, count = end - first;
         if (!count) return;
@@ -259,11 +259,10 @@ class Neurons {
 
     // ---- several tokens -------------------------------------------------------------------------
 
-    // A row of a list costs about three times as much as a row of a whole group.
+    // A row of a list takes about three times as long as a row of a whole group.
     static constexpr int64_t TOGETHER = 3;
 
-    // First computes hidden values of the neurons that fire, by groups of neurons; then sums, by
-    // columns.
+    // Computes the hidden values of neurons that fire, by groups of neurons, then the sums, by columns.
     void run_many(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x,
                   int64_t T, float* out, NeuronBytes& read, Fired fired) {
         const int64_t groups = groups_of(block.num_neurons);
@@ -286,7 +285,7 @@ class Neurons {
                     fired.set(t, id_of(block, g * SUM_ROWS + __builtin_ctzll(left)));
     }
 
-    // Rows of a group for the tokens that need them: y [T, stride].
+    // Multiplies the rows of a group for the tokens that need them; y [T, stride].
     static void dot_group(const Rows& rows, int32_t kind, const Input& x, int64_t T,
                           const uint64_t* needed, int64_t count, float* y, int64_t stride) {
         int64_t all = 0;
@@ -356,7 +355,7 @@ class Neurons {
         return Places{m, block.row, block.num_neurons}.rows(p0, count);
     }
 
-    // Biases of the neurons at places p0, p0 + 1, ...
+    // Biases of the neurons at positions p0, p0 + 1, ...
     struct Biases {
         const float* data;  // or null
         const int32_t* row;
@@ -374,7 +373,7 @@ class Neurons {
 
     const int64_t D;
     RowSums sums_;
-    Coefficients hidden_;  // of one token, by candidate
+    Coefficients hidden_;  // for one token, by candidate
     int32_t *position_, *candidate_, *open_, *open_position_;
     float *gate_, *up_, *up_many_ = nullptr;
     NumRead* num_read_ = nullptr;

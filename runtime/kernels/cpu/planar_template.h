@@ -1,11 +1,11 @@
-// Rows of q8_0 and q4_0, planar (all scales of a row, then all its quants) and as in a file, and their
+// Rows of q8_0 and q4_0, planar (all scales of a row, then all its quants) or as in a file, and their
 // sums. Included by rows_template.h.
 //
-// Sums of rows are integer sums. In a group of up to SUM_ROWS rows, coefficient times scale becomes a
-// 16-bit factor, and one instruction multiplies the quants of two rows by their factors and adds both;
-// the rounding is at most 2^-16 of the group's largest factor. So the sum over a group is exact except
-// for its factors, in any order, and rows with coefficient 0 change nothing. Beside what rows_template.h
-// needs, the including file defines
+// Rows are summed in integers. In a group of up to SUM_ROWS rows, coefficient times scale is rounded to a
+// 16-bit factor (by at most 2^-16 of the group's largest factor), and one instruction multiplies the
+// quants of two rows by their factors and adds both. So apart from the factors, the sum over a group is
+// exact in any order, and rows with coefficient 0 change nothing. Besides what rows_template.h needs, the
+// including file defines
 //   Ints                         int32_t, LANES of them, as a vector of gcc and clang
 //   load_ints(p) to_floats(v) to_ints(floats)          to_ints rounds to the nearest, ties to even
 //   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of the first 8 bytes
@@ -47,8 +47,8 @@ struct Interleaved {
     }
 };
 
-// How two interleaved units, 16 bits of one row next to those of the other, are split into PARTS vectors
-// of 16-bit values, counted from ZERO: see start() and scales(). A unit is a vector of quants.
+// Splits two interleaved units (16 bits of one row next to those of the other) into PARTS vectors of
+// 16-bit values that are offset by ZERO. A unit is a vector of quants.
 
 struct Nibbles {
     static constexpr int64_t PARTS = 4, ZERO = 8, UNIT = 8 * LANES;
@@ -98,7 +98,7 @@ struct Bytes {
 // c[r] times the scales of a chunk: value = 16-bit factor * scale.
 struct SumFactors {
     alignas(64) int32_t pair[SUM_ROWS / 2][CHUNK];  // of two rows, 16 bits each
-    alignas(64) int32_t offset[CHUNK];              // the contribution of their ZEROs
+    alignas(64) int32_t offset[CHUNK];              // corrects for ZERO
     alignas(64) float scale[CHUNK];
 };
 
@@ -121,7 +121,7 @@ struct FactorScale {
 
 inline FactorScale factor_scale(Ints largest) {
     const Ints is_nan = largest >= 0x7f800000;  // or infinite
-    const Ints is_some = (largest > (28 << 23)) & ~is_nan;  // below 2^-99 factors are 0
+    const Ints is_some = (largest > (28 << 23)) & ~is_nan;  // factors below 2^-99 are 0
     const Floats most = reinterpret_cast<Floats>(is_some & largest) +
                         reinterpret_cast<Floats>(~is_some & 0x3f800000);
     const Ints up = is_some & reinterpret_cast<Ints>(broadcast(LARGEST_FACTOR) / most);
@@ -157,7 +157,7 @@ inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, in
     }
 }
 
-// Scales of m blocks of k rows, followed by zeros.
+// Reads the scales of m blocks of k rows, and appends zeros.
 template <class Format>
 inline void read_scales(const uint8_t* const* rows, int64_t k, int64_t n, int64_t b0, int64_t m,
                         float (*scale)[CHUNK]) {
@@ -171,7 +171,7 @@ inline void read_scales(const uint8_t* const* rows, int64_t k, int64_t n, int64_
     }
 }
 
-// Contiguous quants of m blocks of k rows: in place, or in `copy`.
+// Finds the quants of m blocks of k rows, contiguous for each row: in place, or copied to `copy`.
 template <class Format>
 inline void find_quants(const uint8_t* const* rows, int64_t k, int64_t n, int64_t b0, int64_t m,
                         uint8_t (*copy)[CHUNK * 32], const uint8_t** quants) {
@@ -219,11 +219,11 @@ inline void add_unit(const uint8_t* const* quants, int64_t at, int64_t k, const 
     finish_unit<Format>(sum, factors, first, y);
 }
 
-// Reorders whole units from the order in which add_unit() leaves them to column order.
+// Reorders whole units from add_unit()'s order to column order.
 template <class Format>
 void order_sums(float* y, int64_t d0, int64_t d1) {
     constexpr int64_t UNIT = Format::UNIT, PARTS = Format::PARTS;
-    int32_t source[UNIT];  // so that the compiler knows its contents
+    int32_t source[UNIT];  // a local array, whose contents the compiler knows
     for (int64_t v = 0; v < 2 * PARTS; ++v)
         for (int64_t i = 0; i < LANES; ++i)
             source[Format::column(v / PARTS, v % PARTS, i)] = static_cast<int32_t>(v * LANES + i);
@@ -234,7 +234,7 @@ void order_sums(float* y, int64_t d0, int64_t d1) {
     }
 }
 
-// The remainder smaller than a unit: n values at the end of rows, whose sums are in column order.
+// The last n values of rows, if they are less than a unit; their sums are in column order.
 template <class Format>
 inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k,
                              const SumFactors& factors, int64_t first, int64_t n, float* y) {
@@ -250,10 +250,10 @@ inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k
     for (int64_t i = 0; i < n; ++i) y[i] += sums[i];
 }
 
-// Above this many rows, each prefetches its own next chunk; fewer were prefetched before.
+// With more rows than this, each prefetches its own next chunk; fewer rows were prefetched by the caller.
 constexpr int64_t ASKED_ROWS = 8;
 
-// The same for rows already in L2, while the next ones are prefetched.
+// add_group() for rows that are already in L2; meanwhile the next rows are prefetched.
 template <class Format>
 inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t k, int64_t n,
                             const float* c, float* y, int64_t d0, int64_t d1) {

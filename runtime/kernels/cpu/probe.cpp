@@ -27,7 +27,8 @@ bool are_close(const float* got, const float* want, int64_t n) {
     return true;
 }
 
-// One vector and several; to the bit for the kinds whose arithmetic is the same at all levels.
+// Products with one vector and with several; bit-identical for kinds with the same arithmetic at all
+// levels.
 bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
                     int64_t row_bytes) {
     const Kernels* both[] = {&tried, &reference};
@@ -86,7 +87,7 @@ bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
     return true;
 }
 
-// Two queries over the rows as keys and as values; the result goes to y.
+// Attention of two queries over the rows as keys and as values; writes y.
 bool attend_alike(const Kernels& tried, const Kernels& reference) {
     const Kernels* both[] = {&tried, &reference};
     constexpr int64_t W = 80, G = 2, PADDED = 96, ROOM = (ROWS + 15) / 16 * 16;
@@ -118,7 +119,7 @@ bool choose_alike(const Kernels& tried, const Kernels& reference) {
            std::memcmp(chosen[0], chosen[1], num_tried * sizeof(int32_t)) == 0;
 }
 
-// Whole numbers, so alike to the bit.
+// Integer arithmetic, so bit-identical.
 bool dots_alike(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t N = 7, G = 2, WIDTH = 2 * SELECT_WIDTH;
     uint8_t row[N * WIDTH];
@@ -171,7 +172,7 @@ bool runs_here(const Kernels& tried, const Kernels& reference) {
     pid_t done;
     do done = waitpid(child, &status, 0);
     while (done < 0 && errno == EINTR);
-    // If another thread waits for all children, the status is lost.
+    // If another thread waits for all children, it may take the status.
     return done < 0 || (WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 #else

@@ -1,11 +1,11 @@
-// Sums of the rows of a matrix, each times a coefficient, for one vector of coefficients or several:
-// shared by the down projection of neurons and transposed products with sparse inputs.
+// Weighted sums of the rows of a matrix, for one or several vectors of coefficients, shared by the down
+// projection of neurons and transposed products with sparse inputs.
 #pragma once
 #include "work.h"
 
-// Rows are cut into groups of SUM_ROWS by their place, and these into at most this many chunks, each
-// with its own sum, added in order. Cuts and order depend only on the number of places: not on which
-// rows are added, the threads, or other vectors.
+// Places of rows are divided into groups of SUM_ROWS, and groups into at most this many chunks, whose
+// sums are added in order. The division and the order depend only on the number of places, not on the
+// rows that are added, the threads or other vectors.
 constexpr int64_t MAX_CHUNKS = 16;
 
 inline int64_t groups_of(int64_t places) { return (places + SUM_ROWS - 1) / SUM_ROWS; }
@@ -13,16 +13,16 @@ inline int64_t groups_of_chunk(int64_t places) {
     return (groups_of(places) + MAX_CHUNKS - 1) / MAX_CHUNKS;
 }
 
-// Coefficients of T vectors and a mask of those in use, by places in whole groups.
+// Coefficients of T vectors and a mask of those in use, by place, padded to whole groups.
 struct Coefficients {
     float* value;    // [T, groups * SUM_ROWS], 0 if unused
     uint64_t* mask;  // [T, groups]
-    int64_t groups;  // from vector to vector
+    int64_t groups;  // of a vector
 
     int64_t stride() const { return groups * SUM_ROWS; }
 };
 
-// The rows at `places` places of a matrix, in order, or those listed in `row`.
+// The first `count` rows of a matrix, or those listed in `row`.
 struct Places {
     const SparkMatrix& matrix;
     const int32_t* row;  // or null
@@ -37,14 +37,14 @@ struct Places {
 
 class RowSums {
   public:
-    // Most vectors whose chunks are added at the same time, each to a sum of its own.
+    // Most vectors for which every chunk has a sum of its own.
     static constexpr int64_t MOST_TOGETHER = 16;
 
     // Allocates for sums of up to D columns and T vectors.
     RowSums(Arena& arena, int64_t D, int64_t T)
         : part(arena.take<float>(std::max(MAX_CHUNKS * std::min(T, MOST_TOGETHER), T) * D)), D(D) {}
 
-    // out [D] = the sums of the chunks, part + c * stride, in the order of their columns.
+    // out [D] = the sum of the chunks' sums part + c * stride, in column order.
     static void join(const float* part, int64_t stride, int64_t chunks, int32_t kind, int64_t d0,
                      int64_t d1, float* out) {
         std::copy(part + d0, part + d1, out + d0);
@@ -53,7 +53,7 @@ class RowSums {
         if (OrderSums* order_sums = kernels().order_sums[kind]) order_sums(out, d0, d1);
     }
 
-    // Columns of out [T, stride] for several vectors, on all threads.
+    // Computes the sums of several vectors, out [T, stride], on all threads.
     void add_many(const Places& places, const Coefficients& c, int64_t T, float* out, int64_t stride) {
         const int64_t columns = places.matrix.num_columns;
         const int64_t across = vector_pieces(T), along = column_pieces(columns, across);
@@ -73,7 +73,7 @@ class RowSums {
   private:
     static constexpr int64_t COLUMNS_GRAIN = 256, VECTORS_GRAIN = 8, MOST_VECTORS = 64;
 
-    // Pieces of the vectors: unpacked rows serve at most so many, whose sums then stay in L2.
+    // Number of pieces of the vectors: at most MOST_VECTORS use unpacked rows, so their sums stay in L2.
     static int64_t vector_pieces(int64_t T) {
         const int64_t most = (T + MOST_VECTORS - 1) / MOST_VECTORS;
         return std::max(most, std::min<int64_t>(num_threads(), T / VECTORS_GRAIN));
@@ -84,18 +84,18 @@ class RowSums {
         return v == pieces ? T : T * v / pieces / VECTORS_GRAIN * VECTORS_GRAIN;
     }
 
-    // Pieces of a sum's columns: one for each thread that has no vectors of its own.
+    // Number of pieces of a sum's columns: more than one if there are fewer vector pieces than threads.
     static int64_t column_pieces(int64_t columns, int64_t across) {
         const int64_t most = std::max<int64_t>(1, columns / COLUMNS_GRAIN);
         return std::min(most, std::max<int64_t>((num_threads() + across - 1) / across, (columns + 1023) / 1024));
     }
 
-    // The first column of piece i: at whole blocks of every kind.
+    // The first column of piece i, a multiple of every kind's block.
     static int64_t column_of(int64_t i, int64_t pieces, int64_t columns) {
         return i == pieces ? columns : columns * i / pieces / COLUMNS_GRAIN * COLUMNS_GRAIN;
     }
 
-    // Columns d0 .. d1-1 of the sums of vectors t0 .. t1-1.
+    // Computes columns d0 .. d1-1 of the sums of vectors t0 .. t1-1.
     void add_columns(const Places& places, const Coefficients& c, int64_t t0, int64_t t1, int64_t d0,
                      int64_t d1, float* out, int64_t stride) {
         const int64_t groups = groups_of(places.count), per_chunk = groups_of_chunk(places.count);

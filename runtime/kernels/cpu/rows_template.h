@@ -1,9 +1,9 @@
 // The kernels, written once in terms of a few vector operations. Included at the end of each
-// rows_<level>.cpp, inside its anonymous namespace, so that every level has copies of its own:
-// were they shared, the linker could keep the AVX-512 copy for all of them.
+// rows_<level>.cpp, inside its anonymous namespace, so that every level has copies of its own;
+// otherwise the linker could keep the AVX-512 copy for all levels.
 //
-// The including file defines LEVEL_AVX512 or LEVEL_AVX2 where it is one (flags for all files may
-// allow more than a level has), and
+// The including file defines LEVEL_AVX512 or LEVEL_AVX2 if it is that level (the compiler's macros do
+// not tell, because flags for all files may allow more), and
 //   LANES, Floats                  a vector of LANES floats, LANES divides 32
 //   zero() broadcast(f) mul(a, b) multiply_add(a, b, c) = a*b+c  sum(v)
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
@@ -18,8 +18,8 @@
 
 constexpr int VECTORS = BLOCK / LANES;
 
-// A format unpacks BLOCK values into w; if it is SCALED they must still be multiplied by scale().
-// VALUE_BYTES is for the remainder if D % 32 != 0, which only the float kinds allow.
+// A format unpacks BLOCK values into w; if it is SCALED, they must still be multiplied by scale().
+// VALUE_BYTES is for the remainder if D % 32 != 0, which only float kinds allow.
 
 struct F32 {
     static constexpr int64_t BLOCK_BYTES = 128, VALUE_BYTES = 4;
@@ -84,10 +84,9 @@ struct Count {
     static constexpr int VALUE = N;
 };
 
-// Calls use(Count<ROWS>, a, row, next) for rows a .. a+ROWS-1, four at a time: accompanying reads and
-// writes are then a quarter as frequent, and four rows are prefetched at once. While rows are in use,
-// the next ones are prefetched: the processor's prefetcher stops at the end of a page, and cannot know
-// which row of a list comes next.
+// Calls use(Count<ROWS>, a, row, next) for rows a .. a+ROWS-1, four at a time, which divides other reads
+// and writes by four and prefetches four rows in parallel. The next rows are prefetched because the
+// hardware prefetcher stops at the end of a page and cannot know which row of a list comes next.
 template <class Use>
 inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     auto call = [&](auto count, int64_t a) {
@@ -107,7 +106,7 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     for (; a < a1; ++a) call(Count<1>{}, a);
 }
 
-// Rows that all vectors take before the next rows, so that they are read once.
+// Rows that are multiplied by all vectors before the next rows, so that they are read once.
 constexpr int64_t SHARED_ROWS = 16;
 
 template <class Format>
@@ -169,7 +168,7 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1);
 }
 
-// Rows already in L2, while the next ones are prefetched.
+// For rows that are already in L2; meanwhile the next rows are prefetched.
 template <class Format>
 inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                            int64_t d0, int64_t d1) {

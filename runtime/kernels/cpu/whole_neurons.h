@@ -1,6 +1,5 @@
-// The feed-forward in mode "dense" where each matrix is contiguous, for one token or a few: a thread
-// reads its part of gate, of up and of down to the end, and prefetches the beginning of the next
-// meanwhile.
+// The feed-forward in mode "dense" with contiguous matrices, for one token or a few: a thread reads its
+// part of gate, then of up, then of down, and meanwhile prefetches the beginning of the next part.
 #pragma once
 #include "gate.h"
 
@@ -10,9 +9,9 @@ struct WholeNeurons {
     const Input &gate_x, &up_x;
     int64_t T;
     Coefficients hidden;
-    float* up_value;  // as hidden's values
+    float* up_value;  // shaped like hidden.value
     float* part;      // [chunks, T, D]
-    int64_t chunk;    // neurons of one
+    int64_t chunk;    // neurons of a chunk
 
     static bool takes(const SparkBlock& block, const Gate& gate) {
         auto is_run = [](const SparkMatrix& m) { return !m.data || m.stride == row_bytes(m); };
@@ -35,8 +34,8 @@ struct WholeNeurons {
   private:
     static const uint8_t* row(const SparkMatrix& m, int64_t a) { return m.data + a * m.stride; }
 
-    // Rows a0 .. a1-1. What is read after them begins at `after`; null: it is `down`, whose first rows
-    // are prefetched whole.
+    // Multiplies rows a0 .. a1-1. `after`: the memory that is read next; null: `down`, whose first rows
+    // are prefetched in full.
     void multiply(const SparkMatrix& m, const Input& x, int64_t a0, int64_t a1, float* y,
                   const uint8_t* after) const {
         Rows rows = rows_of(m);
@@ -51,7 +50,7 @@ struct WholeNeurons {
         kernels().dot_rows[m.kind](rows, x, y, hidden.stride(), last, a1);
     }
 
-    // Gates a0 .. a1-1 of one token become hidden values.
+    // Turns gates a0 .. a1-1 of one token into hidden values.
     void activate(int64_t a0, int64_t a1, float* value, float* by) const {
         const SparkMatrix& up = block.up;
         for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
@@ -63,7 +62,7 @@ struct WholeNeurons {
         for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];
     }
 
-    // The sums of chunk c, while the neurons after it, below `end`, are prefetched.
+    // Computes the sums of chunk c, and prefetches the neurons after it up to `end`.
     void add(int64_t c, int64_t end) const {
         const SparkMatrix& m = block.down;
         const int64_t D = m.num_columns, a1 = std::min((c + 1) * chunk, end);

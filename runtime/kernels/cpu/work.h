@@ -1,22 +1,22 @@
-// Shared by the sources of a decode step: an arena of arrays, and vectors in the form the kernels of
-// each type take.
+// Shared by the sources of a decode step: an arena for arrays, and vectors in the forms that kernels
+// need.
 #pragma once
 #include <algorithm>
 
 #include "dispatch.h"
 #include "step.h"
 
-// Vectors, one per token, and their packed forms, made on first use.
+// Vectors, one per token, and their packed forms, which are made on first use.
 struct Operand {
     float* f32;  // [capacity, size]
     uint8_t* packed[NUM_FORMS];
-    int64_t num_packed[NUM_FORMS];  // vectors, which determines their offsets; 0: none
+    int64_t num_packed[NUM_FORMS];  // number of packed vectors; 0: none
     int64_t size, capacity;
 
     float* row(int64_t t) const { return f32 + t * size; }
     void changed() { std::fill_n(num_packed, NUM_FORMS, 0); }
 
-    // The first T.
+    // The first T vectors in the form for products with a kind.
     Input as(int32_t kind, int64_t T) {
         Input input{f32, nullptr, size, T, 0, T};
         Quantise* quantise = kernels().quantise[kind];
@@ -32,7 +32,7 @@ struct Operand {
     }
 };
 
-// Cuts one piece of memory into arrays; from null it only counts.
+// Divides one piece of memory into arrays; if the memory is null, only counts bytes.
 class Arena {
   public:
     explicit Arena(uint8_t* base) : base_(base) {}
@@ -44,7 +44,7 @@ class Arena {
         return base_ ? reinterpret_cast<T*>(base_ + start) : nullptr;
     }
 
-    // Allocates the packed forms in `forms`, one bit each, and the values unless they are at `f32`.
+    // Allocates the packed forms in the bit mask `forms`, and the values unless `f32` is given.
     Operand operand(int64_t size, int64_t capacity, uint32_t forms, float* f32 = nullptr) {
         Operand operand = {f32 ? f32 : take<float>(capacity * size), {}, {}, size, capacity};
         for (int form = 0; form < NUM_FORMS; ++form)
@@ -60,7 +60,7 @@ class Arena {
     int64_t used_ = 0;
 };
 
-// The packed form for products with a matrix, as a bit; 0 for none.
+// The packed form for products with a matrix, as a bit mask; 0 if none is needed.
 inline uint32_t form_bit(const SparkMatrix& m) {
     return m.data && kernels().quantise[m.kind] ? 1u << form_of(m.kind) : 0;
 }
