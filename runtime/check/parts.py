@@ -1,4 +1,5 @@
-"""The parts of the runtime on one GPU that a check tries one by one. A test passes parts that fail."""
+"""The parts of the runtime on one GPU, which a check tries one by one. Tests pass parts that
+fail."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class BackendOf(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceParts:
-    """What a check tries on a device. The functions raise what goes wrong; `kernels` and
+    """The parts that a check tries on a device. The functions raise if a part fails; `kernels` and
     `slot_kernels` raise ImportError without Triton."""
 
     device: torch.device
@@ -46,16 +47,16 @@ class DeviceParts:
     slot_kernels: Callable[[], SlotKernels]
     plain_kernels: Kernels
     backend: BackendOf
-    use: Callable[[], None]  # a product, a copy there and back
+    use: Callable[[], None]  # multiplies, and copies to the device and back
     pin: Callable[[], None]
-    limit: Callable[[], None]  # memory beyond a limit is refused
-    multiply: Callable[[torch.dtype], None]  # products of tiles of this type
+    limit: Callable[[], None]  # checks that memory beyond a limit is refused
+    multiply: Callable[[torch.dtype], None]  # multiplies by a tile of this type
     wait: Callable[[], None]
-    free: Callable[[], None]  # temporaries that the allocator keeps
+    free: Callable[[], None]  # frees the temporaries that the allocator keeps
 
 
 def parts_of(device: torch.device) -> DeviceParts | None:
-    """None on the CPU, which has nothing to check."""
+    """The parts of a CUDA device; None for the CPU, which needs no check."""
     if device.type != "cuda":
         return None
     return DeviceParts(
@@ -75,7 +76,7 @@ def parts_of(device: torch.device) -> DeviceParts | None:
 
 
 def key_of(device: torch.device) -> DeviceKey:
-    """The configuration that a CUDA device's results hold for."""
+    """The configuration for which a CUDA device's results hold."""
     properties = torch.cuda.get_device_properties(device)
     return DeviceKey(
         index=device.index or 0,
@@ -90,7 +91,7 @@ def key_of(device: torch.device) -> DeviceKey:
 
 
 def driver_version() -> str:
-    """e.g. 580.65.06; under WSL, whose kernel has no such file, the CUDA version it supports."""
+    """The driver's version, e.g. 580.65.06; under WSL, which has no such file, its CUDA version."""
     try:
         words = _DRIVER.read_text().split("\n", 1)[0].split()
         return next(word for word in words if word[:1].isdigit() and "." in word)
@@ -107,7 +108,7 @@ def _version(package: str) -> str:
 
 
 def use_device(device: torch.device) -> None:
-    """Multiplies, copies on a stream of ours, and compares with the CPU."""
+    """Multiplies, copies on a stream of its own, and compares with the CPU."""
     random = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=random) for _ in range(2))
     there = left.to(device) @ right.to(device)
@@ -120,7 +121,7 @@ def use_device(device: torch.device) -> None:
     else:
         back.copy_(there)
     error = float((back.cpu() - left @ right).norm() / (left @ right).norm())
-    if not error < 1e-2:  # TF32, if the user allows it, has 10 bits
+    if not error < 1e-2:  # TF32, if the user allows it, has 10 bits of mantissa
         raise Wrong(f"a product of two matrices is off by {error:.2g}")
 
 
@@ -132,19 +133,19 @@ def _pin(device: torch.device) -> None:
 
 
 def multiply(device: torch.device, dtype: torch.dtype) -> None:
-    """Multiplies several tokens by a tile, as prompts do."""
+    """Multiplies several tokens by a tile, as for prompts."""
     random = torch.Generator().manual_seed(0)
     x_TD, tile_AD = (torch.randn(_SIZE, _SIZE, generator=random) for _ in range(2))
     tile_AD = tile_AD.to(dtype)
     got = gpu_products.product(x_TD.to(device), _SIZE, [(0, tile_AD.to(device))]).cpu()
     want = x_TD.double() @ tile_AD.double().T
     error = float((got - want).norm() / want.norm())
-    if not error < 1e-2:  # of the factors' rounding to 8 or 11 bits
+    if not error < 1e-2:  # from rounding the factors to 8 or 11 bits
         raise Wrong(f"a product in {str(dtype).removeprefix('torch.')} is off by {error:.2g}")
 
 
 def _limit(device: torch.device) -> None:
-    """Checks that torch's allocator keeps to a limit."""
+    """Checks that torch's allocator respects a limit."""
     with device_memory.temporarily_limited(device, _LIMIT_BYTES):
         try:
             torch.empty(_MORE_BYTES, dtype=torch.uint8, device=device)

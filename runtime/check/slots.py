@@ -1,6 +1,6 @@
-"""Compares the neuron cache's kernels on a device with their definitions, byte by byte.
+"""Compares the neuron cache's kernels on a device with their references, byte by byte.
 
-Their machine code depends on no plan, so one check holds for all.
+Their machine code does not depend on the plan, so one check holds for all plans.
 
 Letters: C copies, B bytes, F neurons of a layer, N slots, W words of F bits."""
 
@@ -13,18 +13,18 @@ from sparkinfer.runtime.check.kernels import Wrong
 from sparkinfer.runtime.kernels.gpu.slots import FORMS, SlotKernels, pack_open_ref, scatter_ref
 
 _CPU = torch.device("cpu")
-# Bytes of a block of each form.
+# Bytes of a block, by form.
 _BLOCK_BYTES = {"": 2, "q4_0": 18, "q8_0": 34, "q6_k": 210}
-_LONG_BYTES = 5000  # about a row's; a program copies 2 KiB
-_ID_BYTES = 4  # a neuron's number
-_GAP = 64  # bytes beside each copy that nothing may write; rows are 16-byte aligned
+_LONG_BYTES = 5000  # about the bytes of a row; a program copies 2 KiB
+_ID_BYTES = 4  # of a neuron's id
+_GAP = 64  # bytes after each copy that must not be written; rows are 16-byte aligned
 _UNTOUCHED = 0xAA
-_NUM_NEURONS, _EVERY = 1000, 3  # the last word is not whole; every third neuron has a slot
+_NUM_NEURONS, _EVERY = 1000, 3  # the last word is partly used; every third neuron has a slot
 
 
 def check_scatter(kernels: SlotKernels, device: torch.device, wait: Callable[[], None]) -> None:
-    """Copies rows of every form, and a number, in one launch. Raises Wrong, or whatever the kernel
-    raises."""
+    """Copies rows of every form, and an id, in one launch. Raises Wrong, or any error of the
+    kernel."""
     sizes = [_LONG_BYTES // _BLOCK_BYTES[form] * _BLOCK_BYTES[form] for form in FORMS]
     copies = [*enumerate(sizes), (0, _ID_BYTES)]
     step = -(-max(sizes) // 16) * 16 + _GAP
@@ -48,7 +48,7 @@ def check_scatter(kernels: SlotKernels, device: torch.device, wait: Callable[[],
 
 
 def check_pack_open(kernels: SlotKernels, device: torch.device, wait: Callable[[], None]) -> None:
-    """Packs the bits of a layer in which silent neurons, NaN and neurons without a slot occur."""
+    """Packs the bits of a layer with silent neurons, a NaN and neurons without a slot."""
     random = torch.Generator().manual_seed(0)
     ids = torch.randperm(_NUM_NEURONS, generator=random)[: _NUM_NEURONS // _EVERY]
     slot_F = torch.full((_NUM_NEURONS,), -1, dtype=torch.int32)

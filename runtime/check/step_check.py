@@ -1,5 +1,5 @@
-"""Checks of a whole decode step on a device: a host function's round trip, the submitted step
-against layer by layer, and the captured step against the submitted one."""
+"""Checks a whole decode step on a device: a host function's round trip, the submitted step against
+the model layer by layer, and the captured step against the submitted one."""
 
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_void_p, cast
@@ -15,15 +15,16 @@ from sparkinfer.runtime.step.hybrid_step import Backend
 # Logits f32 [V] after a token at a position, computed layer by layer.
 Plain = Callable[[int, int], Tensor]
 BuildStep = Callable[[Backend], DecodeStep | str]
-# The largest |got - want| / |want| of a step's logits: layer by layer rounds factors to 16 bits, and
-# predictions and activations close to a threshold may differ. Unrelated logits are off by 1.4.
+# The largest |got - want| / |want| of a step's logits: the computation layer by layer rounds
+# factors to 16 bits, and predictions and activations close to a threshold may differ. For unrelated
+# logits the value is 1.4.
 STEP_BOUND = 0.1
 _TOKENS = (0, 1)
 _VALUES = 4096
 
 
 def echo(backend: Backend, device: torch.device) -> None:
-    """Sends numbers to the host in a stream, lets a host function add 1, and gets them back."""
+    """Copies numbers to the host in a stream, adds 1 in a host function, and copies them back."""
     main, _ = backend.streams(device)
     seen, answer, back = (torch.zeros(_VALUES, pin_memory=backend.is_pinned) for _ in range(3))
     there = torch.zeros(_VALUES, device=device)
@@ -49,9 +50,9 @@ def echo(backend: Backend, device: torch.device) -> None:
 
 
 def submitted(build: BuildStep, backend: Backend, plain: Plain) -> None:
-    """Raises Wrong unless the step gives what `plain` gives."""
+    """Raises Wrong unless the step's logits are close to those of `plain`."""
     step = build(backend)
-    if isinstance(step, str):  # this model has none, which is no fault of the device
+    if isinstance(step, str):  # this model has no such step, which is not the device's fault
         return
     got = _logits(step)
     want = torch.stack([plain(token, at).double() for at, token in enumerate(_TOKENS)])
@@ -61,12 +62,12 @@ def submitted(build: BuildStep, backend: Backend, plain: Plain) -> None:
 
 
 def captured(build: BuildStep, submitting: Backend, capturing: Backend) -> None:
-    """Raises Wrong unless a captured step gives the submitted step's bits."""
+    """Raises Wrong unless a captured step's logits are bit-identical to the submitted step's."""
     step = build(submitting)
     if isinstance(step, str):
         return
     want = _logits(step)
-    del step  # its buffers are those of the next one
+    del step  # the next step uses its buffers
     step = build(capturing)
     assert not isinstance(step, str), step
     got = _logits(step)
@@ -76,5 +77,5 @@ def captured(build: BuildStep, submitting: Backend, capturing: Backend) -> None:
 
 
 def _logits(step: DecodeStep) -> Tensor:
-    """f32 [T, V] of a short text."""
+    """The logits f32 [T, V] of a short text."""
     return torch.stack([step.run(token, at).clone() for at, token in enumerate(_TOKENS)])

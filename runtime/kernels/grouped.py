@@ -1,12 +1,13 @@
-"""Grouped rows: groups of 64 rows in the layout in which the CPU adds them, for a down projection
-all of whose rows every token adds.
+"""Grouped rows: groups of 64 rows in the order in which the CPU adds them, for down projections of
+which every token adds all rows.
 
-The 64 neurons of a group share the scale of their coefficients in each block of 32 columns
-(kernels/cpu/grouped_template.h). Columns are lanes of a vector, so that nothing is rearranged while
-a group is read. It has as many bytes as its rows in the file:
+The 64 neurons of a group share a scale of their coefficients in each block of 32 columns
+(kernels/cpu/grouped_template.h). The lanes of a vector are columns, so nothing is rearranged while
+a group is read. A group has as many bytes as its rows in the file:
 
-    q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15, for each byte of
-                   nibbles of a row, those of rows p, p + 16, p + 32 and p + 48
+    q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15 and each byte of a
+    row's
+                   nibbles, that byte of rows p, p + 16, p + 32 and p + 48
     q8_0_grouped   the same with values
     f16_grouped, bf16_grouped   for each block of columns: the values of each row, 64 bytes
 
@@ -30,7 +31,7 @@ def is_grouped(kind: str) -> bool:
 
 
 def from_grouped(data: Tensor, kind: str) -> tuple[Tensor, str]:
-    """(rows as in the file, their kind) of whole groups; others are returned unchanged."""
+    """(rows as in the file, their kind), from whole groups; other kinds are returned unchanged."""
     if not is_grouped(kind):
         return data, kind
     assert data.dim() == 2 and len(data) % GROUP_ROWS == 0, (kind, data.shape)
@@ -43,7 +44,7 @@ def from_grouped(data: Tensor, kind: str) -> tuple[Tensor, str]:
 
 
 def _blocks(data: Tensor, size: int) -> Tensor:
-    """Rows of blocks with quants of this many bytes."""
+    """The rows of groups whose blocks have `size` bytes of quants, as in the file."""
     count = data.shape[1] // (2 + size)
     tiles = data.contiguous().view(-1, count, GROUP_ROWS * (2 + size))
     blocks = data.new_empty(len(tiles), GROUP_ROWS, count, 2 + size)

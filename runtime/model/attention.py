@@ -18,7 +18,8 @@ from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import above
 
-# Appends queries, keys and values [T, Q] to the cache, and returns the output of the heads [T, H * W].
+# Takes queries, keys and values [T, Q]: appends keys and values to the cache, and returns the
+# heads' output [T, H * W].
 Attend = Callable[[Tensor], Tensor]
 # Bytes of attention scores on a GPU at a time; they exist twice.
 SCORE_BYTES = 4 << 20
@@ -240,8 +241,8 @@ class Attention:
         attend: Attend | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
-        the cache, which must have room, and may be on another device than the weights. `attend`
-        does both instead."""
+        the cache, which must have room and may be on another device than the weights. `attend`, if
+        given, appends and attends instead of torch."""
         joined_TQ = self._project(self.inputs, x_TD, self.input_limit_D).to(self.cache.device)
         if attend is None:
             heads_TH = self._attend(joined_TQ, sequence, start, turn)
@@ -252,7 +253,8 @@ class Attention:
         return self._project((self.output,), heads_TH, self.output_limit_H)
 
     def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
-        """What the heads find for queries, keys and values [T, Q], which it appends: [T, H * W]."""
+        """The heads' output [T, H * W] for queries, keys and values [T, Q]; appends to the
+        cache."""
         num_kv, width = self.cache.num_kv_heads, self.cache.head_width
         query, key, value = joined_TQ.unflatten(-1, (-1, width)).split(
             [self.num_heads, num_kv, num_kv], dim=1

@@ -54,7 +54,7 @@ class Placement:
         return self.homes[layer] if self.dense_on_gpu[layer] else torch.device("cpu")
 
     def cache_device(self, layer: int) -> torch.device:
-        """The device of a layer's keys and values, which attends."""
+        """The device that holds a layer's keys and values, and attends."""
         return torch.device("cpu") if self.is_cache_on_host else self.dense_device(layer)
 
     def gpu(self, number: int) -> torch.device:

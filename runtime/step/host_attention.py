@@ -1,9 +1,9 @@
-"""Attention on the host for passes whose projections are on a GPU: a prompt's queries, keys and values
-come over, and what the heads find goes back.
+"""Attention on the host for prefill passes with projections on a GPU: queries, keys and values are
+copied to the host, and the heads' outputs back.
 
-The rows are those of a native step's attention, to the bit, however many come at a time.
+Each row is bit-identical to that of a native step's attention, for any number of rows.
 
-Letters: T tokens, Q queries, keys and values of all heads, H queries' values alone."""
+Letters: T tokens, Q values of all queries, keys and values, H values of all heads' outputs."""
 
 from ctypes import addressof, c_int64, pointer
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class HostAttention:
 
     @classmethod
     def of(cls, weights: Weights) -> "HostAttention | str":
-        """For all layers, or a few words on why there is none."""
+        """Attention for all layers, or the reason why the kernels do not support it."""
         if not library.is_available():
             return "the C++ kernels are not built"
         builder = StepBuilder()
@@ -55,8 +55,8 @@ class HostAttention:
         )  # fmt: skip
 
     def attend(self, layer: int, qkv_TQ: Tensor, sequence: int, start: int) -> Tensor:
-        """Appends the keys and values of T tokens of a sequence at positions from `start`, and returns
-        what the heads of a layer find, f32 [T, H]. The cache must have room."""
+        """Appends the keys and values of T tokens of a sequence at positions from `start`, and
+        returns the outputs of a layer's heads, f32 [T, H]. The cache must have room."""
         found = []
         for piece_TQ in qkv_TQ.split(MAX_ROWS):
             count = len(piece_TQ)

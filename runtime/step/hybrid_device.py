@@ -103,8 +103,8 @@ class DeviceBuffers:
         has_cache: bool = True,
         max_rows: int = 1,
     ) -> "DeviceBuffers":
-        """Allocates the buffers; `take` returns zeros on the device. Without the cache, attention has
-        no scratch there."""
+        """Allocates the buffers; `take` returns zeros on the device. Without the cache, attention
+        has no scratch there."""
         width = weights.embedding.width
         first = weights.layers[0]
         cache = first.attention.cache
@@ -268,7 +268,7 @@ class DeviceKernels:
             start = stop
 
     def output(self, layer: Layer, heads_HW: Tensor) -> None:
-        """Projects what the heads have found, to the first row of sum_PD."""
+        """Writes the output projection of the heads to the first row of sum_PD."""
         self.dot(layer.attention.output, heads_HW, self.buffers.sum_PD[0])
 
     def predict(self, ffn: FeedForward, x_D: Tensor) -> None:

@@ -312,11 +312,11 @@ class StepBuilder(Structs):
         )
 
     def heads(self, layer: Layer) -> LayerStruct:
-        """The struct of a layer whose heads attend here, while its weights are on a GPU."""
+        """The struct of a layer whose heads attend on the host while its weights are on a GPU."""
         return LayerStruct(**self.attended(layer))
 
     def attended(self, layer: Layer) -> dict[str, Any]:
-        """The fields of LayerStruct for what heads attend with."""
+        """The fields of LayerStruct that attention needs besides its weights."""
         attention = layer.attention
         cache = attention.cache
         return {

@@ -76,7 +76,7 @@ class LayerForm:
     has_predictor: bool = False  # one that is run
     has_down_bias: bool = False
     device: str = HOST  # of attention, norms and predictor
-    attends_on_host: bool = False  # keys and values are there; `device` projects
+    attends_on_host: bool = False  # the host has the keys and values; `device` projects
     home: str = HOST  # the GPU whose streams run the layer
     blocks: tuple[tuple[Block, str], ...] = (("all", HOST),)  # of neurons, and the device of each
     has_bits: bool = False  # the bits of its hot neurons are written for a neuron cache
@@ -105,7 +105,7 @@ class StepForm:
 
     @property
     def attends_on_host(self) -> bool:
-        """Whether the host has the keys and values of all layers."""
+        """True if the host has the keys and values of all layers."""
         return any(form.attends_on_host for form in self.layers)
 
 
@@ -179,7 +179,7 @@ class _LayerWriter:
         return self._op("norm", [x], [y], part)
 
     def attention(self, x: str) -> Iterator[Op]:
-        """Where the host has the keys and values, the layer's device projects, and waits for it."""
+        """Attention; if the host has the keys and values, the layer's device only projects."""
         device, cache = self.form.device, f"cache.{self.index}"
         if not self.form.attends_on_host:
             yield self._op("attention", [x, "position", cache], ["attn_out", cache], "attention")
@@ -327,8 +327,8 @@ class _StepWriter:
         )
 
     def _submit(self, op: Op) -> None:
-        """Appends an operation. A visit to a GPU begins by copying the position there, unless the host
-        attends; a copy between GPUs ends it."""
+        """Appends an operation. A visit to a GPU begins by copying the position there, unless the
+        host attends; a copy between GPUs ends it."""
         if op.is_between_gpus:
             self.visited = HOST
         elif op.home not in (HOST, self.visited):

@@ -50,8 +50,8 @@ class Residence:
         return self._whole(entry, "tiled" if library.prefers_tiles() else "planar")
 
     def grouped(self, entry: TensorEntry) -> Matrix:
-        """A copy of a matrix all of whose rows are added: grouped if its kind and size allow it and
-        the processor's vectors are wide enough."""
+        """A copy of a matrix whose rows are always all added: grouped if its kind and size allow it
+        and the processor's vectors are wide enough."""
         return self._whole(entry, "grouped" if library.prefers_tiles() else "planar")
 
     def _whole(self, entry: TensorEntry, form: library.Form) -> Matrix:

@@ -50,7 +50,7 @@ class WeightStore(Protocol):
         """These rows (None: all) of every matrix. The matrices of a group are read together; a
         store that copies rows interleaves them. Each of the first `num_whole` groups is a single
         matrix that is multiplied whole for every token; with `adds_all`, the last group is a single
-        matrix all of whose rows every token adds."""
+        matrix of which every token adds all rows."""
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         """A norm's weights or a bias, given as f32 on the CPU."""

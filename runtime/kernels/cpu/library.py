@@ -1,15 +1,13 @@
-"""The C++ kernels in this folder, called on torch tensors.
+"""Calls the C++ kernels in this folder on torch tensors.
 
-A weight matrix is what a GGUF file holds, row by row: `kind` "f32", "f16" and "bf16" are tensors
-[F, D] of that dtype, "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes for each 32
-values, "q4_k", "q5_k" and "q6_k" with 144, 176 and 210 bytes for each 256; "q4_0_planar" and
-"q8_0_planar" are those with all scales of a row first, "q4_0_tiled" and "q8_0_tiled" those with
-the rows of a tile interleaved (runtime.kernels.tiled), "q4_0_grouped" and "q8_0_grouped" those of a
-group (runtime.kernels.grouped), as `pack_rows` makes them. Weights are
-unpacked in registers and all arithmetic is f32, with two exceptions: `dot_rows` takes x in blocks
-of 16-bit integers if the weights are in blocks (kernels.h, Input), and `accumulate_rows` takes
-coefficients times scales of q8_0 and q4_0 (planar_template.h). Results do not depend on the number
-of threads.
+A weight matrix is stored row by row as in a GGUF file: `kind` "f32", "f16" and "bf16" are tensors
+[F, D] of that dtype; "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes per 32 values;
+"q4_k", "q5_k" and "q6_k" have 144, 176 and 210 bytes per 256 values. Kinds that end in "_planar",
+"_tiled" and "_grouped" are the layouts that `pack_rows` makes (runtime.kernels.planar, tiled and
+grouped). Weights are unpacked in registers and all arithmetic is f32, with two exceptions: if the
+weights are in blocks, `dot_rows` quantises x to blocks of 16-bit integers (kernels.h, Input), and
+for q8_0 and q4_0 `accumulate_rows` rounds coefficients times scales to 16 bits (planar_template.h).
+Results do not depend on the number of threads.
 
 If the C++ is not built, `is_available()` is False and the caller uses torch.
 
@@ -35,7 +33,7 @@ _TILED_LEVELS = ("amx", "avx512vnni", "avx512")  # a vector has as many lanes as
 log = logging.getLogger(__name__)
 
 
-# How rows of q4_0 and q8_0 are arranged in memory.
+# Layouts of rows in memory.
 Form = Literal["planar", "tiled", "grouped"]
 _ROWS_TOGETHER = {"planar": 1, "tiled": TILE_ROWS, "grouped": GROUP_ROWS}
 
@@ -72,7 +70,7 @@ _LAYOUTS: dict[str, _Layout] = {
 
 
 def _load() -> ctypes.CDLL | None:
-    """The shared library, or None if it is not built."""
+    """The shared library; None if it is not built."""
     spec = find_spec("sparkinfer.runtime._cpu")  # finds the file in every kind of install
     if spec is None or spec.origin is None:
         return None
@@ -114,8 +112,8 @@ def usable_levels() -> list[str]:
 
 
 def prefers_tiles() -> bool:
-    """True if products of tiled rows are faster here than those of planar ones. Every level has
-    both, with the same bits."""
+    """True if products of tiled rows are faster than those of planar rows on this level. Both give
+    bit-identical results on every level."""
     return level() in _TILED_LEVELS
 
 
@@ -127,7 +125,7 @@ def set_level(name: str) -> None:
 
 
 def num_threads() -> int:
-    """Threads that share a job, the caller's included. All cores unless set."""
+    """Number of threads that share a job, including the caller's; by default one per processor."""
     return int(_built().spark_num_threads())
 
 
@@ -158,8 +156,8 @@ _use_level_from_environment()
 
 
 def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
-    """The code of `kind`, bytes from row to row, F and D, after checking that C++ may read `weight`
-    as such a matrix."""
+    """(code of `kind`, row stride in bytes, F, D), after checking that `weight` is such a
+    matrix."""
     layout = _LAYOUTS.get(kind)
     if layout is None:
         raise ValueError(f"unknown kind {kind!r}; known: {', '.join(_LAYOUTS)}")
@@ -184,7 +182,7 @@ def _layout(weight: Tensor, kind: str) -> tuple[int, int, int, int]:
 
 
 def _check_vector(name: str, t: Tensor, dtype: torch.dtype, length: int) -> int:
-    """The address of t, after checking that C++ may read `length` values there."""
+    """The address of t, after checking that it has `length` values of this type."""
     if (
         t.dtype != dtype
         or t.dim() != 1
@@ -204,13 +202,13 @@ def _refuse(name: str, wanted: str, t: Tensor) -> NoReturn:
 
 
 def kind_code(kind: str) -> int:
-    """enum Kind in kernels.h."""
+    """The number of a kind in enum Kind of kernels.h."""
     return _LAYOUTS[kind].code
 
 
 def rows_together(kind: str) -> int:
-    """Rows that are stored together: a matrix of the kind, or a part of one, has whole numbers of
-    them."""
+    """Number of rows that a layout interleaves; a matrix, or a slice of one, has a multiple of
+    it."""
     return _ROWS_TOGETHER.get(kind.rpartition("_")[2], 1)
 
 
@@ -220,10 +218,10 @@ def step_bytes(step: ctypes.Structure) -> int:
 
 
 def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None:
-    """Runs a step of the rows (SparkRow each, see step.h). `logits`: f32, one row per row with
-    logits.
+    """Runs a step of these rows (structs SparkRow, see step.h). `logits`: f32, a row for each row
+    of the step that has them.
 
-        Raises IndexError for an impossible token or position."""
+    Raises IndexError for an impossible token or position."""
     lib = _lib or _built()
     status = lib.spark_step(
         ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
@@ -247,7 +245,7 @@ def part_function() -> int:
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
-    """Same as step_bytes, for a block of neurons described by native_neurons.py."""
+    """Workspace bytes of a block of neurons described by native_neurons.py; -1 if inconsistent."""
     return int(_built().spark_neurons_bytes(ctypes.addressof(neurons)))
 
 
@@ -262,20 +260,21 @@ def neurons_function() -> int:
 
 
 def copy_rows(copies: ctypes.Structure) -> None:
-    """Copies rows as neuron_cache/row_copies.py lists them."""
+    """Makes the copies listed in a struct of neuron_cache/row_copies.py."""
     (_lib or _built()).spark_copy_rows(ctypes.addressof(copies))
 
 
 def new_copier() -> int:
-    """The address of a thread that copies (row_copies.h), to be given to `free_copier`."""
+    """The address of a new copying thread (row_copies.h), to be freed with `free_copier`."""
     copier: int | None = _built().spark_copier_new()
     if copier is None:
-        raise MemoryError("no memory for a thread that copies")
+        raise MemoryError("no memory for a copying thread")
     return copier
 
 
 def start_copies(copier: int, copies: ctypes.Structure, seconds: float) -> None:
-    """Starts copies, which must be kept until `finish_copies`; they take at least `seconds`."""
+    """Starts copies, which take at least `seconds`; their struct must live until
+    `finish_copies`."""
     (_lib or _built()).spark_copier_start(copier, ctypes.addressof(copies), seconds)
 
 
@@ -311,7 +310,7 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
     """y [..., A] f32, y[..., a] = sum over d of x[..., d] * W_FD[index_A[a]][d].
 
     weight: the matrix W_FD as `kind` stores it (see the module); rows may be strided. x: f32 [D] or
-    [T, D], contiguous; the result of a vector does not depend on the others, to the bit. index_A:
+    [T, D], contiguous; a vector's result is bit-identical whatever the others are. index_A:
     int32 [A], in any order, repeats allowed; None means all rows, A = F. Raises ValueError for a
     wrong dtype, shape or layout and IndexError for a row that W lacks."""
     lib = _lib or _built()

@@ -1,11 +1,11 @@
-"""The C functions of the CPU kernels: what each returns and takes, as its header declares it."""
+"""The types of the CPU kernels' C functions, as in their headers."""
 
 import ctypes
 from typing import Any
 
 _POINTER, _SIZE, _STATUS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _INT, _NAME, _SECONDS = ctypes.c_int32, ctypes.c_char_p, ctypes.c_double
-# A stored matrix: kind, data, bytes from row to row, rows, columns.
+# A stored matrix: kind, data, row stride in bytes, rows, columns.
 _MATRIX = (_INT, _POINTER, _SIZE, _SIZE, _SIZE)
 
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -39,7 +39,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def declare(lib: ctypes.CDLL) -> None:
-    """Gives the library's functions their types."""
+    """Sets the types of the library's functions."""
     for name, (returned, taken) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = returned, list(taken)
