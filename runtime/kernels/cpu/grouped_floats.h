@@ -1,6 +1,6 @@
-// Sums of grouped rows of f16 and bf16, with the bits of rows in other layouts: a group of SUM_ROWS rows
-// is stored block of columns after block, each with all of its rows. Sums of a block stay in registers,
-// and memory is read from beginning to end. Included by rows_template.h.
+// Sums of grouped rows of f16 and bf16, bit-identical to those of rows in other layouts. A group of
+// SUM_ROWS rows is stored by blocks of columns, each with all rows. The sums of a block stay in
+// registers, and memory is read sequentially. Included by rows_template.h.
 
 template <class Float>
 struct GroupedFloats : Float {
@@ -45,7 +45,7 @@ inline void add_float_block_to(const uint8_t* tile, const ManySums& s, int64_t t
     add_float_block<F, COUNT>(tile, s.c + t * s.c_stride, s.c_stride, to);
 }
 
-// One group; a coefficient of 0 adds nothing to a finite weight.
+// One group. A coefficient of 0 has no effect if weights are finite.
 template <class F>
 void accumulate_grouped_floats_many(const Rows& rows, int64_t a0, int64_t, const ManySums& s) {
     constexpr int MOST = LANES < 16 ? 2 : 8;

@@ -1,9 +1,9 @@
-// Sums of grouped rows: all rows of a group of SUM_ROWS, in the layout in which they are added, for one
-// vector of coefficients or several. Included by rows_template.h.
+// Sums of grouped rows: all rows of a group of SUM_ROWS, stored in the order in which they are added, for
+// one or several vectors of coefficients. Included by rows_template.h.
 //
-// The arithmetic is that of the same rows in other layouts, to the bit. Lanes are columns of one block,
-// which share their factors, and the factors of a block have rows as lanes: nothing is interleaved when
-// it is read, sums are in column order, and memory is read from beginning to end.
+// Results are bit-identical to those of the same rows in other layouts. Lanes are columns of one block,
+// which share their factors, and the lanes of a block's factors are rows, so quants need not be
+// interleaved, sums are in column order, and memory is read sequentially.
 
 constexpr int64_t PLACES = SUM_ROWS / 4;
 
@@ -26,11 +26,11 @@ inline void join_parts(Nibbles, const Ints* part, Ints* sum) {
     sum[1] = (part[1] >> 4) + part[3];
 }
 
-// Of a block's rows: value = factor * scale. Of rows p and p + 2 * PLACES, and of the two others of a
-// place, 16 bits each.
+// The factors of a block's rows, with value = factor * scale: 16-bit pairs of rows p and p + 2 * PLACES,
+// and of the two other rows of a place.
 struct GroupFactors {
     alignas(64) int32_t even[PLACES], odd[PLACES];
-    Ints offset;  // the contribution of their ZEROs
+    Ints offset;  // corrects for ZERO
     Floats scale;
 };
 
@@ -76,8 +76,8 @@ inline void fill_group(const uint8_t* scales, const float* c, GroupFactors& to) 
     to.scale = by.scale;
 }
 
-// True for a block behind the last whole unit of a row, whose sums are rounded before they are added, as
-// add_part_of_unit() does.
+// True for a block after the last whole unit of a row, whose sums are rounded before they are added, as
+// in add_part_of_unit().
 template <class F>
 inline bool is_behind_units(int64_t b, int64_t D) {
     return b * BLOCK >= D / F::UNIT * F::UNIT;
@@ -116,8 +116,8 @@ inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bo
         }
 }
 
-// Whole groups of rows a0 .. a1-1. The factors of a block are computed before the sums of the one
-// before it, which take as long.
+// Whole groups of rows a0 .. a1-1. The factors of a block are computed one block ahead of its sums, which
+// take as long.
 template <class F>
 void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                         int64_t d0, int64_t d1) {
@@ -145,7 +145,7 @@ inline void add_group_of(const uint8_t* tile, const ManySums& s, int64_t t, int6
     add_group_block<F, COUNT>(tile, factors, is_behind, to);
 }
 
-// One group; a coefficient of 0 adds nothing to a finite weight.
+// One group. A coefficient of 0 has no effect if weights are finite.
 template <class F>
 void accumulate_grouped_many(const Rows& rows, int64_t a0, int64_t, const ManySums& s) {
     constexpr int MOST = LANES < 16 ? 1 : 4;
