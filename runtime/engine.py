@@ -115,8 +115,8 @@ class Engine(TextEngine):
     @out_of_memory_as_error()
     @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
-        """The logits f32 [V] after the last token. Overwrites the first sequence, whoever uses
-        it."""
+        """The logits f32 [V] after the last token. Overwrites the first sequence, even
+        if it is in use."""
         size = self._live.most_tokens
         for number, chunk in enumerate(ids_T.split(size)):
             logits_RV = self._live.run(rows_of(chunk.tolist(), number * size))

@@ -76,9 +76,9 @@ def hindsight(case: Case) -> Outcome:
 
 
 def lru(case: Case) -> Outcome:
-    """Every miss is copied before it is computed, and takes the slot of the neuron not read for the
-    longest time; llama.cpp's cache of experts does the same. If a step reads more neurons than
-    there are slots, the rest are copied but not kept."""
+    """Copies every miss before computing it, to the slot of the least recently read neuron, as
+    caches of experts do. If a step reads more neurons than there are slots, the rest are copied but
+    not kept."""
     last_LF = np.where(case.planned_LF, case.frequency_LF - 2.0, -np.inf)  # last step that read it
     clock = 0
 

@@ -21,7 +21,7 @@ def sampling_of(
 
 
 def chain_of(sampling: SamplingOptions, codec: TextCodec, vocab_size: int) -> SamplerChain:
-    """Builds the chain. Raises SparkinferError for a bias on a token the model does not have."""
+    """Builds the chain. Raises SparkinferError for a bias on a token that the model lacks."""
     breakers = None
     if sampling.dry_multiplier and sampling.dry_sequence_breakers:
         breakers = dry_breakers(codec, sampling.dry_sequence_breakers)

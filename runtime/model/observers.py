@@ -10,8 +10,8 @@ from typing import Self
 
 from torch import Tensor
 
-# T tokens, D model width, F neurons, V vocabulary. Values of `ffn_gate` that were not computed (a
-# sparse mode needs only some) are NaN, those of `ffn_hidden` are zero.
+# Letters: T tokens, D model width, H heads, W head width, F neurons, V vocabulary. Values that a
+# sparse mode does not compute are NaN in `ffn_gate` and zero in `ffn_hidden`.
 NAMES = {
     "embedding": "[T, D] token embeddings",
     "attn_norm": "[T, D] input of attention",
@@ -24,7 +24,7 @@ NAMES = {
     "ffn_out": "[T, D] output of the feed-forward layer",
     "layer_out": "[T, D] hidden state after the layer",
     "output_norm": "[T, D] input of the head",
-    "logits": "[T, V] of the tokens whose logits were asked for",
+    "logits": "[T, V] logits, only of the tokens for which they are wanted",
 }
 
 Observe = Callable[[str, int | None, Tensor], None]

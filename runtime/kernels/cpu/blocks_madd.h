@@ -36,7 +36,7 @@ inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t*
 
 constexpr int few_lane(int r, int p) { return 4 * r + p; }
 
-// Two vectors of 16-bit pairs for each vector of 32 bits.
+// Vectors of 16-bit pairs of an unpacked block of 32 values.
 template <class F>
 constexpr int TILE_WEIGHTS = 16;
 

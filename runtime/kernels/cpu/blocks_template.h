@@ -15,9 +15,10 @@
 //   quantise_unit<F>(value, to)       packs the int16 values of a unit
 //   few_products<F>(quants, m, x, stride)   I of FEW rows and four blocks, of which m exist; units
 //                                           of x are `stride` bytes apart
-//   few_corrections(four), few_factors(scale, m, x_scale)   of the same lanes, 0 from block m on
+//   few_corrections(four), few_factors(scale, m, x_scale)   corrections and factors of the same lanes,
+//                                           0 from block m on
 //   few_lane(r, p)                    the lane of row r and block p
-//   TILE_WEIGHTS<F>, tile_weights<F>(quarter, w)    a block of LANES rows, unpacked
+//   tile_weights<F>(quarter, w)       unpacks a block of LANES rows to TILE_WEIGHTS<F> vectors
 //   tile_products<F>(w, x, b, start)  start + I of LANES rows; x: the unit with block b
 //   OFFSET<F>                         added to quants to make them non-negative
 // and itself transpose_16(p, out), which turns 16 bytes of LANES rows into four vectors of 32 bits
@@ -50,7 +51,7 @@ struct PackedBlocks {
     int64_t stride, next_vector, next_scale;
 };
 
-// FEW rows (pointers may repeat), one vector: y[0 .. FEW-1].
+// Multiplies FEW rows (pointers may repeat) by one vector: y[0 .. FEW-1].
 template <class F>
 inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next,
                     const uint8_t* const* also, int64_t n, const PackedBlocks<F>& x, float* y) {
@@ -137,7 +138,7 @@ class RowsTile {
     alignas(64) float scales_[16][LANES];
 };
 
-// Rows begin .. end-1 of LANES rows, up to TILE_TOKENS vectors.
+// Multiplies rows begin .. end-1 of LANES rows by up to TILE_TOKENS vectors.
 template <class F, class Tile>
 inline void dot_tile(Tile&& tile, int64_t n, const Input& input, float* y, int64_t y_stride,
                      int64_t begin, int64_t end) {

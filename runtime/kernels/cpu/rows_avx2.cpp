@@ -137,7 +137,7 @@ constexpr int FEW = LANES / 4;
 inline Floats add_floats(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 
-// 16 bytes of rows r and r + 4 to each vector, whose four pieces of 32 bits are then transposed.
+// Loads 16 bytes of rows r and r + 4 into each vector, then transposes pieces of 32 bits.
 inline void transpose_16(const uint8_t* const* p, Ints* out) {
     __m256i row[4];
     for (int r = 0; r < 4; ++r)
