@@ -83,6 +83,16 @@ inline bool is_behind_units(int64_t b, int64_t D) {
     return b * BLOCK >= D / F::UNIT * F::UNIT;
 }
 
+// y[0 .. LANES-1] += exact * scale, behind the last whole unit rounded before it is added.
+inline void add_scaled(Floats exact, Floats scale, bool is_behind, float* y) {
+    const Floats old = load_floats(y), rounded = in_register(mul(exact, scale));
+    store_floats(y, is_behind ? add_floats(old, rounded) : multiply_add(exact, scale, old));
+}
+
+#ifdef LEVEL_AVX512
+#include "grouped_avx512.h"
+#endif
+
 // y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i.
 template <class F, int COUNT>
 inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind,
@@ -108,10 +118,8 @@ inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bo
             Ints total[F::SUMS];
             join_parts(F(), sum[i][v], total);
             for (int s = 0; s < F::SUMS; ++s) {
-                float* to = y[i] + v * LANES + s * (BLOCK / F::SUMS);
-                const Floats exact = to_floats(total[s]), scale = factors[i].scale, old = load_floats(to);
-                const Floats rounded = in_register(mul(exact, scale));
-                store_floats(to, is_behind ? add_floats(old, rounded) : multiply_add(exact, scale, old));
+                add_scaled(to_floats(total[s]), factors[i].scale, is_behind,
+                           y[i] + v * LANES + s * (BLOCK / F::SUMS));
             }
         }
 }
@@ -148,14 +156,16 @@ inline void add_group_of(const uint8_t* tile, const ManySums& s, int64_t t, int6
 // One group. A coefficient of 0 has no effect if weights are finite.
 template <class F>
 void accumulate_grouped_many(const Rows& rows, int64_t a0, int64_t, const ManySums& s) {
-    constexpr int MOST = LANES < 16 ? 1 : 4;
     const uint8_t* group = rows.weight + a0 * rows.stride;
+    int64_t done = 0;
+#ifdef LEVEL_AVX512
+    done = add_grouped_lanes<F>(group, rows.D, s);
+#endif
     for (int64_t b = s.d0 / BLOCK; b < s.d1 / BLOCK; ++b) {
         const uint8_t* tile = F::tile(group, b);
         const bool is_behind = is_behind_units<F>(b, rows.D);
-        int64_t t = 0;
-        for (; t + MOST <= s.count; t += MOST) add_group_of<F, MOST>(tile, s, t, b, is_behind);
-        for (; t + 2 <= s.count; t += 2) add_group_of<F, 2>(tile, s, t, b, is_behind);
+        int64_t t = done;
+        for (; LANES == 16 && t + 2 <= s.count; t += 2) add_group_of<F, 2>(tile, s, t, b, is_behind);
         for (; t < s.count; ++t) add_group_of<F, 1>(tile, s, t, b, is_behind);
     }
 }
