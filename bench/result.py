@@ -66,7 +66,7 @@ class Limit:
 
     bytes_a_token: float
     tokens_per_s: float  # at the median bandwidth
-    share: float  # reached: the median over rounds, each with its own bandwidth
+    share: float  # of the limit reached: the median over rounds, each with its own bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)

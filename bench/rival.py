@@ -232,8 +232,8 @@ class LlamaBench:
 
     def _failed(self, test: BenchTest, done: subprocess.CompletedProcess[bytes]) -> SparkinferError:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        told = [line for line in said if "error" in line.lower()] or said[-1:]
-        words = f" ({told[0].strip()[:MOST_LETTERS]})" if told else ""
+        errors = [line for line in said if "error" in line.lower()] or said[-1:]
+        words = f" ({errors[0].strip()[:MOST_LETTERS]})" if errors else ""
         return SparkinferError(
             f"{self._options.path}: cannot measure {test.name} of {self._options.model}{words}; give"
             " a file that it loads with --compare-model"

@@ -124,8 +124,8 @@ def _samplers(value: object) -> tuple[str, ...]:
 
 
 def _named(error: SparkinferError, names: Mapping[str, str]) -> ApiError:
-    """An ApiError from one of SamplingOptions, whose message begins with a field's name; that name
-    becomes the request's."""
+    """Converts an error of SamplingOptions, whose message begins with a field's name, to an
+    ApiError with the request's name for that field."""
     first = str(error).split()[0]
     param = names.get(first, first if first in (*WHOLE, "seed", "samplers") else None)
     return wrong(param, str(error).replace(first, param or first, 1))

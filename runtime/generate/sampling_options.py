@@ -53,9 +53,8 @@ class SamplingOptions:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = 64  # 0: off, -1: the whole text
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    adaptive_target: float = (
-        -1.0
-    )  # a probability; below 0: off. Needs adaptive_p among the samplers, always run last
+    # A probability; below 0: off. Needs adaptive_p among the samplers, which always runs last.
+    adaptive_target: float = -1.0
     adaptive_decay: float = 0.90
     mirostat: int = 0  # 1 and 2 replace all samplers but logit bias and temperature
     mirostat_lr: float = 0.10  # eta

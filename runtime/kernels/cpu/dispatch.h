@@ -15,8 +15,8 @@ int64_t row_bytes_of(int32_t kind, int64_t D);
 // microseconds.
 constexpr int64_t INLINE_BYTES = 64 * 1024;
 
-// Calls body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes; the number
-// of pieces is limited by the bytes too.
+// Calls body(begin, end) over pieces of [0, n), on all threads if the job reads enough bytes; small jobs
+// get fewer pieces.
 template <class Body>
 void split(int64_t bytes, int64_t n, int64_t grain, int64_t pieces_per_thread, const Body& body) {
     if (n <= 0) return;
