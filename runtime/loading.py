@@ -1,9 +1,9 @@
-"""Loads an engine: from the files and options to weights in place and a decode step.
+"""Loads an engine: places the weights of a model file as the plan and the options say, and builds a
+decode step.
 
-A load goes through its parts in this order, each with a method: mode, devices and their check,
-placement, sequences and cache, bytes, neuron cache, memory on the CPU and on GPUs, weights, streams
-of cold weights, decode step. If a GPU is lost on the way, the whole load is done again on the
-CPU."""
+The steps of a load, in order, each with a method: mode, device check, placement, sequences and KV
+cache, bytes, neuron cache, memory on the CPU and on GPUs, weights, streams of cold weights, decode
+step. If a GPU is lost during a load, the whole load is repeated on the CPU."""
 
 import logging
 import time
@@ -63,7 +63,7 @@ StepOf = Callable[[Weights], DecodeStep | str]
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a load gives an engine."""
+    """The result of a load."""
 
     model: ModelFile
     mode: Mode
@@ -74,11 +74,11 @@ class Loaded:
     memories: Memories  # per GPU, for memory reports
     step_of: StepOf  # the decode step of the same weights with other thresholds or limits
     neuron_cache: NeuronCache | None
-    load_s: float  # seconds from an open file to weights in place
+    load_s: float  # seconds to load from an open file
 
 
 def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
-    """The plan in a file. Raises SparkinferError unless it is valid for the model."""
+    """Reads a plan from a file. Raises SparkinferError unless it is valid for the model."""
     if split is None:
         return None
     plan = Split.load(Path(split))
@@ -87,14 +87,14 @@ def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
 
 
 def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
-    """The model with the rotary embeddings asked for."""
+    """The model with the requested scaling of rotary embeddings."""
     kind, scale = config.rope_scaling, config.rope_scale
     return with_rope_scaling(model, kind, scale, config.context_length)
 
 
 def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
-    """Loads a model for this configuration; on the CPU if a GPU fails its check and does not answer
-    any more."""
+    """Loads a model for this configuration; on the CPU if a GPU fails its check and no longer
+    answers."""
     model, config = _with_rules(model, config, has_plan=plan is not None)
     try:
         return _Load(model, plan, config).run()
@@ -107,8 +107,8 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
 def _with_rules(
     model: ModelFile, config: EngineConfig, *, has_plan: bool
 ) -> tuple[ModelFile, EngineConfig]:
-    """The model with the thresholds and limits of the configuration, and, unless something else
-    says it, the mode that they are for."""
+    """The model with the thresholds and limits of the configuration, and the configuration with the
+    mode that they are for, unless it or a plan sets the mode."""
     mode = config.mode
     if config.thresholds is not None:
         model = with_thresholds(model, Path(config.thresholds))
@@ -164,7 +164,7 @@ class _Load:
         )
 
     def _check_devices(self) -> None:
-        """Everything runs on the CPU if a device fails."""
+        """If a device fails its check, everything runs on the CPU."""
         plan = self.plan
         gpus = gpus_of(plan, device_of(self.config.device))
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
@@ -203,7 +203,7 @@ class _Load:
         )  # fmt: skip
 
     def _set_up_neuron_cache(self) -> None:
-        """The neurons in slots at first, and their bytes."""
+        """Chooses the neurons that are in slots at the start, and counts the slots' bytes."""
         model, plan = self.model.row_major, self.plan
         self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
         self.resident_LN = None
@@ -249,7 +249,8 @@ class _Load:
                       " slower; run make build")  # fmt: skip
 
     def _stream_cold_weights(self) -> None:
-        """Checks the kernels that the weights need, and what a pass of a prompt has room for."""
+        """Checks the kernels that the weights need, attaches the streams of cold weights, and sets
+        the maximum number of tokens per pass."""
         takes = step_takes(self.memories)
         if self.check is not None:
             self.check.check_kernels(self.weights, self.placement, self.offset, takes)
@@ -267,7 +268,8 @@ class _Load:
             )
 
     def _decoder(self) -> Decoder:
-        """The decode step, for these weights and for others after them, and the decoder."""
+        """Builds the decode step and the decoder; `step_of` builds later steps, for the same
+        weights with other thresholds or limits."""
         step_by = partial(
             decode_step, placement=self.placement, input_layer_offset=self.offset,
             traffic=self.traffic, max_rows=self.max_rows,
@@ -282,7 +284,8 @@ class _Load:
         return self._decoder_with(step, self.observers, chunk=self.chunk)
 
     def _backend(self, step_by: Callable[..., DecodeStep | str]) -> Backend | str | None:
-        """The best kind of step that works on the GPU, or why none does; None without a GPU."""
+        """The fastest backend that works on the GPU, or the reason why none does; None without a
+        GPU."""
         if self.check is None:
             return None
         plain = self._decoder_with("this is layer by layer", Observers())
@@ -309,7 +312,7 @@ class _Load:
         )
 
     def _host_attention(self) -> HostAttention | None:
-        """Attention of prompts whose weights are on a GPU, and whose keys and values are not."""
+        """The attention of prompts if weights are on a GPU and the KV cache is in main memory."""
         if self.gpu.type == "cpu" or not self.placement.is_cache_on_host:
             return None
         found = HostAttention.of(self.weights)
@@ -320,10 +323,10 @@ class _Load:
 
 
 def _notice(model: ModelFile, line: str) -> None:
-    """Says why the load does what it does."""
+    """Logs the reason for a choice."""
     log.info(f"{model.path}: {line}")
 
 
 def _warn(model: ModelFile, line: str) -> None:
-    """Says what is slower or worse than the model and the machine allow."""
+    """Warns that something is slower or worse than the model and the machine allow."""
     log.warning(f"{model.path}: {line}")

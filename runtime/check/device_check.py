@@ -1,9 +1,9 @@
-"""Checks a GPU at the first load of a plan, part by part, and replaces each part that fails by its
+"""Checks a GPU part by part at the first load of a plan. A part that fails is replaced by its
 fallback, with one line of output.
 
     part                  fallback
     device                the CPU
-    pinned memory         copies by a detour, and tokens layer by layer
+    pinned memory         copies from pageable memory, and tokens layer by layer
     memory limit          the budget is planned with, but not enforced
     kernel ...            torch's kernels on that device, and no graph
     neuron cache's ...    no neuron cache
@@ -47,7 +47,7 @@ Takes = Callable[[torch.device], Take]
 # Seconds for a part: compiling a kernel takes some on a slow machine, and so does a large graph.
 PART_S = 60.0
 ANSWER_S = 10.0  # for an idle device to answer
-MOST_LETTERS = 160  # of an error
+MOST_LETTERS = 160  # of an error message; the rest is cut off
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _PLACE = re.compile(r"at \d+:\d+:$")  # the beginning of Triton's errors
 _MORE = "sparkinfer doctor says more"
@@ -67,7 +67,7 @@ class _NotChecked(Exception):
 
 @dataclass(eq=False)
 class DeviceCheck:
-    """The checks of one load; made by `checked`."""
+    """The checks of one load; `checked` creates it."""
 
     parts: tuple[DeviceParts, ...]
     notice: Notice
@@ -175,8 +175,8 @@ class DeviceCheck:
     def _check_launches(
         self, parts: DeviceParts, book: CheckBook, launches: Sequence[Launch]
     ) -> None:
-        """Checks all variants of the kernels; a line for each kernel that fails, or one for all that
-        fail for the same reason."""
+        """Checks all variants of the kernels; a line for each kernel that fails, or one for all
+        that fail for the same reason."""
         assert self._fast is not None
         count = sum(book.known(f"kernel {each.variant}") is None for each in launches)
         first: dict[str, tuple[str, str]] = {}  # by kernel: why, of which variant
@@ -284,7 +284,7 @@ def outcome(run: Callable[[], None], limit_s: float) -> str:
         try:
             with torch.inference_mode():
                 run()
-        except Exception as error:  # whatever fails, the part does: see the top of this file
+        except Exception as error:  # any exception means that the part fails
             is_memory = any(words in str(error).lower() for words in _NO_MEMORY)
             found.append(_NotChecked() if is_memory else _line(error))
         else:

@@ -12,15 +12,16 @@ from torch import Tensor
 from sparkinfer.runtime.check.launches import Launch
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 
-# The largest |got - want| / |want| of a right kernel. Sums of 16,384 terms in f32 are off by about
-# 1e-6 of that; the rest is room for the device's exp and sin.
+# The largest |got - want| / |want| of a correct kernel. Sums of 16,384 terms in f32 have a relative
+# error of about 1e-6; the rest is room for the device's exp and sin.
 BOUND = 1e-4
 ROUNDED_BOUND = 2e-3  # of results stored in 16 bits: bf16 has 8 bits, of which the last may differ
-# Where a value is close to a threshold, a neuron may be silent in one and not in the other.
+# Close to a threshold, a neuron may be silent in one kernel and not in the other.
 FIRING_BOUND = 1e-3
-# The share of predicted neurons that may differ for the same reason, and the least number.
+# The share of predicted neurons that may differ for the same reason, and the number that always
+# may.
 BITS_SHARE, LEAST_BITS = 1e-3, 2
-_MOST_DRAWN = 1 << 22  # random numbers at once
+_MOST_DRAWN = 1 << 22  # random numbers; longer tensors repeat them
 _INPUTS = {
     "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD"),
     "rotate_append": ("qkv", "position_1"),
@@ -39,7 +40,7 @@ class Wrong(Exception):
 
 
 def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[], None]) -> None:
-    """Raises Wrong, or whatever the kernel raises, unless both write the same.
+    """Raises Wrong, or whatever the kernel raises, unless both write the same within the bounds.
 
     Overwrites the launch's vectors; caches are zeros again afterwards. `wait` waits for the device
     and raises what went wrong there."""
@@ -54,7 +55,7 @@ def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[
 
 
 def difference(got: Tensor, want: Tensor, bound: float) -> str:
-    """How the two differ by more than the bound; "" if they do not."""
+    """Describes a difference larger than the bound; "" if there is none."""
     if want.dtype == torch.int32:
         count = int(_bits(got ^ want))
         most = max(LEAST_BITS, int(BITS_SHARE * 32 * want.numel()))
@@ -143,7 +144,7 @@ def _randomise(values: Tensor, random: torch.Generator) -> None:
         limits = torch.iinfo(torch.int32)
         drawn = torch.randint(limits.min, limits.max, values.shape, generator=random)
         values.copy_(drawn.to(torch.int32))
-    else:  # a long cache repeats itself
+    else:  # the rows of a long cache repeat
         rows = max(1, _MOST_DRAWN // max(1, values[:1].numel()))
         drawn = torch.randn((min(rows, len(values)), *values.shape[1:]), generator=random)
         for piece in values.split(rows):

@@ -1,4 +1,4 @@
-"""The kernel launches of a plan's step, found by submitting a step that runs nothing.
+"""The kernel launches of a plan's step, recorded by submitting a step whose kernels do nothing.
 
 Launches that the compiler turns into the same machine code are one variant: a kernel with the
 kinds, widths and types of its arguments, and for a matrix the number of rows per Triton program,
@@ -166,8 +166,8 @@ def _matrices(block: NeuronBlock) -> tuple[Matrix, ...]:
 
 
 def _note_unpack(kernels: Kernels, matrix: StoredMatrix, device: torch.device) -> None:
-    """Notes the unpacking of a tile: the matrix's first rows, copied to the device if they are not
-    there."""
+    """Notes the unpacking of a tile: the first rows of the matrix, copied to the device if they are
+    elsewhere."""
     data = matrix.data[:_UNPACKED_ROWS].to(device)
     dtype = gpu_products.tile_dtype(matrix.kind)
     tile = type(matrix)(data=data, kind=matrix.kind, width=matrix.width)
