@@ -35,7 +35,7 @@ GAIN = 0.9  # a matrix changes a vector's norm by this factor
 ADDED = 0.05  # scale of what attention and feed-forward layers add to the hidden state
 PREDICTOR_KIND = "q8_0"
 NUM_TOKENS = 1_000_000  # of the computed profile
-MADE_ROWS = 512  # rows that numbers are drawn for at a time
+MADE_ROWS = 512  # rows per draw of random numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Planted:
 
 @dataclass(frozen=True, kw_only=True)
 class Gates:
-    """One layer's gates, on the device that makes them: gate_FD = up_FR down_RD + an unseen
-    part."""
+    """One layer's gates, on the device that makes them: gate_FD = up_FR down_RD + a part
+    that the predictor does not see."""
 
     down_RD: Tensor
     up_FR: Tensor
@@ -60,7 +60,7 @@ def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
     """Writes the model file; the profile has the firing probabilities of the file's neurons."""
     num_layers = planted.shape.num_layers
     gates = _gates_of(planted)
-    gates(0)  # torch loads its solvers for CUDA at their first use, which fails in several threads
+    gates(0)  # torch loads its solvers for CUDA at their first use; several threads at once fail
     firing_LF = np.stack([_firing(planted.shape, layer) for layer in range(num_layers)])
     info = PredictorInfo(
         kind="linear",

@@ -31,8 +31,8 @@ class Blueprint:
 
     `rows` has an entry for each tensor whose rows are reordered, by its name within a layer or, for
     tensors outside the layers, by its full name. `options` are the optional tensors of a layer that
-    this checkpoint must have. Tensors
-    named in `constants` are not in the checkpoint and have this value everywhere."""
+    this checkpoint must have. Tensors whose names end with one of `constants` are not in the
+    checkpoint and have this value everywhere."""
 
     architecture: str
     shape: ModelShape

@@ -34,8 +34,8 @@ def tensor_entries(
     types: TensorTypes,
     transposed: frozenset[str] = frozenset(),
 ) -> dict[str, TensorEntry]:
-    """Every tensor of the model file by its name there; each is read when it is written. Those
-    named in `transposed` are transposed, as are the down projections of the sparse layout.
+    """Every tensor of the model file by its name there; its source is read when it is written.
+    Tensors named in `transposed` are transposed, as are the down projections of the sparse layout.
 
     Raises SparkinferError for an unknown or missing tensor and a wrong shape."""
     wanted = _wanted(plan)
@@ -95,7 +95,7 @@ def _read_rows(
     start: int,
     stop: int,
 ) -> np.ndarray:
-    """The bytes of some rows of a tensor; nothing of it stays in memory afterwards."""
+    """The encoded bytes of some rows of a tensor, which does not stay in memory."""
     whole, rows = checkpoint.read(source), None  # held to the end: its mapping is shared
     tensor = whole
     if is_transposed:

@@ -50,7 +50,7 @@ class Needs:
 
 
 def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
-    """The smaller of what is free and what `max_memory_bytes` leaves.
+    """The smaller of the free memory and what `max_memory_bytes` leaves.
 
     On the CPU the latter bounds all resident memory: anonymous memory and pages of mapped files,
     the program's own included. On CUDA it bounds what torch allocates there. Raises SparkinferError

@@ -72,7 +72,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
         forms = ("low-rank",)
     if options.form == "whole" and (options.type == "f16" or width % BLOCK):
         raise SparkinferError(
-            "a whole predictor in f16 reads as much as the gate it stands for; give"
+            "a whole predictor in f16 reads as much as the gate it replaces; give"
             " --predictor-type q4_0 or another form"
         )
     if options.format == "dejavu":

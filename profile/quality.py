@@ -42,7 +42,7 @@ class EvalConfig:
     chat_template: str | None = None
     device: str | None = None
     seed: int = 0
-    # Of keys and values, by name (sparkinfer.cache_types); the dense model keeps its own
+    # Types of keys and values (sparkinfer.cache_types); the dense model keeps its own
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
@@ -58,8 +58,8 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """Perplexities, the KL divergence of `mode` from dense in nats, and the share of tokens for
-    which both find the same next token most likely. Half-widths are those of 95 % intervals (see
+    """Perplexities, the KL divergence of `mode` from dense in nats, and the share of tokens after
+    which the most likely next token is the same. Half-widths are those of 95 % intervals (see
     comparison), None if the text is too short. Bytes are those of the weights that a token reads
     (see mode_quality).
 
@@ -119,7 +119,7 @@ class EvalReport:
         return f"{', '.join(told)} of the neurons"
 
     def record(self, corpus_sha256: str) -> ModeQuality | None:
-        """The record for artifacts; None if the text was too short, or the mode is broken."""
+        """The record for artifacts; None if the text was too short or the values are not finite."""
         if self.perplexity_half_width is None:
             return None
         quality = ModeQuality(

@@ -8,7 +8,7 @@ most `lost_norm` of the output, |y - y_named| / |y|. A token then reads
 
 bytes, and the candidate with the fewest wins, provided that enough of its predicted neurons fire
 (`precision`): rows predicted in vain are read from slow memory, the predictor mostly from fast
-memory. Precision alone is no use if more bytes are read than in mode exact, as with the whole gate
+memory. Precision does not help if more bytes are read than in mode exact, as with the whole gate
 in q4_0 for a model in q4_0.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly

@@ -69,7 +69,7 @@ def plot_firings(profile: Profile) -> Plot:
                 axes.plot(share_N, curve_N, color=BLUE, linewidth=0.5, alpha=0.6)
         axes.plot(share_N, mean_N, color=BLUE, label="mean of the layers")
         axes.plot([0, 100], [0, 100], color=SOFT, linewidth=0.8, linestyle=(0, (2, 3)),
-                  label="if all fired alike")  # fmt: skip
+                  label="if all fired equally often")  # fmt: skip
         axes.set(xlabel="neurons of a layer, hottest first (%)", ylabel="of its firings (%)",
                  xlim=(0, 100), ylim=(0, 101))  # fmt: skip
         gridded(axes, "both")

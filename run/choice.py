@@ -28,12 +28,12 @@ BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
 LARGE = ("f32", "f16", "bf16")
 # Shares of available memory given to a model; the rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
-STEP_BYTES = 256 << 20  # a default budget is a multiple of it, so that the next run finds the same
+STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that the next run gets the same
 # A predictor's bytes relative to its layer's neurons: 9.4 % in f16 (docs/predictors.md), 18 % in
 # q8_0. It names a tenth more neurons than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
-SURELY = 4  # safety factor on estimated temporaries, above which they need not be measured
+SURELY = 4  # a GPU with this many times the estimated temporaries holds the measured ones
 LEAST_GAIN = 0.1  # share of a token's bytes saved that is worth minutes of training
 
 
@@ -71,8 +71,9 @@ class Wishes:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How to run a model. `model` is the planned file; `predictors` says whether to train some,
-    None if a first look decides. `budgets` are those of a plan, () without one."""
+    """How to run a model. `model` describes the file that will run, which may still have to be
+    made; `predictors` says whether to train some, None if a first look decides. `budgets` are those
+    of a plan, () without one."""
 
     model: ModelFile
     outtype: Outtype | None
@@ -292,7 +293,7 @@ def _where_line(
             f"by a plan for {given} of VRAM, a context of {context:,} tokens; -c asks for another"
         )
     if room.gpus:
-        return f"on the GPU, all of it, a context of {context:,} tokens"
+        return f"entirely on the GPU, with a context of {context:,} tokens"
     if not any(wishes.vram or ()):
         return "on the CPU, without a plan: no GPU here, or none asked for"
     if not torch.cuda.is_available():

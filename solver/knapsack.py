@@ -2,18 +2,17 @@
 
 The Lagrangian bound is loose by up to one layer's fixed costs, which is negligible for 32 layers
 and several percent for 8 small ones. Here every layer and the head is an item, for which exactly
-one option is chosen, (dense block on the CPU or the GPU, n hot neurons), and bytes are counted in
-units:
+one option is chosen, (dense block on the CPU or the GPU, n hot neurons). Bytes are counted in
+units; an option takes u of them:
 
     best[item, on, r] = min over options with the block on and u <= r units
                             [seconds + min(best[item - 1, 1, r - u],
                                            best[item - 1, 0, r - u] + (visit where on))]
 
-where `on` is 1 if the item's block is on the GPU. With the bytes of every option rounded down to
-units, M_l of n neurons taken as in `lagrangian` (no more than that of any n neurons) and the host's
-limit ignored, the result is at most T of any placement: a lower bound, which corresponds to at most
-L + 1 extra units of memory. With bytes rounded up and the n hottest neurons, it is a placement that
-fits.
+where `on` is 1 if the item's block is on the GPU. The result is at most T of any placement, a lower
+bound, if the bytes of every option are rounded down (as if there were up to L + 1 more units of
+memory), M_l of n neurons is that of `lagrangian` (at most that of any n neurons) and the host's
+limit is ignored. With bytes rounded up and the n hottest neurons, it is a placement that fits.
 
 Measured (8 layers of 1,024 neurons, width 256, launch 4 us, round trip 15 us, one busy core of
 two): gaps of 0.8 to 9.6 % become 0.04 % or less in 0.3 s or less. With 22 layers of 5,632 neurons

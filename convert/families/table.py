@@ -44,6 +44,6 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
             f"{path}: architecture {shown(name)}: {why}; supported: {CHECKPOINTS}"
         )
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
-    read.refuse("is_causal", True, why="attention that looks ahead is not computed")
-    read.refuse("quantization_config", why="its weights are packed; take the original checkpoint")
+    read.refuse("is_causal", True, why="bidirectional attention is not supported")
+    read.refuse("quantization_config", why="its weights are packed; use the original checkpoint")
     return family.blueprint(read)

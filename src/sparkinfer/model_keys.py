@@ -209,7 +209,7 @@ class KeyReader:
             )
         if self.keys.get(f"{name}.attention.causal", True) is not True:
             raise SparkinferError(
-                f"{self.path}: attention.causal is not true: attention that looks ahead is not"
+                f"{self.path}: attention.causal is not true: bidirectional attention is not"
                 " supported"
             )
         if heads % count("attention.head_count_kv", heads) or head_width % 2:

@@ -16,7 +16,7 @@ def cache_type_options(command: Command) -> Command:
     """Adds the options, under the names of `Engine.load`."""
     of_values = engine_option(
         "cache_type_v", "-ctv", "--cache-type-v", type=click.Choice(NAMES), metavar="TYPE",
-        help="The same for values. [default: as for keys]",
+        help="Type of cached values. [default: that of the keys]",
     )  # fmt: skip
     of_keys = engine_option(
         "cache_type_k", "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",

@@ -28,7 +28,7 @@ from sparkinfer.sizes import format_bytes
 @click.option("--machine", type=FILE, help="The machine file that the plan was solved for.")
 @click.option("--predictors", type=FILE, help="predictors.safetensors, or its folder.")
 @click.option("--eval-json", "evals", type=FILE, multiple=True,
-              help="What sparkinfer eval --json printed; may be repeated.")  # fmt: skip
+              help="Output of sparkinfer eval --json; may be repeated.")  # fmt: skip
 @force_option
 @json_option
 def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
@@ -38,7 +38,7 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
     let_threads_sleep()
     from sparkinfer.model_file import ModelFile
 
-    ModelFile.load(options["model"])  # refused before the seconds that the other imports take
+    ModelFile.load(options["model"])  # fails early: the other imports take seconds
     from sparkinfer.report.config import ReportConfig
     from sparkinfer.report.report import report as run
 

@@ -41,7 +41,7 @@ def activation_notes(profile: Profile, folder: Path) -> list[str]:
     if num_layers > TEXT_SORT_IS_RIGHT_UP_TO:
         notes.append(
             f"PowerInfer's own export_split.py reads these {num_layers} files in text order"
-            " (layer 10 before layer 2) and thus gives layers each other's neurons;"
+            " (layer 10 before layer 2) and thus mixes up the layers;"
             " solve here and export the plan with --format gpuidx instead"
         )
     if num_neurons % SOLVER_BATCH:
