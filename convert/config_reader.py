@@ -204,7 +204,7 @@ class ConfigReader:
 def _instead(rope_type: object) -> str:
     """Phi-3 is published with and without its long context, as two checkpoints."""
     is_long = rope_type in ("longrope", "su")
-    return "; take the checkpoint for the short context, if there is one" if is_long else ""
+    return "; use the checkpoint for the short context, if there is one" if is_long else ""
 
 
 def _number(value: object) -> float | None:

@@ -51,7 +51,7 @@ def encode(
     encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, LIMITS[kind], rows=rows)
     if not math.isfinite(largest):
         raise SparkinferError(
-            f"{name} has NaN or infinite values; its file is damaged: get it again"
+            f"{name} has NaN or infinite values; its file is damaged: download it again"
         )
     if largest >= LIMITS[kind]:
         other = "f32" if kind == "bf16" else wider

@@ -86,7 +86,7 @@ def _targets(
         if both != name:
             raise SparkinferError(
                 f"{config.source}: holds {both} and {name}, one matrix twice; only one of them"
-                " can be right: get the file again"
+                " can be right: download the file again"
             )
     return names
 
@@ -156,7 +156,7 @@ def _checked(entry: TensorEntry, label: str) -> TensorEntry:
         data = entry.read_rows(start, stop)
         if not _is_finite(data, entry.kind):
             raise SparkinferError(
-                f"{label} has NaN or infinite values; its file is damaged: get it again"
+                f"{label} has NaN or infinite values; its file is damaged: download it again"
             )
         return data
 
@@ -198,7 +198,7 @@ def _unpack(data: np.ndarray, kind: str) -> np.ndarray:
         return dequantize(data, type_of(kind))
     except NotImplementedError as error:
         raise SparkinferError(
-            f"tensors of type {kind} cannot be unpacked; take a file of another type"
+            f"tensors of type {kind} cannot be unpacked; use a file of another type"
         ) from error
 
 

@@ -251,11 +251,11 @@ def _wrong_shape(
 def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: ModelShape) -> None:
     """Raises SparkinferError unless the arrays are finite and fit the model."""
     if predictor.down is not None and not predictor.down.data.size:
-        raise SparkinferError(f"{path}: the predictor has rank 0; get it again")
+        raise SparkinferError(f"{path}: the predictor has rank 0; download it again")
     wanted = predictor.wanted_shapes(shape.num_neurons, shape.width)
     for name, array in predictor.arrays(layer).items():
         of_name = wanted[name.split(".", 2)[2]]
         if array.shape != of_name:
             raise _wrong_shape(path, name, array.shape, of_name)
         if not np.isfinite(array).all():
-            raise SparkinferError(f"{path}: {name} has NaN or infinite values; get it again")
+            raise SparkinferError(f"{path}: {name} has NaN or infinite values; download it again")

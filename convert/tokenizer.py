@@ -103,7 +103,9 @@ def _check_older(folder: Path) -> None:
         return
     vocabulary = read_object(path, "vocab.json")
     if not all(type(n) is int and 0 <= n < MAX_TOKENS for n in vocabulary.values()):
-        raise SparkinferError(f"{path}: a token without an id below {MAX_TOKENS}; get it again")
+        raise SparkinferError(
+            f"{path}: a token without an id below {MAX_TOKENS}; download it again"
+        )
     path = folder / "merges.txt"
     lines = read_text(path, "merges.txt").split("\n")
     for number, line in enumerate(lines, start=1):

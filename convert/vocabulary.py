@@ -27,7 +27,9 @@ def check_tokenizer(path: Path, tokenizer: Json) -> None:
     """Raises SparkinferError if a BPE tokenizer's tables are malformed."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list):
-        raise SparkinferError(f"{path}: no 'model' table; wanted a tokenizer.json; get it again")
+        raise SparkinferError(
+            f"{path}: no 'model' table; wanted a tokenizer.json; download it again"
+        )
     vocabulary, merges = model.get("vocab"), model.get("merges")
     is_bpe = model.get("type") == "BPE"
     ids: list[object] = [None] if is_bpe else []  # other models may have a list of tokens
@@ -35,11 +37,13 @@ def check_tokenizer(path: Path, tokenizer: Json) -> None:
     ids += [item.get("id") if isinstance(item, dict) else None for item in added]
     has_text = all(isinstance(item, dict) and type(item.get("content")) is str for item in added)
     if not all(type(i) is int and i >= 0 for i in ids) or not has_text:
-        raise SparkinferError(f"{path}: a token without text or id; get tokenizer.json again")
+        raise SparkinferError(f"{path}: a token without text or id; download tokenizer.json again")
     if not is_bpe:
         return
     if not isinstance(merges, list) or not all(len(pair_of(merge)) == 2 for merge in merges):
-        raise SparkinferError(f"{path}: a merge that is not two tokens; get tokenizer.json again")
+        raise SparkinferError(
+            f"{path}: a merge that is not two tokens; download tokenizer.json again"
+        )
 
 
 def num_tokens(tokenizer: Json) -> int:

@@ -145,6 +145,6 @@ def _checked(model: ModelFile, key: str, value: object) -> int:
     if not is_number or not 0 <= int(value) < model.shape.vocab_size:  # type: ignore[call-overload]
         raise SparkinferError(
             f"{model.path}: {key} is {str(value)[:40]!r}, wanted a token of the model, 0 to"
-            f" {model.shape.vocab_size - 1}; get the file again, or convert its checkpoint"
+            f" {model.shape.vocab_size - 1}; download the file again, or convert its checkpoint"
         )
     return int(value)  # type: ignore[call-overload]

@@ -78,7 +78,7 @@ class _Vocabulary:
         if len(set(tokens)) != len(tokens):
             raise SparkinferError(
                 f"{path}: {len(tokens) - len(set(tokens))} tokens have the text of another one"
-                " and are ambiguous; get the file again"
+                " and are ambiguous; download the file again"
             )
         read = cls(path=path, keys=keys, tokens=tokens, types=[TokenType.NORMAL] * len(tokens))
         if Keys.Tokenizer.TOKEN_TYPE not in keys:
@@ -97,7 +97,7 @@ class _Vocabulary:
         if not isinstance(values, list) or not is_right:
             raise SparkinferError(
                 f"{self.path}: {key} does not have {len(self.tokens)} numbers, one for each token;"
-                " get the file again"
+                " download the file again"
             )
         return [float(value) for value in values]
 
@@ -122,7 +122,7 @@ class _Vocabulary:
         if not isinstance(value, np.integer) or not 0 <= value < len(self.tokens):
             raise SparkinferError(
                 f"{self.path}: {key} is {shown(value)}, wanted the number of a token, because one is"
-                " to be added to every text; get the file again"
+                " to be added to every text; download the file again"
             )
         return self.tokens[int(value)]
 
@@ -150,7 +150,7 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
         if left not in ids or right not in ids or left + right not in ids:
             raise SparkinferError(
                 f"{vocabulary.path}: the merge {shown(merge)} does not join two tokens to a third;"
-                " get the file again"
+                " download the file again"
             )
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=kind.whole_words_first))

@@ -29,7 +29,7 @@ def read_text(path: Path, what: str) -> str:
             raise SparkinferError(f"{path}: is {found}; wanted a {what}") from error
         raise SparkinferError(
             f"{path}: cannot be read as text (byte {error.start} is not UTF-8); wanted a {what};"
-            " get it again"
+            " make or download it again"
         ) from error
     except OSError as error:
         raise SparkinferError(
@@ -52,7 +52,7 @@ def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # JSON's error, too many digits, surrogates
         raise SparkinferError(
-            f"{path}: not JSON, or not whole ({str(error)[:200]}); wanted a {what}; get it again"
+            f"{path}: not JSON, or not whole ({str(error)[:200]}); wanted a {what}; make or download it again"
         ) from error
     if not isinstance(value, dict):
         raise SparkinferError(

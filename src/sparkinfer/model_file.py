@@ -242,7 +242,7 @@ class ModelFile:
         if not ((factors > 0) & (factors < np.inf)).all():
             raise SparkinferError(
                 f"{self.path}: rope_freqs.weight is not all finite and above zero: rotary"
-                " embeddings would be wrong; get the file again"
+                " embeddings would be wrong; download the file again"
             )
 
     def _check_predictor(self, info: PredictorInfo) -> None:
@@ -418,7 +418,7 @@ def _next_step(kind: str) -> str:
     """What to do about a type without kernels, as the end of an error."""
     if can_unpack(kind):
         return "; first sparkinfer convert FILE -o model.gguf, which converts it to q8_0"
-    return " and cannot be converted; take a file of another type"
+    return " and cannot be converted; use a file of another type"
 
 
 def _is_extra(key: str, architecture: str) -> bool:
