@@ -414,7 +414,7 @@ def test_input_that_is_not_text_is_refused(tmp_path, codec_model):
 
 def test_options_of_llamacpp_are_explained():
     for args, message in (
-        (("-ngl", "20"), "a plan says what is on"),
+        (("-ngl", "20"), "a plan decides what is on"),
         (("-cnv",), "sparkinfer chat"),
     ):
         done = run("m.gguf", "-p", "a", *args, code=2)

@@ -173,9 +173,9 @@ def test_k_quants_keep_their_bytes_except_where_transposed(stock, tmp_path):
             assert entry.kind == old.tensors[name].kind
             assert entry.read().tobytes() == old.tensors[name].read().tobytes()
     assert report.outtype == "q4_k" and report.model_id == old.model_id
-    packed = [note for note in report.notes if "packed again" in note]
+    packed = [note for note in report.notes if "repacked" in note]
     assert [note.split(":")[0] for note in packed] == [
-        "q6_k repacked as q8_0", "q4_k packed again as q8_0"]  # fmt: skip
+        "q6_k repacked as q8_0", "q4_k repacked as q8_0"]  # fmt: skip
     written = Written(
         source=tmp_path / "k.gguf", path=tmp_path / "m.gguf", output=tmp_path / "m.gguf",
         restored=lambda: restored(tmp_path / "k.gguf", new),
