@@ -212,7 +212,7 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
     if not {"fc1.weight", "fc2.weight"} <= state.keys() <= PARTS.keys():
         found = ", ".join(sorted(state))
         raise SparkinferError(
-            f"{path}: holds {found[:100]}, wanted the tensors fc1.weight, fc2.weight and perhaps"
+            f"{path}: holds {found[:100]}, wanted the tensors fc1.weight, fc2.weight and optionally"
             " fc1.bias, fc2.bias"
         )
     rank = state["fc1.weight"].shape[0] if state["fc1.weight"].shape else 0

@@ -196,7 +196,7 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
     if kind is None:
         made = source.draft(None).tensors["blk.0.ffn_up.weight"].kind
         return (
-            f"type {made}: there are no kernels for the file's {source.own_type}, and this one keeps"
+            f"type {made}: there are no kernels for the file's {source.own_type}, and {made} keeps"
             f" its quality ({fits})"
         )
     if kind == BY_QUALITY[0]:
