@@ -203,9 +203,18 @@ def rules(head: Head) -> dict[str, Rule]:
 def recall(head: Head, name: str, rule: Rule | None, share: float, t: int) -> float | None:
     """The share of the attention of position t - 1 on what the rule has read; None if it exceeds
     its bytes before it has selected any position."""
-    query_GW, exact_GT = head.query_NGW[t - 1], mass(head.query_NGW[t - 1], head.key_NW[:t])
-    budget = share * t * 2 * F16 * head.width
-    row = 2 * F16 * head.width  # of a key and a value
+    query_GW, key_TW = head.query_NGW[t - 1], head.key_NW[:t]
+    is_read = taken(name, rule, query_GW, key_TW, share)
+    return None if is_read is None else float(mass(query_GW, key_TW)[:, is_read].sum(dim=1).mean())
+
+
+def taken(
+    name: str, rule: Rule | None, query_GW: Tensor, key_TW: Tensor, share: float
+) -> Tensor | None:
+    """The positions that a rule reads, bool [T]; None if it has no bytes left for any."""
+    t, width = key_TW.shape
+    row = 2 * F16 * width  # of a key and a value
+    budget = share * t * row
     is_read = torch.zeros(t, dtype=torch.bool)
     is_read[:SINKS] = True
     left = budget - SINKS * row - (0.0 if rule is None else rule.bytes_of(t))
@@ -215,11 +224,11 @@ def recall(head: Head, name: str, rule: Rule | None, share: float, t: int) -> fl
     is_read[max(0, t - window) :] = True
     left -= window * row
     if name == "oracle":
-        best = exact_GT.sum(dim=0).masked_fill(is_read, -1).topk(int(left / row)).indices
-        is_read[best] = True
+        best_T = mass(query_GW, key_TW).sum(dim=0).masked_fill(is_read, -1)
+        is_read[best_T.topk(int(left / row)).indices] = True
     elif rule is not None:
         is_read |= won(rule, query_GW, is_read, left, row, t)
-    return float(exact_GT[:, is_read].sum(dim=1).mean())
+    return is_read
 
 
 def won(rule: Rule, query_GW: Tensor, is_read: Tensor, left: float, row: int, t: int) -> Tensor:

@@ -293,17 +293,23 @@ def kv_selection() -> str:
 
 def kv_tasks() -> str:
     ways = result("kv-tasks-amd-epyc")["ways"]
-    full = ways["full attention"]["probability"]
+
+    def told(found: dict[str, float] | None) -> str:
+        return (
+            "-" if found is None else f"{found['probability']:.3f} ({signed(found['of_full'] - 1)})"
+        )
+
     rows = [
-        [name, percent(way["share_of_bytes"], 1), f"{way['probability']:.3f}",
-         signed(way["probability"] / full - 1)]
+        [name, percent(way["share_of_keys"], 1) if way["share_of_keys"] else "-",
+         percent(way["share_of_bytes"], 1), told(way["after_full"]), told(way.get("under_rule"))]
         for name, way in ways.items()
     ]  # fmt: skip
     header = [
         "read",
-        "share of the cache's bytes",
-        "probability of a code's token",
-        "against full attention",
+        "keys and values",
+        "bytes with tables",
+        "after full attention",
+        "under the rule",
     ]
     return markdown(header, rows)
 

@@ -196,9 +196,9 @@ def test_the_lines_that_the_command_prints(folder, capsys):
         return capsys.readouterr().err
 
     fits, between, nothing = said("-vb", "1MiB"), said("-vb", "330KiB"), said("-vb", "0")
-    assert "fits entirely in 407.00 KiB" in fits and "everything fits from" not in fits
+    assert "fits entirely in 471.00 KiB" in fits and "everything fits from" not in fits
     assert "3 of 3 layers and the head on the GPU, no overlap" in fits
-    assert "nothing on the GPU helps" in between and "fits from 407.00 KiB on" in between
+    assert "nothing on the GPU helps" in between and "fits from 471.00 KiB on" in between
     assert "every weight read; all on the CPU" in nothing and "the CPU alone" not in nothing
     assert "everything on the CPU" in nothing and "on the GPU" not in nothing.splitlines()[-1]
     make_machine(cpu_gb_per_s=0.005, num_gpus=0).save(folder / "c")
