@@ -16,6 +16,7 @@ from sparkinfer.bench.runner import RandomTokens, Runner, TextTokens, Tokens
 from sparkinfer.bench.setting import load_now, setting_of
 from sparkinfer.bench.summary import report_of
 from sparkinfer.errors import SparkinferError
+from sparkinfer.longer_texts import with_rope_scaling
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.threads import use_threads
@@ -49,12 +50,13 @@ def bench(
 
 
 def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
-    longest = file.shape.context_length
+    scaled = with_rope_scaling(file, config.rope_scaling, config.rope_scale, config.num_tokens)
+    longest = scaled.shape.context_length
     for test in config.tests:
         if test.depth + test.length > longest:
             raise SparkinferError(
                 f"{test.name} takes {test.depth + test.length} tokens, the model has a context of"
-                f" {longest}; give shorter lengths with -p, -n and -d"
+                f" {longest}; give shorter lengths with -p, -n and -d, or --rope-scaling yarn"
             )
 
 
@@ -88,6 +90,8 @@ def _load(config: BenchConfig, plan: Split | None) -> Engine:
         cache_type_k=config.cache_type_k,
         cache_type_v=config.cache_type_v,
         kv_offload=config.kv_offload,
+        rope_scaling=config.rope_scaling,
+        rope_scale=config.rope_scale,
         neuron_cache=config.neuron_cache,
     )
 

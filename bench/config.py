@@ -8,6 +8,7 @@ from typing import Literal
 from sparkinfer.engine_config import EngineConfig
 from sparkinfer.errors import SparkinferError
 from sparkinfer.neuron_cache import CacheOptions, Off
+from sparkinfer.rope import check_scaling
 from sparkinfer.runtime.model.feed_forward import Mode
 
 MOST_TOKENS = 1 << 24  # per test; above any context length
@@ -48,6 +49,8 @@ class BenchConfig:
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
+    rope_scaling: str | None = None
+    rope_scale: float | None = None
     neuron_cache: CacheOptions | Off | None = None  # None: as in the plan
     text: Path | None = None  # the tokens' source; None draws them at random from `seed`
     seed: int = 0
@@ -69,6 +72,7 @@ class BenchConfig:
                 if not self.tests
                 else f"{len(self.tests)} tests asked for, wanted at most {MOST_TESTS}"
             )
+        check_scaling(self.rope_scaling, self.rope_scale)
         if self.seed < 0:
             raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
         if self.compare is None and (self.compare_model or self.compare_gpu_layers is not None):

@@ -105,7 +105,10 @@ def tell(text: Sequence, begun: list[int], answer: list[int]) -> float:
 
 
 def documents(arguments: argparse.Namespace) -> list[Document]:
-    """The documents, read with full attention."""
+    """The documents, read with full attention, or those that an earlier run has kept."""
+    kept: Path | None = arguments.kept
+    if kept is not None and kept.exists():
+        return [Document(*each) for each in torch.load(kept)]
     found, chance = [], random.Random(1)
     words = sorted(set(re.findall(r"\b[a-z]{5,9}\b", arguments.text.read_text())))
     with load(arguments, None) as engine:
@@ -116,6 +119,8 @@ def documents(arguments: argparse.Namespace) -> list[Document]:
                 text.extend(ids, "none")
                 full = [tell(text, *line) for line in asked]
                 found.append(Document(ids, asked, text.read_state(), full))
+    if kept is not None:
+        torch.save([(each.ids, each.asked, each.state, each.full) for each in found], kept)
     return found
 
 
@@ -253,6 +258,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--under-rule", action="store_true", help="also read the documents with each rule"
+    )
+    parser.add_argument(
+        "--kept", type=Path, help="file of the documents as read, written if it does not exist"
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()

@@ -21,6 +21,7 @@ from sparkinfer.bench.runner import Runner
 from sparkinfer.bench.step_bytes import step_bytes
 from sparkinfer.bench.tables import lines_of, markdown_of
 from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Traffic
@@ -135,6 +136,19 @@ def test_a_selection_of_keys_leaves_no_limit(bench_files, small_buffer, depth, i
     report = bench(config)
     assert (report.results[0].limit is not None) == is_known == (report.limit_missing is None)
     assert is_known or any("there is no limit" in line for line in lines_of(report))
+
+
+@needs_kernels
+def test_tests_may_be_longer_than_the_training_with_scaled_embeddings(bench_files, small_buffer):
+    path = bench_files / "dense.gguf"
+    depth = ModelFile.load(path).shape.context_length
+    options = {"device": "cpu", "depths": (depth,), "prompt_lengths": (0,), "gen_lengths": (4,)}
+    with pytest.raises(SparkinferError, match="or --rope-scaling yarn"):
+        bench(config_of(path, **options))
+    with pytest.raises(SparkinferError, match="rope"):
+        config_of(path, rope_scaling="straight", **options)
+    report = bench(config_of(path, rope_scaling="yarn", **options))
+    assert report.results[0].test.depth == depth and report.results[0].ours
 
 
 def test_without_the_kernels_bytes_are_known_and_parts_are_not(

@@ -349,6 +349,22 @@ def test_impossible_sizes_are_refused(path, text, words):
     assert "\n" not in str(refusal.value)
 
 
+def test_no_context_and_a_full_one(path):
+    """Nothing is left half done: the text continues after what was refused."""
+    for context in (0, -1, CONTEXT + 1):
+        with pytest.raises(SparkinferError, match=f"context of {context} asked for"):
+            load(path, context_length=context)
+    with load(path, context_length=100) as engine, engine.sequence() as text:
+        want = text.extend(IDS[:99])
+        with pytest.raises(
+            SparkinferError, match="2 more tokens after 99 exceed the context of 100"
+        ):
+            text.extend([1, 2])
+        text.rollback(98)
+        assert torch.equal(text.extend(IDS[98:99]), want)
+        assert text.extend(IDS[99:100]).isfinite().all() and not text.room
+
+
 CAPPED = "block=16,sinks=16,window=64,top=64,candidates=2,positions=capped"
 
 

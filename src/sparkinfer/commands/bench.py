@@ -8,6 +8,7 @@ from sparkinfer.commands.cache_options import cache_type_options
 from sparkinfer.commands.cache_replay import check_replay, run_replay
 from sparkinfer.commands.kept_files import bench_line
 from sparkinfer.commands.neuron_cache_option import neuron_cache_option
+from sparkinfer.commands.rope_options import rope_options
 from sparkinfer.commands.shared import (
     FILE,
     OUTPUT,
@@ -60,6 +61,7 @@ class Lengths(click.ParamType):
 @click.option("--compare-gpu-layers", type=int, metavar="N",
               help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]")  # fmt: skip
 @cache_type_options
+@rope_options
 @neuron_cache_option
 @mode_option
 @max_loss_option
