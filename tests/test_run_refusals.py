@@ -44,7 +44,7 @@ def test_too_few_tokens_are_refused_before_anything_is_made(capsys, relu, cache,
     code = main(["run", str(relu), "-p", "the", "--tokens", "1279", *words.split()])
     line = capsys.readouterr().err.splitlines()[-1]
     assert code == 1 and list_cache(cache) == ()
-    assert "--tokens 1279 are too few to train predictors, wanted 1,280 or more" in line
+    assert "--tokens 1279: too few to train predictors, wanted 1,280 or more" in line
 
 
 def test_a_dense_model_needs_no_tokens_to_train_on(capsys, silu):
