@@ -8,6 +8,10 @@ import socket
 import subprocess
 import tempfile
 
+# torch's threads otherwise spin on cores that other tests want: tests of the bundled model take five
+# times as much processor time. Read when torch is imported, here and in the tests' processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import forked
 import pytest
 import torch

@@ -131,10 +131,13 @@ int main(int argc, char** argv) {
                          KIND_Q4_0_TILED})
         for (int64_t D : {32, 64, 96, 576, 2048})
             for (int64_t N : {1, 15, 16, 17, 40, 48}) {
-                if (is_tiled(kind) && N % TILE_ROWS) continue;
+                // Rows and vectors go together in tiles, blocks one after another: every N with every T
+                // where rows are short, and a part of a tile of each where they are long.
+                const bool is_long = D > 96;
+                if ((is_tiled(kind) && N % TILE_ROWS) || (is_long && N != 17 && N != 48)) continue;
                 const Weights weights(kind, D, N);
                 for (int64_t T : {1, 7, 8, 15, 16, 17, 31, 32, 33, 70})
-                    if (!agree(weights, T)) return 1;
+                    if (!(is_long && T != 1 && T != 17) && !agree(weights, T)) return 1;
             }
     std::printf("alike\n");
     return 0;

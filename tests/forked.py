@@ -1,10 +1,12 @@
-"""Runs commands as separate processes, forked from one that has already imported their modules.
+"""Runs commands, and Python programs, as separate processes that are forked from one which has
+already imported their modules.
 
 A fresh process spends two seconds of a core on imports; a fork spends a hundredth of that. In all
-other respects a command behaves as with `python -m sparkinfer`: it has its own pid, signals, exit
-code, files, environment and end. Tests of the start itself use a fresh process.
+other respects a command behaves as with `python -m sparkinfer`, and a program as with `python -c`:
+it has its own pid, signals, exit code, files, environment and end. A program imports sparkinfer
+itself, as only packages of others are there before. Tests of the start itself use a fresh process.
 
-Run as a program, this file is the server: it takes one connection per command, with its arguments
+Run as a program, this file is the server: it takes one connection per process, with its arguments
 and its three standard files, and answers with its pid and later its exit status."""
 
 import atexit
@@ -18,16 +20,27 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import traceback
+import types
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-MODULES = """
-torch numpy safetensors tokenizers transformers sparkinfer.cli sparkinfer.commands.all_commands
-sparkinfer.runtime.engine sparkinfer.profile.collect sparkinfer.profile.quality
-sparkinfer.convert.convert sparkinfer.solver.solve
+PACKAGES = "torch numpy safetensors tokenizers transformers".split()
+COMMANDS = """
+sparkinfer.cli sparkinfer.commands.all_commands sparkinfer.runtime.engine
+sparkinfer.profile.collect sparkinfer.profile.quality sparkinfer.convert.convert
+sparkinfer.solver.solve
 """.split()
+READERS = [*COMMANDS, "fuzz_inputs", "llguidance", "matplotlib.figure", "pyarrow.parquet"]
+# What each server has imported.
+SERVERS = {
+    "command": [*PACKAGES, *COMMANDS],
+    "python": PACKAGES,
+    "fuzz": [*PACKAGES, *READERS],
+}
 READY = b"ready\n"
 LONGEST = 1 << 20  # bytes of a request
 MOST_STDIN = 1 << 16  # what a pipe holds without a reader
@@ -40,35 +53,45 @@ finished: list[subprocess.CompletedProcess] = []  # those of the running test: s
 # ---- tests ------------------------------------------------------------------------------------
 
 
-@cache
-def _server() -> Path:
+_servers: list[subprocess.Popen] = []  # their stdin stays open until this process ends
+_one_at_a_time = threading.Lock()
+
+
+def _server(kind: str) -> Path:
     """The socket of a server that ends with this process."""
+    with _one_at_a_time:
+        return _started(kind)
+
+
+@cache
+def _started(kind: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="forked-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     process = subprocess.Popen(
-        [sys.executable, __file__, folder / "socket"],
+        [sys.executable, __file__, folder / "socket", *SERVERS[kind]],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == READY
-    _server.process = process  # type: ignore[attr-defined]  # its stdin stays open until we end
+    _servers.append(process)
     return folder / "socket"
 
 
 class Forked:
-    """A running command. `files` are its stdin, stdout and stderr."""
+    """A running command with these arguments, or a program with this code. `files` are its stdin,
+    stdout and stderr; `server` is one of SERVERS."""
 
     def __init__(
-        self, words: list[str], files: tuple[int, int, int], *, cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
+        self, words: list[str], files: tuple[int, int, int], *, code: str | None = None,
+        cwd: Path | None = None, env: Mapping[str, str] | None = None, server: str | None = None,
     ) -> None:  # fmt: skip
         environment = dict(os.environ if env is None else env)
         changed = {
             k for k in {*environment, *os.environ} if environment.get(k) != os.environ.get(k)
         }
         assert not [name for name in changed if name.startswith(AT_START)], changed
-        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": environment}
+        request = {"words": words, "code": code, "cwd": str(cwd or Path.cwd()), "env": environment}
         self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(str(_server()))
+        self._connection.connect(str(_server(server or ("python" if code else "command"))))
         content = json.dumps(request).encode()
         assert len(content) < LONGEST
         socket.send_fds(self._connection, [len(content).to_bytes(4, "little")], files)
@@ -98,11 +121,22 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def run_command(
-    *words: object, stdin: bytes | int = b"", cwd: Path | None = None,
-    env: Mapping[str, str] | None = None, text: bool = True, timeout: float = 120.0,
+def run_command(*words: object, **options: Any) -> subprocess.CompletedProcess:
+    """Runs `python -m sparkinfer WORDS` to its end; the options are those of `_run`."""
+    return _run(None, words, **options)
+
+
+def run_python(code: str, *words: object, **options: Any) -> subprocess.CompletedProcess:
+    """Runs `python -c CODE WORDS` to its end; the options are those of `_run`."""
+    return _run(code, words, **options)
+
+
+def _run(
+    code: str | None, words: tuple[object, ...], *, stdin: bytes | int = b"",
+    cwd: Path | None = None, env: Mapping[str, str] | None = None, text: bool = True,
+    timeout: float = 120.0, server: str | None = None,
 ) -> subprocess.CompletedProcess:  # fmt: skip
-    """Runs `python -m sparkinfer WORDS` to its end; `stdin` is text for a pipe, or a file."""
+    """`stdin` is text for a pipe, or a file; what is no text in the output is replaced."""
     arguments = [os.fspath(word) if isinstance(word, Path) else str(word) for word in words]
     read, write = os.pipe()
     if isinstance(stdin, bytes):
@@ -110,21 +144,22 @@ def run_command(
         os.write(write, stdin)
     os.close(write)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error:
-        source = read if isinstance(stdin, bytes) else stdin
+        files = read if isinstance(stdin, bytes) else stdin, out.fileno(), error.fileno()
         try:
-            command = Forked(arguments, (source, out.fileno(), error.fileno()), cwd=cwd, env=env)
+            process = Forked(arguments, files, code=code, cwd=cwd, env=env, server=server)
         finally:
             os.close(read)
         try:
-            code = command.wait(timeout)
+            status = process.wait(timeout)
         except TimeoutError:
-            command.send_signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             raise
         given: list[Any] = []
         for file in (out, error):
             file.seek(0)
-            given.append(file.read().decode() if text else file.read())
-    done = subprocess.CompletedProcess(["sparkinfer", *arguments], code, *given)
+            given.append(file.read().decode(errors="replace") if text else file.read())
+    named = ["sparkinfer"] if code is None else ["python", "-c", code]
+    done = subprocess.CompletedProcess([*named, *arguments], status, *given)
     finished.append(done)
     return done
 
@@ -164,17 +199,38 @@ def _attend(connection: socket.socket) -> NoReturn:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = ["sparkinfer", *request["words"]]
-    _run_main()
+    if request["code"] is None:
+        sys.argv = ["sparkinfer", *request["words"]]
+        _end_with(_main)
+    sys.argv = ["-c", *request["words"]]
+    sys.path.insert(0, "")
+    _end_with(lambda: _execute(request["code"]))
 
 
-def _run_main() -> NoReturn:
+def _main() -> int:
     from sparkinfer.cli import main
 
+    return main()
+
+
+def _execute(code: str) -> int:
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    exec(compile(code, "<string>", "exec"), vars(module))
+    return 0
+
+
+def _end_with(run: Callable[[], int]) -> NoReturn:
+    """Ends this process as an interpreter does that has run that."""
     try:
-        code = main()
+        code = run()
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except Exception:  # an interpreter catches everything
+        traceback.print_exc()
+        code = 1
     # An interpreter that ends normally destroys all objects, which would copy the server's pages.
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -182,8 +238,8 @@ def _run_main() -> NoReturn:
     os._exit(code)
 
 
-def _start(path: str) -> None:
-    for name in MODULES:
+def _start(path: str, modules: list[str]) -> None:
+    for name in modules:
         __import__(name)
     gc.freeze()  # a collection in a fork would copy them all
     listener = socket.socket(socket.AF_UNIX)
@@ -195,4 +251,4 @@ def _start(path: str) -> None:
 
 
 if __name__ == "__main__":
-    _start(sys.argv[1])
+    _start(sys.argv[1], sys.argv[2:])

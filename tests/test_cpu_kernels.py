@@ -5,11 +5,11 @@ Shapes: F rows of the matrix, D values in a row, A chosen rows.
 
 import os
 import subprocess
-import sys
 import threading
 import time
 from typing import NamedTuple
 
+import forked
 import gguf
 import numpy as np
 import pytest
@@ -608,14 +608,8 @@ def test_the_library_itself_refuses_partial_blocks_and_unknown_kinds(columns, co
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "import sparkinfer.runtime.kernels.cpu.library as library\n" + code],
-        env=os.environ | environment,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    code = "import sparkinfer.runtime.kernels.cpu.library as library\n" + code
+    return forked.run_python(code, env=os.environ | environment)
 
 
 @pytest.mark.parametrize("name", LEVELS)

@@ -4,8 +4,6 @@ the failure, and the part is not tried again."""
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -25,6 +23,7 @@ from failing_parts import (
 )
 from fake_cuda import library as fake_library
 from fake_cuda.torch_cuda import fake_cuda
+from forked import run_python
 from models import make_model, make_shape
 from reference import rel_error
 from test_runtime import IDS, make_split
@@ -268,7 +267,7 @@ Engine.load(sys.argv[2], split=sys.argv[3], device="cpu")
 
 def test_the_next_load_reports_a_check_that_ended_its_process(planned, load):
     here = os.path.dirname(__file__)
-    done = subprocess.run([sys.executable, "-c", KILLED, here, planned[0], planned[1]], check=False)
+    done = run_python(KILLED, here, planned[0], planned[1])
     assert done.returncode == -9
     (checks,) = stored_checks()
     assert checks.started is not None and checks.started.startswith("kernel gate_up")

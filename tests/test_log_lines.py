@@ -3,11 +3,11 @@
 import ast
 import io
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked import run_python
 from models import byte_level_keys, make_model, make_shape
 from rich.console import Console
 from rich.progress import Progress
@@ -126,9 +126,7 @@ def stderr_of(first: str, path: Path) -> str:
         "engine_options.free_memory_bytes = lambda: 1\n"
         f"with Engine.load({str(path)!r}, device='cpu', kv_offload={SIZES!r}): pass"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python(text)
     assert done.returncode == 0 and not done.stdout, done.stderr
     return done.stderr
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import run_command
+from forked import Forked, run_command, run_python
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
@@ -119,7 +119,7 @@ def test_a_killed_run_resumes(files):
         "profile(ProfileConfig(model=f / 'codec.gguf', corpora=(f / 't.txt',),"
         " output=f / 'cut', max_tokens=6000, save_every_s=0.05))\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", script, files], env=ENV)
+    process = Forked([str(files)], (0, 1, 2), code=script)
     while not (files / "cut.resume").exists():
         assert process.poll() is None, "it ended before it was killed"
         time.sleep(0.005)
@@ -416,10 +416,7 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
     )
     words = ["profile", files / "codec.gguf", "--corpus", files / "t.txt", "-o", files / "cut",
              "--tokens", 6000]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(int(number)), *map(str, words)],
-        env=ENV, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    done = run_python(script, int(number), *words)
     assert done.returncode == 128 + number
     assert "cut.resume holds the work so far; the same command continues from there" in done.stderr
     assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~current_umask()

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import run_python
 from models import make_model, make_shape
 from reference import logits_ref, rel_error
 from test_runtime import make_split, saved
@@ -221,13 +222,11 @@ def test_no_choice_depends_on_a_clock(tmp_path):
     shim = tmp_path / "clock.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", shim, source], check=True)
     models = [str(model_of(tmp_path, kind).path) for kind in ("f16", "q8_0")]
-    calm, jumping = (
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, *models], env={**os.environ, **extra},
-            capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
-        ).stdout.split()
-        for extra in ({}, {"LD_PRELOAD": str(shim)})
-    )  # fmt: skip
+    calm = run_python(PROGRAM, *models).stdout.split()
+    jumping = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *models], env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
+    ).stdout.split()  # fmt: skip
     assert (calm[0], jumping[0]) == ("runs", "jumps")
     assert calm[1:] == jumping[1:] and len(calm) == 7
     assert len(set(calm[1:4])) >= 2 and len(set(calm[4:])) >= 2

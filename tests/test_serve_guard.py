@@ -8,14 +8,13 @@ import contextlib
 import json
 import logging
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import uvicorn
+from forked import run_python
 from scripted_server import page_policy
 
 from sparkinfer.errors import SparkinferError
@@ -360,9 +359,7 @@ def test_without_the_packages_the_command_says_which():
         "from sparkinfer.cli import main\n"
         "sys.exit(main(['serve', 'none.gguf']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
-    )
+    done = run_python(probe)
     assert done.returncode == 1 and "sparkinfer[serve]" in done.stderr
 
 

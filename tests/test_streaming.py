@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
+from forked import run_command
 from models import make_model, make_shape, shape_only
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
@@ -272,11 +273,9 @@ def test_released_pages_are_read_again(folder):
 
 def test_the_command_refuses_a_memory_limit_below_what_the_program_takes(folder, tmp_path):
     def run(size):
-        return subprocess.run(
-            [sys.executable, "-m", "sparkinfer", "profile", str(folder / "llama"), "--corpus",
-             str(folder / "text.txt"), "-o", str(tmp_path / "p"), "--max-memory", size,
-             "--device", "cpu", "--tokens", "600"], capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
+        return run_command("profile", folder / "llama", "--corpus", folder / "text.txt", "-o",
+                           tmp_path / "p", "--max-memory", size, "--device", "cpu",
+                           "--tokens", 600)  # fmt: skip
 
     refused = run("16MiB")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)

@@ -1,11 +1,10 @@
 """The number of threads, and the refusal of impossible counts."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked import run_python
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.kernels.cpu import library
@@ -36,8 +35,7 @@ def test_affinity_is_honoured():
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
         "from sparkinfer.runtime.kernels.threads import use_threads; print(use_threads(None))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "1"
+    assert run_python(code).stdout.strip() == "1"
 
 
 def test_torch_uses_the_same_number(restore_threads):
