@@ -1,7 +1,7 @@
 """Runs cases one after another, in a process that may not survive them, and reports their
 outcomes.
 
-    python fuzz.py INPUTS WORK LIMIT_S KIND:START:STOP ...
+    import fuzz; fuzz.main() with arguments INPUTS WORK LIMIT_S KIND:START:STOP ...
 
 A case is a kind and a number: the number is the seed of its damage, so it is the same every time.
 Kinds are those of fuzz_readers and fuzz_odd, whose damaged files must be refused or read as another
@@ -14,24 +14,30 @@ has no line; one that takes over 1 GiB of memory ends in MemoryError, or kills."
 import contextlib
 import ctypes
 import io
+import json
 import os
 import random
 import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import forked
 from fuzz_damage import another_value, mutated, spots_of
+from fuzz_guide import Chain, load
+from fuzz_lines import Lines
 from fuzz_meaning import MEANINGS, misread
 from fuzz_odd import ODDS, read_odd
 from fuzz_pairs import PAIRS, put_together
 from fuzz_readers import KINDS, Case
 
 MEMORY_BYTES = 1 << 30
+GUIDE = "guide.json"  # beside the folder WORK
+NEW = "new"  # begins the line about lines that a case was the first to reach
 READY = "ready"  # the first line of a child, which has read the whole inputs
 MAX_LINE = 1000  # characters of a refusal
 # KIND/NAME.refused and KIND/NAME.done: cases that once ended otherwise.
@@ -40,20 +46,22 @@ FOUND = sorted(path for path in (Path(__file__).parent / "fuzz_corpus").glob("*/
 # ------------------------------------------------------------------ cases
 
 
-def damaged(inputs: Path, kind: str, number: int) -> tuple[str, bytes]:
-    """The name and the content of the file of a case."""
+def damaged(inputs: Path, kind: str, number: int, before: Chain = ()) -> tuple[str, bytes]:
+    """The name and the content of the file of a case; `before` are damages that come first."""
     target = KINDS[kind].target
     if kind == "pt" and number % 8 == 0:
-        target = "config.json"
+        target, before = "config.json", ()
     path = inputs / kind / target
-    raw, rng = path.read_bytes(), random.Random(f"{kind} {number}")
-    if KINDS[kind].is_values:
-        return target, another_value(raw, rng)
-    return target, mutated(raw, spots_of(path), rng)
+    content, spots = path.read_bytes(), [] if KINDS[kind].is_values else spots_of(path)
+    for each in (*before, number):
+        rng = random.Random(f"{kind} {each}")
+        is_values = KINDS[kind].is_values
+        content = another_value(content, rng) if is_values else mutated(content, spots, rng)
+    return target, content
 
 
-def read_damaged(inputs: Path, kind: str, number: int, work: Path) -> str:
-    return read_file(inputs, kind, *damaged(inputs, kind, number), work, number)
+def read_damaged(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
+    return read_file(inputs, kind, *damaged(inputs, kind, number, before), work, number)
 
 
 def read_file(
@@ -77,7 +85,7 @@ def read_file(
     return "done"
 
 
-def replay(inputs: Path, kind: str, number: int, work: Path) -> str:
+def replay(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
     """Reads a file that was found once, under the name of its kind."""
     path = FOUND[number]
     kind = path.parent.name
@@ -88,7 +96,7 @@ def replay(inputs: Path, kind: str, number: int, work: Path) -> str:
     return "done" if outcome == wanted else f"{outcome} where it must be {wanted}: {path.name}"
 
 
-def misbehave(inputs: Path, kind: str, number: int, work: Path) -> str:
+def misbehave(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
     """What the harness must catch: kinds of wrong outcomes, each at its number 2."""
     from sparkinfer.errors import SparkinferError
 
@@ -138,7 +146,7 @@ def all_kinds() -> list[str]:
     return [*KINDS, *ODDS, *MEANINGS, *PAIRS]
 
 
-def runner_of(kind: str) -> Callable[[Path, str, int, Path], str]:
+def runner_of(kind: str) -> Callable[[Path, str, int, Path, Chain], str]:
     if kind in KINDS:
         return read_damaged
     if kind in MEANINGS:
@@ -163,6 +171,8 @@ def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
 
 
 def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
+    """Where a guide is, it says which case reached lines that the guide does not know."""
+    guide = load(work.parent / GUIDE)
     with contextlib.redirect_stderr(io.StringIO()):
         warm_up(inputs, [text.split(":")[0] for text in ranges], work)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -171,23 +181,33 @@ def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
     print(READY, flush=True)
     for text in ranges:
         kind, start, stop = text.split(":")
-        run = runner_of(kind)
+        run, known = runner_of(kind), guide.get(kind)
+        lines = Lines(known.lines) if known else None
         for number in range(int(start), int(stop)):
+            before = known.chain(kind, number) if known else ()
+            case = partial(run, inputs, kind, number, work, before)
             signal.alarm(limit_s)  # the default action: the process ends, wherever it is
-            with contextlib.redirect_stderr(io.StringIO()):
-                outcome = outcome_of(lambda: run(inputs, kind, number, work), work)  # noqa: B023
+            with contextlib.redirect_stderr(io.StringIO()), lines or contextlib.nullcontext():
+                outcome = outcome_of(case, work)
             signal.alarm(0)
+            if lines and (new := lines.take()):
+                print(NEW, json.dumps([kind, number, sorted(new)]), flush=True)
             print(kind, number, outcome.replace("\n", " "), flush=True)
 
 
 # ------------------------------------------------------------------ the parent's side
 
+ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 Cases = dict[str, range]  # the numbers of each kind
 Outcomes = dict[tuple[str, int], str]
+FoundNew = Callable[[str, int, list], None]
 
 
-def run_cases(inputs: Path, work: Path, cases: Cases, limit_s: int = 5) -> Outcomes:
-    """The outcome of every case; a process that dies is replaced by another."""
+def run_cases(
+    inputs: Path, work: Path, cases: Cases, limit_s: int = 5, found_new: FoundNew | None = None
+) -> Outcomes:
+    """The outcome of every case; a process that dies is replaced by another. `found_new` receives
+    the lines that a case was the first to reach, if there is a guide beside `work`."""
     outcomes: Outcomes = {}
     while len(outcomes) < sum(map(len, cases.values())):
         shutil.rmtree(work, ignore_errors=True)
@@ -197,16 +217,18 @@ def run_cases(inputs: Path, work: Path, cases: Cases, limit_s: int = 5) -> Outco
         ]
         firsts = {kind: number for kind, number in reversed(missing)}
         ranges = [f"{kind}:{firsts[kind]}:{cases[kind].stop}" for kind in cases if kind in firsts]
-        done = subprocess.run(
-            [sys.executable, __file__, str(inputs), str(work), str(limit_s), *ranges],
-            capture_output=True, text=True, errors="replace",
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1",
-                 "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        done = forked.run_python(
+            "import fuzz; fuzz.main()", inputs, work, limit_s, *ranges,
+            server="fuzz", timeout=3600.0, env={**os.environ, **ENVIRONMENT},
         )  # fmt: skip
         first, *lines = done.stdout.splitlines() or [""]
         if first != READY:
             raise RuntimeError(f"the whole inputs cannot be read: {done.stderr[-2000:]}")
-        found = [line.split(" ", 2) for line in lines]
+        if found_new is not None:
+            for line in lines:
+                if line.startswith(f"{NEW} "):
+                    found_new(*json.loads(line.removeprefix(NEW)))
+        found = [line.split(" ", 2) for line in lines if not line.startswith(f"{NEW} ")]
         outcomes |= {(kind, int(number)): outcome for kind, number, outcome in found}
         left = [case for case in missing if case not in outcomes]
         if left:
@@ -218,5 +240,5 @@ def wrong_outcomes(outcomes: Outcomes) -> Outcomes:
     return {case: text for case, text in outcomes.items() if text not in ("refused", "done")}
 
 
-if __name__ == "__main__":
+def main() -> None:
     child(Path(sys.argv[1]), int(sys.argv[3]), sys.argv[4:], Path(sys.argv[2]))

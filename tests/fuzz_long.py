@@ -1,17 +1,22 @@
-"""Long fuzzing: cases of all kinds with numbers that no test has.
+"""Long fuzzing: cases of all kinds with numbers that no test has, guided by the lines they reach.
 
     python tests/fuzz_long.py --minutes 60 [--only KIND ...] [--start 1000000] [--keep FOLDER]
 
-Kinds take turns, some cases each, until the time is over. It prints how many cases of each kind
-were refused, done and wrong, and the number to continue from; keeps the file of each wrong case
-with its outcome. It exits with 1 if any was wrong."""
+Kinds take turns, some cases each, until the time is over. A case that reaches a line of the readers
+which none of its kind reached before is damaged further by later ones (fuzz_lines, fuzz_guide). What
+is known stays in FOLDER/guide.json, and another run goes on from there. It prints for each kind how
+many cases were refused, done and wrong, and after how many the last new line was reached; keeps the
+file of each wrong case with its outcome. It exits with 1 if any was wrong in this run."""
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+
+from fuzz_guide import Chain, Known, load, save
 
 TESTS = Path(__file__).parent
 LIMIT_S = 30  # per case, on a machine that may be busy
@@ -24,43 +29,70 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--only", action="append", metavar="KIND", choices=all_kinds())
     parser.add_argument("--start", type=int, default=1_000_000, help="the first number")
-    parser.add_argument("--batch", type=int, default=200, help="cases of a kind in a process")
+    parser.add_argument("--batch", type=int, default=400, help="cases of a kind in a process")
     parser.add_argument("--keep", type=Path, default=TESTS.parent / "build" / "fuzz")
+    parser.add_argument("--missed", action="store_true", help="list the lines that none reached")
     asked = parser.parse_args()
-    kinds = asked.only or all_kinds()
+    asked.keep.mkdir(parents=True, exist_ok=True)
+    known = load(asked.keep / "guide.json")
     with tempfile.TemporaryDirectory() as name:
-        counts, last = fuzz(kinds, asked, Path(name))
-    print_counts(counts)
+        last, num_wrong = fuzz(asked.only or all_kinds(), asked, Path(name), known)
+    print_counts(known)
+    print_lines(known, asked.missed)
     print(f"go on with --start {last}")
-    return int(any(count["wrong"] for count in counts.values()))
+    return int(num_wrong > 0)
 
 
 def fuzz(
-    kinds: list[str], asked: argparse.Namespace, folder: Path
-) -> tuple[dict[str, Counter[str]], int]:
-    """(counts by kind, the first number that was not used)."""
-    from fuzz import run_cases, wrong_outcomes
+    kinds: list[str], asked: argparse.Namespace, folder: Path, known: dict[str, Known]
+) -> tuple[int, int]:
+    """(the first number that was not used, wrong cases); what was found goes into `known`."""
     from fuzz_inputs import make_inputs
 
     make_inputs(folder / "inputs")
-    counts = {kind: Counter[str]() for kind in kinds}
-    until, start = time.monotonic() + 60 * asked.minutes, asked.start
+    until, start, num_wrong, tried = time.monotonic() + 60 * asked.minutes, asked.start, 0, set()
     while time.monotonic() < until:
         for kind in kinds:
-            if time.monotonic() >= until and counts[kind]:
+            if time.monotonic() >= until and kind in tried:
                 continue
-            cases = {kind: range(start, start + asked.batch)}
-            outcomes = run_cases(folder / "inputs", folder / "work", cases, LIMIT_S)
-            wrong = wrong_outcomes(outcomes)
-            counts[kind].update("wrong" if c in wrong else text for c, text in outcomes.items())
-            for (_, number), text in wrong.items():
-                print(f"{kind} {number}: {text}", file=sys.stderr, flush=True)
-                keep_case(folder / "inputs", kind, number, text, asked.keep)
+            tried.add(kind)
+            of_kind = known.setdefault(kind, Known())
+            num_wrong += run_batch(kind, range(start, start + asked.batch), asked, folder, of_kind)
+            save(asked.keep / "guide.json", known)
         start += asked.batch
-    return counts, start
+    return start, num_wrong
 
 
-def keep_case(inputs: Path, kind: str, number: int, outcome: str, keep: Path) -> None:
+def run_batch(
+    kind: str, numbers: range, asked: argparse.Namespace, folder: Path, known: Known
+) -> int:
+    """Runs these cases of a kind; how many were wrong."""
+    from fuzz import GUIDE, run_cases, wrong_outcomes
+
+    began, before = time.monotonic(), {number: known.chain(kind, number) for number in numbers}
+    found: list[tuple[int, list]] = []
+    save(folder / GUIDE, {kind: known})
+    outcomes = run_cases(folder / "inputs", folder / "work", {kind: numbers}, LIMIT_S,
+                         lambda kind, number, new: found.append((number, new)))  # fmt: skip
+    wrong = wrong_outcomes(outcomes)
+    for (_, number), text in wrong.items():
+        print(f"{kind} {number} after {before[number]}: {text}", file=sys.stderr, flush=True)
+        keep_case(folder / "inputs", kind, number, before[number], text, asked.keep)
+    for number, new in found:
+        known.note(number, before[number], new, known.cases + number - numbers.start + 1)
+    counts = Counter("wrong" if case in wrong else text for case, text in outcomes.items())
+    known.refused += counts["refused"]
+    known.done += counts["done"]
+    known.wrong += counts["wrong"]
+    known.cases += len(numbers)
+    known.seconds += time.monotonic() - began
+    shutil.rmtree(folder / "work", ignore_errors=True)
+    return len(wrong)
+
+
+def keep_case(
+    inputs: Path, kind: str, number: int, before: Chain, outcome: str, keep: Path
+) -> None:
     """Saves the damaged file as KIND-NUMBER-NAME, and its outcome in KIND-NUMBER.txt."""
     from fuzz import damaged
     from fuzz_meaning import MEANINGS, changed, save
@@ -68,10 +100,9 @@ def keep_case(inputs: Path, kind: str, number: int, outcome: str, keep: Path) ->
     from fuzz_pairs import PAIRS
     from fuzz_readers import KINDS
 
-    keep.mkdir(parents=True, exist_ok=True)
-    note = f"{kind} {number}: {outcome}\n"
+    note = f"{kind} {number} after {before}: {outcome}\n"
     if kind in KINDS:
-        name, content = damaged(inputs, kind, number)
+        name, content = damaged(inputs, kind, number, before)
         (keep / f"{kind}-{number}-{name}").write_bytes(content)
     elif kind in MEANINGS:
         change, content = changed(inputs, kind, number)
@@ -81,19 +112,39 @@ def keep_case(inputs: Path, kind: str, number: int, outcome: str, keep: Path) ->
         save(keep / f"{kind}-{number}-{target}", content, is_header=is_header)
     elif kind in ODDS:
         target = KINDS[ODDS[kind]].target
-        save(keep / f"{kind}-{number}-{target}", odd(inputs, kind, number))
+        save(keep / f"{kind}-{number}-{target}", odd(inputs, kind, number, before))
     else:
         assert kind in PAIRS, kind
     (keep / f"{kind}-{number}.txt").write_text(note)
 
 
-def print_counts(counts: dict[str, Counter[str]]) -> None:
-    names = ("refused", "done", "wrong")
-    total = sum(counts.values(), Counter[str]())
-    print(f"{'kind':18}{'cases':>9}" + "".join(f"{name:>9}" for name in names))
-    for kind, count in [*counts.items(), ("all", total)]:
-        cells = "".join(f"{count[name]:9}" for name in names)
-        print(f"{kind:18}{sum(count.values()):9}{cells}")
+COLUMNS = ("cases", "refused", "done", "wrong", "last_new", "seeds", "minutes")
+
+
+def print_counts(known: dict[str, Known]) -> None:
+    """A table, and its last row: all kinds together."""
+    print(f"{'kind':18}" + "".join(f"{name:>9}" for name in COLUMNS))
+    rows = {kind: row_of(each) for kind, each in known.items()}
+    sums = [sum(column) for column in zip(*rows.values(), strict=True)]
+    for kind, row in {**rows, "all": sums}.items():
+        print(f"{kind:18}" + "".join(f"{number:9.0f}" for number in row))
+
+
+def row_of(known: Known) -> list[float]:
+    counts = (known.cases, known.refused, known.done, known.wrong, known.last_new)
+    return [*counts, len(known.seeds), known.seconds / 60]
+
+
+def print_lines(known: dict[str, Known], is_listed: bool) -> None:
+    """How many of the readers' lines were reached, and for each file those that were not."""
+    from fuzz_lines import all_lines
+
+    wanted = all_lines()
+    missed = wanted - {line for each in known.values() for line in each.lines}
+    print(f"{len(wanted) - len(missed)} of {len(wanted)} lines of the readers were reached")
+    if is_listed:
+        for name in sorted({name for name, _ in missed}):
+            print(f"{name}: {', '.join(str(n) for file, n in sorted(missed) if file == name)}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import fuzz_wrong as wrong
 import numpy as np
+from fuzz_guide import Chain
 from fuzz_readers import KINDS, Case
 from fuzz_wrong import Change
 
@@ -146,7 +147,7 @@ def _quality() -> dict:
     return {"exact": values, "predicted": dict(values)}
 
 
-def misread(inputs: Path, kind: str, number: int, work: Path) -> str:
+def misread(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
     """Reads a file of wrong content, which must raise."""
     name, content = changed(inputs, kind, number)
     meaning = MEANINGS[kind]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from fuzz_damage import ODD, another_value
+from fuzz_guide import Chain
 from fuzz_meaning import Content, load, read_content
 
 # By kind: the kind of fuzz_readers whose file it is, and which reads it.
@@ -26,21 +27,25 @@ VALUES = (
 NUMBERS = (0, 1, -1, 2, 1 << 31, -(1 << 62), 0.5, np.nan, np.inf, -np.inf, 1e38, 1e-38)
 
 
-def odd(inputs: Path, kind: str, number: int) -> Content:
-    """The content of a case: one to three changes."""
+def odd(inputs: Path, kind: str, number: int, before: Chain = ()) -> Content:
+    """The content of a case: one to three changes, after those of the cases `before`."""
     from fuzz_readers import KINDS
 
-    of, rng = ODDS[kind], random.Random(f"{kind} {number}")
-    path = inputs / of / KINDS[of].target
+    path = inputs / ODDS[kind] / KINDS[ODDS[kind]].target
     content = load(path)
+    for each in (*before, number):
+        _change(content, random.Random(f"{kind} {each}"), is_gguf=path.suffix == ".gguf")
+    return content
+
+
+def _change(content: Content, rng: random.Random, *, is_gguf: bool) -> None:
     for _ in range(rng.choice((1, 1, 2, 3))):
         if content.arrays and rng.random() < 0.4:
-            _another_array(content.arrays, rng, is_gguf=path.suffix == ".gguf")
-        elif path.suffix == ".gguf":
+            _another_array(content.arrays, rng, is_gguf=is_gguf)
+        elif is_gguf:
             _another_key(content.values, rng)
         else:
             _another_metadatum(content.values, rng)
-    return content
 
 
 def _another_key(keys: dict, rng: random.Random) -> None:
@@ -116,6 +121,6 @@ def _another_array(arrays: dict, rng: random.Random, *, is_gguf: bool) -> None:
     arrays[name] = np.ascontiguousarray(array)
 
 
-def read_odd(inputs: Path, kind: str, number: int, work: Path) -> str:
-    read_content(inputs, kind, ODDS[kind], odd(inputs, kind, number), work, number)
+def read_odd(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
+    read_content(inputs, kind, ODDS[kind], odd(inputs, kind, number, before), work, number)
     return "done"

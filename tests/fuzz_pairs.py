@@ -3,15 +3,19 @@
 Models: `base`, with the artifacts made for it, and others, which differ in one thing. An artifact
 is tried with each of them as it is, and with the other model's id put into it, so that a check of
 ids alone does not pass. If the id is the model's own and the sizes agree, nothing shows that the
-artifact belongs to another, and it is accepted."""
+artifact belongs to another, and it is accepted. Cases after those draw models that differ from the
+base in any of these things at once, by other sizes."""
 
 import dataclasses
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fuzz_guide import Chain
 
 if TYPE_CHECKING:
     from sparkinfer.model_file import ModelFile
@@ -26,6 +30,14 @@ OTHERS: dict[str, dict[str, int] | None] = {
     "neurons": {"num_neurons": 128},
     "heads": {"num_kv_heads": 4},
     "vocabulary": {"vocab_size": 300},
+}
+# Sizes of drawn models, for each thing in which they may differ.
+DRAWN: dict[str, tuple[dict[str, int], ...]] = {
+    "layers": tuple({"num_layers": n} for n in (1, 3, 4)),
+    "width": tuple({"width": n, "head_width": 16} for n in (32, 96, 128)),
+    "neurons": tuple({"num_neurons": n} for n in (32, 64, 128, 160)),
+    "heads": tuple({"num_kv_heads": n} for n in (1, 4)),
+    "vocabulary": tuple({"vocab_size": n} for n in (299, 300, 320)),
 }
 
 
@@ -46,22 +58,52 @@ class Pair:
 
 @cache
 def model_of(folder: Path, name: str) -> Path:
-    """The file of a model; `base`, one of OTHERS, or `relu`, which is base's twin."""
+    """The file of a model: `base`, or one of OTHERS."""
+    return model_file(folder / f"{name}.gguf", int(name == "weights"), OTHERS.get(name) or {})
+
+
+def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
+    """A model that has other sizes than the base, or other weights by another seed."""
     from fuzz_inputs import QUALITY
     from models import byte_level_keys, make_model, make_shape
 
-    path = folder / f"{name}.gguf"
     if path.exists():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     keys, vocab_size = byte_level_keys()
-    sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **(OTHERS.get(name) or {})}
+    sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **sizes}
     model = make_model(
-        shape=make_shape(**sizes), seed=int(name == "weights"), path=path, predictor_rank=8,
-        activation="relu" if name == "relu" else "silu", extra_keys=keys, predictor_density=0.5,
+        shape=make_shape(**sizes), seed=seed, path=path, predictor_rank=8, activation="silu",
+        extra_keys=keys, predictor_density=0.5,
     )  # fmt: skip
     dataclasses.replace(model, quality={"exact": QUALITY, "predicted": QUALITY}).save(path)
     return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A model that differs from the base in these things; `forged`: the artifact has the base's id."""
+
+    differs: frozenset[str]
+    sizes: dict[str, int]
+    seed: int
+    forged: bool
+
+    def must_be_refused(self, pair: Pair) -> bool:
+        return bool(self.differs & pair.sees) or (
+            pair.has_id and not self.forged and (bool(self.differs) or self.seed != 0)
+        )
+
+
+def drawn(kind: str, number: int) -> Drawn:
+    rng = random.Random(f"{kind} {number}")
+    differs = rng.sample(sorted(DRAWN), rng.choice((0, 1, 1, 1, 2, 3)))
+    sizes: dict[str, int] = {}
+    for name in differs:
+        sizes |= rng.choice(DRAWN[name])
+    named = {"fewer layers"} if sizes.get("num_layers", 2) < 2 else set()
+    return Drawn(differs=frozenset(differs) | named, sizes=sizes, seed=rng.randrange(4),
+                 forged=rng.random() < 0.7)  # fmt: skip
 
 
 def make_profile(model: "ModelFile", path: Path) -> None:
@@ -238,27 +280,32 @@ def must_refuse(pair: Pair, name: str, forged: bool) -> bool:
     return name in pair.sees or (pair.has_id and name != "base" and not forged)
 
 
-def artifact_of(pair: Pair, folder: Path, name: str, forged: bool, path: Path) -> None:
-    """The artifact for the model of that name; `forged`: with the base model's id."""
+def artifact_of(pair: Pair, base: Path, other: Path, forged: bool, path: Path) -> None:
+    """The artifact for the other model; `forged`: with the base model's id."""
     from sparkinfer.model_file import ModelFile
 
-    model = ModelFile.load(model_of(folder, name))
+    model = ModelFile.load(other)
     if forged:
-        base = ModelFile.load(model_of(folder, "base"))
-        model = dataclasses.replace(model, model_id=base.model_id)
+        model = dataclasses.replace(model, model_id=ModelFile.load(base).model_id)
     pair.make(model, path)
 
 
-def put_together(inputs: Path, kind: str, number: int, work: Path) -> str:
+def put_together(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
     """An artifact of one model with the base model."""
     pair, models = PAIRS[kind], inputs / "pairs"
-    cases = cases_of(pair)
-    name, forged = cases[number % len(cases)]
     artifact, output = work / f"artifact{pair.suffix}", work / "output"
     output.mkdir(exist_ok=True)
-    artifact_of(pair, models, name, forged, artifact)
-    pair.use(model_of(models, "base"), artifact, output / "out.gguf")
+    base = model_of(models, "base")
+    if number < len(cases := cases_of(pair)):
+        name, forged = cases[number]
+        what, other = f"{name}, forged: {forged}", model_of(models, name)
+        is_wrong = must_refuse(pair, name, forged)
+    else:
+        case = drawn(kind, number)
+        what, forged, is_wrong = str(case), case.forged, case.must_be_refused(pair)
+        (work / "drawn.gguf").unlink(missing_ok=True)
+        other = model_file(work / "drawn.gguf", case.seed, case.sizes)
+    artifact_of(pair, base, other, forged, artifact)
+    pair.use(base, artifact, output / "out.gguf")
     shutil.rmtree(output)
-    if must_refuse(pair, name, forged):
-        return f"done where it must be refused: {kind} of other {name}, forged: {forged}"
-    return "done"
+    return f"done where it must be refused: {kind} of {what}" if is_wrong else "done"

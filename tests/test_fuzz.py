@@ -2,7 +2,10 @@
 or do not belong together, are refused in one line. See fuzz.py, fuzz_readers, fuzz_meaning and
 fuzz_pairs; fuzz_long.py runs for hours."""
 
+import argparse
+import dataclasses
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,12 +14,16 @@ import fuzz_meaning
 import pytest
 from fuzz import FOUND, all_kinds, outcome_of, run_cases, wrong_outcomes
 from fuzz_damage import another_value, mutated, spots_of
+from fuzz_guide import Known, load, save
 from fuzz_inputs import make_inputs
-from fuzz_long import print_counts
+from fuzz_lines import Lines, all_lines
+from fuzz_long import print_counts, run_batch
 from fuzz_meaning import MEANINGS, Meaning, misread
 from fuzz_odd import ODDS
-from fuzz_pairs import PAIRS, cases_of, must_refuse
+from fuzz_pairs import DRAWN, PAIRS, Drawn, cases_of, drawn, must_refuse
 from fuzz_readers import KINDS, TARGETS
+
+from sparkinfer.errors import SparkinferError
 
 # For two processes of about the same length: kinds of which most damages must be noticed, and others.
 # fuzz_long.py has other cases, and hours of them.
@@ -43,15 +50,21 @@ def inputs(tmp_path_factory) -> Path:
     return folder
 
 
-def outcomes_of(inputs: Path, tmp_path: Path, parts: tuple[dict[str, int], ...]) -> fuzz.Outcomes:
-    def run(number: int) -> fuzz.Outcomes:
-        cases = {kind: range(count) for kind, count in parts[number].items()}
-        return run_cases(inputs, tmp_path / str(number), cases, limit_s=20)
+def outcomes_of(
+    inputs: Path, tmp_path: Path, parts: tuple[dict[str, int] | dict[str, range], ...]
+) -> fuzz.Outcomes:
+    """Of the first cases of each kind, or of those in its range."""
 
+    def run(number: int) -> fuzz.Outcomes:
+        return run_cases(inputs, tmp_path / str(number), cases[number], limit_s=20)
+
+    cases = [
+        {kind: range(n) if isinstance(n, int) else n for kind, n in part.items()} for part in parts
+    ]
     with ThreadPoolExecutor() as pool:
         found = [case for part in pool.map(run, range(len(parts))) for case in part.items()]
     outcomes = dict(found)
-    assert outcomes.keys() == {(k, i) for part in parts for k, n in part.items() for i in range(n)}
+    assert outcomes.keys() == {(k, i) for part in cases for k, ns in part.items() for i in ns}
     return outcomes
 
 
@@ -158,10 +171,70 @@ def test_a_found_case_with_another_outcome_is_reported(inputs, tmp_path, monkeyp
 
 
 def test_counts_are_printed_by_kind(capsys):
-    from collections import Counter
-
-    print_counts({"a": Counter(refused=3, wrong=1), "b": Counter(done=2)})
+    counts = {"a": Known(cases=4, refused=3, wrong=1, last_new=2, seeds=[(1,), (1, 2)], seconds=60),
+              "b": Known(cases=2, done=2, seconds=120)}  # fmt: skip
+    print_counts(counts)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1:] == [["a", "4", "3", "0", "1"], ["b", "2", "0", "2", "0"],
-                        ["all", "6", "3", "2", "1"]]  # fmt: skip
+    assert rows[1:] == ["a 4 3 0 1 2 2 1".split(), "b 2 0 2 0 0 0 2".split(),
+                        "all 6 3 2 1 2 2 3".split()]  # fmt: skip
     assert len(all_kinds()) == len(KINDS) + len(ODDS) + len(MEANINGS) + len(PAIRS)
+
+
+# ---- long runs ----------------------------------------------------------------------------------
+
+
+def asked(keep: Path, **changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"batch": 40, "keep": keep, "start": 0, "minutes": 0.0} | changes)
+
+
+def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
+    """The lines are those of the reader; another run goes on with what this one found."""
+    shutil.copytree(inputs, tmp_path / "inputs")
+    known = Known()
+    for start in (0, 40):
+        assert run_batch("machine", range(start, start + 40), asked(tmp_path), tmp_path, known) == 0
+    assert known.cases == 80 == known.refused + known.done and known.wrong == 0
+    assert 0 < known.last_new <= 80 and len(known.seeds) > 1
+    reached = {name for name, _ in known.lines}
+    assert "src/sparkinfer/machine_file.py" in reached and known.lines < all_lines()
+    save(tmp_path / "again.json", {"machine": known})
+    assert load(tmp_path / "again.json") == {"machine": known}
+    chains = [known.chain("machine", number) for number in range(100)]
+    assert chains == [known.chain("machine", number) for number in range(100)]
+    assert 40 < sum(bool(chain) for chain in chains) < 80
+    content = [fuzz.damaged(inputs, "machine", 3, (number,)) for number in range(10, 20)]
+    assert len({*content, fuzz.damaged(inputs, "machine", 3)}) > 5
+
+
+def test_only_new_lines_are_reported():
+    from sparkinfer import json_file
+
+    name = "src/sparkinfer/json_file.py"
+    with Lines(set()) as lines, pytest.raises(SparkinferError):
+        json_file.read_text(Path("/nonexistent"), "x")
+    first = lines.take()
+    assert first and {file for file, _ in first} == {name} and not lines.take()
+    with Lines(first) as lines, pytest.raises(SparkinferError):
+        json_file.read_text(Path("/nonexistent"), "x")
+    assert not lines.take()
+    assert first < all_lines()
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_drawn_pairs_are_of_all_sorts(kind):
+    cases = [drawn(kind, number) for number in range(100, 400)]
+    assert cases == [drawn(kind, number) for number in range(100, 400)]
+    for name in DRAWN:
+        assert {name in case.differs for case in cases} == {True, False}
+    assert {case.forged for case in cases} == {True, False}
+    twin = Drawn(differs=frozenset(), sizes={}, seed=0, forged=False)
+    assert not twin.must_be_refused(PAIRS[kind])
+    for change in (*({"differs": frozenset({n})} for n in PAIRS[kind].sees),
+                   *([{"seed": 1}] if PAIRS[kind].has_id else [])):  # fmt: skip
+        assert dataclasses.replace(twin, **change).must_be_refused(PAIRS[kind])
+
+
+def test_drawn_pairs_have_the_right_end(inputs, tmp_path):
+    outcomes = outcomes_of(inputs, tmp_path, (dict.fromkeys(PAIRS, range(100, 108)),))
+    assert not wrong_outcomes(outcomes)
+    assert {*outcomes.values()} == {"refused", "done"}

@@ -1,0 +1,117 @@
+"""Which lines of the readers a case executes, so that fuzz_long can damage further what reached a new
+one, and say which lines nothing has reached.
+
+Only functions are traced, and each of them only until all of its lines have been seen."""
+
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+# Modules that read what others may have written, by folder of the repository.
+READERS = (
+    "src/sparkinfer/architecture.py", "src/sparkinfer/byte_level.py", "src/sparkinfer/cache_plan.py",
+    "src/sparkinfer/export/*.py", "src/sparkinfer/gguf_*.py", "src/sparkinfer/inspection/*.py",
+    "src/sparkinfer/json_file.py", "src/sparkinfer/limits.py", "src/sparkinfer/machine_file.py",
+    "src/sparkinfer/mode_quality.py", "src/sparkinfer/model_*.py", "src/sparkinfer/rope.py",
+    "src/sparkinfer/p*_file.py", "src/sparkinfer/safetensors_file.py",
+    "src/sparkinfer/split_file.py", "src/sparkinfer/thresholds.py",
+    "src/sparkinfer/tokenizer_text.py", "src/sparkinfer/typed.py",
+    "convert/*.py", "convert/families/*.py",
+    "profile/corpus.py", "profile/eval_file.py", "profile/merge.py", "profile/re*.py",
+    "runtime/text/*.py", "runtime/generate/chat.py", "runtime/generate/constraints.py",
+    "runtime/generate/gbnf*.py", "runtime/generate/json_schema.py",
+    "runtime/generate/prompt_cache.py",
+)  # fmt: skip
+IS_FUNCTION = 1  # the flag of code that has its own variables: neither a module nor a class
+
+Line = tuple[str, int]  # a file's name below the repository, and a number
+
+
+@cache
+def root() -> Path:
+    """The repository whose sparkinfer is imported."""
+    import sparkinfer
+
+    return Path(sparkinfer.__file__).parents[2]
+
+
+@cache
+def reader_files() -> dict[str, str]:
+    """Names below the repository, by whole path."""
+    found = sorted({path for pattern in READERS for path in root().glob(pattern)})
+    return {str(path): str(path.relative_to(root())) for path in found}
+
+
+def lines_of(code: types.CodeType) -> set[int]:
+    """The lines of a function's body, apart from functions within it."""
+    return {n for _, _, n in code.co_lines() if n is not None and n != code.co_firstlineno}
+
+
+def all_lines() -> set[Line]:
+    """What cases could reach: the lines of all functions of the readers."""
+    found: set[Line] = set()
+    for path, name in reader_files().items():
+        module = compile(Path(path).read_text(), path, "exec")
+        for code in _functions(module):
+            found |= {(name, number) for number in lines_of(code)}
+    return found
+
+
+def _functions(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            if constant.co_flags & IS_FUNCTION:
+                yield constant
+            yield from _functions(constant)
+
+
+class Lines:
+    """Collects lines that are not known yet, in all threads, while it is entered."""
+
+    def __init__(self, known: set[Line]) -> None:
+        self._known = known
+        self._left: dict[int, set[int]] = {}  # by the code's id: lines that were not reached
+        self._codes: list[types.CodeType] = []  # kept, so that ids stay theirs
+        self._new: set[Line] = set()
+
+    def take(self) -> set[Line]:
+        """The lines that are new since the last call."""
+        found, self._new = self._new, set()
+        return found
+
+    def __enter__(self) -> "Lines":
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]  # as its documentation says
+
+    def _call(self, frame: types.FrameType, event: str, argument: object):
+        code = frame.f_code
+        left = self._left.get(id(code))
+        if left is None:
+            left = self._first_seen(code)
+        if not left:
+            return None
+        name = reader_files()[code.co_filename]
+
+        def line(frame: types.FrameType, event: str, argument: object):
+            if event == "line" and frame.f_lineno in left:
+                left.discard(frame.f_lineno)
+                self._new.add((name, frame.f_lineno))
+            return line if left else None
+
+        return line
+
+    def _first_seen(self, code: types.CodeType) -> set[int]:
+        name = reader_files().get(code.co_filename)
+        lines = set[int]() if name is None or not code.co_flags & IS_FUNCTION else lines_of(code)
+        left = {number for number in lines if (name, number) not in self._known}
+        self._codes.append(code)
+        self._left[id(code)] = left
+        return left
