@@ -354,5 +354,5 @@ def test_the_check_goes_on_and_reports_a_cache_that_cannot_be_written(load, tmp_
     found = load(fake_parts())
     assert found.error < 1e-4 and isinstance(found.step, HybridStep)
     assert {line.partition(": ")[2] for line in found.lines} == {
-        "the cache folder cannot be written (Not a directory): the GPU is checked at every load"
+        "the cache folder cannot be written (Not a directory), so the GPU is checked at every load"
     }
