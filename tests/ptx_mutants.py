@@ -57,6 +57,7 @@ CASES: dict[str, Callable] = {
     "down of 65": lambda k: neurons.test_down_of_any_number_of_neurons(k, 65, False),
     "down of 300": lambda k: neurons.test_down_of_any_number_of_neurons(k, 300, True),
     "down of 17": lambda k: neurons.test_down_of_any_number_of_neurons(k, 17, True),
+    "down of q6_k": lambda k: neurons.test_down_of_rows_at_even_addresses(k, False),
     "rows of zeros": neurons.test_rows_of_zeros_are_not_read,
     "norm": lambda k: attention.test_add_norm(k, 96, True),
     "norm of 2304": lambda k: attention.test_add_norm(k, 2304, True),

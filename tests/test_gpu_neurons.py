@@ -197,6 +197,15 @@ def test_down_of_rows_of_any_width(kernels, width, skips_zeros):
     assert_close(got, want, down_bound(matrix, hidden))
 
 
+@pytest.mark.parametrize("skips_zeros", [False, True])
+def test_down_of_rows_at_even_addresses(kernels, skips_zeros):
+    """A row of one super-block of q6_K, as of any odd number, ends at an odd multiple of two bytes."""
+    matrix, hidden = make_matrix("q6_k_planar", 40, 256), hidden_with_zeros(40, 1.0)
+    parts = torch.full((2, 256), NAN, device=device())
+    got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
+    assert_close(got, want, down_bound(matrix, hidden))
+
+
 def test_empty_parts_are_zeros(kernels):
     matrix = make_matrix("f16", 4, 32)
     for skips_zeros in (False, True):

@@ -299,6 +299,16 @@ def test_code_within_the_rules_passes():
     out, _ = run("setp.lt.s32 %p1, %r1, 9; @%p1 mov.b32 %r9, 3; selp.b32 %r10, %r9, 4, %p1;"
                  "st.global.b32 [%rd4], %r10;")  # fmt: skip
     assert out.tolist() == [3] * 9 + [4] * 55
+    out, _ = run("bfi.b32 %r10, %r1, %r9, 8, 8; and.b32 %r10, %r10, 65280;"
+                 "st.global.b32 [%rd4], %r10;")  # fmt: skip
+    assert out.tolist() == [t << 8 for t in range(THREADS)]
+
+
+@pytest.mark.parametrize("place", ["8, 8", "12, 4", "0, 31", "0, 0", "32, 8", "%r1, 32"])
+def test_a_field_in_an_undefined_word_leaves_the_rest_undefined(place):
+    run(f"bfi.b32 %r10, %r1, 7, {place}; st.global.b32 [%rd4], %r10;")
+    with pytest.raises(Uninitialised):
+        run(f"bfi.b32 %r10, %r1, %r9, {place}; st.global.b32 [%rd4], %r10;")
 
 
 def test_warps_may_reach_a_barrier_on_different_paths():

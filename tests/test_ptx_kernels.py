@@ -27,7 +27,7 @@ QUICK = [
     ("unpack to bf16", BLACKWELL), ("unpack to f16", HOPPER), ("predict gate", HOPPER),
     ("gate_up of ids", BLACKWELL), ("silu", HOPPER), ("down, zeros skipped", HOPPER),
     ("norm", BLACKWELL), ("rotation", BLACKWELL), ("rotation of pairs", HOPPER),
-    ("attention", BLACKWELL),
+    ("attention", BLACKWELL), ("down of q6_k", HOPPER),
 ]  # fmt: skip
 
 

@@ -117,7 +117,25 @@ def insert(name, modifiers, operands, registers):
 
     target, *sources = operands
     kinds = (kind, kind, "u32", "u32")
-    return pure(target, list(zip(sources, kinds, strict=True)), compute, registers)
+    constants = [immediate(text, "u32") for text in sources[2:]]
+    traced = None
+    if None not in constants:
+        at, length = (min(int(constant) & 255, width) for constant in constants)
+        traced = _inserted_bytes(at, min(at + length, width))
+    return pure(target, list(zip(sources, kinds, strict=True)), compute, registers, traced)
+
+
+def _inserted_bytes(first: int, last: int):
+    """Which bytes of a result are undefined, if these bits are taken from the first operand. A byte
+    that has bits of both is if one of them is."""
+    moved = _shifted_bytes("shl", first)
+    taken = sum(1 << byte for byte in range(8) if first < 8 * byte + 8 and 8 * byte < last)
+    covered = sum(1 << byte for byte in range(8) if first <= 8 * byte and 8 * byte + 8 <= last)
+
+    def traced(u, v, *_):
+        return moved(u, None) & np.uint8(taken) | v & np.uint8(~covered & 255)
+
+    return traced
 
 
 def permute(name, modifiers, operands, registers):
