@@ -18,8 +18,8 @@ Chain = tuple[int, ...]  # numbers of damages, one after another, to the whole f
 
 @dataclass(kw_only=True)
 class Known:
-    """Of one kind: `cases` so far, `last_new` the number of those after which the last new line was
-    reached."""
+    """The state of one kind of input: `cases` have run, and `last_new` is the number of cases after
+    which the last new line was reached."""
 
     lines: set[Line] = field(default_factory=set)
     seeds: list[Chain] = field(default_factory=list)

@@ -53,7 +53,7 @@ def inputs(tmp_path_factory) -> Path:
 def outcomes_of(
     inputs: Path, tmp_path: Path, parts: tuple[dict[str, int] | dict[str, range], ...]
 ) -> fuzz.Outcomes:
-    """Of the first cases of each kind, or of those in its range."""
+    """The outcomes of the first cases of each kind, or of the cases in its range."""
 
     def run(number: int) -> fuzz.Outcomes:
         return run_cases(inputs, tmp_path / str(number), cases[number], limit_s=20)
