@@ -309,10 +309,17 @@ class _StepWriter:
         if source == target:
             return
         carried = ["x"]
-        if self.form.input_layer_offset and layer and self.form.layers[layer].has_predictor:
+        if layer and self._needs_input_of_previous(target, layer):
             carried.append(ffn_in(layer - 1))
         for name in carried:
             self._copy(name, source, target, source if target == HOST else target, None)
+
+    def _needs_input_of_previous(self, target: str, layer: int) -> bool:
+        """Whether a predictor on `target` reads the previous layer's feed-forward input, and no
+        neurons of that layer have brought it there."""
+        if not (self.form.input_layer_offset and self.form.layers[layer].has_predictor):
+            return False
+        return all(device != target for _, device in self.form.layers[layer - 1].blocks)
 
     def _copy(self, name: str, source: str, target: str, home: str, layer: int | None) -> None:
         self._submit(
