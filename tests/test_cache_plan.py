@@ -263,5 +263,5 @@ def test_a_cache_of_another_model_is_refused(model):
     with pytest.raises(SparkinferError, match="a neuron cache of 3 layers for 2"):
         a_plan(model, num_layers=3).validate()
     more = replace(a_plan(model), cache=a_cache(most_rows=5))
-    with pytest.raises(SparkinferError, match="neuron_cache takes .* GPU bytes"):
+    with pytest.raises(SparkinferError, match="neuron_cache of .* takes .* bytes on the GPU"):
         replace(more, vram_budget_bytes=1 << 30).check_against(model, model.path)

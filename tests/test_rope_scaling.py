@@ -151,7 +151,7 @@ def test_the_command_line_says_what_it_did(model, capfd):
 
     asked = ["generate", str(model.path), "-p", "a", "-n", "2", "--device", "cpu"]
     refused = CliRunner().invoke(cli, [*asked, "-c", "256"])
-    assert "--rope-scaling yarn extends it" in str(refused.exception)
+    assert "--rope-scaling yarn stretches it" in str(refused.exception)
     done = CliRunner().invoke(cli, [*asked, "-c", "256", "--rope-scaling", "yarn"])
     assert done.exit_code == 0, done.exception
     assert "rotary embeddings: YaRN, 2 times the 128 tokens of its training" in done.output

@@ -276,7 +276,7 @@ def test_seeds_have_64_bits(codec_model):
         for seed in (-(1 << 63), (1 << 64) - 1):
             assert list(engine.generate("ab cd", 2, 1.5, seed))
         for seed in (-(1 << 63) - 1, 1 << 64):
-            with pytest.raises(SparkinferError, match="64 bits"):
+            with pytest.raises(SparkinferError, match="wanted a 64-bit integer"):
                 engine.generate("ab cd", 2, 1.5, seed)
 
 
@@ -387,7 +387,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
         Engine.load(model.path, split=other)
     wrong = dict(split.gpu_bytes, neurons=split.gpu_bytes["neurons"] - 4)
     dataclasses.replace(split, gpu_bytes=wrong).save(other)
-    with pytest.raises(SparkinferError, match="neurons takes .* GPU bytes"):
+    with pytest.raises(SparkinferError, match="neurons of .* takes .* bytes on the GPU"):
         Engine.load(model.path, split=other)
     assert set(wrong) == set(ITEMS)
 
