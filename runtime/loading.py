@@ -20,7 +20,7 @@ from sparkinfer.limits import Limits
 from sparkinfer.longer_texts import with_rope_scaling
 from sparkinfer.mode_choice import mode_meant
 from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.check.device_check import DeviceLost, checked
+from sparkinfer.runtime.check.device_check import MORE, DeviceLost, checked
 from sparkinfer.runtime.engine_options import (
     bytes_by_role_of,
     cache_types_of,
@@ -42,12 +42,14 @@ from sparkinfer.runtime.gpu_setup import (
     with_cold_streams,
 )
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
+from sparkinfer.runtime.prefill.pass_bytes import step_rows
 from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.host_attention import HostAttention
@@ -99,7 +101,7 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
     try:
         return _Load(model, plan, config).run()
     except DeviceLost as lost:
-        why = str(lost)
+        why = f"{lost}: everything runs on the CPU this time; {MORE}"
     _warn(model, why)  # past the handler, which would keep the lost weights
     return _Load(model, plan, replace(config, device="cpu")).run()
 
@@ -229,13 +231,17 @@ class _Load:
         )  # fmt: skip
 
     def _step_rows(self) -> int:
-        """Rows of a hybrid step: one on a GPU so far, where steps of several are not proven."""
-        if self.num_sequences > 1 and self.gpu.type == "cuda":
+        """Rows of a hybrid step: one with a neuron cache, whose bits are of one token."""
+        if self.setup is not None or "gpu" not in self.bytes_by_role:
+            return 1
+        workspace = self.bytes_by_role["gpu"]["workspace"] // len(set(self.placement.homes))
+        rows = step_rows(self.model, self.context_length, workspace, self.num_sequences)
+        if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
             self.notice(
-                f"steps on a GPU have one row so far: {self.num_sequences} texts take as many steps"
-                " a token"
+                f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts take"
+                " several steps a token; a longer --context or a larger --vram-budget gives more"
             )
-        return 1
+        return rows
 
     def _load_weights(self) -> None:
         with uploading(self.memories, self.residence, self.warn) as uploaders:
@@ -253,7 +259,9 @@ class _Load:
         the maximum number of tokens per pass."""
         takes = step_takes(self.memories)
         if self.check is not None:
-            self.check.check_kernels(self.weights, self.placement, self.offset, takes)
+            self.check.check_kernels(
+                self.weights, self.placement, self.offset, takes, self.max_rows
+            )
         self.weights, self.chunk = with_cold_streams(
             self.model, self.weights, self.memories, self.placement, self.mode,
             self.context_length, self.bytes_by_role, self.chunk, self.warn,

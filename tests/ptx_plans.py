@@ -42,21 +42,26 @@ NEURONS = 83  # of `down`
 POSITION = 100  # in attention, if the context is long enough
 
 
-def launches(model: ModelFile, *, mode: str, context: int) -> tuple[Launch, ...]:
+def launches(
+    model: ModelFile, *, mode: str, context: int, num_rows: int = 1, num_sequences: int = 1
+) -> tuple[Launch, ...]:
     """The launches of a plan with all, a third, or one of each layer's neurons on the GPU, in
-    turn."""
+    turn, of steps of this many rows."""
     every = np.arange(model.shape.num_neurons)
     hot = [(every, every[::3], every[:1])[i % 3] for i in range(model.shape.num_layers)]
-    split = make_split(model, hot, context_length=context)
+    split = make_split(model, hot, context_length=context, num_sequences=num_sequences)
     split = dataclasses.replace(split, mode="predicted" if mode == "predicted" else "exact")
     placement = Placement.of_split(split, (CARD,))
-    size = gpu_setup.slab_bytes(model, split.gpu_bytes, context, sum(map(len, hot)))
+    size = gpu_setup.slab_bytes(
+        model, split.gpu_bytes, context, sum(map(len, hot)), num_rows, num_sequences
+    )
     uploaders = {CARD: Uploader(memory=DeviceMemory.of(CARD, size))}
     weights = load_weights(
-        model, placement, mode, context, Observers(), Traffic(), print, None, uploaders
-    )
+        model, placement, mode, context, Observers(), Traffic(), print, None, uploaders,
+        num_sequences,
+    )  # fmt: skip
     take = plain_backend(reference_kernels()).take
-    return launches_of(weights, placement, 0, take)
+    return launches_of(weights, placement, 0, take, num_rows, num_rows)
 
 
 def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons: int | None = None,

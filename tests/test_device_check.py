@@ -1,10 +1,12 @@
 """The check of a GPU, here a fake one. Generation still works when any part fails, one line reports
 the failure, and the part is not tried again."""
 
+import _thread
 import dataclasses
 import os
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -29,8 +31,9 @@ from reference import rel_error
 from test_runtime import IDS, make_split
 
 from sparkinfer import Engine
-from sparkinfer.device_checks import DIED, stored_checks
+from sparkinfer.device_checks import DIED, CheckBook, stored_checks
 from sparkinfer.doctor import gpu as doctor
+from sparkinfer.errors import SparkinferError
 from sparkinfer.log_lines import lines_on_stderr
 from sparkinfer.runtime.check import device_check
 from sparkinfer.runtime.check import parts as device_parts
@@ -41,6 +44,7 @@ from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
 from sparkinfer.runtime.step.hybrid_step import HybridStep
 from sparkinfer.runtime.step.native_step import NativeStep
+from sparkinfer.runtime.step.sequences import Part
 from sparkinfer.runtime.weights import gpu_products
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -66,6 +70,7 @@ def planned(tmp_path_factory):
     model = dataclasses.replace(model, path=folder / "m.gguf")
     model.save(model.path)
     make_split(model, HOT).save(folder / "s.gguf")
+    make_split(model, HOT, num_sequences=3).save(folder / "three.gguf")
     with Engine.load(model.path, mode="predicted", device="cpu") as engine:
         want = stepped(engine)
     return model.path, folder / "s.gguf", want
@@ -282,7 +287,7 @@ def test_an_interrupted_check_records_nothing(load):
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_check, "outcome", lambda run, limit: interrupt())
+        patch.setattr(device_check, "outcome", lambda run, limit, **options: interrupt())
         with pytest.raises(KeyboardInterrupt):
             load(fake_parts())
     assert stored_checks()[0].started is None and not stored_checks()[0].verdicts
@@ -311,6 +316,139 @@ def test_an_error_is_reported_in_one_line():
     }
     for text, line in said.items():
         assert device_check.outcome(lambda text=text: fail(text), 5.0) == line
+
+
+# ---- steps of several rows, at their first use ---------------------------------------------------
+
+
+class Texts:
+    """An engine with these parts that computes a few tokens of some texts, and then a step of
+    several rows. The lines, the rows of a step that it takes, and the error in all logits."""
+
+    def __init__(self, planned, monkeypatch, capsys, parts, num_texts=3, num_rows=5):
+        path, _, _ = planned
+        split = path.with_name("three.gguf" if num_texts > 1 else "s.gguf")
+        monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
+        capsys.readouterr()
+        with (
+            lines_on_stderr(),
+            Engine.load(path, split=split, mode="predicted", device="cpu") as engine,
+        ):
+            texts = [engine.sequence() for _ in range(num_texts)]
+            got = [text.extend([token], "all") for text in texts for token in IDS[:3]]
+            counts = [num_rows - num_texts + 1, *[1] * (num_texts - 1)]
+            counts = [count for count in counts if count]
+            got += engine.run(
+                Part(sequence=text, tokens=IDS[3 : 3 + count], wanted="all")
+                for text, count in zip(texts, counts, strict=True)
+            )
+            self.max_rows = engine._live.native.max_rows
+            self.lines = capsys.readouterr().err.splitlines()
+        with Engine.load(path, mode="predicted", device="cpu", num_sequences=3) as engine:
+            texts = [engine.sequence() for _ in range(num_texts)]
+            want = [text.extend([token], "all") for text in texts for token in IDS[:3]]
+            want += [
+                text.extend(IDS[3 : 3 + count], "all")
+                for text, count in zip(texts, counts, strict=True)
+            ]
+        self.error = rel_error(torch.cat(got), torch.cat(want))
+
+
+@pytest.fixture
+def texts(planned, monkeypatch, capsys):
+    return lambda parts, **options: Texts(planned, monkeypatch, capsys, parts, **options)
+
+
+def many(wrong):
+    """A kernel that is wrong for more than two rows."""
+
+    def changed(kernel):
+        def run(*arguments, **options):
+            vector = next(
+                each for each in (*arguments, *options.values()) if isinstance(each, torch.Tensor)
+            )
+            is_many = vector.dim() > 1 and len(vector) > 2
+            (wrong(kernel) if is_many else kernel)(*arguments, **options)
+
+        return run
+
+    return changed
+
+
+@pytest.mark.parametrize("num_texts", [1, 3])
+def test_steps_of_several_rows_are_checked_at_their_first_use(texts, num_texts):
+    """On the engine's cache, whose texts go on as before."""
+    found = texts(fake_parts(), num_texts=num_texts)
+    assert found.lines == [] and found.error < 1e-4 and found.max_rows > 8
+    kept = stored_checks()[0].verdicts
+    steps = [name for name in kept if name.startswith("steps of ")]
+    assert [name.rpartition(" ")[0] for name in steps] == ["steps of 8 rows"]
+    kernels = {name.split()[1] for name in kept if name.endswith(" 8 rows")}
+    assert kernels == set(NAMES) - {"embed", "unpack"}
+    assert not [name for name in kept if name.endswith((" 2 rows", " 4 rows"))]
+    again = texts(fake_parts(kernels=with_kernel("attend", many(halved))), num_texts=num_texts)
+    assert again.lines == [] and again.error > 1e-3  # nothing was tried again
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wrong"), [("attend", halved), ("rotate_append", idle), ("down", raising)]
+)
+def test_a_kernel_that_fails_for_several_rows_takes_fewer(texts, kernel, wrong):
+    parts = fake_parts(kernels=with_kernel(kernel, many(wrong)))
+    for _ in range(2):
+        found = texts(parts)
+        assert len(found.lines) == 2 and found.max_rows == 2, found.lines  # of 8 and of 4 rows
+        assert f"steps of 8 rows fail on this GPU ({kernel}: " in found.lines[0]
+        assert "sparkinfer doctor" in found.lines[1] and found.error < 1e-4
+        parts = fake_parts()  # now nothing fails, and nothing is tried again
+    findings = doctor.checks(stored_checks(), has_gpu=True, unfinished=None)
+    assert any(kernel in each.text for each in findings if each.state != "ok"), findings
+
+
+def test_a_step_of_several_rows_that_ended_its_process_is_not_tried_again(texts):
+    texts(fake_parts())
+    (part,) = [name for name in stored_checks()[0].verdicts if name.startswith("steps of 8 rows ")]
+    with CheckBook(KEY) as book:
+        book.start(part)
+    found = texts(fake_parts())
+    (line,) = found.lines
+    assert DIED in line and found.max_rows == 4 and found.error < 1e-4
+    findings = doctor.checks(stored_checks(), has_gpu=True, unfinished=None)
+    assert any(each.text.startswith("steps of 8 rows: ") for each in findings), findings
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_device_lost_by_a_step_of_several_rows_is_one_line(texts, monkeypatch, is_slow):
+    uses, release = [], threading.Event()
+
+    def use():
+        uses.append(1)
+        if len(uses) > 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def slow(kernel):
+        return lambda *arguments, **options: release.wait(20)
+
+    if is_slow:
+        monkeypatch.setattr(device_check, "PART_S", 1.0)
+    parts = fake_parts(kernels=with_kernel("down", many(slow if is_slow else raising)), use=use)
+    with pytest.raises(SparkinferError, match="start again, and steps will have fewer rows"):
+        texts(parts)
+    release.set()
+    assert texts(fake_parts()).max_rows == 4
+
+
+def test_an_interrupt_waits_for_a_part_that_shares_memory_with_a_step():
+    ended = threading.Event()
+
+    def run():
+        _thread.interrupt_main()
+        time.sleep(0.3)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        device_check.outcome(run, 5.0, is_waited_for=True)
+    assert ended.is_set()
 
 
 # ---- on the fake CUDA runtime -------------------------------------------------------------------

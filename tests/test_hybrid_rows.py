@@ -234,7 +234,7 @@ def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
         assert torch.equal(got, alone)
         assert native.max_rows == 2 and set(native.segments) == {1, 2}
     lines = [record.getMessage() for record in caplog.records]
-    assert sum("steps have at most" in line for line in lines) == 2 and "\n" not in lines[0]
+    assert sum("they have at most" in line for line in lines) == 2 and "\n" not in lines[0]
 
 
 def test_a_neuron_cache_or_no_room_is_one_row_at_a_time(tmp_path):

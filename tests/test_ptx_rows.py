@@ -4,13 +4,18 @@ multiply-adds are already in the PTX.
 
 A few comparisons always run, the others are marked slow."""
 
+import ptx_plans
 import pytest
 import test_gpu_rows as rows
 import torch
 from gpu_matrices import KINDS
+from models import make_model, make_shape
 from ptx.kernels import PtxKernels
 
+from sparkinfer.runtime.check.kernels import check_launch
+from sparkinfer.runtime.check.launches import NAMES
 from sparkinfer.runtime.kernels.gpu import launch
+from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 
 ARCHITECTURES = (89, 90, 120)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead")
@@ -60,3 +65,30 @@ def test_rows(case):
 @pytest.mark.parametrize("case", [*QUICK, *REST])
 def test_all(case, arch):
     (QUICK | REST)[case](PtxKernels(arch).kernels)
+
+
+def check_plan(kind: str, num_rows: int, num_sequences: int, arch: int) -> None:
+    """What a GPU checks before its first step of this many rows, with its kernels executed as PTX."""
+    shape = make_shape(num_layers=3, width=256, num_neurons=96, num_heads=4, context_length=128)
+    model = make_model(shape=shape, kind=kind, predictor_rank=32 if kind == "f16" else 256)
+    found = ptx_plans.launches(
+        model, mode="predicted", context=100, num_rows=num_rows, num_sequences=num_sequences
+    )
+    assert {each.kernel for each in found} == set(NAMES) - {"embed", "unpack"}
+    kernels = PtxKernels(arch).kernels
+    for each in found:
+        assert each.num_rows == num_rows and each.variant.endswith(f" {num_rows} rows")
+        check_launch(each, kernels, reference_kernels(), lambda: None)
+
+
+def test_the_check_of_a_step_of_several_rows():
+    check_plan("q4_0", 2, 3, 89)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("num_sequences", [1, 8])
+@pytest.mark.parametrize("num_rows", rows.ROWS[1:])
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0", "q4_k", "q6_k"])
+def test_the_check_of_every_number_of_rows(kind, num_rows, num_sequences, arch):
+    check_plan(kind, num_rows, num_sequences, arch)

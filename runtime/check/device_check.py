@@ -10,6 +10,7 @@ fallback, with one line of output.
     products ...          products of prompts in f32
     host function, step   tokens go through torch layer by layer
     graph                 the step is submitted kernel by kernel
+    steps of N rows ...   steps have fewer rows; tried when they are first used
 
 Results are kept (sparkinfer.device_checks), so later loads check nothing and print the same lines.
 A part fails by an exception, a wrong result, a time limit, or the end of the process, which the
@@ -21,12 +22,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from sparkinfer.device_checks import CheckBook, Verdict
+from sparkinfer.device_checks import CheckBook, Verdict, name_of_part
+from sparkinfer.errors import SparkinferError
 from sparkinfer.progress import progress
 from sparkinfer.runtime.check import parts as device_parts
 from sparkinfer.runtime.check import slots, step_check
@@ -50,7 +52,7 @@ ANSWER_S = 10.0  # for an idle device to answer
 MOST_LETTERS = 160  # of an error message; the rest is cut off
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _PLACE = re.compile(r"at \d+:\d+:$")  # the beginning of Triton's errors
-_MORE = "sparkinfer doctor says more"
+MORE = "sparkinfer doctor says more"
 SLOT_PARTS = {
     "neuron cache's copies": slots.check_scatter,
     "neuron cache's bits": slots.check_pack_open,
@@ -58,7 +60,7 @@ SLOT_PARTS = {
 
 
 class DeviceLost(Exception):
-    """A device failed and no longer answers: what is on it is lost. The message is for the user."""
+    """A device failed and no longer answers: what is on it is lost."""
 
 
 class _NotChecked(Exception):
@@ -76,6 +78,7 @@ class DeviceCheck:
     _fast: Kernels | None = None  # Triton's; None if it is missing
     _replaced: set[str] = field(default_factory=set)  # names of kernels that torch computes
     _variants: list[str] = field(default_factory=list)
+    _launches: Callable[[Weights, int], tuple[Launch, ...]] | None = None  # of so many rows
 
     def check_devices(self, *, has_budget: bool) -> bool:
         """False if a device must not be used."""
@@ -99,7 +102,7 @@ class DeviceCheck:
         why = self._try(book, parts, "pinned memory", parts.pin)
         if why:
             pinned.refuse(why)
-            why = f"{_words(parts, 'pinned memory')}: {why} (copies take a detour); {_MORE}"
+            why = f"{_words(parts, 'pinned memory')}: {why} (copies take a detour); {MORE}"
         return why
 
     def check_neuron_cache(self) -> bool:
@@ -121,9 +124,15 @@ class DeviceCheck:
         return True
 
     def check_kernels(
-        self, weights: Weights, placement: Placement, input_layer_offset: int, take: Takes | None
+        self,
+        weights: Weights,
+        placement: Placement,
+        input_layer_offset: int,
+        take: Takes | None,
+        max_rows: int = 1,
     ) -> None:
-        """Compiles and compares what the plan launches. Raises DeviceLost."""
+        """Compiles and compares what the plan launches for one row, of a step for up to `max_rows`.
+        Raises DeviceLost."""
         first = self.parts[0]
         try:
             self._fast = first.kernels()
@@ -132,7 +141,12 @@ class DeviceCheck:
             self._say(first, "kernels", _line(error), "torch computes them, slower")
             return
         take = take or first.backend(None, has_graph=False, kernels=self._fast).take
-        launches = launches_of(weights, placement, input_layer_offset, take)
+        found = partial(
+            launches_of, placement=placement, input_layer_offset=input_layer_offset, take=take,
+            max_rows=max_rows,
+        )  # fmt: skip
+        launches = found(weights)
+        self._launches = lambda weights, num_rows: found(weights, num_rows=num_rows)
         for parts, book in self._books():
             mine = [each for each in launches if each.device == parts.device]
             self._variants += sorted(each.variant for each in mine)
@@ -162,15 +176,48 @@ class DeviceCheck:
             ):
                 why = self._try(book, first, part, run)
                 if why:
-                    return f"{_words(first, part)}: {why}; {_MORE}"
+                    return f"{_words(first, part)}: {why}; {MORE}"
             if not has_graph or self._replaced:
-                return submitting
+                return replace(submitting, try_rows=self.try_rows)
             capturing = first.backend(take, has_graph=True, kernels=self._kernels)
             why = self._try(book, first, f"graph {self._plan}",
                             partial(step_check.captured, build, submitting, capturing))  # fmt: skip
             if why:
                 self._say(first, "graph", why, "steps are submitted kernel by kernel, slower")
-            return submitting if why else capturing
+            return replace(submitting if why else capturing, try_rows=self.try_rows)
+
+    def try_rows(self, weights: Weights, num_rows: int, run: Callable[[], None]) -> str:
+        """Tries a step of several rows at its first use: its kernels, then `run`. Returns the reason
+        why it must not be used, "" if it works. Raises SparkinferError if the device is lost."""
+        try:
+            why = self._kernels_of_rows(weights, num_rows)
+            if why:
+                return why
+            with CheckBook(self.parts[0].key, self.notice) as book:
+                part = f"steps of {num_rows} rows {self._plan}"
+                return self._try(book, self.parts[0], part, run, is_in_use=True)
+        except DeviceLost as lost:
+            raise SparkinferError(
+                f"{lost}; start again, and steps will have fewer rows; {MORE}"
+            ) from None
+
+    def _kernels_of_rows(self, weights: Weights, num_rows: int) -> str:
+        """Checks the kernels of a step of this many rows that torch does not compute."""
+        if self._fast is None or self._launches is None:
+            return ""
+        launches = [
+            each for each in self._launches(weights, num_rows) if each.kernel not in self._replaced
+        ]
+        for parts, book in self._books():
+            for launch in launches:
+                if launch.device != parts.device:
+                    continue
+                run = partial(check_launch, launch, self._fast, parts.plain_kernels, parts.wait)
+                why = self._try(book, parts, f"kernel {launch.variant}", run, is_in_use=True)
+                if why:
+                    return f"{launch.kernel}: {why}"
+            parts.free()
+        return ""
 
     def _check_launches(
         self, parts: DeviceParts, book: CheckBook, launches: Sequence[Launch]
@@ -234,16 +281,20 @@ class DeviceCheck:
         run: Callable[[], None],
         *,
         is_last: bool = False,
+        is_in_use: bool = False,
     ) -> str:
         """The reason why the part fails, stored or found by running it; "" if it works. With
-        `is_last` it does not matter whether the device answers afterwards."""
+        `is_last` it does not matter whether the device answers afterwards. `is_in_use`: the part
+        shares memory with a step, so nothing else may run before it has ended.
+
+        Raises DeviceLost."""
         known = book.known(part)
         if known is not None:
             return known.why
         book.start(part)
         began = time.perf_counter()
         try:
-            why = outcome(run, PART_S)
+            why = outcome(run, PART_S, is_waited_for=is_in_use)
         except _NotChecked:
             book.give_up()
             self._say(parts, part, "no memory is left to check it", "it is used unchecked")
@@ -252,15 +303,13 @@ class DeviceCheck:
             book.give_up()
             raise
         book.finish(Verdict(part=part, why=why, seconds=time.perf_counter() - began))
-        if why and not is_last and outcome(parts.use, ANSWER_S):
-            raise DeviceLost(
-                f"{_words(parts, part)}: {why}, and the device no longer answers: everything runs on"
-                f" the CPU this time; {_MORE}"
-            )
+        is_running = is_in_use and why == _too_long(PART_S)
+        if is_running or (why and not is_last and outcome(parts.use, ANSWER_S)):
+            raise DeviceLost(f"{_words(parts, part)}: {why}, and the device no longer answers")
         return why
 
     def _say(self, parts: DeviceParts, part: str, why: str, fallback: str) -> None:
-        self.notice(f"{_words(parts, part)}: {why}: {fallback}; {_MORE}")
+        self.notice(f"{_words(parts, part)}: {why}: {fallback}; {MORE}")
 
 
 def checked(
@@ -275,9 +324,10 @@ def checked(
     return check if check.check_devices(has_budget=has_budget) else None
 
 
-def outcome(run: Callable[[], None], limit_s: float) -> str:
+def outcome(run: Callable[[], None], limit_s: float, *, is_waited_for: bool = False) -> str:
     """The reason why a function fails, "" if it does not. It runs in a thread of its own, which is
-    abandoned at the limit: a call that waits for a device cannot be ended."""
+    abandoned at the limit: a call that waits for a device cannot be ended. An interrupt abandons it,
+    too, unless `is_waited_for`."""
     found: list[str | _NotChecked] = []
 
     def call() -> None:
@@ -291,13 +341,22 @@ def outcome(run: Callable[[], None], limit_s: float) -> str:
             found.append("")
 
     thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    try:
+        thread.start()
+        thread.join(limit_s)
+    except KeyboardInterrupt:
+        if is_waited_for and thread.is_alive():
+            thread.join(limit_s)
+        raise
     if not found:
-        return f"takes longer than {limit_s:g} s"
+        return _too_long(limit_s)
     if isinstance(found[0], _NotChecked):
         raise found[0]
     return found[0]
+
+
+def _too_long(limit_s: float) -> str:
+    return f"takes longer than {limit_s:g} s"
 
 
 def _line(error: Exception) -> str:
@@ -310,6 +369,6 @@ def _line(error: Exception) -> str:
 
 
 def _words(parts: DeviceParts, part: str) -> str:
-    """A part in the user's words, without the hash of a plan."""
-    name = part.partition(" ")[0] if part.startswith(("step ", "graph ")) else part
+    """A part in the user's words."""
+    name = name_of_part(part)
     return f"{parts.device}: the {name}" if name != "device" else str(parts.device)

@@ -1,10 +1,13 @@
 """Compares a launch of a fast kernel with the same launch by torch, on the launch's own weights and
-shapes and on random vectors.
+shapes and on random vectors. A step's rows are of several sequences, if the cache has several, and
+the last of more than two repeats the one before it.
 
 Letters: see runtime.kernels.gpu.kernels."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +27,16 @@ BITS_SHARE, LEAST_BITS = 1e-3, 2
 _MOST_DRAWN = 1 << 22  # random numbers; longer tensors repeat them
 _INPUTS = {
     "dot": ("x_D",), "embed": ("index_1",), "unpack": (), "add_norm": ("x_D", "parts_PD"),
-    "rotate_append": ("qkv", "position_1"),
-    "attend": ("qkv", "key_CKW", "value_CKW", "position_1"), "predict": ("inner_R",),
-    "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
+    "rotate_append": ("qkv", "position_1", "sequence_1", "table_SN"),
+    "attend": ("qkv", "key_CKW", "value_CKW", "position_1", "sequence_1", "table_SN"),
+    "predict": ("inner_R",), "gate_up": ("named_B", "x_D"), "down": ("hidden_N",),
 }  # fmt: skip
 _OUTPUTS = {
     "dot": ("out_N",), "embed": ("out_D",), "unpack": ("out_AD",),
     "add_norm": ("out_D", "x_out_D"), "rotate_append": ("qkv", "key_CKW", "value_CKW"),
     "attend": ("out_HW",), "predict": ("named_B",), "gate_up": ("hidden_N",), "down": ("parts_SD",),
 }  # fmt: skip
+_CACHES = ("key_CKW", "value_CKW")
 
 
 class Wrong(Exception):
@@ -42,8 +46,9 @@ class Wrong(Exception):
 def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[], None]) -> None:
     """Raises Wrong, or whatever the kernel raises, unless both write the same within the bounds.
 
-    Overwrites the launch's vectors; caches are zeros again afterwards. `wait` waits for the device
+    Overwrites the launch's vectors; the cache is as before afterwards. `wait` waits for the device
     and raises what went wrong there."""
+    launch = _with_few_blocks(launch)
     with torch.inference_mode(), _current(launch.device), _filled(launch):
         before = [values.clone() for values in _outputs(launch)]
         got = _results(launch, fast, before, wait)
@@ -98,16 +103,42 @@ def _outputs(launch: Launch) -> list[Tensor]:
     found = [given[name] for name in _OUTPUTS[launch.kernel] if given[name] is not None]
     if launch.kernel != "rotate_append":
         return found
-    qkv, key_CKW, value_CKW = found
-    last = len(key_CKW) - 1
-    queries = given["num_heads"] * key_CKW.shape[2]
-    return [qkv[:queries], key_CKW[last], value_CKW[last]]
+    qkv, *caches = found
+    queries = given["num_heads"] * caches[0].shape[-1]
+    if given["table_SN"] is None:  # the positions that `_fill` chooses
+        caches = [cache[-launch.num_rows :] for cache in caches]
+    return [qkv[..., :queries], *caches]
+
+
+def _with_few_blocks(launch: Launch) -> Launch:
+    """The launch on the first blocks of a cache in blocks, one for each sequence that has a row."""
+    given = launch.arguments
+    if given.get("table_SN") is None:
+        return launch
+    count = _num_sequences(launch)
+    return replace(launch, arguments=given | {name: given[name][:count] for name in _CACHES})
+
+
+def _num_sequences(launch: Launch) -> int:
+    """The sequences that the rows of a check are of."""
+    table_SN = launch.arguments.get("table_SN")
+    return 1 if table_SN is None else min(launch.num_rows, len(table_SN))
 
 
 @contextmanager
 def _filled(launch: Launch) -> Iterator[None]:
     """Fills inputs at random, and outputs that are not also inputs with what no kernel should
     leave."""
+    caches = [launch.arguments[name] for name in _CACHES if name in launch.arguments]
+    kept = [values.to("cpu", copy=True) for values in caches]
+    try:
+        yield from _filling(launch)
+    finally:
+        for values, before in zip(caches, kept, strict=True):
+            values.copy_(before)
+
+
+def _filling(launch: Launch) -> Iterator[None]:
     random = torch.Generator().manual_seed(len(launch.variant))
     given = launch.arguments
     inputs = [given[name] for name in _INPUTS[launch.kernel] if given[name] is not None]
@@ -128,14 +159,28 @@ def _filled(launch: Launch) -> Iterator[None]:
 def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
     given = launch.arguments
     values: Tensor = given[name]
+    row_T = torch.arange(launch.num_rows)
+    if launch.num_rows > 2:
+        row_T[-1] -= 1
+    count = _num_sequences(launch)
     if name == "index_1":
-        values.fill_(given["matrix"].num_rows // 2)
+        values.copy_((given["matrix"].num_rows // 2 + row_T) % given["matrix"].num_rows)
+    elif name == "sequence_1":
+        values.copy_(row_T % count)
+    elif name == "table_SN":  # the last blocks of sequences with rows are different ones
+        sequence_S, block_N = (torch.arange(size) for size in values.shape)
+        values.copy_((sequence_S[:, None] + block_N) % count)
     elif name == "position_1":  # all of the cache is read
-        values.fill_(len(given["key_CKW"]) - 1)
+        values.copy_((_context_length(given) - 1 - row_T // count).clamp(min=0))
     else:
         _randomise(values, random)
     if name == "hidden_N" and given["skips_zeros"]:
-        values[::3] = 0
+        values.view(-1)[::3] = 0
+
+
+def _context_length(given: dict[str, Any]) -> int:
+    key_CKW, table_SN = given["key_CKW"], given["table_SN"]
+    return len(key_CKW) if table_SN is None else key_CKW.shape[1] * table_SN.shape[1]
 
 
 def _randomise(values: Tensor, random: torch.Generator) -> None:

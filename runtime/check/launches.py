@@ -2,7 +2,7 @@
 
 Launches that the compiler turns into the same machine code are one variant: a kernel with the
 kinds, widths and types of its arguments, and for a matrix the number of rows per Triton program,
-which follows from its number of rows.
+which follows from its number of rows. Steps of several rows have variants of their own.
 
 Letters: see runtime.kernels.gpu.kernels."""
 
@@ -20,6 +20,7 @@ from sparkinfer.runtime.device.streams import HostNode
 from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 from sparkinfer.runtime.kernels.gpu.launch import rows_of_program
+from sparkinfer.runtime.kernels.gpu.step_rows import AXES
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
 from sparkinfer.runtime.model.layers import Weights
@@ -47,31 +48,42 @@ class Launch:
     arguments: dict[str, Any]
     variant: str
     device: torch.device
+    num_rows: int  # of the step
 
     @classmethod
     def of(cls, kernel: str, *arguments: Any, **options: Any) -> "Launch":
         bound = _PARAMETERS[kernel].bind(*arguments, **options)
         bound.apply_defaults()
-        words = [_words(name, value) for name, value in bound.arguments.items()]
+        num_rows, axes = 1, AXES.get(kernel, {})
+        if axes and bound.arguments[next(iter(axes))].dim() > 1:
+            num_rows = len(bound.arguments[next(iter(axes))])
+        words = [
+            _words(name, value, axes.get(name) if num_rows > 1 else None)
+            for name, value in bound.arguments.items()
+        ]
+        words += [f"{num_rows} rows"] if num_rows > 1 else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
             kernel=kernel,
             arguments=dict(bound.arguments),
             variant=" ".join([kernel, *(word for word in words if word)]),
             device=tensors[0].device,
+            num_rows=num_rows,
         )
 
     def run(self, kernels: Kernels) -> None:
         getattr(kernels, self.kernel)(**self.arguments)
 
 
-def _words(name: str, value: Any) -> str:
-    """What distinguishes variants in an argument; "" if nothing does."""
+def _words(name: str, value: Any, rows_axis: int | None) -> str:
+    """What distinguishes variants in an argument, apart from the rows of a step, which are on this
+    axis; "" if nothing does."""
     if isinstance(value, StoredMatrix):
         stride = "" if value.stride_bytes % _WIDE_LOAD == 0 else f"/{_gcd(value.stride_bytes)}"
         return f"{value.kind}[{value.width}]{stride}x{rows_of_program(value.num_rows)}"
     if isinstance(value, Tensor):
-        dims = value.shape if value.dim() > 1 else ()
+        dims = [size for axis, size in enumerate(value.shape) if axis != rows_axis]
+        dims = dims if len(dims) > 1 else []
         dims = dims[1:] if name == "out_AD" else dims
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
@@ -117,8 +129,11 @@ def launches_of(
     placement: Placement,
     input_layer_offset: int,
     take: Callable[[torch.device], Take],
+    max_rows: int = 1,
+    num_rows: int = 1,
 ) -> tuple[Launch, ...]:
-    """One launch of each variant, per device, that a token or a prompt needs; nothing is run."""
+    """One launch of each variant, per device, that a step of `num_rows` rows needs, and for one row
+    those of prompts; nothing is run. Buffers are those of a step for `max_rows`."""
     found: dict[tuple[str, torch.device], Launch] = {}
 
     def note(kernel: str) -> Callable[..., None]:
@@ -137,7 +152,14 @@ def launches_of(
         is_pinned=False,
     )
     with suppress(NotNative):  # such a model has no native step, but it reads prompts
-        hybrid_builder.build(weights, placement, input_layer_offset, Traffic(), backend)
+        step = hybrid_builder.build(
+            weights, placement, input_layer_offset, Traffic(), backend, max_rows=max_rows
+        )
+        if num_rows > 1:
+            found.clear()
+            assert step.prepare is not None
+            step.prepare(num_rows)
+            return tuple(found.values())
     for matrix, device in _multiplied(weights, placement):
         _note_unpack(noting, matrix, device)
     return tuple(found.values())

@@ -67,10 +67,14 @@ def _gathered(model: ModelFile, context_length: int) -> int:
     return 3 * kv_bytes_per_layer(model, positions) // 2 + 16 * positions
 
 
-def step_rows(model: ModelFile, context_length: int, workspace: int) -> int:
+def step_rows(model: ModelFile, context_length: int, workspace: int, num_sequences: int = 1) -> int:
     """Most rows of a decode step whose buffers fit into ROWS_SHARE of the workspace."""
-    rows = [n for n in ROWS if decode_bytes(model, context_length, n) <= ROWS_SHARE * workspace]
-    return max(rows, default=1)
+
+    def fits(num_rows: int) -> bool:
+        taken = decode_bytes(model, context_length, num_rows, num_sequences)
+        return taken <= ROWS_SHARE * workspace
+
+    return max(filter(fits, ROWS), default=1)
 
 
 def decode_bytes(

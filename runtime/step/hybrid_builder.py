@@ -9,7 +9,7 @@ at their first use: most engines never run most of them."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 
 import torch
@@ -155,6 +155,7 @@ class _Builder:
             host=self.host,
             segments={1: single},
             prepare=self._more,
+            try_rows=partial(self.backend.try_rows, self.weights),
             table=self.weights.cache.table,
             has_equal_rows=self._has_equal_rows(),
             before=before,

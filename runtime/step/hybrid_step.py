@@ -3,23 +3,27 @@ rows. hybrid_builder.py builds it.
 
 A step of other numbers of rows fills up the next one by repeating its last row on GPUs; the CPU
 computes only the rows there are. The first step of a number of rows is checked against its rows one
-at a time; if it fails or differs, such steps are not used, with a line of output.
+at a time; if it fails or differs, such steps are not used, with a line of output. On a GPU the check
+is one of the parts of runtime.check, whose results are kept.
 
 Letters: R rows with logits, V vocabulary, C positions of a context, D model width."""
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.device.streams import HostNode, Stream
 from sparkinfer.runtime.kernels.gpu.kernels import ROWS, Kernels
 from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NeuronsStruct
 from sparkinfer.runtime.step.batch import Row
 from sparkinfer.runtime.step.hybrid_device import Take
@@ -34,6 +38,20 @@ ROWS_BOUND = 0.1
 
 # Turns a submission to a stream into a function that is called for every token.
 Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
+# Tries a step of these weights with so many rows by a function that raises if the step is wrong;
+# returns why the step must not be used, "" if it works. A stored result may replace the trial.
+TryRows = Callable[[Weights, int, Callable[[], None]], str]
+
+
+def tried(run: Callable[[], None]) -> str:
+    """Why a function fails; "" if it does not."""
+    try:
+        run()
+    except SparkinferError as error:
+        return str(error)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +63,7 @@ class Backend:
     take: Callable[[torch.device], Take]  # zeroed memory for buffers
     prepare: Prepare
     is_pinned: bool
+    try_rows: TryRows = lambda weights, num_rows, run: tried(run)
     slot_kernels: SlotKernels | None = None  # of a neuron cache; None: there are none
 
 
@@ -79,6 +98,7 @@ class HybridStep:
     table: BlockTable | None = None
     # Makes the segments for a number of rows, those in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None
+    try_rows: Callable[[int, Callable[[], None]], str] = lambda num_rows, run: tried(run)
     has_equal_rows: bool = True  # a row has the bits it has alone
     most: int = 0  # rows of a step; 0: as many as `host` has room for
 
@@ -114,24 +134,32 @@ class HybridStep:
     def _is_right(self, rows: Sequence[Row], num_rows: int) -> bool:
         """Prepares steps of this many rows and checks them; if they are wrong, fewer are used from
         here on."""
-        alone = torch.stack([self._single(row) for row in rows])
-        try:
-            self._fill(rows, num_rows)
-            assert self.prepare is not None
-            self.segments[num_rows] = self.prepare(num_rows)
-            self._run(rows, num_rows)
-            off = float((self.host.logits_TV[: len(rows)] - alone).norm() / alone.norm())
-            why = "" if not off > ROWS_BOUND else f"logits are off by {off:.2g}"
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            why = f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
+        why = self.try_rows(num_rows, partial(self._try, rows, num_rows))
+        if not why and num_rows not in self.segments:  # known to work
+            why = tried(partial(self._prepare, rows, num_rows))
         if why:
             self.segments.pop(num_rows, None)
             self.most = ROWS[ROWS.index(num_rows) - 1]
             log.warning(
-                "steps of %d rows on %s fail (%s): steps have at most %d, several texts and drafts"
-                " are slower", num_rows, "this GPU", why, self.most
+                "steps of %d rows fail on this GPU (%s): they have at most %d, so several texts and"
+                " drafts are slower; sparkinfer doctor says more", num_rows, why, self.most
             )  # fmt: skip
         return not why
+
+    def _prepare(self, rows: Sequence[Row], num_rows: int) -> None:
+        self._fill(rows, num_rows)
+        assert self.prepare is not None
+        self.segments[num_rows] = self.prepare(num_rows)
+
+    def _try(self, rows: Sequence[Row], num_rows: int) -> None:
+        """Compares a step of several rows with steps of one row each."""
+        alone = torch.stack([self._single(row) for row in rows])
+        self._prepare(rows, num_rows)
+        self._run(rows, num_rows)
+        got, want = self.host.logits_TV[: len(rows)].nan_to_num(), alone.nan_to_num()
+        error, size = float((got - want).norm()), float(want.norm())
+        if error > ROWS_BOUND * size:
+            raise SparkinferError(f"logits are off by {error / size if size else float('inf'):.2g}")
 
     def _single(self, row: Row) -> Tensor:
         self._run([row], 1)

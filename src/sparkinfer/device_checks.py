@@ -62,6 +62,11 @@ class Verdict:
         return not self.why
 
 
+def name_of_part(part: str) -> str:
+    """A part without the digest of a plan, which ends the names of steps and graphs."""
+    return part.rpartition(" ")[0] if part.startswith(("step ", "steps ", "graph ")) else part
+
+
 R = TypeVar("R", DeviceKey, Verdict)
 
 

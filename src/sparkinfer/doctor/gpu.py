@@ -5,7 +5,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from sparkinfer.device_checks import Checks, DeviceKey, Verdict
+from sparkinfer.device_checks import Checks, DeviceKey, Verdict, name_of_part
 from sparkinfer.doctor.children import Result
 from sparkinfer.doctor.finding import Finding, note, ok, wrong
 from sparkinfer.doctor.machine import REBUILD, is_wsl
@@ -203,8 +203,7 @@ def _parts(failed: Sequence[Verdict], why: str) -> str:
     parts = [verdict.part for verdict in failed if verdict.why == why]
     if len(parts) > 1 and all(part.startswith("kernel ") for part in parts):
         return f"kernels {', '.join(sorted({part.split(' ')[1] for part in parts}))}"
-    # A step or a graph is named by a digest of its plan.
-    return ", ".join(p.split(" ")[0] if p.startswith(("step ", "graph ")) else p for p in parts)
+    return ", ".join(map(name_of_part, parts))
 
 
 def gpus_of(found: Result) -> list[Mapping[str, Any]]:
