@@ -30,7 +30,7 @@ from sparkinfer.profile.layer_trainer import Choices
 from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from sparkinfer.profile.states import FileStates, MemoryStates, States
 from sparkinfer.runtime.model.attention import Norm
-from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.model.layers import Layer
 from sparkinfer.runtime.model.loader import Builder
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
@@ -116,8 +116,6 @@ class LayerStream:
             Placement.on_one_device(model.shape.num_layers, plan.device),
             mode,
             min(WINDOW, model.shape.context_length),
-            self.observers,
-            Traffic(),
         )
         self.rotary = self._builder.rotary(plan.device) if model.graph.rotary else None
 
@@ -136,7 +134,7 @@ class LayerStream:
     def output_norm(model: ModelFile) -> Norm | None:
         """The model's output norm, on the CPU."""
         placement = Placement.on_one_device(model.shape.num_layers, CPU)
-        builder = Builder(model, placement, "dense", 1, Observers(), Traffic())
+        builder = Builder(model, placement, "dense", 1)
         return builder.norm("output_norm", CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:

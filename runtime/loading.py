@@ -246,9 +246,10 @@ class _Load:
     def _load_weights(self) -> None:
         with uploading(self.memories, self.residence, self.warn) as uploaders:
             self.weights = load_weights(
-                self.model, self.placement, self.mode, self.context_length, self.observers,
-                self.traffic, self.notice, self.residence, uploaders, self.num_sequences,
-                self.cache_types, self.resident_LN, self.gpu.type == "cpu",
+                self.model, self.placement, self.mode, self.context_length, notice=self.notice,
+                traffic=self.traffic, residence=self.residence, uploaders=uploaders,
+                num_sequences=self.num_sequences, cache_types=self.cache_types,
+                resident_LN=self.resident_LN, are_slots_joined=self.gpu.type == "cpu",
             )  # fmt: skip
         if not library.is_available():
             self.warn("the C++ kernels are not built; torch computes in their place, many times"

@@ -34,9 +34,7 @@ from sparkinfer.runtime import gpu_setup  # noqa: E402
 from sparkinfer.runtime.check.launches import Launch, launches_of  # noqa: E402
 from sparkinfer.runtime.device.device_memory import DeviceMemory  # noqa: E402
 from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
-from sparkinfer.runtime.model.feed_forward import Traffic  # noqa: E402
 from sparkinfer.runtime.model.loader import load_weights  # noqa: E402
-from sparkinfer.runtime.model.observers import Observers  # noqa: E402
 from sparkinfer.runtime.model.placement import Placement  # noqa: E402
 from sparkinfer.runtime.step.plain_backend import plain_backend  # noqa: E402
 from sparkinfer.runtime.weights.upload import Uploader  # noqa: E402
@@ -90,7 +88,7 @@ def launches(kind: str) -> tuple[Launch, ...]:
     size = gpu_setup.slab_bytes(model, split.gpu_bytes, CONTEXT, sum(HOT))
     uploaders = {CARD: Uploader(memory=DeviceMemory.of(CARD, size))}
     weights = load_weights(
-        model, placement, "predicted", CONTEXT, Observers(), Traffic(), print, None, uploaders
+        model, placement, "predicted", CONTEXT, notice=print, uploaders=uploaders
     )
     take = plain_backend(triton_kernels()).take
     return launches_of(weights, placement, 0, take)

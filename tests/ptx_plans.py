@@ -28,9 +28,7 @@ from sparkinfer.runtime.kernels.gpu import launch as layouts
 from sparkinfer.runtime.kernels.gpu import reference
 from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
 from sparkinfer.runtime.kernels.stored import StoredMatrix
-from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.loader import load_weights
-from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.plain_backend import plain_backend
 from sparkinfer.runtime.weights.matrix import Matrix
@@ -57,8 +55,8 @@ def launches(
     )
     uploaders = {CARD: Uploader(memory=DeviceMemory.of(CARD, size))}
     weights = load_weights(
-        model, placement, mode, context, Observers(), Traffic(), print, None, uploaders,
-        num_sequences,
+        model, placement, mode, context, notice=print, uploaders=uploaders,
+        num_sequences=num_sequences,
     )  # fmt: skip
     take = plain_backend(reference_kernels()).take
     return launches_of(weights, placement, 0, take, num_rows, num_rows)

@@ -27,7 +27,6 @@ from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
 from sparkinfer.runtime.kernels.stored import unpack
 from sparkinfer.runtime.model import attention
-from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
@@ -64,13 +63,13 @@ def load(model, split, *, mode="exact", piece_bytes=1 << 12):
     memory = DeviceMemory.of(CARD, size, None)
     uploader = Uploader(memory=memory, piece_bytes=piece_bytes)
     residence = Residence() if library.is_available() else None
-    observers, traffic = Observers(), Traffic()
     weights = load_weights(
-        model, placement, mode, 32, observers, traffic, print, residence, {CARD: uploader}
-    )
+        model, placement, mode, 32, notice=print, residence=residence,
+        uploaders={CARD: uploader},
+    )  # fmt: skip
     uploader.finish()
     decoder = Decoder(
-        weights=weights, input_layer_offset=0, observers=observers, native="not asked for"
+        weights=weights, input_layer_offset=0, observers=Observers(), native="not asked for"
     )
     return decoder, memory, residence
 
@@ -121,10 +120,7 @@ def test_each_of_two_gpus_gets_its_part():
         for card, items in zip(cards, gpus, strict=True)
     }
     uploaders = {card: Uploader(memory=memory) for card, memory in memories.items()}
-    observers = Observers()
-    weights = load_weights(
-        model, placement, "predicted", 32, observers, Traffic(), print, None, uploaders
-    )
+    weights = load_weights(model, placement, "predicted", 32, notice=print, uploaders=uploaders)
     for card, items in zip(cards, gpus, strict=True):
         for item in ITEMS:
             if item not in ("workspace", "embedding"):
@@ -134,7 +130,7 @@ def test_each_of_two_gpus_gets_its_part():
         assert list(blocks) == ([0] if card == cards[0] else [1, 2])
         stream = gpu_setup.cold_stream(card, blocks, 1 << 14)
         weights = gpu_setup.with_stream(weights, stream, 128, least_tokens=1)
-    decoder = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
+    decoder = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
     assert all(layer.ffn.cold._next for layer in weights.layers)
@@ -201,8 +197,8 @@ def test_a_plan_whose_bytes_do_not_match_is_refused_while_loading(planned):
     memory = DeviceMemory.of(CARD, split.gpu_bytes["neurons"])
     with pytest.raises(SparkinferError, match="run sparkinfer solve again"):
         load_weights(
-            model, Placement.of_split(split, (CARD,)), "exact", 32, Observers(), Traffic(), print,
-            None, {CARD: Uploader(memory=memory)},
+            model, Placement.of_split(split, (CARD,)), "exact", 32, notice=print,
+            uploaders={CARD: Uploader(memory=memory)},
         )  # fmt: skip
 
 
@@ -572,11 +568,10 @@ def load_for(model, split, mode, context):
     placement = Placement.of_split(split, (CARD,))
     size = gpu_setup.slab_bytes(model, split.gpu_bytes, context, sum(map(len, split.hot)))
     uploader = Uploader(memory=DeviceMemory.of(CARD, size))
-    observers = Observers()
     weights = load_weights(
-        model, placement, mode, context, observers, Traffic(), print, None, {CARD: uploader}
+        model, placement, mode, context, notice=print, uploaders={CARD: uploader}
     )
-    made = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
+    made = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
     return made, uploader, None
 
 
@@ -611,18 +606,16 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     placement = Placement.without_neurons(2, CARD)
     items = engine_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)
     memory = DeviceMemory.of(CARD, gpu_setup.slab_bytes(model, items["gpu"], 32))
-    observers = Observers()
     weights = load_weights(
-        model, placement, "exact", 32, observers, Traffic(), print, None,
-        {CARD: Uploader(memory=memory)},
-    )  # fmt: skip
+        model, placement, "exact", 32, notice=print, uploaders={CARD: Uploader(memory=memory)}
+    )
     assert "neurons" not in memory.taken
     assert memory.taken["attention"] == items["gpu"]["attention"]
     blocks = gpu_setup.cold_blocks(weights, placement, CARD)
     assert {layer: block.num_neurons for layer, block in blocks.items()} == {0: 96, 1: 96}
     stream = gpu_setup.cold_stream(CARD, blocks, 1 << 14)
     weights = gpu_setup.with_stream(weights, stream, 128, least_tokens=2)
-    decoder = Decoder(weights=weights, input_layer_offset=0, observers=observers, native="no")
+    decoder = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
     assert stream._next == len(stream._pieces) > 2

@@ -109,8 +109,8 @@ def restore(weights, kept):
 def weights_of(model, split, mode, resident):
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     return load_weights(
-        model, placement, mode, model.shape.context_length, Observers(), Traffic(), print,
-        Residence(), resident_LN=resident, are_slots_joined=False,
+        model, placement, mode, model.shape.context_length, notice=print,
+        residence=Residence(), resident_LN=resident, are_slots_joined=False,
     )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.loader import load_weights
-from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 from sparkinfer.runtime.neuron_cache.row_copies import RowTable
@@ -299,7 +298,7 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
         residence = Residence()
         placement = Placement.of_split(split, (torch.device("cpu"),))
         load_weights(
-            model, placement, mode, 32, Observers(), Traffic(), print, residence,
+            model, placement, mode, 32, notice=print, residence=residence,
             resident_LN=resident_LN, are_slots_joined=False,
         )  # fmt: skip
         held.append(residence.num_bytes)

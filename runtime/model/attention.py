@@ -226,7 +226,6 @@ class Attention:
     cache: LayerCache
     num_heads: int
     on_bytes: Callable[[int], None] = field(repr=False)  # receives bytes of weights read by the CPU
-    on_heads: Callable[[Tensor], None] = field(repr=False)  # receives the heads' output, [T, H * W]
     input_limit_D: Tensor | None = None
     output_limit_H: Tensor | None = None
 
@@ -237,19 +236,25 @@ class Attention:
         return of_heads + 2 * self.cache.num_kv_heads * self.cache.head_width, of_heads
 
     def forward(
-        self, x_TD: Tensor, sequence: int, start: int, turn: Turn | None,
+        self,
+        x_TD: Tensor,
+        sequence: int,
+        start: int,
+        turn: Turn | None,
+        on_heads: Callable[[Tensor], None],
         attend: Attend | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
         the cache, which must have room and may be on another device than the weights. `attend`, if
-        given, appends and attends instead of torch."""
+        given, appends and attends instead of torch. `on_heads` receives
+        the heads' output, [T, H * W]."""
         joined_TQ = self._project(self.inputs, x_TD, self.input_limit_D).to(self.cache.device)
         if attend is None:
             heads_TH = self._attend(joined_TQ, sequence, start, turn)
         else:
             heads_TH = attend(joined_TQ)
         heads_TH = heads_TH.to(x_TD.device)
-        self.on_heads(heads_TH)
+        on_heads(heads_TH)
         return self._project((self.output,), heads_TH, self.output_limit_H)
 
     def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:

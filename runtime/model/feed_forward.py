@@ -117,20 +117,22 @@ class FeedForward:
     predictor: Predictor | None
     input_limit_D: Tensor | None = None  # on the layer's device; None in mode "dense"
     mode: Mode
-    observers: Observers = field(repr=False)
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
 
-    def forward(self, x_TD: Tensor, named_TF: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, named_TF: Tensor | None = None, *, observers: Observers
+    ) -> Tensor:
         """Output [T, D] for normed input; in mode "predicted", of the neurons in `named_TF`. The
         hot block comes first, so that a GPU computes it while the CPU computes the cold one."""
-        is_watched = any(self.observers.want(name, self.layer) for name in _SHOWN)
+        is_watched = any(observers.want(name, self.layer) for name in _SHOWN)
+        cold = None if observers.active else self.cold  # observers need every value
         if self.input_limit_D is not None:
             x_TD = without_silent(x_TD, self.input_limit_D)
         results = []
         for block in self.blocks:
-            if self.cold is not None and self._is_streamed(self.cold, block, len(x_TD)):
-                results.append(self._streamed(self.cold, x_TD, named_TF))
+            if cold is not None and self._is_streamed(cold, block, len(x_TD)):
+                results.append(self._streamed(cold, x_TD, named_TF))
                 continue
             named_TN = None if named_TF is None else named_TF.to(block.device)
             if named_TN is not None and not block.is_whole:
@@ -140,18 +142,18 @@ class FeedForward:
             run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
             run = self._transposed if block.is_transposed else run
             results.append(run(block, x, named_TN))
-        self._show(results)
+        self._show(results, observers)
         total = results[0].y_TD.to(x_TD.device)
         for result in results[1:]:
             total = total + result.y_TD.to(x_TD.device)
         return total if self.down_bias_D is None else total + self.down_bias_D
 
-    def named(self, x_TD: Tensor) -> Tensor:
+    def named(self, x_TD: Tensor, *, observers: Observers) -> Tensor:
         """bool [T, F]: the predicted neurons."""
         assert self.predictor is not None
         score_TF = self.predictor.scores(x_TD)
         self.traffic.predictor += self.predictor.num_bytes
-        self.observers.show("ffn_predicted", self.layer, score_TF)
+        observers.show("ffn_predicted", self.layer, score_TF)
         return ~(score_TF <= self.predictor.threshold)
 
     def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
@@ -192,10 +194,8 @@ class FeedForward:
         return BlockResult(y_TD=y_TD)
 
     def _is_streamed(self, cold: ColdNeurons, block: NeuronBlock, num_tokens: int) -> bool:
-        """True if the block is streamed to a GPU; never while there are observers, which need every
-        value."""
-        is_many = num_tokens >= cold.least_tokens and not self.observers.active
-        return is_many and cold.has(self.layer, block)
+        """True if the block is streamed to a GPU."""
+        return num_tokens >= cold.least_tokens and cold.has(self.layer, block)
 
     def _streamed(self, cold: ColdNeurons, x_TD: Tensor, named_TF: Tensor | None) -> BlockResult:
         """Several tokens on the layer's GPU, to which the weights are streamed in pieces."""
@@ -322,16 +322,16 @@ class FeedForward:
             self.traffic.up += num_ups * block.up.weight.row_bytes
         self.traffic.down += num_downs * block.down.row_bytes
 
-    def _show(self, results: list[BlockResult]) -> None:
+    def _show(self, results: list[BlockResult], observers: Observers) -> None:
         """Passes the values of all blocks to observers, with neurons in the layer's order."""
         for name, unknown in _SHOWN.items():
-            if not self.observers.want(name, self.layer):
+            if not observers.want(name, self.layer):
                 continue
             if self.blocks[0].is_whole and results[0].position_A is None:
                 result = results[0]
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 assert part is not None
-                self.observers.show(name, self.layer, part)
+                observers.show(name, self.layer, part)
                 continue
             whole = results[0].y_TD.new_full((len(results[0].y_TD), self.num_neurons), unknown)
             for block, result in zip(self.blocks, results, strict=True):
@@ -339,7 +339,7 @@ class FeedForward:
                 part = result.gate_TA if name == "ffn_gate" else result.hidden_TA
                 assert part is not None
                 whole[:, ids.to(whole.device)] = part.to(whole.device)
-            self.observers.show(name, self.layer, whole)
+            observers.show(name, self.layer, whole)
 
 
 def _dot(linear: Linear, x_D: Tensor, rows_A: Tensor | None) -> Tensor:

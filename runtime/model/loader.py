@@ -4,7 +4,7 @@ A device's store (`runtime.weights.store`) decides where its weights are kept;
 `runtime.model.neuron_loader` decides which neurons form a block."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,6 @@ from sparkinfer.runtime.model.attention import Attention, Norm, Rotary
 from sparkinfer.runtime.model.feed_forward import FeedForward, Gate, Mode, Predictor, Traffic
 from sparkinfer.runtime.model.layers import Layer, Weights, limited
 from sparkinfer.runtime.model.neuron_loader import NeuronLoader, stored
-from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.weights.resident import Residence
@@ -34,10 +33,10 @@ def load_weights(
     placement: Placement,
     mode: Mode,
     context_length: int,
-    observers: Observers,
-    traffic: Traffic,
+    *,
     notice: Callable[[str], None],
-    residence: Residence | None,
+    traffic: Traffic | None = None,
+    residence: Residence | None = None,
     uploaders: Mapping[torch.device, Uploader] | None = None,
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
@@ -45,14 +44,14 @@ def load_weights(
     are_slots_joined: bool = True,
 ) -> Weights:
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
-    projection. Without a `residence`, weights on the CPU stay in the mapped file. If a device has
-    an uploader, its weights go into the uploader's memory. `cache_types`: None for the model's own.
-    `resident_LN`: the neurons in the slots of a neuron cache, none in a layer without slots.
+    projection; `traffic` counts the bytes that passes read. Without a `residence`, weights on the CPU
+    stay in the mapped file. If a device has an uploader, its weights go into the uploader's memory.
+    `cache_types`: None for the model's own. `resident_LN`: the neurons in the slots of a neuron cache, none in a layer without slots.
     `are_slots_joined`: the slots are on the CPU, in one block with all neurons."""
     builder = Builder(
-        model, placement, mode, context_length, observers, traffic,
-        Stores.of(residence, uploaders), num_sequences, cache_types, resident_LN,
-        are_slots_joined,
+        model, placement, mode, context_length, traffic or Traffic(),
+        stores=Stores.of(residence, uploaders), num_sequences=num_sequences,
+        cache_types=cache_types, resident_LN=resident_LN, are_slots_joined=are_slots_joined,
     )  # fmt: skip
     weights = builder.weights()
     builder.neurons.report_transposed(notice)
@@ -62,7 +61,7 @@ def load_weights(
 def load_predictors(model: ModelFile, device: torch.device) -> tuple[Predictor, ...]:
     """Loads the predictors of all layers without the rest of the model."""
     placement = Placement.on_one_device(model.shape.num_layers, device)
-    builder = Builder(model, placement, "predicted", 1, Observers(), Traffic())
+    builder = Builder(model, placement, "predicted", 1)
     return tuple(builder.predictor(index, device) for index in range(model.shape.num_layers))
 
 
@@ -74,8 +73,7 @@ class Builder:
     placement: Placement
     mode: Mode
     context_length: int
-    observers: Observers
-    traffic: Traffic
+    traffic: Traffic = field(default_factory=Traffic)
     stores: Stores = Stores()
     num_sequences: int = 1
     cache_types: CacheTypes | None = None
@@ -157,7 +155,6 @@ class Builder:
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
                 predictor=self.predictor(index, device) if self.mode == "predicted" else None,
                 mode=self.mode,
-                observers=self.observers,
                 traffic=self.traffic,
             ),
         )
@@ -212,7 +209,6 @@ class Builder:
             ),
             num_heads=shape.num_heads,
             on_bytes=self.count_attention,
-            on_heads=lambda heads_TH: self.observers.show("attn_heads", index, heads_TH),
         )
 
     def count_attention(self, num_bytes: int) -> None:

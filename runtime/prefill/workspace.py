@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import Builder
 from sparkinfer.runtime.model.observers import Observers
@@ -103,7 +103,7 @@ def _two_layers(
     # copy of each tile.)
     residence = Residence() if library.is_available() else None
     stores = Stores.of(residence)
-    builder = Builder(model, placement, mode, context_length, observers, Traffic(), stores)
+    builder = Builder(model, placement, mode, context_length, stores=stores)
     largest = max(range(num_layers), key=lambda index: layer_bytes(model, index).predictor)
     layer = builder.layer(largest)
     positions = model.tensors.get("position_embd.weight")

@@ -218,15 +218,16 @@ def run_layer(
             return read[0] + read[1]
         if op.kind == "attention":
             observers.show("attn_norm", index, read[0])
-            out_TD = layer.attention.forward(read[0], sequence, start, turn, attend)
+            on_heads = partial(observers.show, "attn_heads", index)
+            out_TD = layer.attention.forward(read[0], sequence, start, turn, on_heads, attend)
             observers.show("attn_out", index, out_TD)
             return out_TD
         if op.kind == "predict":
             observers.show("ffn_norm", index, values[ffn_in(index)])
-            return layer.ffn.named(read[0])
+            return layer.ffn.named(read[0], observers=observers)
         if not form.has_predictor:
             observers.show("ffn_norm", index, read[0])
-        out_TD = layer.ffn.forward(*read)
+        out_TD = layer.ffn.forward(*read, observers=observers)
         observers.show("ffn_out", index, out_TD)
         return out_TD
 
