@@ -15,7 +15,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.cache.block_table import NO_BLOCK, BlockTable
 from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step.batch import Row, rows_of
+from sparkinfer.runtime.step.batch import LogitsMemory, Row, rows_of
 from sparkinfer.runtime.step.sequences import Part, Sequence
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -346,3 +346,21 @@ def test_blocks_stay_consistent_under_random_use():
         named = [b for b in table.block_SN.flatten().tolist() if b != NO_BLOCK]
         assert [named.count(b) for b in range(table.num_blocks)] == table._num_users
         assert sorted(table._free) == [b for b, n in enumerate(table._num_users) if not n]
+
+
+def test_steps_use_the_memory_of_logits_that_nobody_keeps():
+    memory = LogitsMemory(vocab_size=5)
+    first = memory.take(1)
+    place = first.data_ptr()
+    kept = first[0].view(5)
+    del first
+    assert memory.take(1).data_ptr() != place  # a view of it lives
+    del kept
+    places = {memory.take(rows).data_ptr() for rows in (1, 1, 1)}
+    assert len(places) == 1
+    with torch.inference_mode():
+        assert {memory.take(1).data_ptr() for _ in range(3)} == places
+    assert memory.take(3).shape == (3, 5) and memory.take(0).shape == (0, 5)
+    many = [memory.take(2) for _ in range(9)]
+    assert len({each.data_ptr() for each in many}) == 9 and len(memory._kept) == 4
+    assert memory.take(33).shape == (33, 5) and all(len(each) <= 32 for each in memory._kept)

@@ -1,8 +1,15 @@
-"""The rows of a step: each is one token of one of its sequences."""
+"""The rows of a step: each is one token of one of its sequences; and memory for their logits.
 
+Letters: R rows that want logits, V vocabulary."""
+
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
 
 Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
 _WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
@@ -42,3 +49,27 @@ def runs_of(rows: Iterable[Row]) -> list[list[Row]]:
         else:
             runs.append([row])
     return runs
+
+
+_MOST_KEPT = 4  # buffers of a step: logits of the latest tokens that a caller compares
+_MOST_ROWS = 32  # of a buffer that is kept; more are for whole texts, not for decoding
+_UNUSED = 3  # references to memory that no tensor has: the list's, a variable's and an argument
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsMemory:
+    """Memory for logits, which steps use again once no tensor refers to it: fresh pages would cost
+    a step a fault for each 4 KiB."""
+
+    vocab_size: int
+    _kept: list[np.ndarray] = field(default_factory=list, repr=False)
+
+    def take(self, num_rows: int) -> Tensor:
+        """Uninitialised f32 [R, V], nobody else's as long as a tensor refers to it."""
+        for memory in self._kept:
+            if len(memory) >= num_rows and sys.getrefcount(memory) == _UNUSED:
+                return torch.from_numpy(memory)[:num_rows]
+        made = np.empty((num_rows, self.vocab_size), np.float32)
+        if num_rows <= _MOST_ROWS:
+            self._kept[:] = [made, *self._kept[: _MOST_KEPT - 1]]
+        return torch.from_numpy(made)

@@ -75,10 +75,10 @@ class Decoder:
         (KVCache.reserve)."""
         if self._native_rows is not None:
             return self._native_rows.run_rows(rows)
-        if len(rows) == 1 and rows[0].has_logits:
-            return self.step(rows[0].token, rows[0].position, rows[0].sequence)[None].clone()
-        none = torch.empty(0, self.weights.head.weight.num_rows)
-        return torch.cat([none, *self._by_runs(rows)])
+        pieces = list(self._by_runs(rows))
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat([torch.empty(0, self.weights.head.weight.num_rows), *pieces])
 
     def _by_runs(self, rows: Sequence[Row]) -> Iterator[Tensor]:
         """Yields the logits in order. Runs of decoded rows are computed together by the hybrid

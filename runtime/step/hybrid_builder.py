@@ -23,6 +23,7 @@ from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
+from sparkinfer.runtime.step.batch import LogitsMemory
 from sparkinfer.runtime.step.forms import placed_form
 from sparkinfer.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
 from sparkinfer.runtime.step.hybrid_lowering import (
@@ -153,6 +154,7 @@ class _Builder:
         before, after = (self._outside(kinds) for kinds in (("embed",), ("norm", "head")))
         return HybridStep(
             host=self.host,
+            logits=LogitsMemory(vocab_size=self.weights.head.weight.num_rows),
             segments={1: single},
             prepare=self._more,
             try_rows=partial(self.backend.try_rows, self.weights),

@@ -25,7 +25,7 @@ from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NeuronsStruct
-from sparkinfer.runtime.step.batch import Row
+from sparkinfer.runtime.step.batch import LogitsMemory, Row
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.step.native_parts import HostBuffers
 from sparkinfer.runtime.step.native_step import StepStruct
@@ -88,6 +88,7 @@ class HybridStep:
     """A decode step over GPUs and the CPU."""
 
     host: HostBuffers
+    logits: LogitsMemory
     segments: dict[int, tuple[Segment, ...]]  # by number of rows
     before: HostNode | None  # the embedding, if it is on the host
     after: HostNode | None  # the head, if it is on the host
@@ -115,21 +116,20 @@ class HybridStep:
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [R, V] of the rows that want them, none of which copies another; appends all of
         them to the cache."""
-        pieces = []
-        start = 0
+        logits_RV = self.logits.take(sum(row.has_logits for row in rows))
+        start = done = 0
         while start < len(rows):
             piece = rows[start : start + self.max_rows]
             num_rows = next(count for count in ROWS if count >= len(piece))
             if num_rows not in self.segments and not self._is_right(piece, num_rows):
                 continue  # with fewer rows
             self._run(piece, num_rows)
-            pieces.append(self._logits(piece))
+            for row, logits_V in zip(piece, self.host.logits_TV, strict=False):
+                if row.has_logits:
+                    logits_RV[done] = logits_V
+                    done += 1
             start += len(piece)
-        return torch.cat(pieces)
-
-    def _logits(self, rows: Sequence[Row]) -> Tensor:
-        wanted = torch.tensor([row.has_logits for row in rows])
-        return self.host.logits_TV[: len(rows)][wanted]  # a copy
+        return logits_RV
 
     def _is_right(self, rows: Sequence[Row], num_rows: int) -> bool:
         """Prepares steps of this many rows and checks them; if they are wrong, fewer are used from

@@ -29,7 +29,7 @@ from sparkinfer.runtime.model.native_structs import (
     Structs,
 )
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.step.batch import Row
+from sparkinfer.runtime.step.batch import LogitsMemory, Row
 from sparkinfer.runtime.step.forms import host_form
 from sparkinfer.runtime.step.native_ops import NORMS, VALUES, OpStruct, native_ops
 from sparkinfer.runtime.step.program import step_program
@@ -90,7 +90,7 @@ class NativeStep:
     """A step of the whole model in one native call."""
 
     step: StepStruct
-    vocab_size: int
+    logits: LogitsMemory
     traffic: Traffic
     kept: tuple[Any, ...]  # keeps alive what the structs point to
     neuron_cache: NeuronCache | None = None
@@ -116,7 +116,7 @@ class NativeStep:
             struct.has_logits = row.has_logits
             struct.source = -1 if row.source is None else row.source
             num_logits += row.has_logits
-        logits = torch.empty(num_logits, self.vocab_size, dtype=torch.float32)
+        logits = self.logits.take(num_logits)
         if self.neuron_cache is not None:
             self.neuron_cache.before_step()
         library.run_step(self.step, structs, logits)
@@ -188,7 +188,7 @@ class StepBuilder(Structs):
             step.fired = self.pointer(bits_TLW, torch.int32)
             neuron_cache.attach(bits_TLW)
         return NativeStep(
-            step=step, vocab_size=weights.head.weight.num_rows, traffic=traffic,
+            step=step, logits=LogitsMemory(vocab_size=weights.head.weight.num_rows), traffic=traffic,
             kept=tuple(self.kept), neuron_cache=neuron_cache,
         )  # fmt: skip
 
