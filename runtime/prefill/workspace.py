@@ -55,7 +55,7 @@ def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
             decoder.logits(hidden_TD[-LOGITS_CHUNK:])
 
         run()  # makes permanent allocations before the measurement
-        most = max(most, peak_bytes(run), native_step.workspace_bytes(decoder.weights))
+        most = max(most, peak_bytes(run), native_step.step_workspace_bytes(decoder.weights))
     return -(-int(MARGIN * most) // ROUNDED_TO) * ROUNDED_TO
 
 

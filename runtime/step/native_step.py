@@ -158,7 +158,7 @@ def build(
         return str(reason)
 
 
-def workspace_bytes(weights: Weights) -> int:
+def step_workspace_bytes(weights: Weights) -> int:
     """Workspace bytes of a native step of these layers; 0 if there is no such step.
 
     The size does not depend on the number of layers."""
