@@ -29,6 +29,7 @@ from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_ker
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.batch import LogitsMemory
 from sparkinfer.runtime.step.cuda_backend import without_collection
 from sparkinfer.runtime.step.hybrid_step import HybridStep, Meter, Segment
 from sparkinfer.runtime.step.native_parts import HostBuffers
@@ -380,7 +381,7 @@ def test_after_an_interrupt_nothing_is_left_running():
     ]
     host = HostBuffers.of(8, 8, 8, is_pinned=False)
     step = HybridStep(
-        host=host, segments={1: tuple(segments)}, before=None, after=None, positions=None,
+        host=host, logits=LogitsMemory(vocab_size=8), segments={1: tuple(segments)}, before=None, after=None, positions=None,
         meter=Meter(traffic=Traffic(), structs=[]), kept=(),
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
