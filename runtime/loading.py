@@ -35,6 +35,7 @@ from sparkinfer.runtime.engine_options import (
 )
 from sparkinfer.runtime.gpu_setup import (
     Memories,
+    attended,
     memories_of,
     set_aside,
     step_takes,
@@ -235,7 +236,8 @@ class _Load:
         if self.setup is not None or "gpu" not in self.bytes_by_role:
             return 1
         workspace = self.bytes_by_role["gpu"]["workspace"] // len(set(self.placement.homes))
-        rows = step_rows(self.model, self.context_length, workspace, self.num_sequences)
+        positions = attended(self.placement, self.context_length)
+        rows = step_rows(self.model, positions, workspace, self.num_sequences)
         if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
             self.notice(
                 f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts take"
