@@ -2,6 +2,7 @@
 announced, steps of several rows are captured at their first use, and each row has the bits of a single
 one."""
 
+import json
 import random
 
 import pytest
@@ -11,9 +12,11 @@ from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import PLANS
 from test_fake_step import check_the_runtime, slow_unless
 from test_hybrid_rows import CONTEXT, ROOM, Alone, saved, schedule
+from test_plan_sequences import small_plan
 from test_runtime import make_split
 
 from sparkinfer import Engine
+from sparkinfer.cli import main
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
 from sparkinfer.runtime.prefill.pass_bytes import decode_bytes
@@ -105,3 +108,20 @@ def test_prompts_and_steps_of_several_texts(tmp_path):
             want = engine.logits([*prompt, 9])
             assert (a[0] - want[-2]).norm() < 1e-3 * want[-2].norm()
             assert (b[0] - want[-1]).norm() < 1e-3 * want[-1].norm()
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_generate_with_drafts_writes_the_same_text(tmp_path, capsys, num_sequences):
+    """The command, with a plan on a device: guesses are checked several rows at a time."""
+    path, plan = small_plan(tmp_path, num_sequences)
+    arguments = ["generate", path, "--split", plan, "--device", "cuda", "--prompt", "abcabcabcabc",
+                 "-n", 24, "--temp", 0, "--json"]  # fmt: skip
+    found = []
+    for more in ((), ("--speculate", "ngram")):
+        with fake_cuda(seed=num_sequences):
+            assert main([str(each) for each in (*arguments, *more)]) == 0
+        check_the_runtime()
+        found.append(json.loads(capsys.readouterr().out))
+    plain, drafted = found
+    assert drafted["text"] == plain["text"] and plain["text"]
+    assert drafted["drafted"] > 0 and drafted["decode_steps"] < drafted["decode_tokens"]
