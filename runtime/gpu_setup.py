@@ -82,14 +82,14 @@ def memories_of(
                 f" {format_bytes(LEAST_BUDGET_BYTES)} is enforced instead"
             )
         size = slab_bytes(
-            model, items[number], attended(placement, context_length), _num_ids(plan, device, placement), max_rows,
+            model, items[number], _attended(placement, context_length), _num_ids(plan, device, placement), max_rows,
             num_sequences,
         )  # fmt: skip
         found[device] = DeviceMemory.of(device, size, budget)
     return found
 
 
-def attended(placement: Placement, context_length: int) -> int:
+def _attended(placement: Placement, context_length: int) -> int:
     """The positions that a GPU attends to: none if the cache is in main memory; counted as one."""
     return 1 if placement.is_cache_on_host else context_length
 
@@ -188,7 +188,7 @@ def with_cold_streams(
 
     Raises SparkinferError if a GPU's budget leaves no room for a single token."""
     num_sequences = weights.cache.table.num_sequences
-    context_length = attended(placement, context_length)
+    context_length = _attended(placement, context_length)
     for memory in memories.values():
         chunk = _most_tokens(model, memory, mode, context_length, chunk, num_sequences)
     for device, memory in memories.items():

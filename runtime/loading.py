@@ -35,7 +35,6 @@ from sparkinfer.runtime.engine_options import (
 )
 from sparkinfer.runtime.gpu_setup import (
     Memories,
-    attended,
     memories_of,
     set_aside,
     step_takes,
@@ -232,12 +231,14 @@ class _Load:
         )  # fmt: skip
 
     def _step_rows(self) -> int:
-        """Rows of a hybrid step: one with a neuron cache, whose bits are of one token."""
+        """Rows of a hybrid step: one with a neuron cache, whose bits are of one token, and so far with
+        keys in main memory, where steps of several rows are not tested on the fake devices."""
         if self.setup is not None or "gpu" not in self.bytes_by_role:
             return 1
+        if self.placement.is_cache_on_host:
+            return 1
         workspace = self.bytes_by_role["gpu"]["workspace"] // len(set(self.placement.homes))
-        positions = attended(self.placement, self.context_length)
-        rows = step_rows(self.model, positions, workspace, self.num_sequences)
+        rows = step_rows(self.model, self.context_length, workspace, self.num_sequences)
         if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
             self.notice(
                 f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts take"
