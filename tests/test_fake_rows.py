@@ -112,7 +112,7 @@ def test_prompts_and_steps_of_several_texts(tmp_path):
 
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_generate_with_drafts_writes_the_same_text(tmp_path, capsys, num_sequences):
-    """The command, with a plan on a device: guesses are checked several rows at a time."""
+    """The command, with a plan on a device. How many guesses it makes depends on measured times."""
     path, plan = small_plan(tmp_path, num_sequences)
     arguments = ["generate", path, "--split", plan, "--device", "cuda", "--prompt", "abcabcabcabc",
                  "-n", 24, "--temp", 0, "--json"]  # fmt: skip
@@ -124,4 +124,3 @@ def test_generate_with_drafts_writes_the_same_text(tmp_path, capsys, num_sequenc
         found.append(json.loads(capsys.readouterr().out))
     plain, drafted = found
     assert drafted["text"] == plain["text"] and plain["text"]
-    assert drafted["drafted"] > 0 and drafted["decode_steps"] < drafted["decode_tokens"]
