@@ -1,18 +1,16 @@
 """Recommends a weight type and a sparsity rule for a model, measured on a user's text and machine.
 
-A point is a weight type, dense or with a rule that saves a share of the bytes. Its quality is
-measured against the given model run dense, so that types and rules are comparable. Its speed: each
-type is timed dense and with the mixed rule at one share, and the time of other points is linear in
-their bytes through those two. The Pareto front has the points that no other beats in both. The
-advice is the fastest point within the perplexity increase that the user allows; a rule is advised
-only if it gains more than LEAST_GAIN over the fastest dense point.
+A rule at a share of bytes is first measured on a part of the text, and timed at one share; then
+whatever profile.advice_choice would recommend is measured on the whole text and timed itself, until
+that is true of what it recommends. So most of the time goes into what may be recommended, and
+nothing is recommended by a model of its cost.
 
 The caller makes the files, with `convert`.
 
 Letters: T tokens."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -24,20 +22,30 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.mode_quality import ModeQuality, is_recordable
 from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.advice_choice import (
+    Point,
+    Trial,
+    choose,
+    timed_points,
+    to_time,
+    with_front,
+)
 from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.limit_meter import Closeness, LimitMeter, fitting
+from sparkinfer.profile.limit_meter import LimitMeter, fitting
 from sparkinfer.profile.limit_scores import LayerScores, sample_scores
 from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, num_probes
 from sparkinfer.profile.thresholds import up_to
 from sparkinfer.progress import progress
 from sparkinfer.runtime.engine import Engine
+from sparkinfer.runtime.model.feed_forward import Mode
 
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to save
-TIMED_SHARE = 0.16  # the one whose speed is measured
-PROBE_TOKENS = 1024
+TIMED_SHARE = 0.16  # the one at which every rule is timed
+PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they are of several texts
 SCORE_TOKENS = 4096
-LEAST_GAIN = 0.03  # in speed: a smaller gain is not worth a rule's loss
-ROUNDS, STEPS = 7, 24  # of timings; dense and sparse alternate
+TRIAL_TOKENS = 2048  # that every rule is measured on at every share
+HOPELESS = 0.1  # of perplexity: a rule that surely costs more is not tried at larger shares
+ROUNDS, STEPS = 7, 24  # of timings; models alternate
 MIN_TOKENS = 2048
 
 
@@ -59,24 +67,6 @@ class AdviseConfig:
             )
         if not 0 <= self.max_loss < 10:
             raise SparkinferError(f"max loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    type: str
-    rule: str  # "dense" or one of limit_search.RULES
-    share: float  # of the weight bytes, that the rule was to save
-    bytes_per_token: int  # of weights
-    close: Closeness
-    seconds: float = 0.0  # per token
-    is_timed: bool = False  # otherwise estimated from the bytes
-    is_on_front: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.type} dense" if self.rule == "dense" else (
-            f"{self.type} {self.rule} {self.share:.0%}"
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +121,10 @@ class Adviser:
             return sample_scores(dense, up_to(tune, SCORE_TOKENS))
 
     def _allocate(self, tune: Sequence[Tensor]) -> Allocation:
-        probe = LimitMeter(self.engine, up_to(tune, PROBE_TOKENS))
-        count = num_probes(len(self.scores))
-        self.say(f"probing {len(self.scores)} layers: {count} runs of {PROBE_TOKENS} tokens")
+        windows = up_to([ids_T[:PROBE_WINDOW] for ids_T in tune], PROBE_TOKENS)
+        probe = LimitMeter(self.engine, windows)
+        count, size = num_probes(len(self.scores)), sum(map(len, windows))
+        self.say(f"probing {len(self.scores)} layers: {count} runs of {size} tokens")
         with progress("probing", count, "runs") as advance:
 
             def kl_of(limits: tuple[LayerLimits, ...]) -> float:
@@ -166,30 +157,82 @@ class Adviser:
         return replace(limits, quality={"exact": quality} if is_recordable(quality) else {})
 
     def points_of(self, kind: str, engine: Engine, rules: Sequence[str]) -> list[Point]:
-        """Points of one type: dense, and each rule at each share. `engine` is in mode exact."""
+        """Points of one type: dense, on the whole text, and each rule at each share, on a part.
+        `engine` is in mode exact."""
         total = self.dense_bytes[kind] = Bytes.of(engine.model).total
-        close = self.meter.measure(self.meter.no_limits, engine)
+        if engine is self.engine:
+            close = self.meter.measure_itself()
+        else:
+            close = self.meter.measure(self.meter.no_limits, engine)
         points = [Point(type=kind, rule="dense", share=0.0, bytes_per_token=total, close=close)]
-        if engine is not self.engine:  # it is compared with itself
+        if engine is not self.engine:
             self.say(_line(points[-1]))
             if close.perplexity_increase > self.config.max_loss:
                 self.say(f"{kind} costs more than {self.config.max_loss:.1%} of perplexity by itself,"
                          " so no rule is tried on it")  # fmt: skip
                 return points
         for rule in rules:
-            for share in self.config.shares:
-                choice = self.allocation.best(rule, share)
-                if choice is None:
-                    continue
-                limits = choice.limits(self.scores, self.model.model_id)
-                close = self.meter.measure(limits.layers, engine)
-                saved = round(choice.saved_share * total)
-                points.append(
-                    Point(type=kind, rule=rule, share=share, bytes_per_token=total - saved,
-                          close=close)
-                )  # fmt: skip
-                self.say(_line(points[-1]))
+            points += self._points_of_rule(kind, engine, rule)
         return points
+
+    def _points_of_rule(self, kind: str, engine: Engine, rule: str) -> list[Point]:
+        points: list[Point] = []
+        for share in self.config.shares:
+            choice = self.allocation.best(rule, share)
+            if choice is None:
+                break
+            limits = choice.limits(self.scores, self.model.model_id)
+            close = self.meter.measure(limits.layers, engine, TRIAL_TOKENS)
+            total = self.dense_bytes[kind]
+            points.append(
+                Point(type=kind, rule=rule, share=share, close=close,
+                      bytes_per_token=total - round(choice.saved_share * total),
+                      is_whole=close.num_tokens == self.meter.num_tokens)
+            )  # fmt: skip
+            self.say(_line(points[-1]))
+            if points[-1].least_increase > max(HOPELESS, self.config.max_loss):
+                break
+        return points
+
+    def on_whole_text(self, point: Point, file: Path) -> Point:
+        """The point of a rule, measured on the whole text; `file` is the model in its type."""
+        limits = self.limits(point.rule, point.share)
+        assert limits is not None, point.name
+        with Engine.load(file, mode="exact", device="cpu") as engine:
+            close = self.meter.measure(limits.layers, engine)
+        found = replace(point, close=close, is_whole=True)
+        self.say(_line(found))
+        return found
+
+
+class Timer:
+    """Times models in turns, so that a busy machine slows all of them alike."""
+
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        with_limits: Callable[[str, Limits], Path],
+        adviser: Adviser,
+    ) -> None:
+        self.files, self.with_limits, self.adviser = files, with_limits, adviser
+        times = seconds_in_turns([(path, "dense") for path in files.values()])
+        self.dense_s = dict(zip(files, times, strict=True))
+        self.ratios: dict[Trial, float] = {}
+
+    def time(self, point: Point) -> None:
+        """Times a rule beside the dense model of its type."""
+        limits = self.adviser.limits(point.rule, point.share)
+        assert limits is not None, point.name
+        sparse = self.with_limits(point.type, limits)
+        dense_s, sparse_s = seconds_in_turns([(self.files[point.type], "dense"), (sparse, "exact")])
+        self.ratios[point.trial] = sparse_s / dense_s
+        self.adviser.say(
+            f"{point.name}: {dense_s / sparse_s - 1:+.1%} tokens/s over dense, reads"
+            f" {point.bytes_per_token / self.adviser.dense_bytes[point.type]:.0%} of its bytes"
+        )
+
+    def timed(self, points: Sequence[Point]) -> list[Point]:
+        return timed_points(points, self.dense_s, self.ratios)
 
 
 def advise(
@@ -209,23 +252,37 @@ def advise(
         files[kind] = file_of(kind)
         with Engine.load(files[kind], mode="exact", device="cpu") as engine:
             points += adviser.points_of(kind, engine, [r for r in config.rules if r == "mixed"])
-    adviser.meter.dense.clear()
     adviser.engine.close()
     gc.collect()
-    timed = adviser.limits("mixed", TIMED_SHARE) if "mixed" in config.rules else None
-    for kind, file in files.items():
-        sparse = None if timed is None else with_limits(kind, timed)
-        points = timed_points(points, kind, *seconds_of(file, sparse))
-    points = with_front(points)
+    timer = Timer(files, with_limits, adviser)
+    for point in to_time(points, TIMED_SHARE):
+        timer.time(point)
+    points = settled(points, timer, config.max_loss)
     best, why = choose(points, config.max_loss)
-    advice = Advice(points=tuple(points), best=best, why=why, num_tokens=best.close.num_tokens)
-    return advice, adviser
+    points = with_front(points)
+    best = next(point for point in points if point.trial == best.trial)
+    tokens = adviser.meter.num_tokens
+    return Advice(points=tuple(points), best=best, why=why, num_tokens=tokens), adviser
 
 
-def seconds_of(dense: Path, sparse: Path | None) -> tuple[float, float | None]:
-    """Median seconds per token of a dense model and of the same with limits, timed alternately."""
-    files = [(dense, "dense")] + ([(sparse, "exact")] if sparse else [])
-    engines = [Engine.load(path, mode=mode, device="cpu") for path, mode in files]  # type: ignore[arg-type]
+def settled(points: Sequence[Point], timer: Timer, max_loss: float) -> list[Point]:
+    """The points with their seconds, with the recommended one measured on the whole text and timed."""
+    points = timer.timed(points)
+    while True:
+        best, _ = choose(points, max_loss)
+        if not best.is_whole:
+            found = timer.adviser.on_whole_text(best, timer.files[best.type])
+            points = [found if point is best else point for point in points]
+        elif not best.is_timed:
+            timer.time(best)
+            points = timer.timed(points)
+        else:
+            return points
+
+
+def seconds_in_turns(files: Sequence[tuple[Path, Mode]]) -> list[float]:
+    """Median seconds per token of each model in its mode."""
+    engines = [Engine.load(path, mode=mode, device="cpu") for path, mode in files]
     try:
         for engine in engines:
             engine.decode_seconds(steps=2)
@@ -233,75 +290,15 @@ def seconds_of(dense: Path, sparse: Path | None) -> tuple[float, float | None]:
     finally:
         for engine in engines:
             engine.close()
-    times = [median(row[number] for row in rounds) for number in range(len(engines))]
-    return times[0], times[1] if sparse else None
-
-
-def timed_points(
-    points: Sequence[Point], kind: str, dense_s: float, sparse_s: float | None
-) -> list[Point]:
-    """Points of a type with their seconds, linear in bytes through the two that were measured."""
-    own = [point for point in points if point.type == kind]
-    (dense,) = [point for point in own if point.rule == "dense"]
-    timed = [p for p in own if p.rule == "mixed" and p.share == TIMED_SHARE]
-    s_per_byte = dense_s / dense.bytes_per_token
-    if timed and sparse_s is not None:
-        s_per_byte = (dense_s - sparse_s) / (dense.bytes_per_token - timed[0].bytes_per_token)
-
-    def with_seconds(point: Point) -> Point:
-        saved = dense.bytes_per_token - point.bytes_per_token
-        is_timed = point == dense or (point in timed and sparse_s is not None)
-        return replace(point, seconds=dense_s - saved * s_per_byte, is_timed=is_timed)
-
-    return [with_seconds(point) if point.type == kind else point for point in points]
-
-
-def with_front(points: Sequence[Point]) -> list[Point]:
-    """Marks each point unless another is at least as close and as fast, and better in one."""
-
-    def is_beaten(point: Point) -> bool:
-        return any(
-            other.close.kl <= point.close.kl
-            and other.seconds <= point.seconds
-            and (other.close.kl, other.seconds) != (point.close.kl, point.seconds)
-            for other in points
-        )
-
-    return [replace(point, is_on_front=not is_beaten(point)) for point in points]
-
-
-def choose(points: Sequence[Point], max_loss: float) -> tuple[Point, str]:
-    """The recommended point, and the reason in a sentence or two."""
-    allowed = [p for p in points if p.close.perplexity_increase <= max_loss]
-    dense = min((p for p in allowed if p.rule == "dense"), key=lambda p: p.seconds)
-    rules = [p for p in allowed if p.rule != "dense"]
-    limit = f"{max_loss:.2g} of perplexity" if max_loss < 0.001 else f"{max_loss:.1%} of perplexity"
-    if rules:
-        rule = min(rules, key=lambda p: p.seconds)
-        gain = dense.seconds / rule.seconds - 1
-        if gain > LEAST_GAIN:
-            return rule, (
-                f"{rule.name} is the fastest within {limit}: {gain:+.0%} tokens/s over"
-                f" {dense.name}, for {rule.close.perplexity_increase:+.2%} of perplexity"
-            )
-        said = f"the fastest rule within {limit}, {rule.name}, gains {gain:+.0%} over it"
-    else:
-        said = f"every rule costs more than {limit}"
-    smaller = min((p for p in points if p.rule == "dense"), key=lambda p: p.seconds)
-    more = ""
-    if smaller is not dense:
-        more = (
-            f"; {smaller.name} would be {dense.seconds / smaller.seconds - 1:+.0%} faster for"
-            f" {smaller.close.perplexity_increase:+.2%} of perplexity"
-        )
-    return dense, f"no rule pays off here: {said}; take {dense.name}{more}"
+    return [median(row[number] for row in rounds) for number in range(len(engines))]
 
 
 def _line(point: Point) -> str:
     close = point.close
     return (
         f"{point.name}: KL {close.kl:.4f} (95 %: {close.kl_error:.4f}), perplexity"
-        f" {close.perplexity_increase:+.2%}, same top token {close.same_top:.1%}"
+        f" {close.perplexity_increase:+.2%}, same top token {close.same_top:.1%},"
+        f" {close.num_tokens:,} tokens"
     )
 
 

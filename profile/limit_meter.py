@@ -64,18 +64,39 @@ class LimitMeter:
         """Nats per token."""
         return self.measure(limits_L).kl
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a measurement counts: all but the first of each window."""
+        return sum(len(ids_T) - 1 for ids_T in self.windows)
+
+    def measure_itself(self) -> Closeness:
+        """The dense model beside itself, from what is kept."""
+        pairs = zip(self.windows, self.dense, strict=True)
+        return _closeness(
+            torch.tensor(
+                [_compare(want_TV, want_TV, ids_T[1:]) for ids_T, want_TV in pairs],
+                dtype=torch.float64,
+            )
+        )
+
     def measure(
-        self, limits_L: tuple[LayerLimits, ...] | None, engine: Engine | None = None
+        self,
+        limits_L: tuple[LayerLimits, ...] | None,
+        engine: Engine | None = None,
+        most_tokens: int | None = None,
     ) -> Closeness:
         """Measures this engine, or another with the same vocabulary, with these limits (None: the
-        current ones). Raises SparkinferError if the model gives NaN."""
+        current ones), on all windows or the first of them, up to `most_tokens`.
+
+        Raises SparkinferError if the model gives NaN."""
         engine = engine or self.engine
         if limits_L is not None:
             set_limits(engine, limits_L)
-        sums = [
-            _compare(want_TV, _log_probabilities(engine, ids_T), ids_T[1:])
-            for ids_T, want_TV in zip(self.windows, self.dense, strict=True)
-        ]
+        sums: list[tuple[float, ...]] = []
+        for ids_T, want_TV in zip(self.windows, self.dense, strict=True):
+            if most_tokens is not None and sum(row[-1] for row in sums) >= most_tokens:
+                break
+            sums.append(_compare(want_TV, _log_probabilities(engine, ids_T), ids_T[1:]))
         found = _closeness(torch.tensor(sums, dtype=torch.float64))
         if not math.isfinite(found.kl):
             raise SparkinferError(

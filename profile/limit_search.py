@@ -29,6 +29,7 @@ from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores
 # The shares that the probes silence.
 PROBE = {"gate": 0.2, "hidden": 0.5, "qkv": 0.3, "output": 0.3, "ffn": 0.25}
 BISECTIONS = 60
+LEAST_KL = 1e-12  # of a probe: rounding makes what costs nothing a little less than 0
 RULES = {
     "gates": ("gate",),
     "hidden": ("hidden",),
@@ -127,9 +128,10 @@ class Allocation:
         INPUTS) in all layers; each at the shares of PROBE."""
 
         def price_L(part: str, kinds: tuple[str, ...], rule: str) -> np.ndarray:
-            alone = np.maximum(1e-12, np.array(part_kl_L[part]))
+            alone = np.maximum(LEAST_KL, np.array(part_kl_L[part]))
             found = alone / np.maximum(1e-30, self.energy_L(*kinds))
-            return found * rule_kl[rule] / max(1e-30, float(found @ self.energy_L(rule)))
+            whole = max(LEAST_KL, rule_kl[rule])
+            return found * whole / max(1e-30, float(found @ self.energy_L(rule)))
 
         self.neurons_price_L = price_L("neurons", ("neurons",), "neurons")
         for name in ATTENTION:

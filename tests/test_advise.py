@@ -7,6 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+import torch
+from advice_models import chain, every_neuron_works, most_neurons_idle
 from click.testing import CliRunner
 from models import make_model, make_shape
 from serving import TOKENIZER
@@ -16,7 +18,11 @@ from sparkinfer import Engine, progress
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import Limits
+from sparkinfer.model_file import ModelFile
 from sparkinfer.profile import advise as advise_module
+from sparkinfer.profile.advise import seconds_in_turns
+from sparkinfer.profile.limit_meter import LimitMeter
+from sparkinfer.profile.limit_search import Bytes
 from sparkinfer.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -61,6 +67,91 @@ def test_advise_measures_rules_and_recommends_one(files):
     assert (files / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "t.txt").write_text(chain(8192))
+    return tmp_path / "t.txt"
+
+
+@pytest.fixture
+def times_by_bytes(monkeypatch):
+    """A machine on which a token takes as long as reading its bytes."""
+
+    def time(timer, point):
+        dense = timer.adviser.dense_bytes[point.type]
+        timer.ratios[point.trial] = point.bytes_per_token / dense
+
+    def seconds(files):
+        return [Bytes.of(ModelFile.load(path)).total * 1e-9 for path, _ in files]
+
+    monkeypatch.setattr(advise_module, "seconds_in_turns", seconds)
+    monkeypatch.setattr(advise_module.Timer, "time", time)
+
+
+def advice_of(path, text):
+    done = run(path, "--corpus", text, "--tokens", 6144, "--json", "--limits",
+               path.with_suffix(".safetensors"))  # fmt: skip
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_a_rule_that_pays_is_advised_where_no_smaller_type_can_be_used(
+    tmp_path, text, times_by_bytes
+):
+    path = tmp_path / "m.gguf"
+    most_neurons_idle(path)
+    advice = advice_of(path, text)
+    dense = {p["type"]: p["close"] for p in advice["points"] if p["rule"] == "dense"}
+    assert dense["f16"]["perplexity"] < 8  # of 64 letters: it predicts the text
+    assert min(dense[kind]["perplexity_increase"] for kind in ("q8_0", "q4_0")) > 1
+    best = advice["best"]
+    assert best["type"] == "f16" and best["rule"] != "dense" and best["is_whole"], advice["why"]
+    assert best["share"] == 0.32 and best["close"]["kl"] < 1e-3
+    assert path.with_suffix(".safetensors").exists()
+
+
+def test_a_smaller_type_is_advised_where_every_neuron_works(tmp_path, text, times_by_bytes):
+    path = tmp_path / "m.gguf"
+    every_neuron_works(path)
+    advice = advice_of(path, text)
+    best = advice["best"]
+    assert best["rule"] == "dense" and best["type"] in ("q8_0", "q4_0"), advice["why"]
+    assert best["close"]["perplexity_increase"] < 0.01
+    assert advice["why"].startswith("no rule pays off here")
+    rules = [p["close"] for p in advice["points"] if p["rule"] != "dense"]
+    assert rules and min(close["perplexity_increase"] for close in rules) > 0.01
+    assert not path.with_suffix(".safetensors").exists()
+
+
+@pytest.mark.slow
+def test_what_is_advised_is_as_fast_and_as_close_as_was_said(tmp_path, text):
+    path, sparse = tmp_path / "m.gguf", tmp_path / "sparse.gguf"
+    most_neurons_idle(path, num_neurons=24_576)
+    advice = advice_of(path, text)
+    best = advice["best"]
+    assert best["rule"] != "dense", advice["why"]
+    (dense,) = [p for p in advice["points"] if (p["type"], p["rule"]) == ("f16", "dense")]
+    done = CliRunner().invoke(
+        cli, ["convert", str(path), "-o", str(sparse), "--limits",
+              str(path.with_suffix(".safetensors")), "--no-verify"],
+    )  # fmt: skip
+    assert done.exit_code == 0, (done.output, done.exception)
+    by_bytes = dense["bytes_per_token"] / best["bytes_per_token"]
+    assert by_bytes > 1.4
+    times = [seconds_in_turns([(path, "dense"), (sparse, "exact")]) for _ in range(3)]
+    assert max(a / b for a, b in times) > 0.9 * by_bytes
+    with Engine.load(path, mode="dense") as engine:
+        meter = LimitMeter(engine, [ids_of(engine, seed) for seed in range(1, 5)])
+        with Engine.load(sparse, mode="exact") as other:
+            found = meter.measure(None, other)
+    assert found.kl == pytest.approx(best["close"]["kl"], rel=0.2, abs=1e-5)
+
+
+def ids_of(engine, seed):
+    """Tokens of the chain that were not seen."""
+    return torch.tensor(engine.codec.encode(chain(250, seed)))
+
+
 def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     config = advise_module.AdviseConfig(
@@ -71,7 +162,7 @@ def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch,
     adviser = advise_module.Adviser(config, said.append)
     (line,) = said
     runs = [x for x in capsys.readouterr().err.splitlines() if x.startswith("probing: ")]
-    assert line.endswith(f"{len(runs)} runs of {advise_module.PROBE_TOKENS} tokens")
+    assert f": {len(runs)} runs of " in line
     assert "(100%)" in runs[-1]
     _, point = adviser.points_of("f16", adviser.engine, config.rules)
     adviser.limits_of(point).save(files / "l.safetensors")

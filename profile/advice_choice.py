@@ -1,0 +1,137 @@
+"""Chooses among measured points: their seconds, the front, and the advice.
+
+A point is a weight type, dense or with a rule that saves a share of the bytes. Its quality is
+measured against the given model run dense, so that types and rules are comparable. The Pareto front
+has the points that no other beats in both quality and speed. Measurements are left to
+profile.advise."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sparkinfer.profile.limit_meter import Closeness
+
+LEAST_GAIN = 0.03  # in speed: a smaller gain is not worth a rule's loss
+LEAST_SPEED = 0.9  # of what its bytes say: a rule below that depends on chance
+Trial = tuple[str, str, float]  # type, rule, share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    type: str
+    rule: str  # "dense" or one of limit_search.RULES
+    share: float  # of the weight bytes, that the rule was to save
+    bytes_per_token: int  # of weights
+    close: Closeness
+    seconds: float = 0.0  # per token
+    is_whole: bool = True  # measured on the whole text, otherwise on a part
+    is_timed: bool = False  # otherwise estimated from the bytes
+    is_on_front: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.type} dense" if self.rule == "dense" else (
+            f"{self.type} {self.rule} {self.share:.0%}"
+        )  # fmt: skip
+
+    @property
+    def trial(self) -> Trial:
+        return self.type, self.rule, self.share
+
+    @property
+    def least_increase(self) -> float:
+        """Of the perplexity: the lower end of the interval as long as a part was measured."""
+        error = 0.0 if self.is_whole else self.close.perplexity_increase_error
+        return self.close.perplexity_increase - error
+
+    def gain_by_bytes(self, dense: "Point") -> float:
+        """In speed, over the dense point of its type."""
+        return dense.bytes_per_token / self.bytes_per_token - 1
+
+
+def to_time(points: Sequence[Point], share: float) -> list[Point]:
+    """One point of each type and rule: that of the largest share up to `share`, if there is one."""
+    chosen: dict[tuple[str, str], Point] = {}
+    for point in points:
+        if point.rule == "dense":
+            continue
+        known = chosen.setdefault((point.type, point.rule), point)
+        if known.share < point.share <= share:
+            chosen[point.type, point.rule] = point
+    return list(chosen.values())
+
+
+def timed_points(
+    points: Sequence[Point], dense_s: Mapping[str, float], ratios: Mapping[Trial, float]
+) -> list[Point]:
+    """The points with their seconds: of dense ones by type, of timed trials as ratios to the dense
+    one of their type. Between a type's dense point and a rule's timed one, and beyond it, seconds
+    are linear in bytes; those of a rule that was not timed are in proportion to its bytes."""
+    dense = {point.type: point for point in points if point.rule == "dense"}
+    bytes_of = {point.trial: point.bytes_per_token for point in points}
+
+    def seconds(point: Point) -> float:
+        whole, total = dense_s[point.type], dense[point.type].bytes_per_token
+        own = [trial for trial in ratios if trial[:2] == point.trial[:2]]
+        s_per_byte = whole / total
+        if own:
+            near = min(own, key=lambda trial: abs(trial[2] - point.share))
+            s_per_byte = whole * (1 - ratios[near]) / (total - bytes_of[near])
+        return whole - (total - point.bytes_per_token) * s_per_byte
+
+    return [
+        replace(p, seconds=seconds(p), is_timed=p.rule == "dense" or p.trial in ratios)
+        for p in points
+    ]
+
+
+def with_front(points: Sequence[Point]) -> list[Point]:
+    """Marks each point unless another is at least as close and as fast, and better in one."""
+
+    def is_beaten(point: Point) -> bool:
+        return any(
+            other.close.kl <= point.close.kl
+            and other.seconds <= point.seconds
+            and (other.close.kl, other.seconds) != (point.close.kl, point.seconds)
+            for other in points
+        )
+
+    return [replace(point, is_on_front=not is_beaten(point)) for point in points]
+
+
+def choose(points: Sequence[Point], max_loss: float) -> tuple[Point, str]:
+    """The recommended point, and the reason in a sentence or two.
+
+    It is the fastest of those whose perplexity rises by no more than `max_loss`: a dense one, unless
+    a rule is faster by more than LEAST_GAIN, and about as fast as its bytes say."""
+    dense_of = {point.type: point for point in points if point.rule == "dense"}
+    allowed = [p for p in points if p.least_increase <= max_loss]
+    dense = min((p for p in allowed if p.rule == "dense"), key=lambda p: p.seconds)
+    rules = sorted((p for p in allowed if p.rule != "dense"), key=lambda p: p.seconds)
+    limit = f"{max_loss:.2g} of perplexity" if max_loss < 0.001 else f"{max_loss:.1%} of perplexity"
+    for rule in rules:
+        own, gain = dense_of[rule.type], dense.seconds / rule.seconds - 1
+        speed = own.seconds / rule.seconds
+        if gain > LEAST_GAIN and speed >= LEAST_SPEED * (1 + rule.gain_by_bytes(own)):
+            return rule, (
+                f"{rule.name} is the fastest within {limit}: {gain:+.0%} tokens/s over"
+                f" {dense.name}, for {rule.close.perplexity_increase:+.2%} of perplexity;"
+                f" {speed - 1:+.0%} over {own.name}, of which it reads"
+                f" {rule.bytes_per_token / own.bytes_per_token:.0%}"
+            )
+    said = f"every rule costs more than {limit}"
+    if rules:
+        rule, own = rules[0], dense_of[rules[0].type]
+        said = (
+            f"the fastest rule within {limit}, {rule.name}, gains"
+            f" {dense.seconds / rule.seconds - 1:+.0%} over it, and"
+            f" {own.seconds / rule.seconds - 1:+.0%} over {own.name}, where its bytes say"
+            f" {rule.gain_by_bytes(own):+.0%}"
+        )
+    smaller = min((p for p in points if p.rule == "dense"), key=lambda p: p.seconds)
+    more = ""
+    if smaller is not dense:
+        more = (
+            f"; {smaller.name} would be {dense.seconds / smaller.seconds - 1:+.0%} faster for"
+            f" {smaller.close.perplexity_increase:+.2%} of perplexity"
+        )
+    return dense, f"no rule pays off here: {said}; take {dense.name}{more}"
