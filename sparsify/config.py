@@ -31,7 +31,7 @@ class SparsifyConfig:
     check_tokens: int = 4_096  # of the first file, at every check
     checks: int = 12  # per share
     rule: Rule = "threshold"
-    allocation: Allocation = "uniform"
+    allocation: Allocation = "sensitivity"
     rank: int | None = None  # of low-rank updates; None trains whole matrices
     learning_rate: float = 3e-4
     warmup_steps: int = 10

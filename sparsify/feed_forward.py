@@ -72,6 +72,7 @@ class FeedForward(nn.Module):
         device = self.dense[0].device
         self.limit_F = torch.zeros(self.dense[0].shape[0], device=device)
         self.watch: Watch | None = None
+        self.keeps_values, self.value = False, torch.empty(0)  # act(gate), with its graph
         self.keeps_outputs = False
         self.dense_output: Tensor | None = None
         self.difference: Tensor | None = None  # relative squared error of the output, if kept
@@ -83,6 +84,8 @@ class FeedForward(nn.Module):
             return dense_TD
         gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
         value_TF = self._activated(gate_TF)
+        if self.keeps_values:
+            self.value = value_TF
         if self.watch is not None:
             self.watch(self.layer, value_TF.detach(), up_TF.detach(), x_TD.detach())
         if self.rule == "drelu":

@@ -1,14 +1,14 @@
 """Sets the neurons' limits such that a given share of the neurons is silent.
 
-The contribution of neuron j to the output for a token is about |act(gate_j x)| w_j with the weight
-w_j = E|up_j x| |down_j|, measured on the dense model and scaled to mean 1 in a layer. The neuron is
-silent if that product is at most t, so limit_j = t / w_j. t tracks the wanted share: after every
-batch it moves towards the quantile of |act(gate)| w in that batch (`Limits.move`), until it is
-frozen.
+What neuron j contributes for a token is about |act(gate_j x)| w_j, with a weight w_j that is
+measured on the dense model. The neuron is silent if that product is at most t, so
+limit_j = t / w_j. t tracks the wanted share: after every batch it moves towards the quantile of
+|act(gate)| w in that batch (`Limits.move`), until it is frozen.
 
-With `uniform`, every layer has its own t, and all have the same share. With `global`, there is one
-t for all layers, and w is scaled by 1 / E|FFN output| of its layer, so that contributions that are
-small relative to their layer's output go first.
+    sensitivity  w_j is how much the predictions depend on act(gate_j) (sparsify.sensitivity); one t
+                 for all layers, so that those that matter less lose more neurons
+    uniform      w_j = E|up_j x| |down_j|; every layer has its own t, and all have the same share
+    global       the same, divided by E|FFN output| of the layer; one t for all layers
 
 Letters: L layers, T tokens, D model width, F neurons."""
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.sparsify.feed_forward import FeedForward
 
-Allocation = Literal["uniform", "global"]
-ALLOCATIONS: tuple[Allocation, ...] = ("uniform", "global")
+Allocation = Literal["sensitivity", "uniform", "global"]
+ALLOCATIONS: tuple[Allocation, ...] = ("sensitivity", "uniform", "global")
 SAMPLES = 1 << 17  # values per layer and pass for a quantile
 SPEED = 0.2  # share of the way to a batch's quantile that t moves
 LAG_STEPS = 10  # the speed is raised to this over the number of steps, if that is more
@@ -55,10 +55,16 @@ class Measure:
         weight_LF = up_LF * down_LF
         if allocation == "global":
             weight_LF = weight_LF / (ranks.sum(self.output_L) / tokens_L)[:, None]
-            weight_LF = weight_LF / weight_LF.mean()
-        else:
-            weight_LF = weight_LF / weight_LF.mean(dim=1, keepdim=True)
-        return weight_LF.clamp(min=1e-6).float()
+        return scaled(weight_LF, allocation)
+
+
+def scaled(weight_LF: Tensor, allocation: Allocation) -> Tensor:
+    """f32: weights of mean 1, by layer if each has its own t; never 0."""
+    if allocation == "uniform":
+        mean_L1 = weight_LF.mean(dim=1, keepdim=True)
+    else:
+        mean_L1 = weight_LF.mean()
+    return (weight_LF / mean_L1).clamp(min=1e-6).float()
 
 
 @dataclass(kw_only=True)
@@ -81,6 +87,8 @@ class Limits:
             raise ValueError("a neuron's weight cannot be derived from a limit of 0")
         inverse_LF = 1 / limit_LF.double()
         threshold_L = 1 / inverse_LF.mean(dim=1)
+        if allocation != "uniform":
+            threshold_L = torch.full_like(threshold_L, 1 / float(inverse_LF.mean()))
         return cls(
             weight_LF=(threshold_L[:, None] * inverse_LF).float(),
             threshold_L=threshold_L,
@@ -115,10 +123,9 @@ class Scores:
         self.values.setdefault(layer, []).append(scores.flatten())
 
     def quantiles(self, share: float, ranks: Ranks) -> Tensor:
-        """f64 [L]: the quantile, at the share, of each layer's scores (`global`: of all
-        layers')."""
+        """f64 [L]: the quantile, at the share, of each layer's scores, or of all together."""
         of_layer = [torch.cat(self.values[layer]) for layer in sorted(self.values)]
-        if self.limits.allocation == "global":
+        if self.limits.allocation != "uniform":
             found = [_quantile(torch.cat(of_layer), share)] * len(of_layer)
         else:
             found = [_quantile(scores, share) for scores in of_layer]

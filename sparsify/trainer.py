@@ -19,9 +19,10 @@ from sparkinfer.sparsify.feed_forward import (
     put_matrices,
     watched,
 )
-from sparkinfer.sparsify.limits import LAG_STEPS, SPEED, Limits, Measure, Scores
+from sparkinfer.sparsify.limits import LAG_STEPS, SPEED, Limits, Measure, Scores, scaled
 from sparkinfer.sparsify.quality import autocast, hidden_states
 from sparkinfer.sparsify.schedule import Schedule
+from sparkinfer.sparsify.sensitivity import sensitivities
 from sparkinfer.sparsify.student import Student
 
 MAX_NORM = 1.0  # of the gradient
@@ -59,15 +60,20 @@ class Trainer:
         for layer in student.layers:
             layer.keeps_outputs = config.layer_weight > 0
 
-    @torch.no_grad()
     def measure(self, windows: Sequence[Tensor]) -> None:
         """Measures the neurons' weights on `windows`, for the rule "threshold"; to be called before
         the first step."""
-        if self.config.rule == "threshold":
+        allocation = self.limits.allocation
+        if self.config.rule != "threshold":
+            return
+        if allocation == "sensitivity":
+            found_LF = sensitivities(self.student, windows, self.ranks, self.config.seed)
+            weight_LF = scaled(found_LF, allocation)
+        else:
             measure = Measure(self.student.layers)
             self._watch(measure, windows)
-            allocation = self.limits.allocation
-            self.limits = Limits.of(measure.weights(allocation, self.ranks), allocation)
+            weight_LF = measure.weights(allocation, self.ranks)
+        self.limits = Limits.of(weight_LF, allocation)
 
     def start_from(self, matrices: Mapping[str, Tensor], limits: Limits) -> None:
         """Starts from another run's result; `matrices` by their names in the checkpoint."""
@@ -84,6 +90,7 @@ class Trainer:
             self.limits.move(scores.quantiles(share, self.ranks), 1.0)
             self.limits.set(self.student.layers)
 
+    @torch.no_grad()
     def _watch(self, watch: Watch, windows: Sequence[Tensor]) -> None:
         with autocast(self.student.device.type, self.student.dtype):
             with watched(self.student.layers, watch):

@@ -52,8 +52,11 @@ if TYPE_CHECKING:
 @click.option("--activation", "rule", default="threshold", show_default=True,
               type=click.Choice(["threshold", "relu", "fatrelu", "drelu"]),
               help="threshold keeps the model's own activation and silences small values.")  # fmt: skip
-@click.option("--allocation", type=click.Choice(["uniform", "global"]), default="uniform",
-              show_default=True, help="The same share for every layer (uniform), or one threshold for all (global).")  # fmt: skip
+@click.option("--allocation", type=click.Choice(["sensitivity", "uniform", "global"]),
+              default="sensitivity", show_default=True,
+              help="Which neurons are silenced: those that the predictions depend on least"
+                   " (sensitivity), the same share of every layer (uniform), or one threshold for"
+                   " all layers, relative to their outputs (global).")  # fmt: skip
 @click.option("--rank", type=int, help="Train low-rank updates of this rank, not whole matrices.")
 @click.option("--learning-rate", default=3e-4, show_default=True)
 @click.option("--layer-weight", default=0.0, show_default=True,

@@ -1,0 +1,54 @@
+"""How much the model's predictions depend on each neuron's gate.
+
+Changing a value v by a little costs about v² E[g²] / 2 nats, where g is the gradient of -log p(y)
+with respect to it and y a token drawn from the model's own prediction: the diagonal of the Fisher
+information (Kunstner et al. 2019, arXiv 1905.12558, on why y is drawn, and not the text's). So the
+root mean square of g weighs values of all layers on one scale. One backward pass measures all
+neurons; it needs no weight gradients.
+
+Letters: L layers, T tokens, D model width, V vocabulary, F neurons."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparkinfer.profile.ranks import Ranks
+from sparkinfer.sparsify.distillation import chunks, log_words
+from sparkinfer.sparsify.quality import autocast, hidden_states
+from sparkinfer.sparsify.student import Student
+
+
+def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, seed: int) -> Tensor:
+    """f64 [L, F]: the root mean square of g = d(-log p(y)) / d act(gate), over the windows, which
+    the processes share. The model is used with its current limits."""
+    generator = torch.Generator(student.device).manual_seed(seed + ranks.rank)
+    layers = student.layers
+    square_LF = torch.zeros(len(layers), len(layers[0].limit_F), dtype=torch.float64)
+    num_tokens = torch.zeros((), dtype=torch.float64)
+    for layer in layers:
+        layer.keeps_values = True
+    for ids_T in windows[ranks.rank :: ranks.size]:
+        with autocast(student.device.type, student.dtype):
+            hidden_TD = hidden_states(student.model, ids_T[None].to(student.device))[0]
+        error_TD = drawn_error(hidden_TD.detach(), student.head_VD, generator)
+        values = [layer.value for layer in layers]
+        found = torch.autograd.grad(hidden_TD, values, grad_outputs=error_TD)
+        for square_F, gradient in zip(square_LF, found, strict=True):
+            square_F += gradient.flatten(0, -2).float().square().sum(dim=0).double().cpu()
+        num_tokens += len(ids_T)
+    for layer in layers:
+        layer.keeps_values, layer.value = False, torch.empty(0)
+    return (ranks.sum(square_LF) / ranks.sum(num_tokens)).sqrt()
+
+
+@torch.no_grad()
+def drawn_error(hidden_TD: Tensor, head_VD: Tensor, generator: torch.Generator) -> Tensor:
+    """[T, D]: the gradient of -log p(y) with respect to the final hidden states, y drawn from p."""
+    error_TD = torch.empty_like(hidden_TD)
+    for start, stop in chunks(len(hidden_TD), len(head_VD)):
+        words_TV = log_words(hidden_TD[start:stop], head_VD).exp_()
+        drawn_T1 = torch.multinomial(words_TV, 1, generator=generator)
+        words_TV.scatter_add_(1, drawn_T1, torch.full_like(drawn_T1, -1, dtype=words_TV.dtype))
+        error_TD[start:stop] = (words_TV.to(head_VD.dtype) @ head_VD).to(error_TD.dtype)
+    return error_TD
