@@ -22,13 +22,15 @@ from sparkinfer.sparsify.student import Student
 def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, seed: int) -> Tensor:
     """f64 [L, F]: the root mean square of g = d(-log p(y)) / d act(gate), over the windows, which
     the processes share. The model is used with its current limits."""
-    generator = torch.Generator(student.device).manual_seed(seed + ranks.rank)
+    generator = torch.Generator(student.device)
     layers = student.layers
     square_LF = torch.zeros(len(layers), len(layers[0].limit_F), dtype=torch.float64)
     num_tokens = torch.zeros((), dtype=torch.float64)
     for layer in layers:
         layer.keeps_values = True
-    for ids_T in windows[ranks.rank :: ranks.size]:
+    for number in range(ranks.rank, len(windows), ranks.size):
+        ids_T = windows[number]
+        generator.manual_seed(seed + number)  # the same draws for any number of processes
         with autocast(student.device.type, student.dtype):
             hidden_TD = hidden_states(student.model, ids_T[None].to(student.device))[0]
         error_TD = drawn_error(hidden_TD.detach(), student.head_VD, generator)

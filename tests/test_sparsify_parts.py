@@ -13,9 +13,10 @@ from sparkinfer.sparsify import state
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.distillation import divergence, divergence_ref
 from sparkinfer.sparsify.feed_forward import silence
-from sparkinfer.sparsify.limits import Limits
-from sparkinfer.sparsify.quality import SilentCounter
+from sparkinfer.sparsify.limits import Limits, scaled
+from sparkinfer.sparsify.quality import SilentCounter, evaluate
 from sparkinfer.sparsify.schedule import Schedule
+from sparkinfer.sparsify.sensitivity import sensitivities
 from sparkinfer.sparsify.stream import Stream
 from sparkinfer.sparsify.student import load_student
 from sparkinfer.sparsify.trainer import NotFinite
@@ -80,7 +81,7 @@ def test_a_value_at_its_limit_is_silent_and_nan_passes():
     assert found_F[5].isnan()
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "global"])
+@pytest.mark.parametrize("allocation", ["sensitivity", "uniform", "global"])
 def test_limits_silence_the_wanted_share(config, allocation):
     trainer = trainer_of(replace(config, allocation=allocation))
     windows = windows_of()
@@ -92,18 +93,57 @@ def test_limits_silence_the_wanted_share(config, allocation):
     assert share_L.mean().item() == pytest.approx(0.7, abs=0.02)
     if allocation == "uniform":
         assert torch.allclose(share_L, share_L.mean(), atol=0.02)
-    assert (len(set(trainer.limits.threshold_L.tolist())) == 1) == (allocation == "global")
+    assert (len(set(trainer.limits.threshold_L.tolist())) == 1) == (allocation != "uniform")
 
 
-def test_weights_are_recovered_from_limits():
-    weight_LF = torch.rand(3, 50) + 0.1
-    weight_LF /= weight_LF.mean(dim=1, keepdim=True)
-    limits = Limits(
-        weight_LF=weight_LF, threshold_L=torch.rand(3).double() + 0.1, allocation="uniform"
-    )
-    again = Limits.from_limits(limits.limit_LF, "uniform")
+@pytest.mark.parametrize("allocation", ["sensitivity", "uniform"])
+def test_weights_are_recovered_from_limits(allocation):
+    weight_LF = scaled(torch.rand(3, 50) + 0.1, allocation)
+    threshold_L = torch.rand(3).double() + 0.1
+    if allocation == "sensitivity":
+        threshold_L[:] = threshold_L[0]
+    limits = Limits(weight_LF=weight_LF, threshold_L=threshold_L, allocation=allocation)
+    again = Limits.from_limits(limits.limit_LF, allocation)
     assert torch.allclose(again.weight_LF, weight_LF, rtol=1e-5)
     assert torch.allclose(again.threshold_L, limits.threshold_L, rtol=1e-5)
+
+
+def test_sensitivities_foretell_what_silencing_costs(config):
+    """KL = sum of v² E[g²] / 2 over the values v that become 0, while they are few."""
+    trainer = trainer_of(config)
+    windows = windows_of(2)
+    draws = [window for window in windows for _ in range(40)]
+    found_LF = sensitivities(trainer.student, draws, trainer.ranks, seed=0)
+    trainer.limits = Limits.of(scaled(found_LF, "sensitivity"), "sensitivity")
+    trainer.set_share(0.3, windows)
+    foretold = Foretold(trainer.student.layers, found_LF)
+    trainer._watch(foretold, windows)
+    quality = evaluate(
+        trainer.student.model, trainer.student.layers, trainer.student.head_VD, windows,
+        trainer.ranks, torch.float32,
+    )  # fmt: skip
+    assert quality.kl == pytest.approx(foretold.loss / quality.num_tokens, rel=0.5)
+    assert quality.silent_share == pytest.approx(0.3, abs=0.03)
+    other = scaled(found_LF.flip(1), "sensitivity")  # other neurons' weights lose more
+    trainer.limits = Limits.of(other, "sensitivity")
+    trainer.set_share(0.3, windows)
+    worse = evaluate(
+        trainer.student.model, trainer.student.layers, trainer.student.head_VD, windows,
+        trainer.ranks, torch.float32,
+    )  # fmt: skip
+    assert worse.kl > 1.2 * quality.kl
+
+
+class Foretold:
+    """A watcher that sums v² E[g²] / 2 over silenced values."""
+
+    def __init__(self, layers, sensitivity_LF):
+        self.layers, self.sensitivity_LF, self.loss = layers, sensitivity_LF, 0.0
+
+    def __call__(self, layer, value_TF, up_TF, x_TD):
+        is_silent_TF = value_TF.abs() <= self.layers[layer].limit_F
+        cost_TF = (value_TF * self.sensitivity_LF[layer]).square() / 2
+        self.loss += float(cost_TF[is_silent_TF].sum())
 
 
 # ---- the schedule ---------------------------------------------------------------------------
