@@ -39,7 +39,7 @@ class Point:
 
     @property
     def least_increase(self) -> float:
-        """Of the perplexity: the lower end of the interval as long as a part was measured."""
+        """The rise of the perplexity; its lower end as long as only a part was measured."""
         error = 0.0 if self.is_whole else self.close.perplexity_increase_error
         return self.close.perplexity_increase - error
 
