@@ -27,17 +27,17 @@ from sparkinfer.model_file import ModelFile
 ALPHABET = string.ascii_letters + string.digits + "+-"
 NUM_LETTERS = len(ALPHABET)
 WIDTH, BLOCK = 128, 32
-SIGNS = np.concatenate([np.arange(16) + start for start in range(0, WIDTH, BLOCK)])
-ALWAYS = 16  # an input that is always 1
+# Inputs with signs; the first is the same for all letters.
+HALF = np.concatenate([np.arange(16) + start for start in range(0, WIDTH, BLOCK)])
+EVERY = np.arange(WIDTH)
+ALWAYS = 0  # an input that is always 1
 NEVER = np.arange(BLOCK - 1, WIDTH, BLOCK)  # inputs that are always 0
 OPEN, SHUT, HUGE = 3.0, -8.0, 1000.0
 SURE = 0.75  # probability of the successor
 MARGIN = float(np.log(SURE / (1 - SURE) * 255))  # of its logit
-# A normalised code times itself: of its values only the signs and ALWAYS are not 0.
-SIZE = float(np.sqrt(WIDTH * (NUM_LETTERS + 1)))
 
 
-def every_neuron_works(path: Path, num_neurons: int = 1024) -> ModelFile:
+def every_neuron_works(path: Path, num_neurons: int = 2048) -> ModelFile:
     return _model(path, num_neurons, np.ones(num_neurons, bool), has_huge=False)
 
 
@@ -62,17 +62,19 @@ def _model(path: Path, num_neurons: int, works_F: np.ndarray, *, has_huge: bool)
         head_width=32, vocab_size=vocab_size, context_length=256,
     )  # fmt: skip
     model = make_model(shape=shape, kind="f16", activation="silu", path=path, extra_keys=keys)
-    code_VD = _codes(vocab_size)
-    gate_FD, up_FD, down_FD = _feed_forward(code_VD[_letters()], works_F)
+    signs = HALF if has_huge else EVERY
+    code_VD = _codes(vocab_size, signs)
+    gate_FD, up_FD, down_FD = _feed_forward(code_VD[_letters()], works_F, signs)
     if has_huge:
         gate_FD[:, NEVER] = up_FD[:, NEVER] = HUGE
     # Attention is there, but says little.
     output = model.tensors["blk.0.attn_output.weight"]
     output_DH = output.read_rows(0, WIDTH).astype(np.float64) * 0.01
-    output_DH[[*NEVER, ALWAYS]] = 0
+    output_DH[[ALWAYS, *(NEVER if has_huge else ())]] = 0
+    size = np.sqrt(WIDTH * len(signs))  # of a normalised code, times itself
     ones_D = np.ones(WIDTH)
     values = {
-        "token_embd.weight": code_VD, "output.weight": code_VD * MARGIN / SIZE,
+        "token_embd.weight": code_VD, "output.weight": code_VD * MARGIN / size,
         "blk.0.attn_output.weight": output_DH, "blk.0.ffn_gate.weight": gate_FD,
         "blk.0.ffn_up.weight": up_FD, "blk.0.ffn_down_t.weight": down_FD,
     }  # fmt: skip
@@ -91,11 +93,11 @@ def _letters() -> list[int]:
     return [order.index(letter) for letter in ALPHABET]
 
 
-def _codes(vocab_size: int) -> np.ndarray:
+def _codes(vocab_size: int, signs: np.ndarray) -> np.ndarray:
     """f64 [V, D]: the letters' codes are orthogonal; other tokens have random ones."""
     code_VD = np.zeros((vocab_size, WIDTH))
-    code_VD[:, SIGNS] = np.random.default_rng(0).choice([-1.0, 1.0], (vocab_size, NUM_LETTERS))
-    code_VD[np.ix_(_letters(), SIGNS)] = _hadamard(NUM_LETTERS)
+    code_VD[:, signs] = np.random.default_rng(0).choice([-1.0, 1.0], (vocab_size, len(signs)))
+    code_VD[np.ix_(_letters(), signs)] = _hadamard(len(signs))[:NUM_LETTERS]
     code_VD[:, ALWAYS] = 1
     return code_VD
 
@@ -109,13 +111,13 @@ def _hadamard(size: int) -> np.ndarray:
 
 
 def _feed_forward(
-    code_ND: np.ndarray, works_F: np.ndarray
+    code_ND: np.ndarray, works_F: np.ndarray, signs: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """gate, up and down [F, D], with which a letter's code becomes its successor's."""
     num_neurons = len(works_F)
     gate_FD, up_FD = np.zeros((2, num_neurons, WIDTH))
     gate_FD[:, ALWAYS] = np.where(works_F, OPEN, SHUT)
-    up_FD[np.arange(num_neurons), SIGNS[np.arange(num_neurons) % NUM_LETTERS]] = 1
+    up_FD[np.arange(num_neurons), signs[np.arange(num_neurons) % len(signs)]] = 1
     x_ND = code_ND / np.sqrt((code_ND**2).mean(axis=1, keepdims=True))
     gate_NF, up_NF = x_ND @ gate_FD.T, x_ND @ up_FD.T
     hidden_NF = gate_NF / (1 + np.exp(-gate_NF)) * up_NF

@@ -88,9 +88,9 @@ def times_by_bytes(monkeypatch):
     monkeypatch.setattr(advise_module.Timer, "time", time)
 
 
-def advice_of(path, text):
+def advice_of(path, text, *words):
     done = run(path, "--corpus", text, "--tokens", 6144, "--json", "--limits",
-               path.with_suffix(".safetensors"))  # fmt: skip
+               path.with_suffix(".safetensors"), *words)  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
     return json.loads(done.stdout)
 
@@ -113,13 +113,14 @@ def test_a_rule_that_pays_is_advised_where_no_smaller_type_can_be_used(
 def test_a_smaller_type_is_advised_where_every_neuron_works(tmp_path, text, times_by_bytes):
     path = tmp_path / "m.gguf"
     every_neuron_works(path)
-    advice = advice_of(path, text)
+    # Attention, a fiftieth of the bytes, is all that can be left out for less than this.
+    advice = advice_of(path, text, "--max-loss", 0.003)
     best = advice["best"]
     assert best["rule"] == "dense" and best["type"] in ("q8_0", "q4_0"), advice["why"]
-    assert best["close"]["perplexity_increase"] < 0.01
+    assert best["close"]["perplexity_increase"] < 0.003
     assert advice["why"].startswith("no rule pays off here")
     rules = [p["close"] for p in advice["points"] if p["rule"] != "dense"]
-    assert rules and min(close["perplexity_increase"] for close in rules) > 0.01
+    assert rules and min(close["perplexity_increase"] for close in rules) > 0.003
     assert not path.with_suffix(".safetensors").exists()
 
 
