@@ -48,15 +48,14 @@ class Point:
         return dense.bytes_per_token / self.bytes_per_token - 1
 
 
-def to_time(points: Sequence[Point], share: float) -> list[Point]:
-    """One point of each type and rule: that of the largest share up to `share`, if there is one."""
+def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
+    """One point of each type and rule: that of the largest share within `max_loss`, or else of the
+    smallest share."""
     chosen: dict[tuple[str, str], Point] = {}
-    for point in points:
-        if point.rule == "dense":
-            continue
-        known = chosen.setdefault((point.type, point.rule), point)
-        if known.share < point.share <= share:
-            chosen[point.type, point.rule] = point
+    for point in sorted(points, key=lambda p: p.share):
+        place = point.type, point.rule
+        if point.rule != "dense" and (place not in chosen or point.least_increase <= max_loss):
+            chosen[place] = point
     return list(chosen.values())
 
 
@@ -64,19 +63,18 @@ def timed_points(
     points: Sequence[Point], dense_s: Mapping[str, float], ratios: Mapping[Trial, float]
 ) -> list[Point]:
     """The points with their seconds: of dense ones by type, of timed trials as ratios to the dense
-    one of their type. Between a type's dense point and a rule's timed one, and beyond it, seconds
-    are linear in bytes; those of a rule that was not timed are in proportion to its bytes."""
+    one of their type. Others differ in seconds as they differ in bytes: from the nearest timed share
+    of their rule, which has the rule's overhead in it, or else from dense."""
     dense = {point.type: point for point in points if point.rule == "dense"}
     bytes_of = {point.trial: point.bytes_per_token for point in points}
 
     def seconds(point: Point) -> float:
         whole, total = dense_s[point.type], dense[point.type].bytes_per_token
         own = [trial for trial in ratios if trial[:2] == point.trial[:2]]
-        s_per_byte = whole / total
-        if own:
-            near = min(own, key=lambda trial: abs(trial[2] - point.share))
-            s_per_byte = whole * (1 - ratios[near]) / (total - bytes_of[near])
-        return whole - (total - point.bytes_per_token) * s_per_byte
+        if not own:
+            return whole * point.bytes_per_token / total
+        near = min(own, key=lambda trial: abs(trial[2] - point.share))
+        return whole * (ratios[near] + (point.bytes_per_token - bytes_of[near]) / total)
 
     return [
         replace(p, seconds=seconds(p), is_timed=p.rule == "dense" or p.trial in ratios)

@@ -40,7 +40,6 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Mode
 
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to save
-TIMED_SHARE = 0.16  # the one at which every rule is timed
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they are of several texts
 SCORE_TOKENS = 4096
 TRIAL_TOKENS = 2048  # that every rule is measured on at every share
@@ -255,7 +254,7 @@ def advise(
     adviser.engine.close()
     gc.collect()
     timer = Timer(files, with_limits, adviser)
-    for point in to_time(points, TIMED_SHARE):
+    for point in to_time(points, config.max_loss):
         timer.time(point)
     points = settled(points, timer, config.max_loss)
     best, why = choose(points, config.max_loss)
