@@ -1,11 +1,11 @@
 # make help              this list
-# make setup             a virtual environment in .venv with all that is needed, from nothing
+# make setup             a virtual environment in .venv with all that is needed, from scratch
 # make build             compile the C++ again and pick up new files
-# make demo              the whole pipeline on the bundled model, from nothing
-# make evaluate          the bundled (or any) model by its plan against its dense self
-# make test              the tests, from nothing
+# make demo              the whole pipeline on the bundled model, set-up included
+# make evaluate          compare the bundled (or any) model, run by its plan, with its dense self
+# make test              the tests, set-up included
 # make check             lint and types; writes nothing into the tree
-# make fuzz MINUTES=60   damaged and foreign files into every reader; FAULTS=200 interrupted commands
+# make fuzz MINUTES=60   feed damaged files to every reader; interrupt FAULTS=200 commands
 # make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
 # make tables            the tables of the documents, from benchmarks/results
 # make docs              the documentation site in build/site; needs a network once
@@ -18,15 +18,15 @@
 # torch and Triton (PYTHON=...), a C++ compiler and cmake, but no network.
 #   make test-gpu          the runtime's tests on the device; fails where there is none (5 min)
 #   make bench-gpu         decode and prefill speed at several budgets (8 min); RIVAL=build/gpu-rival
-#   make gpu-rival         llama.cpp for CUDA, to be that rival; needs nvcc (9 min on 16 cores)
-# and before, where there is a network, what a bare machine lacks (copy build/ there):
+#   make gpu-rival         llama.cpp for CUDA, as that rival; needs nvcc (9 min on 16 cores)
+# Beforehand, on a machine with a network, what a bare one lacks (copy build/ to it):
 #   make gpu-wheels        Python packages for its PYTHON_VERSION (3.12 unless told), 21 MiB
 #   make gpu-rival-source  llama.cpp's source, 25 MiB
 # One stage on any checkpoint, with all earlier stages that are not up to date:
 #   make generate MODEL=path/to/checkpoint VRAM=8GiB PROMPT="Once upon a time"
 #   make convert | profile | solve MODEL=... [CORPUS=text.txt] [SPARSITY=0.5 for SiLU models]
-# The plan is of the fastest mode that costs at most 1 % of the perplexity on that text, dense if no
-# other does: MAX_LOSS=0.05 allows 5 %, MODE=exact plans for that one whatever it costs.
+# The plan is for the fastest mode that costs at most 1 % of the perplexity on that text, or for mode
+# dense if there is none; MAX_LOSS=0.05 allows 5 %, and MODE=exact plans for exact whatever it costs.
 
 PYTHON ?= python3
 BIN := .venv/bin

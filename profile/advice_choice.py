@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from sparkinfer.profile.limit_meter import Closeness
 
 LEAST_GAIN = 0.03  # in speed: a smaller gain is not worth a rule's loss
-LEAST_SPEED = 0.9  # of what its bytes say: a rule below that depends on chance
+LEAST_SPEED = 0.9  # of what its bytes say: something else limits a slower rule
 Trial = tuple[str, str, float]  # type, rule, share
 
 
@@ -39,7 +39,7 @@ class Point:
 
     @property
     def least_increase(self) -> float:
-        """The rise of the perplexity; its lower end as long as only a part was measured."""
+        """The rise of the perplexity; the lower end of its interval if measured on a part only."""
         error = 0.0 if self.is_whole else self.close.perplexity_increase_error
         return self.close.perplexity_increase - error
 
@@ -62,9 +62,9 @@ def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
 def timed_points(
     points: Sequence[Point], dense_s: Mapping[str, float], ratios: Mapping[Trial, float]
 ) -> list[Point]:
-    """The points with their seconds: of dense ones by type, of timed trials as ratios to the dense
-    one of their type. Others differ in seconds as they differ in bytes: from the nearest timed share
-    of their rule, which has the rule's overhead in it, or else from dense."""
+    """The points with their seconds. `dense_s` has those of dense points by type, `ratios` those of
+    timed trials relative to dense. Others are extrapolated by bytes from the nearest timed share of
+    their rule, which includes the rule's overhead, or else from dense."""
     dense = {point.type: point for point in points if point.rule == "dense"}
     bytes_of = {point.trial: point.bytes_per_token for point in points}
 

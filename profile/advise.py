@@ -1,9 +1,9 @@
 """Recommends a weight type and a sparsity rule for a model, measured on a user's text and machine.
 
-A rule at a share of bytes is first measured on a part of the text, and timed at one share; then
-whatever profile.advice_choice would recommend is measured on the whole text and timed itself, until
-that is true of what it recommends. So most of the time goes into what may be recommended, and
-nothing is recommended by a model of its cost.
+Rules are first measured on a part of the text, and each is timed at one share. Then the point that
+profile.advice_choice recommends is measured on the whole text and timed itself, until it recommends
+one for which this is done. So most of the time goes into points that may be recommended, and no
+recommendation rests on an estimate.
 
 The caller makes the files, with `convert`.
 
@@ -40,7 +40,7 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Mode
 
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to save
-PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they are of several texts
+PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
 TRIAL_TOKENS = 2048  # that every rule is measured on at every share
 HOPELESS = 0.1  # of perplexity: a rule that surely costs more is not tried at larger shares

@@ -51,7 +51,7 @@ class Steps:
     job: Job
     planned: Estimate
     done: int = 0
-    before: int = 0  # stages done at the time of the plan
+    before: int = 0  # stages done when `planned` was estimated
     current: str = ""
     made: list[str] = field(default_factory=list)
 

@@ -45,8 +45,8 @@ hottest neurons satisfy
 With key selection (`kv_offload`), the keys and values of every layer are in main memory, and the CPU
 attends. A dense block on the GPU then takes, in place of the kernels of attention and of the keys'
 bytes, a round trip, the copies of queries, keys, values and of what the heads find, and the bytes
-that are read there, of keys, values and tables, over the CPU's rate for the cache. A token reads what
-one at half of the context does.
+that are read there, of keys, values and tables, over the CPU's rate for the cache. These are counted
+for a token in the middle of the context.
 
 The GPU holds at most its budget, including a workspace if it holds anything; the host at most its
 own, which is the same as at least `need_bytes` on the GPU.

@@ -408,7 +408,7 @@ def mode_notes(
     if advice.layer_split_s < split.objective_s and any(split.budgets):
         notes.append(
             f"a split by whole layers, all weights read, takes"
-            f" {1e3 * advice.layer_split_s:.3g} ms a token on this machine, this plan"
+            f" {1e3 * advice.layer_split_s:.3g} ms a token on this machine, and this plan"
             f" {1e3 * split.objective_s:.3g} ms: without --mode the fastest is planned"
         )
     return tuple(notes)

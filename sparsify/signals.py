@@ -38,7 +38,7 @@ class Signals:
         self.number = number
 
     def train(self, ranks: Ranks) -> None:
-        """Make a signal end the run after the current step."""
+        """Makes a signal end the run after the current step."""
         self.is_training, self.num_processes = True, ranks.size
 
     def wants_stop(self, ranks: Ranks) -> bool:

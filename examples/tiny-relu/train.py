@@ -1,6 +1,6 @@
 """Trains the bundled model: a ReLU-gated Llama of 7 M parameters that writes Python.
 
-    python train.py -o DIR                # from nothing; run it again to resume
+    python train.py -o DIR                # from scratch; run it again to resume
     python train.py -o DIR --steps 20     # a quick look
 
 The commands that made the bundled checkpoint are listed in its model card, README.md.
@@ -302,7 +302,7 @@ class Run:
 def train(out: Path, config: TrainConfig, *, use_bf16: bool, stop_at: int | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     ids, held_out, held_out_bytes = prepare(out, config)
-    say(f"{len(ids):,} training tokens, {len(held_out):,} for the measure")
+    say(f"{len(ids):,} training tokens, {len(held_out):,} held out")
     run = Run(out, config)
     began, first, end = time.perf_counter(), run.step, min(config.steps, stop_at or config.steps)
     while run.step < end:

@@ -45,7 +45,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
               help="Tokens to measure on.")  # fmt: skip
 @click.option("--max-loss", default=0.01, show_default=True,
-              help="Rise of the perplexity that you accept; 0.01 is 1 %.")  # fmt: skip
+              help="Largest rise in perplexity that you accept; 0.01 is 1 %.")  # fmt: skip
 @click.option("--limits", "limits_path", type=OUTPUT,
               help="Write the limits of the advised rule to this file, for convert --limits.")  # fmt: skip
 @click.option("--plot", type=OUTPUT, help="Write a picture (PNG) of everything that was measured.")

@@ -185,13 +185,13 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="Keys and values stay in main memory, where the CPU attends to the best of them; the"
                    " GPU's memory goes to neurons. Sizes such as window=2048,top=512.")  # fmt: skip
 @click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
-              help="Mode to plan for. [default: the fastest without loss of quality]")  # fmt: skip
+              help="Mode to plan for. [default: the fastest within --max-loss]")  # fmt: skip
 @max_loss_option
 @click.option("--neuron-cache", metavar="on|most_rows=N",
               help="Plan memory and times for a neuron cache, which swaps hot neurons as the text"
-                   " needs: up to N per token (on: 256).")  # fmt: skip
+                   " needs: up to N per token (on: 64).")  # fmt: skip
 @click.option("--time-limit", "time_limit_s", default=30.0, show_default=True,
-              help="Seconds that the search may take.")  # fmt: skip
+              help="Seconds that the integer program may take.")  # fmt: skip
 @click.option(
     "--explain", "explained", is_flag=True, help="Show what each byte of VRAM is used for."
 )

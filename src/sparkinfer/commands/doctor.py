@@ -9,7 +9,9 @@ from sparkinfer.commands import examples
 from sparkinfer.commands.shared import OUTPUT, FileCommand, finish, force_option, json_option, say
 
 
-@click.command(cls=FileCommand, epilog=examples.DOCTOR)
+@click.command(
+    cls=FileCommand, epilog=examples.DOCTOR, short_help="Check this machine, and say what to fix."
+)
 @click.option("--report", type=OUTPUT,
               help="Write the findings, without names and paths, to a file for an issue.")  # fmt: skip
 @click.option("--again", is_flag=True,

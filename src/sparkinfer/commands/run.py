@@ -87,7 +87,7 @@ def _own_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command(cls=FileCommand)
+@click.command(cls=FileCommand, short_help="Prepare a model, then continue a text or chat.")
 @click.argument("source", type=FILE)
 @text_options
 @_own_options

@@ -104,7 +104,7 @@ _GROUPS = {
         _option("--dry-penalty-last-n", "dry_penalty_last_n",
                 "Tokens that are searched; 0: off, -1: all.", type=int),
         _option("--dry-sequence-breaker", "dry_sequence_breakers",
-                "Ends a repetition, instead of newline : \" *; may be repeated; none: no text does.",
+                "Text that ends a repetition, instead of newline : \" *; may be repeated; none: off.",
                 type=str, metavar="TEXT", is_repeated=True),
     ),
     "Mirostat, instead of the samplers above except temperature and logit bias": (

@@ -143,14 +143,14 @@ mode_option = engine_option(
     "--mode",
     type=click.Choice(MODES),
     help="How feed-forward layers are computed. [default: the plan's mode; without a plan, the one"
-    " that reads least without loss of quality by the file's record]",
+    " that reads least within --max-loss, by the file's record]",
 )
 max_loss_option = engine_option(
     "max_loss",
     "--max-loss",
     type=float,
     show_default=True,
-    help="Rise of the perplexity that an automatically chosen mode may cost; 0.01 is 1 %.",
+    help="Largest rise in perplexity of an automatically chosen mode; 0.01 is 1 %.",
 )
 
 

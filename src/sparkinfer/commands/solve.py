@@ -149,7 +149,7 @@ def _mode_lines(report: SolveReport) -> list[str]:
             for seconds, name, is_unproven in timed
         )
         lines.append(
-            f"mode {report.mode} is the fastest, {report.tokens_per_s:,.1f} tokens/s; others"
+            f"mode {report.mode} is the fastest, {report.tokens_per_s:,.1f} tokens/s; others:"
             f" {others}"
         )
     return lines + ([f"not planned for: {'; '.join(left_out)}"] if left_out else [])
