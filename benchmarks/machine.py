@@ -20,8 +20,16 @@ def machine() -> dict[str, object]:
 
 
 def processor() -> str:
-    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return found[1].strip() if found else "unknown"
+    """The name that the system gives; with the family where the name holds no number, as a cloud's
+    "AMD EPYC", which is a Zen 4 (family 25) on one machine and a Zen 5 (family 26) on the next.
+    """
+    text = Path("/proc/cpuinfo").read_text()
+    found = re.search(r"model name\s*:\s*(.+)", text)
+    if found is None:
+        return "unknown"
+    name = found[1].strip()
+    family = re.search(r"cpu family\s*:\s*(\d+)", text)
+    return name if family is None or re.search(r"\d", name) else f"{name} (family {family[1]})"
 
 
 def slug(name: str) -> str:
