@@ -1,4 +1,4 @@
-"""Two models of which it is known whether a rule pays, and the text that they predict.
+"""Two models for which it is known whether a rule pays, and the text that they predict.
 
 Both predict a chain of 64 letters: the next one is the successor of the last, three times out of
 four. A letter is a code of 64 signs, and each of the feed-forward layer's working neurons reads one
@@ -67,11 +67,11 @@ def _model(path: Path, num_neurons: int, works_F: np.ndarray, *, has_huge: bool)
     gate_FD, up_FD, down_FD = _feed_forward(code_VD[_letters()], works_F, signs)
     if has_huge:
         gate_FD[:, NEVER] = up_FD[:, NEVER] = HUGE
-    # Attention is there, but says little.
+    # Attention is present, but contributes little.
     output = model.tensors["blk.0.attn_output.weight"]
     output_DH = output.read_rows(0, WIDTH).astype(np.float64) * 0.01
     output_DH[[ALWAYS, *(NEVER if has_huge else ())]] = 0
-    size = np.sqrt(WIDTH * len(signs))  # of a normalised code, times itself
+    size = np.sqrt(WIDTH * len(signs))  # the product of a normalised code with the code
     ones_D = np.ones(WIDTH)
     values = {
         "token_embd.weight": code_VD, "output.weight": code_VD * MARGIN / size,

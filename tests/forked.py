@@ -136,7 +136,7 @@ def _run(
     cwd: Path | None = None, env: Mapping[str, str] | None = None, text: bool = True,
     timeout: float = 120.0, server: str | None = None,
 ) -> subprocess.CompletedProcess:  # fmt: skip
-    """`stdin` is text for a pipe, or a file; what is no text in the output is replaced."""
+    """`stdin` is text for a pipe, or a file; bytes of the output that are not text are replaced."""
     arguments = [os.fspath(word) if isinstance(word, Path) else str(word) for word in words]
     read, write = os.pipe()
     if isinstance(stdin, bytes):
@@ -221,7 +221,7 @@ def _execute(code: str) -> int:
 
 
 def _end_with(run: Callable[[], int]) -> NoReturn:
-    """Ends this process as an interpreter does that has run that."""
+    """Runs this and ends the process as an interpreter would."""
     try:
         code = run()
     except SystemExit as error:

@@ -171,7 +171,7 @@ def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
 
 
 def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
-    """Where a guide is, it says which case reached lines that the guide does not know."""
+    """Runs the cases; with a guide, reports each case that reaches lines new to it."""
     guide = load(work.parent / GUIDE)
     with contextlib.redirect_stderr(io.StringIO()):
         warm_up(inputs, [text.split(":")[0] for text in ranges], work)

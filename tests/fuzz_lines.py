@@ -1,5 +1,5 @@
-"""Which lines of the readers a case executes, so that fuzz_long can damage further what reached a new
-one, and say which lines nothing has reached.
+"""Which lines of the readers a case executes, so that fuzz_long can vary cases that reached new
+lines, and list those that no case has reached.
 
 Only functions are traced, and each of them only until all of its lines have been seen."""
 

@@ -5,8 +5,8 @@
 Kinds take turns, some cases each, until the time is over. A case that reaches a line of the readers
 which none of its kind reached before is damaged further by later ones (fuzz_lines, fuzz_guide). What
 is known stays in FOLDER/guide.json, and another run goes on from there. It prints for each kind how
-many cases were refused, done and wrong, and after how many the last new line was reached; keeps the
-file of each wrong case with its outcome. It exits with 1 if any was wrong in this run."""
+many cases were refused, done and wrong, and after how many the last new line was reached, and keeps
+the file of each wrong case with its outcome. It exits with 1 if any was wrong in this run."""
 
 import argparse
 import shutil

@@ -15,9 +15,8 @@ TESTS = Path(__file__).parent
 KERNELS = TESTS.parent / "runtime" / "kernels" / "cpu"
 FLAGS = "-std=c++17 -O1 -w -ffp-contract=off".split()
 VNNI = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mavx512vnni".split()
-# Undefined behaviour ends the program by a trap: on a processor without AMX only this test runs the
-# level's code (see test_sanitizers.py).
-# Checks of addresses are calls, which compile in two thirds of the time, and run in three times that.
+# Undefined behaviour traps (see test_sanitizers.py): without AMX only this test runs the level's
+# code. Address checks are calls, which compile in two thirds of the time and run three times as long.
 CALLS = "--param=asan-instrumentation-with-call-threshold=0"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null",
             "-fsanitize-undefined-trap-on-error", CALLS]  # fmt: skip
@@ -41,7 +40,7 @@ def program(tmp_path_factory) -> Path:
     sources = {
         "amx": (KERNELS / "rows_amx.cpp", [*VNNI, *EMULATED, *SANITIZE]),
         "generic": (KERNELS / "rows_generic.cpp", ["-O2"]),
-        # Its memory is the sanitizer's by linking; its own code need not be watched.
+        # Linked with the sanitizer's allocator; its own code need not be instrumented.
         "driver": (TESTS / "emulated_amx.cpp", VNNI),
     }
     objects = [folder / f"{name}.o" for name in sources]

@@ -49,7 +49,7 @@ def test_levels_agree_on_a_text():
     try:
         for level in library.usable_levels():
             if level == "generic":
-                continue  # minutes
+                continue  # would take minutes
             library.set_level(level)
             with Engine.load(model("q8_0"), mode="dense", context_length=512) as engine:
                 ids = engine.codec.encode(TEXT)

@@ -182,7 +182,7 @@ def test_the_expected_acceptance_follows_the_counts():
     assert found[0] == 1 and found[1] == pytest.approx(1.75, abs=0.05)
     assert found[2] == pytest.approx(1.75 + 0.375, abs=0.07)
     assert found[3] < found[4] < found[2] + 0.375
-    assert acceptance.expected(4, 2)[1] > 1.8  # of others nothing was learnt
+    assert acceptance.expected(4, 2)[1] > 1.8  # nothing was learnt about this trust
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_the_pool_drafts_from_another_text():
     assert pool.propose([90, 91, 20, 21, 23, 23], 5).tokens == []
     assert pool.propose([46, 47, 48], 5).tokens == ()
     assert NgramPool(4).propose([46, 47, 48, 49], 5).tokens == []
-    # In a text of more tokens than entries the latest stand; and guesses stay tokens that came.
+    # With more tokens than entries the latest replace older ones; guesses are still from the text.
     small = NgramPool(2, 16)
     ids = [n % 9 for n in range(1000)]
     assert set(small.propose(ids, 16).tokens) <= set(range(9))

@@ -16,7 +16,7 @@ OURS = ("sparkinfer", "re/__init__", "enum.py")  # frames of our script, or impo
 
 
 def interrupted_after(seconds: float, *words: str) -> tuple[int, str]:
-    """(exit code, stderr) of a command that is interrupted so long after its start."""
+    """(exit code, stderr) of a command that is interrupted this long after its start."""
     process = subprocess.Popen(
         [PROGRAM, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,

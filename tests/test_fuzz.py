@@ -39,7 +39,7 @@ FEW = (
      "conversation": 30, "gbnf": 30, "schema": 30, "regex": 30, "lark": 30, "text": 30, "jsonl": 30,
      "parquet": 30, "comparison": 30, "told": 20},
 )  # fmt: skip
-# What transformers rejects of it is a note.
+# What transformers rejects here becomes a note.
 TOLERANT = ("sentencepiece",)
 
 

@@ -35,7 +35,7 @@ def test_many_options_are_listed_under_headings_and_few_are_not(capsys, name):
         sections = HEADING.split(text)[2::2]
         counts = [len(re.findall(r"^  -", section, re.MULTILINE)) for section in sections]
         assert max(counts) <= 14 and counts[-1] <= 8
-        # One option is no group.
+        # A single option gets no heading.
         assert min(counts[:-1]) >= 2
     for option in options:
         assert len(re.findall(rf"^  .*{re.escape(option)}\b", text, re.MULTILINE)) >= 1

@@ -208,7 +208,7 @@ def test_one_window_has_no_interval() -> None:
 
 
 def test_probes_that_cost_nothing_leave_no_negative_prices() -> None:
-    """Rounding can make a divergence a little negative; less must not seem to be more then."""
+    """Rounding can make a divergence slightly negative; silencing more must still cost more."""
     rng = np.random.default_rng(0)
     all_scores = [scores(rng) for _ in range(2)]
     found = allocate(all_scores, sizes(), lambda limits: -1e-7)
