@@ -206,7 +206,7 @@ def _activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ..
     if "sparkinfer.ffn.activation" in keys or model.activation not in SMOOTH:
         return ()
     return (
-        f"activation taken as {model.activation}, llama.cpp's for {model.architecture}: a stock"
+        f"activation assumed to be {model.activation}, llama.cpp's for {model.architecture}: a stock"
         " file does not say; if the model was trained with another, convert with --activation",
     )
 

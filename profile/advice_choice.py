@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from sparkinfer.profile.limit_meter import Closeness
 
-LEAST_GAIN = 0.03  # in speed: a smaller gain is not worth a rule's loss
+LEAST_GAIN = 0.03  # smallest gain in speed that is worth a rule's loss
 LEAST_SPEED = 0.9  # of what its bytes say: something else limits a slower rule
 Trial = tuple[str, str, float]  # type, rule, share
 
@@ -19,7 +19,7 @@ Trial = tuple[str, str, float]  # type, rule, share
 class Point:
     type: str
     rule: str  # "dense" or one of limit_search.RULES
-    share: float  # of the weight bytes, that the rule was to save
+    share: float  # target share of the weight bytes to save
     bytes_per_token: int  # of weights
     close: Closeness
     seconds: float = 0.0  # per token

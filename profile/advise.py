@@ -39,12 +39,12 @@ from sparkinfer.progress import progress
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Mode
 
-SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # of all weight bytes, to save
+SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # shares of all weight bytes to save
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
 TRIAL_TOKENS = 2048  # that every rule is measured on at every share
-HOPELESS = 0.1  # of perplexity: a rule that surely costs more is not tried at larger shares
-ROUNDS, STEPS = 7, 24  # of timings; models alternate
+HOPELESS = 0.1  # rise in perplexity; a rule that surely costs more is not tried at larger shares
+ROUNDS, STEPS = 7, 24  # rounds of timings, and tokens in each; models alternate
 MIN_TOKENS = 2048
 
 
@@ -205,7 +205,7 @@ class Adviser:
 
 
 class Timer:
-    """Times models in turns, so that a busy machine slows all of them alike."""
+    """Times models alternately, so that a busy machine slows all of them alike."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from sparkinfer.profile.quality import EvalReport
 from sparkinfer.typed import Fields, shown
 
 FORMAT, VERSION = "sparkinfer.eval", 1
-MOST = 1e12  # of a perplexity, a divergence or a width: more is not a measurement
+MOST = 1e12  # largest plausible perplexity, divergence or width
 _WHAT = "comparison (sparkinfer eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 

@@ -16,7 +16,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.runtime.engine import Engine
 
-KEPT_BYTES = 2 << 30  # of dense log probabilities, f32
+KEPT_BYTES = 2 << 30  # memory for dense log probabilities, f32
 PIECE = 256  # tokens compared at a time
 
 
@@ -70,7 +70,7 @@ class LimitMeter:
         return sum(len(ids_T) - 1 for ids_T in self.windows)
 
     def measure_itself(self) -> Closeness:
-        """The dense model beside itself, from what is kept."""
+        """The dense model compared with itself, from the kept log probabilities."""
         pairs = zip(self.windows, self.dense, strict=True)
         return _closeness(
             torch.tensor(

@@ -13,7 +13,7 @@ from sparkinfer.profile.report import FORMAT, VERSION
 from sparkinfer.profile.selection import Form, Quality
 from sparkinfer.typed import Fields, shown
 
-MOST = 1e18  # of bytes and of a lost norm: more is not a measurement
+MOST = 1e18  # largest plausible number of bytes, or lost norm
 _WHAT = "report of a profile"
 
 

@@ -18,7 +18,7 @@ from sparkinfer.runtime.kernels.stored import unpack
 from sparkinfer.runtime.weights.matrix import Matrix
 
 BLOCK = 32
-DAMPING = 0.01  # of the mean of the moment's diagonal, as in GPTQ
+DAMPING = 0.01  # relative to the mean of the moment's diagonal, as in GPTQ
 F16_LIMIT = 65504.0
 
 

@@ -25,7 +25,7 @@ from sparkinfer.runtime.engine import Engine
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 SAVE_EVERY_S = 60.0
-SAVE_SHARE = 0.05  # of the time, at most, goes into saving: larger states are saved less often
+SAVE_SHARE = 0.05  # largest share of the time spent saving: larger states are saved less often
 _SAVE, _STOP = 1, 2
 
 

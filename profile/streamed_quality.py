@@ -20,7 +20,7 @@ from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.model.observers import Observe, Wants
 from sparkinfer.runtime.weights.matrix import Linear, matrix_of
 
-ROOM_SHARE = 1 / 4  # of the room, for the hidden states of all passes
+ROOM_SHARE = 1 / 4  # share of the room for the hidden states of all passes
 
 
 def compare_streamed(

@@ -28,7 +28,7 @@ from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile_file import EDGES, NUM_BINS
 from sparkinfer.runtime.engine import Engine
 
-STEP = 0.05  # of a layer's neurons: by how much a search raises a layer's share
+STEP = 0.05  # the share of a layer's neurons that a step of the search silences
 MOST_STEPS = 19  # a layer keeps at least the largest 5 %
 TUNE_TOKENS = 4096  # per measurement of the search; their dense logits are kept in memory
 CHECK_TOKENS = 8192  # for the reported cost, on other text
@@ -208,7 +208,7 @@ class ThresholdReport:
 @dataclass(frozen=True, kw_only=True)
 class Goal:
     """The limits of a search, which ends at the first one reached. An infinite budget, or a
-    sparsity of one, is no limit."""
+    sparsity of one, means no limit."""
 
     perplexity_budget: float  # relative increase
     sparsity: float  # mean over the layers

@@ -27,7 +27,7 @@ from sparkinfer.profile.rounding import rounded, values_of
 from sparkinfer.runtime.model.feed_forward import Gate, Predictor
 from sparkinfer.runtime.weights.matrix import Linear
 
-LEARNING_RATE = 0.01  # of a tensor's root mean square; 0.003 and 0.03 are no better: docs/log.md
+LEARNING_RATE = 0.01  # relative to a tensor's RMS; 0.003 and 0.03 are no better (docs/log.md)
 LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in units of the mean contribution
 CHECKS = 16  # checks of the held-out loss

@@ -91,7 +91,7 @@ def sweep_of(
     is_proven: bool = True,
 ) -> Sweep:
     """`sweep` for loaded inputs; each plan is the fastest of `modes` (by default the inputs' own).
-    Unless `is_proven`, the integer program is left out, because it stops by the clock: the same
+    Unless `is_proven`, the integer program is left out, because it stops at a time limit: the same
     inputs then give the same curve, with plans less than 1 % slower."""
     sizes: dict[PlanMode, int] = {}
 

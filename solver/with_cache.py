@@ -37,7 +37,7 @@ def check_options(options: CacheOptions) -> None:
     ]
     if others:
         raise SparkinferError(
-            f"--neuron-cache {','.join(others)}: a plan holds most_rows alone; give other values to"
+            f"--neuron-cache {','.join(others)}: a plan stores only most_rows; give other values to"
             " the command that runs the plan"
         )
 

@@ -34,7 +34,7 @@ from sparkinfer.sparsify.texts import read_texts, up_to
 from sparkinfer.sparsify.trained_checkpoint import read_trained, write_trained
 from sparkinfer.sparsify.trainer import NotFinite, Trainer
 
-SAVE_SHARE = 0.05  # of the time, at most, goes into saving
+SAVE_SHARE = 0.05  # largest share of the time spent saving
 Say = Callable[[str], None]
 OnTokens = Callable[[float], None]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from sparkinfer.errors import SparkinferError
 
-RAMP = 0.4  # of a stage's steps, in which the share rises
-FROZEN = 0.2  # of a stage's steps, the last ones, with frozen limits
-FIRST_SHARE = 0.5  # of the first target, to start from: it costs little (docs/sparsify.md)
-LAST_RATE = 0.05  # of the learning rate, at the end of a stage
+RAMP = 0.4  # the first part of a stage's steps, in which the share rises
+FROZEN = 0.2  # the last part of a stage's steps, with frozen limits
+FIRST_SHARE = 0.5  # start, relative to the first target; it costs little (docs/sparsify.md)
+LAST_RATE = 0.05  # at the end of a stage, relative to the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)

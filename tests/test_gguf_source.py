@@ -57,7 +57,7 @@ def logits(path: Path):
 def test_layouts_convert_into_each_other(silu, stock, tmp_path):
     sparse, back = tmp_path / "sparse.gguf", tmp_path / "back.gguf"
     report = run(stock, sparse)
-    assert "activation taken as silu" in report.notes[0]
+    assert "activation assumed to be silu" in report.notes[0]
     direct = tmp_path / "direct.gguf"
     run(silu, direct, outtype="f32")
     for name, entry in ModelFile.load(direct).tensors.items():

@@ -338,7 +338,7 @@ def test_a_repeated_row_appends_once_and_attends(kernels):
         assert torch.equal(given["value_CKW"][block, at].flatten(), given["qkv"][row, -64:].half())
         before[block, at] = given["value_CKW"][block, at]
     assert torch.equal(given["value_CKW"], before)
-    given["sequence_1"][2:] = 2  # the same position of another sequence is no repetition
+    given["sequence_1"][2:] = 2  # the same position of another sequence is not a repetition
     kernels.rotate_append(
         **given, frequency_W2=None, is_adjacent=False, query_weight_W=None, key_weight_W=None,
         epsilon=0.0,

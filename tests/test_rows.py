@@ -30,7 +30,7 @@ MODES = ("dense", "exact", "predicted")
 # Bounds against float64. f16: rounding of cached keys; blocks: rounding of x to 16 bits.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 CONTEXT = 300
-# No multiples of a group of neurons, a tile of rows, or four blocks.
+# Not multiples of a group of neurons, a tile of rows, or four blocks.
 SHAPE = make_shape(width=96, num_neurons=200, num_heads=6, vocab_size=90, context_length=CONTEXT)
 SUPER_SHAPE = make_shape(width=256, num_neurons=200, vocab_size=90, context_length=CONTEXT)
 IDS = np.random.default_rng(0).integers(0, 90, CONTEXT).tolist()

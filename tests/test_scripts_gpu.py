@@ -15,7 +15,7 @@ from sparkinfer import Engine
 from sparkinfer.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]  # tests/gpu is no module
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]  # tests/gpu is not a module
 
 import gpu  # noqa: E402
 import gpu_cases  # noqa: E402

@@ -253,4 +253,4 @@ def check_alignment(address: np.ndarray, size: int) -> None:
     if size > 1:
         is_crooked = (address & address.dtype.type(size - 1)) != 0
         if is_crooked.any():
-            raise Crooked(int(is_crooked.argmax()), f"no multiple of {size} bytes")
+            raise Crooked(int(is_crooked.argmax()), f"not a multiple of {size} bytes")

@@ -105,7 +105,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @cpu_ffn_option
 @text_options
 @click.option("--chat", "is_chat", is_flag=True,
-              help="Take the prompt as a message and print the answer; for a conversation:"
+              help="Treat the prompt as a message and print the answer; for a conversation:"
                    " sparkinfer chat.")  # fmt: skip
 @click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
               help="With --chat: the system message.")  # fmt: skip

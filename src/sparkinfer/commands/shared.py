@@ -189,7 +189,7 @@ def let_threads_sleep() -> None:
 
     Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
     threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
-    took 22.8 s of processor time (108 s by the clock), and 2.9 s (10 s) with this."""
+    took 22.8 s of processor time (108 s of wall-clock time), and 2.9 s (10 s) with this."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
