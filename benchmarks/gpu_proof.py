@@ -70,7 +70,7 @@ def _model(whose: str, kind: str, folder: Path):
     from sparkinfer.convert.options import ConvertConfig
     from sparkinfer.model_file import ModelFile
 
-    if whose == "7B":  # with as many neurons and words as give all variants
+    if whose == "7B":  # with fewer layers, neurons and tokens, but the same variants
         return shape_only(
             make_shape(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
                        vocab_size=4096, context_length=4096)
@@ -85,8 +85,8 @@ def _model(whose: str, kind: str, folder: Path):
 
 
 def execute_plans() -> dict:
-    """{"plans": variants by plan, "variants": by architecture, "instructions": executed, by
-    each}."""
+    """{"plans": number of variants by plan, "kernels": number of variants by kernel, "variants": their
+    total, "instructions": number executed, by architecture and opcode}."""
     import ptx_plans
     from ptx.kernels import PtxKernels
 
@@ -144,7 +144,7 @@ def plant_faults() -> dict:
 
 
 def write(part: dict) -> None:
-    """Puts a part in its place in the file."""
+    """Replaces these keys of the results file; the others stay."""
     whole = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     RESULT.write_text(json.dumps(whole | part, indent=1) + "\n")
 

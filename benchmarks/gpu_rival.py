@@ -44,7 +44,7 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
     while count not in tried and len(tried) < MOST_LOADS:
         tried.add(count)
         found = _loaded(rival, count, log)
-        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: that many too many
+        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: layers too many
         worse = best if room >= 0 else found
         best = found if room >= 0 else best
         if worse is not None:

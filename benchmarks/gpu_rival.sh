@@ -20,7 +20,7 @@ libraries=$folder/llama_cpp/lib packaged=""
 
 # If the toolkit is only the compiler, cuBLAS comes from torch's packages:
 # nvidia/cu13/{include,lib}, or nvidia/cublas/{include,lib} before CUDA 13. Their libraries lack the
-# name that a linker wants.
+# name that a linker looks for.
 cuda=$(nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p' | xargs dirname)
 if [ "${CUDA:-ON}" = ON ] && ! compgen -G "$cuda/lib*/libcublas.so" > /dev/null && ! compgen -G "$cuda/targets/*/lib/libcublas.so" > /dev/null; then
   packaged=$("$python" -c 'import glob, nvidia
@@ -61,5 +61,5 @@ cp -r "$source/llama_cpp/." "$folder/llama_cpp/"
 "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$folder" "$source"/*.whl
 PYTHONPATH="$folder" "$python" -c 'import llama_cpp, os
 assert llama_cpp.llama_supports_gpu_offload() or os.environ.get("CUDA") == "OFF"' \
-  || refuse "what was built does not load, or knows no GPU (see $log)"
+  || refuse "the built package does not load, or has no GPU support (see $log)"
 echo "gpu_rival: built in $((SECONDS - began)) s: --rival $folder"

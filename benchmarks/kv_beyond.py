@@ -2,7 +2,7 @@
 
     python benchmarks/kv_beyond.py MODEL TEXT [--tokens 16384] [--texts 3]
 
-The baseline stays in the window: it predicts every token from half a context to a whole one of
+The baseline stays in the window: it predicts each token from half a context or more of
 preceding tokens, as in training. The others go through the text once, with capped positions: with
 only a window and the first tokens (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453; `top` has its
 minimum, one block), and with keys selected from the whole text. None reads more positions than the

@@ -201,8 +201,8 @@ def rules(head: Head) -> dict[str, Rule]:
 
 
 def recall(head: Head, name: str, rule: Rule | None, share: float, t: int) -> float | None:
-    """The share of the attention of position t - 1 on what the rule has read; None if it exceeds
-    its bytes before it has selected any position."""
+    """The share of position t - 1's attention that falls on the positions that the rule reads; None
+    if its bytes are spent before it has selected any."""
     query_GW, key_TW = head.query_NGW[t - 1], head.key_NW[:t]
     is_read = taken(name, rule, query_GW, key_TW, share)
     return None if is_read is None else float(mass(query_GW, key_TW)[:, is_read].sum(dim=1).mean())

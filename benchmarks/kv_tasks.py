@@ -3,8 +3,8 @@
     python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 3]
 
 A document consists of lines "The code of WORD is CODE." with words of TEXT and random codes. Then
-some lines are started again; the score is the probability of the code's tokens given the line
-before them. A model that copies does this well with full attention.
+some lines are started again; the score is the probability of the code's tokens after the line's
+beginning. A model that copies does this well with full attention.
 
 The document itself is read with full attention (`after_full`), and, with --under-rule, also with the
 rule under test. `share_of_bytes` is what a rule reads per token of a head's keys, values and tables
@@ -52,13 +52,13 @@ IN_TORCH = {
     "InfLLM's units, 5 %": ("infllm", 0.05),
     "InfLLM's units, 10 %": ("infllm", 0.1),
 }
-LEAST = "block=16,sinks=0,window=16,top=16"  # with it, attention in torch goes through a choice
+LEAST = "block=16,sinks=0,window=16,top=16"  # with it, attention in torch calls attend_to_chosen
 Line = tuple[list[int], list[int]]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, the lines that are asked for, and what full attention makes of both."""
+    """A document, the lines to be completed, and its state and scores under full attention."""
 
     ids: list[int]
     asked: list[Line]
@@ -141,7 +141,7 @@ def scores(engine: Engine, each: Document, *, has_state: bool) -> list[float]:
 
 
 def measure(arguments: argparse.Namespace, name: str, read: list[Document]) -> dict[str, Any]:
-    """The figures of one way; those of an earlier run under the rule are left to the caller."""
+    """The figures of one way; `under_rule` only if asked for."""
     full = [score for each in read for score in each.full]
     found: dict[str, Any] = {"facts": len(full), "tokens": len(read[-1].ids)}
     if name in IN_TORCH:
@@ -169,8 +169,8 @@ def measure(arguments: argparse.Namespace, name: str, read: list[Document]) -> d
 
 
 def against(full: list[float], found: list[float]) -> dict[str, float]:
-    """Probabilities are geometric means; the standard error is of the mean difference of logarithms,
-    which is paired."""
+    """Compares scores, which are paired. Probabilities are geometric means; the standard error is
+    that of the mean difference of logarithms."""
     differences = [a - b for a, b in zip(found, full, strict=True)]
     return {
         "probability": math.exp(statistics.mean(found)),

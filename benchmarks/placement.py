@@ -8,8 +8,8 @@
                     synchronisation; neurons in batches of 64, PuLP and HiGHS
     ours            `sparkinfer solve`
 
-Dense blocks first: attention, norms and predictors of the first layers, each with its cache, and
-the head before the last of them if there is room for all; as PowerInfer allocates its memory.
+Dense blocks first, as PowerInfer allocates its memory: the attention, norms, predictor and cache of
+each layer, from the first on, as far as they fit; the head too if there is room for all.
 Shapes are real, activity is synthetic (power law), and the machines' figures are from datasheets,
 so this compares policies, not measured speeds.
 
@@ -51,7 +51,9 @@ SHAPES = {
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of what everything takes
 BATCH = 64  # neurons that PowerInfer's program places together
 OVERFETCH = 2.0
-BELOW_MINIMUM = 2e-5  # possible gain of a policy by layers of too few hot neurons
+BELOW_MINIMUM = (
+    2e-5  # relative gain that a policy may have from layers with fewer hot neurons than C_l
+)
 MACHINES = {
     "fast": {"gpu_gb_per_s": 1000.0, "cpu_gb_per_s": 60.0, "launch_s": 4e-6,
              "round_trip_s": 15e-6, "copy_latency_s": 8e-6},

@@ -6,8 +6,8 @@ Two texts of a real chat model, `make smollm2`: a Python file of 150 lines that 
 again (greedy; it leaves out a line here and there), and a story, greedy and drawn from a seed. In
 each round the text is generated without drafts and with each drafter, in sequences of one engine
 that alternate every few tokens, so that other load affects all alike; the tokens are compared, and
-the time runs from the first token to the last. Each time the controller starts
-from scratch. For the planted model, whose text is meaningless, only the steps are timed.
+the time runs from the first token to the last. Each time the controller starts from scratch. For the
+planted model, whose text is meaningless, only the steps are timed.
 
 Steps of 1 to 17 rows are timed in turns, as medians. From them follow the drafted tokens a step
 must accept to break even, and the share of right guesses at which a draft of that length does.

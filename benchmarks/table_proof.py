@@ -31,7 +31,7 @@ _GROUPS = {
 
 
 def group_of(opcode: str) -> str:
-    """Sums and products belong to the numbers of their type."""
+    """The group of an opcode; arithmetic counts under the type of its operands."""
     name, *rest = opcode.split(".")
     if name in _GROUPS["floating point"]:
         return "floating point" if rest[-1].startswith("f") else "integers and bits"
@@ -65,7 +65,7 @@ def instructions() -> str:
 
 
 def opcodes() -> str:
-    """Every form that is executed, by the first word; long rows are split."""
+    """Every executed form, grouped by the opcode's first word; long rows are split."""
     found = {name for counts in result(NAME)["instructions"].values() for name in counts}
     words: dict[str, list[str]] = {}
     for opcode in sorted(found):

@@ -3,9 +3,8 @@
     python benchmarks/tables.py            rewrites every marked block
     python benchmarks/tables.py --check    exits with 1 where a block has drifted; writes nothing
 
-A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`; what each name
-stands for is in the files table_*.py. In this way, no number gets into a table that is not in a
-JSON file in benchmarks/results."""
+A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`. The files table_*.py
+define the names. So every number in a table comes from a JSON file in benchmarks/results."""
 
 import argparse
 import re
@@ -42,7 +41,7 @@ def filled(text: str, where: Path) -> str:
     def table(match: re.Match[str]) -> str:
         name = match[2]
         if name not in TABLES:
-            raise SystemExit(f"{where}: no table is called {name!r}; see table_contents.py")
+            raise SystemExit(f"{where}: no table is called {name!r}; see benchmarks/table_*.py")
         return f"{match[1]}\n{TABLES[name]()}\n\n{match[3]}"
 
     return BLOCK.sub(table, text)
@@ -53,7 +52,7 @@ def names_in(text: str) -> list[str]:
 
 
 def drifted(paths: Iterable[Path]) -> list[Path]:
-    """Documents whose blocks are not what the results say."""
+    """Documents whose blocks differ from the results."""
     return [path for path in paths if filled(path.read_text(), path) != path.read_text()]
 
 

@@ -126,7 +126,7 @@ def placement_of(
     is_offloaded: bool = False,
 ) -> Placement:
     """The device of each part of the model. With `cpu_ffn`, `is_offloaded` puts keys and values on the
-    CPU, too; a plan says it for itself."""
+    CPU, too; a plan states this itself."""
     num_layers = model.shape.num_layers
     if plan is not None and cpu_ffn:
         raise SparkinferError(
@@ -240,7 +240,7 @@ def sequences_of(asked: int, plan: Split | None) -> int:
         return asked
     if asked > plan.num_sequences:
         raise SparkinferError(
-            f"{asked} sequences asked for, but the plan budgets the cache of {plan.num_sequences};"
+            f"{asked} sequences asked for, but the plan's cache is for {plan.num_sequences};"
             f" run sparkinfer solve with --sequences {asked}"
         )
     return plan.num_sequences

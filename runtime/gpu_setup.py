@@ -90,7 +90,7 @@ def memories_of(
 
 
 def _attended(placement: Placement, context_length: int) -> int:
-    """The positions that a GPU attends to: none if the cache is in main memory; counted as one."""
+    """The positions that a GPU's attention has buffers for; 1 if the cache is in main memory."""
     return 1 if placement.is_cache_on_host else context_length
 
 
@@ -169,7 +169,9 @@ def pin(residence: Residence, notice: Callable[[str], None]) -> None:
     try:
         residence.pin()
     except SparkinferError as error:
-        notice(f"{error}; until then, prompts copy cold weights through staging buffers, slower")
+        notice(
+            f"{error}; until then, prompts copy cold weights through staging buffers, more slowly"
+        )
 
 
 def with_cold_streams(

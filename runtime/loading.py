@@ -102,7 +102,8 @@ def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
         return _Load(model, plan, config).run()
     except DeviceLost as lost:
         why = f"{lost}: everything runs on the CPU this time; {MORE}"
-    _warn(model, why)  # past the handler, which would keep the lost weights
+    # Outside the handler, where the exception no longer keeps the lost weights alive.
+    _warn(model, why)
     return _Load(model, plan, replace(config, device="cpu")).run()
 
 
@@ -231,8 +232,8 @@ class _Load:
         )  # fmt: skip
 
     def _step_rows(self) -> int:
-        """Rows of a hybrid step: one with a neuron cache, whose bits are of one token, and so far with
-        keys in main memory, where steps of several rows are not tested on the fake devices."""
+        """Most rows of a hybrid step. It is 1 with a neuron cache, which handles the bits of one token,
+        and if keys are in main memory, where steps of several rows have not been tested yet."""
         if self.setup is not None or "gpu" not in self.bytes_by_role:
             return 1
         if self.placement.is_cache_on_host:
@@ -241,8 +242,8 @@ class _Load:
         rows = step_rows(self.model, self.context_length, workspace, self.num_sequences)
         if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
             self.notice(
-                f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts take"
-                " several steps a token; a longer --context or a larger --vram-budget gives more"
+                f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts need"
+                " several steps per token; a longer --context or a larger --vram-budget gives more"
             )
         return rows
 
@@ -255,8 +256,8 @@ class _Load:
                 resident_LN=self.resident_LN, are_slots_joined=self.gpu.type == "cpu",
             )  # fmt: skip
         if not library.is_available():
-            self.warn("the C++ kernels are not built; torch computes in their place, many times"
-                      " slower; run make build")  # fmt: skip
+            self.warn("the C++ kernels are not built; torch is used instead and is many"
+                      " times slower; run make build")  # fmt: skip
 
     def _stream_cold_weights(self) -> None:
         """Checks the kernels that the weights need, attaches the streams of cold weights, and sets
@@ -329,7 +330,9 @@ class _Load:
             return None
         found = HostAttention.of(self.weights)
         if isinstance(found, str):
-            self.warn(f"{found}: attention of prompts goes through torch, many times slower")
+            self.warn(
+                f"{found}: torch computes the attention of prompts, which is many times slower"
+            )
             return None
         return found
 

@@ -127,7 +127,7 @@ def a_cache(num_layers: int = 2, num_neurons: int = 96, *, most_rows: int = 4) -
         ({"frequency": (np.full(9, -0.1, np.float32),) * 2}, "not within 0..1"),
         ({"frequency": (np.zeros(9, np.float32), np.zeros(8, np.float32))}, r"wanted f32 \[9\]"),
         ({"frequency": (np.zeros(9),) * 2}, "float64"),
-        ({"frequency": (np.zeros(9, np.float32),)}, "of 1 layers and times of 2"),
+        ({"frequency": (np.zeros(9, np.float32),)}, "for 1 layers and times for 2"),
         ({"costs": replace(a_cache().costs, rest_s=1e40)}, "rest_s of the cache is a time above"),
     ],
 )
@@ -221,7 +221,7 @@ HOSTILE = {
     ),
     "times below 0": (changed("cache.cold_s", lambda a: -a), "cold_s_L of the cache"),
     "times of NaN": (changed("cache.hot_row_s", lambda a: a * np.nan), "hot_row_s_L of the cache"),
-    "times of one layer": (changed("cache.hot_s", lambda a: a[:1]), "not of the same number"),
+    "times of one layer": (changed("cache.hot_s", lambda a: a[:1]), "not cover the same number"),
     "times of f32": (changed("cache.hot_s", as_f32), "cache.hot_s is f32 .2., wanted f64"),
     "times in rows": (changed("cache.hot_s", lambda a: a[None]), "cache.hot_s is f64 .1, 2."),
     "no times": (without("cache.gather_row_s"), "tensor 'cache.gather_row_s' of the neuron cache"),

@@ -123,7 +123,7 @@ def test_a_device_that_works_is_checked_once_and_prints_nothing(load):
 FAILURES = {
     "device": (fake_parts(use=failing()), "everything runs on the CPU"),
     "pinned memory": (fake_parts(pin=failing()), "layer by layer"),
-    "memory limit": (fake_parts(limit=failing()), "planned with, but not enforced"),
+    "memory limit": (fake_parts(limit=failing()), "used for planning, but not enforced"),
     "products float16": (fake_parts(multiply=failing()), "multiplied in f32"),
     "host function": (fake_parts(stream=DeafStream), "layer by layer"),
     "step": (fake_parts(stream=HalfDeafStream), "layer by layer"),

@@ -79,7 +79,7 @@ def test_weights_that_cannot_be_pinned_stay_as_they_are():
     said = []
     gpu_setup.pin(Residence(), said.append)
     assert said == ["8.00 GiB of main memory cannot be pinned: raise the limit; until then, prompts"
-                    " copy cold weights through staging buffers, slower"]  # fmt: skip
+                    " copy cold weights through staging buffers, more slowly"]  # fmt: skip
     pinned.refuse("no device has it")
     gpu_setup.pin(Residence(), said.append)
     assert len(said) == 1  # the check has already said it

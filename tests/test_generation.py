@@ -380,7 +380,7 @@ def test_the_command_saves_and_reuses_a_prompts_state(tmp_path, codec_model):
         (("-p", "ab", "--logprobs", "1"), "goes with --json", 2),
         (("-p", ""), "the prompt is empty", 1),
         (("-p", "ab", "--prompt-cache", "/no/such/folder/f"), "its folder does not exist", 1),
-        (("-p", "ab", "--context-shift", "--keep", "40"), "wanted half of it at most", 1),
+        (("-p", "ab", "--context-shift", "--keep", "40"), "wanted at most half of it", 1),
         (("-p", "ab", "--temp", "nan"), "temperature", 1),
     ],
 )

@@ -177,9 +177,9 @@ def test_sizes_that_do_not_match_are_refused(tmp_path):
     ffn = layer_of(tmp_path)
     down = dataclasses.replace(ffn.blocks[0].down, width=32)
     block = dataclasses.replace(ffn.blocks[0], down=down)
-    with pytest.raises(NotNative, match="do not fit"):
+    with pytest.raises(NotNative, match="rejects the model's sizes"):
         NativeNeurons.of(block, ffn.gate, "predicted", F)
-    with pytest.raises(NotNative, match="do not fit"):  # ids beyond the layer
+    with pytest.raises(NotNative, match="rejects the model's sizes"):  # ids beyond the layer
         NativeNeurons.of(
             dataclasses.replace(ffn.blocks[0], is_whole=False), ffn.gate, "predicted", F - 1
         )

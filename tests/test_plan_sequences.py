@@ -146,7 +146,7 @@ def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path,
 
 def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):
     path, plan = small_plan(tmp_path, 2)
-    with pytest.raises(SparkinferError, match="budgets the cache of 2; run sparkinfer solve with"
+    with pytest.raises(SparkinferError, match="plan's cache is for 2; run sparkinfer solve with"
                        " --sequences 3"):  # fmt: skip
         Engine.load(path, plan, device="cpu", num_sequences=3)
     with Engine.load(path, plan, device="cpu") as engine:

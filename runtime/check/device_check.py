@@ -4,7 +4,7 @@ fallback, with one line of output.
     part                  fallback
     device                the CPU
     pinned memory         copies from pageable memory, and tokens layer by layer
-    memory limit          the budget is planned with, but not enforced
+    memory limit          the budget is used for planning, but not enforced
     kernel ...            torch's kernels on that device, and no graph
     neuron cache's ...    no neuron cache
     products ...          products of prompts in f32
@@ -46,7 +46,7 @@ from sparkinfer.runtime.weights import gpu_products
 
 Notice = Callable[[str], None]
 Takes = Callable[[torch.device], Take]
-# Seconds for a part: compiling a kernel takes some on a slow machine, and so does a large graph.
+# Time limit of a part: on a slow machine, compiling a kernel or capturing a large graph takes long.
 PART_S = 60.0
 ANSWER_S = 10.0  # for an idle device to answer
 MOST_LETTERS = 160  # of an error message; the rest is cut off
@@ -78,7 +78,9 @@ class DeviceCheck:
     _fast: Kernels | None = None  # Triton's; None if it is missing
     _replaced: set[str] = field(default_factory=set)  # names of kernels that torch computes
     _variants: list[str] = field(default_factory=list)
-    _launches: Callable[[Weights, int], tuple[Launch, ...]] | None = None  # of so many rows
+    _launches: Callable[[Weights, int], tuple[Launch, ...]] | None = (
+        None  # for steps of so many rows
+    )
 
     def check_devices(self, *, has_budget: bool) -> bool:
         """False if a device must not be used."""
@@ -94,7 +96,7 @@ class DeviceCheck:
             if why:
                 self.keeps_budget = False
                 self._say(parts, "memory limit", why,
-                          "the budget is planned with, but not enforced")  # fmt: skip
+                          "the budget is used for planning, but not enforced")  # fmt: skip
         return True
 
     def _pinning(self, book: CheckBook, parts: DeviceParts) -> str:
@@ -102,7 +104,7 @@ class DeviceCheck:
         why = self._try(book, parts, "pinned memory", parts.pin)
         if why:
             pinned.refuse(why)
-            why = f"{_words(parts, 'pinned memory')}: {why} (copies take a detour); {MORE}"
+            why = f"{_words(parts, 'pinned memory')}: {why} (copies are slower without it); {MORE}"
         return why
 
     def check_neuron_cache(self) -> bool:
@@ -131,14 +133,14 @@ class DeviceCheck:
         take: Takes | None,
         max_rows: int = 1,
     ) -> None:
-        """Compiles and compares what the plan launches for one row, of a step for up to `max_rows`.
-        Raises DeviceLost."""
+        """Compiles the kernels that steps of one row need, in buffers for up to `max_rows` rows, and
+        compares their results with torch's. Raises DeviceLost."""
         first = self.parts[0]
         try:
             self._fast = first.kernels()
         except ImportError as error:
             self._replace(NAMES)
-            self._say(first, "kernels", _line(error), "torch computes them, slower")
+            self._say(first, "kernels", _line(error), "torch computes them, more slowly")
             return
         take = take or first.backend(None, has_graph=False, kernels=self._fast).take
         found = partial(
@@ -183,7 +185,7 @@ class DeviceCheck:
             why = self._try(book, first, f"graph {self._plan}",
                             partial(step_check.captured, build, submitting, capturing))  # fmt: skip
             if why:
-                self._say(first, "graph", why, "steps are submitted kernel by kernel, slower")
+                self._say(first, "graph", why, "steps are submitted kernel by kernel, more slowly")
             return replace(submitting if why else capturing, try_rows=self.try_rows)
 
     def try_rows(self, weights: Weights, num_rows: int, run: Callable[[], None]) -> str:
@@ -239,7 +241,9 @@ class DeviceCheck:
         for reason in dict.fromkeys(why for why, _ in first.values()):
             names = sorted(name for name, (why, _) in first.items() if why == reason)
             part = f"kernels {', '.join(names)}" if names[1:] else f"kernel {first[names[0]][1]}"
-            self._say(parts, part, reason, "torch computes it, and steps without a graph, slower")
+            self._say(
+                parts, part, reason, "torch computes it, and steps have no graph, which is slower"
+            )
 
     def _check_products(
         self, parts: DeviceParts, book: CheckBook, launches: Sequence[Launch]
@@ -251,7 +255,9 @@ class DeviceCheck:
             why = self._try(book, parts, f"products {name}", partial(parts.multiply, dtype))
             if why:
                 gpu_products.multiply_in_f32(dtype)
-                self._say(parts, f"products {name}", why, "prompts are multiplied in f32, slower")
+                self._say(
+                    parts, f"products {name}", why, "prompts are multiplied in f32, more slowly"
+                )
 
     def _replace(self, names: Sequence[str]) -> None:
         self._replaced |= set(names)
@@ -369,6 +375,6 @@ def _line(error: Exception) -> str:
 
 
 def _words(parts: DeviceParts, part: str) -> str:
-    """A part in the user's words."""
+    """The device and the part, as users see them."""
     name = name_of_part(part)
     return f"{parts.device}: the {name}" if name != "device" else str(parts.device)

@@ -1,6 +1,6 @@
 """Compares a launch of a fast kernel with the same launch by torch, on the launch's own weights and
-shapes and on random vectors. A step's rows are of several sequences, if the cache has several, and
-the last of more than two repeats the one before it.
+shapes and on random vectors. If the cache has several sequences, the rows of a step belong to
+several; if a step has more than two rows, the last one repeats the one before it.
 
 Letters: see runtime.kernels.gpu.kernels."""
 
@@ -120,15 +120,15 @@ def _with_few_blocks(launch: Launch) -> Launch:
 
 
 def _num_sequences(launch: Launch) -> int:
-    """The sequences that the rows of a check are of."""
+    """Number of sequences that the rows of a check belong to."""
     table_SN = launch.arguments.get("table_SN")
     return 1 if table_SN is None else min(launch.num_rows, len(table_SN))
 
 
 @contextmanager
 def _filled(launch: Launch) -> Iterator[None]:
-    """Fills inputs at random, and outputs that are not also inputs with what no kernel should
-    leave."""
+    """Fills inputs at random, and outputs that are not also inputs with NaN or a bit pattern, so that
+    unwritten values show. Restores the cache afterwards."""
     caches = [launch.arguments[name] for name in _CACHES if name in launch.arguments]
     kept = [values.to("cpu", copy=True) for values in caches]
     try:

@@ -76,8 +76,8 @@ class Launch:
 
 
 def _words(name: str, value: Any, rows_axis: int | None) -> str:
-    """What distinguishes variants in an argument, apart from the rows of a step, which are on this
-    axis; "" if nothing does."""
+    """The properties of an argument that distinguish variants, "" if none do. The axis of a step's
+    rows does not count."""
     if isinstance(value, StoredMatrix):
         stride = "" if value.stride_bytes % _WIDE_LOAD == 0 else f"/{_gcd(value.stride_bytes)}"
         return f"{value.kind}[{value.width}]{stride}x{rows_of_program(value.num_rows)}"
@@ -132,8 +132,8 @@ def launches_of(
     max_rows: int = 1,
     num_rows: int = 1,
 ) -> tuple[Launch, ...]:
-    """One launch of each variant, per device, that a step of `num_rows` rows needs, and for one row
-    those of prompts; nothing is run. Buffers are those of a step for `max_rows`."""
+    """One launch of each variant, per device, that a step of `num_rows` rows needs; for one row,
+    also those of prompts. Nothing is run. Buffers are those of a step for `max_rows`."""
     found: dict[tuple[str, torch.device], Launch] = {}
 
     def note(kernel: str) -> Callable[..., None]:

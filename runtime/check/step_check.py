@@ -73,7 +73,7 @@ def captured(build: BuildStep, submitting: Backend, capturing: Backend) -> None:
     got = _logits(step)
     if not torch.equal(got.nan_to_num(), want.nan_to_num()):
         count = int((got != want).sum())
-        raise Wrong(f"{count:,} of {want.numel():,} logits are not those of the submitted step")
+        raise Wrong(f"{count:,} of {want.numel():,} logits differ from the submitted step's")
 
 
 def _logits(step: DecodeStep) -> Tensor:

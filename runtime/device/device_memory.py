@@ -9,9 +9,8 @@ from torch's allocator. Two mechanisms keep the sum within the budget:
   tensors of 1 to 10 MiB). This holds for its native allocator without expandable segments; `limit`
   refuses any other.
 - `set_aside` reserves memory for temporaries in one or two pieces, at most the budget less the
-slab.
-  Temporaries are then allocated from memory that the process already has: other programs on the
-  card cannot take it in the middle of a text, and small tensors are not scattered over many
+  slab. Temporaries are then allocated from memory that the process already has: other programs on
+  the card cannot take it in the middle of a text, and small tensors are not scattered over many
   segments.
 
 Outside the budget, and reported separately: the CUDA context, kernel code, and memory that
@@ -106,9 +105,9 @@ class DeviceMemory:
         start = -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
         if start + num_bytes > len(self.slab):
             raise SparkinferError(
-                f"{self.device}: {num_bytes:,} bytes more of {item} wanted, of"
-                f" {len(self.slab):,} set aside {self.used_bytes:,} are used: the plan's bytes are"
-                " not those of the file; run sparkinfer solve again"
+                f"{self.device}: {item} needs {num_bytes:,} more bytes, but {self.used_bytes:,} of the"
+                f" {len(self.slab):,} set aside are used: the plan does not match the file; run"
+                " sparkinfer solve again"
             )
         self.used_bytes = start + num_bytes
         self.taken[item] = self.taken.get(item, 0) + num_bytes

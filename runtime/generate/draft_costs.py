@@ -90,9 +90,9 @@ class Acceptance:
 class Account:
     """The balance of seconds that drafts may still lose."""
 
-    least: int = 0  # tokens of a draft; the opening balance must cover one
+    least: int = 0  # tokens of the shortest draft, which the opening balance must cover
     saved_s: float | None = None  # None until a single step is measured
-    owed_s: float = field(default=0.0)  # spent before then
+    owed_s: float = field(default=0.0)  # spent before the first single step
 
     def settle(self, single_s: float, tokens: int, gain_s: float) -> None:
         if self.saved_s is None:

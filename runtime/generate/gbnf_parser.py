@@ -145,7 +145,7 @@ class _Parser:
             if not self._take("::="):
                 raise self._error(f"wanted ::= after {shown(name)}")
             if name in rules:
-                raise self._error(f"a second rule {shown(name)}")
+                raise self._error(f"duplicate rule {shown(name)}")
             self._skip(across_lines=True)
             rules[name] = self._choice(depth=0)
             if self._peek() not in ("", "\n"):
@@ -241,7 +241,7 @@ class _Parser:
         except (ValueError, OverflowError):  # no digits, too large, half a surrogate pair
             found = ""
         if not found:
-            raise self._error(f"a backslash and {kind + digits!r} is not a character")
+            raise self._error(f"unknown escape: a backslash and {kind + digits!r}")
         self._at += len(digits)
         return found
 
@@ -256,7 +256,7 @@ class _Parser:
         if not closing or not _is_count(least) or not (_is_count(most) or not most):
             raise self._error("wanted {2}, {2,} or {2,5}")
         if most and int(most) < int(least):
-            raise self._error(f"{{{inside}}} ends before it begins")
+            raise self._error(f"{{{inside}}}: the upper bound is below the lower one")
         self._at += len(inside) + 1
         return int(least), int(most) if most else None if comma else int(least)
 

@@ -180,7 +180,7 @@ class Generation:
             return None
         self.close()
         if self.sequence.length != self._length:
-            raise SparkinferError("the sequence was used for something else while generating")
+            raise SparkinferError("the sequence was used for something else during generation")
         if not self.sequence.room:
             self._shift()
         room = self.sequence.room - 1

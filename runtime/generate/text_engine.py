@@ -123,7 +123,7 @@ class TextEngine:
         if options.shift_keep is not None and 2 * options.shift_keep > self.context_length:
             raise SparkinferError(
                 f"{options.shift_keep} tokens to keep (--keep) of a context of {self.context_length},"
-                " wanted half of it at most"
+                " wanted at most half of it"
             )
         ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
         chain = chain_of(sampling, self.codec, self.model.shape.vocab_size)

@@ -1,13 +1,12 @@
-"""Grouped rows: groups of 64 rows in the order in which the CPU adds them, for down projections of
-which every token adds all rows.
+"""Grouped rows: groups of 64 rows in the order in which the CPU adds them, for down projections
+whose rows are all added for every token.
 
-The 64 neurons of a group share a scale of their coefficients in each block of 32 columns
+The 64 neurons of a group share one scale for their coefficients in each block of 32 columns
 (kernels/cpu/grouped_template.h). The lanes of a vector are columns, so nothing is rearranged while
 a group is read. A group has as many bytes as its rows in the file:
 
-    q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15 and each byte of a
-    row's
-                   nibbles, that byte of rows p, p + 16, p + 32 and p + 48
+    q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15 and each byte of
+                   a row's nibbles, that byte of rows p, p + 16, p + 32 and p + 48
     q8_0_grouped   the same with values
     f16_grouped, bf16_grouped   for each block of columns: the values of each row, 64 bytes
 

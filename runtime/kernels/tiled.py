@@ -1,4 +1,4 @@
-"""Tiled rows: the blocks of 16 rows interleaved, for matrices of which the CPU reads all rows.
+"""Tiled rows: the blocks of 16 rows interleaved, for matrices that the CPU reads in full.
 
 Each lane of a vector is then a row, for one token and for several, and nothing has to be
 transposed. A tile has as many bytes as its rows in the file:

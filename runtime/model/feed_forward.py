@@ -9,7 +9,7 @@ the up projection.
 `exact` computes every gate, and `up` and `down` only for neurons that fire; `predicted` computes
 the gates of predicted neurons, and `up` and `down` for those of them that fire. Both give the
 results of `dense` up to rounding, except for neurons that the predictor misses and, for SiLU and
-GELU, those silenced by a threshold or limit. A single token reads only the rows that it needs. Of
+GELU, those silenced by a threshold or limit. A single token reads only the rows that it needs. With
 several tokens on the CPU, each computes its own rows, as it would alone (native_neurons). Without
 the C++ kernels, all rows that any token needs are read, and values that a token does not need are
 masked.

@@ -46,8 +46,9 @@ def load_weights(
     """Loads all weights. `notice` gets messages for the user, e.g. the error of a transposed down
     projection; `traffic` counts the bytes that passes read. Without a `residence`, weights on the CPU
     stay in the mapped file. If a device has an uploader, its weights go into the uploader's memory.
-    `cache_types`: None for the model's own. `resident_LN`: the neurons in the slots of a neuron cache, none in a layer without slots.
-    `are_slots_joined`: the slots are on the CPU, in one block with all neurons."""
+    `cache_types`: None for the model's own. `resident_LN`: the neurons in the slots of a neuron
+    cache, none in a layer without slots. `are_slots_joined`: the slots are on the CPU, in one block
+    with all neurons."""
     builder = Builder(
         model, placement, mode, context_length, traffic or Traffic(),
         stores=Stores.of(residence, uploaders), num_sequences=num_sequences,

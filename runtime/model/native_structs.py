@@ -49,7 +49,9 @@ class Structs:
 
     def workspace(self, num_bytes: int) -> int:
         if num_bytes < 0:
-            raise NotNative("its sizes do not fit together")
+            raise NotNative(
+                "the C++ library rejects the model's sizes (if it is out of date, run make build)"
+            )
         memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
         self.kept.append(memory)
         return -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT

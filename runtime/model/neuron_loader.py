@@ -67,7 +67,7 @@ class NeuronLoader:
         return tuple(blocks)
 
     def _joined(self, index: int, down: TensorEntry, hot: np.ndarray) -> NeuronBlock:
-        """One block with all neurons of a layer, after slots for the neurons of `hot`, if any."""
+        """One block with all neurons of a layer, preceded by slots for the neurons of `hot`, if any."""
         num_neurons = self.model.shape.num_neurons
         if not len(hot):
             return self._block(index, down, "hot", np.arange(num_neurons), "all")

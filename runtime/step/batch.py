@@ -51,21 +51,21 @@ def runs_of(rows: Iterable[Row]) -> list[list[Row]]:
     return runs
 
 
-_MOST_KEPT = 4  # buffers of a step: logits of the latest tokens that a caller compares
-_MOST_ROWS = 32  # of a buffer that is kept; more are for whole texts, not for decoding
-_UNUSED = 3  # references to memory that no tensor has: the list's, a variable's and an argument
+_MOST_KEPT = 4  # buffers, so that a caller can hold the logits of the latest steps
+_MOST_ROWS = 32  # of a kept buffer; more rows occur for whole texts, not in decoding
+_UNUSED = 3  # references to an unused buffer: the list, a variable and an argument
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsMemory:
-    """Memory for logits, which steps use again once no tensor refers to it: fresh pages would cost
-    a step a fault for each 4 KiB."""
+    """Memory for logits, reused once no tensor refers to it: fresh memory would cost a step a page
+    fault for every 4 KiB."""
 
     vocab_size: int
     _kept: list[np.ndarray] = field(default_factory=list, repr=False)
 
     def take(self, num_rows: int) -> Tensor:
-        """Uninitialised f32 [R, V], nobody else's as long as a tensor refers to it."""
+        """Uninitialised f32 [R, V], not handed out again while a tensor refers to it."""
         for memory in self._kept:
             if len(memory) >= num_rows and sys.getrefcount(memory) == _UNUSED:
                 return torch.from_numpy(memory)[:num_rows]

@@ -50,7 +50,7 @@ def build(
     max_rows: int = 1,
     on_capture: Callable[[], None] = lambda: None,
 ) -> HybridStep:
-    """The hybrid step of this model, for up to `max_rows` rows at a time; with a neuron cache for one.
+    """The hybrid step of this model, for up to `max_rows` rows at a time, or one with a neuron cache.
     `on_capture` is called when graphs for another number of rows have been captured.
 
     Raises NotNative for what the CPU kernels do not cover. A "GPU" of `placement` may be the CPU,
@@ -169,7 +169,8 @@ class _Builder:
         )
 
     def _more(self, num_rows: int) -> tuple[Segment, ...]:
-        """Work for steps of this many rows. The first run of it is the step that wants it."""
+        """Prepares the work of steps of this many rows; the run before capture computes the rows that
+        are already filled in."""
         found = self._prepared(num_rows)
         self.on_capture()
         return found
@@ -291,9 +292,8 @@ class _Builder:
 
 @contextmanager
 def _spared(weights: Weights) -> Iterator[None]:
-    """Lets a trial step write to the first position of the first sequence, whose keys and values are
-    as before at the end; with one block for everything, where nothing else is at a load, they are
-    not."""
+    """Lets a trial step write to the first position of the first sequence, and restores its keys and
+    values afterwards, unless the cache is a single block, which is still unused at that time."""
     table = weights.cache.table
     if table.is_whole:
         yield

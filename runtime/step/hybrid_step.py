@@ -1,10 +1,10 @@
 """A decode step over GPUs and the CPU: one graph per GPU, run in sequence, for 1, 2, 4, 8, 16 or 32
 rows. hybrid_builder.py builds it.
 
-A step of other numbers of rows fills up the next one by repeating its last row on GPUs; the CPU
-computes only the rows there are. The first step of a number of rows is checked against its rows one
-at a time; if it fails or differs, such steps are not used, with a line of output. On a GPU the check
-is one of the parts of runtime.check, whose results are kept.
+Other numbers of rows are rounded up to the next of these: GPUs repeat the last row, and the CPU
+computes each row once. The first step with a given number of rows is checked against steps of one row
+each; if it fails or differs, such steps are not used, with a line of output. On a GPU the check is one
+of the parts of runtime.check, whose results are kept.
 
 Letters: R rows with logits, V vocabulary, C positions of a context, D model width."""
 
@@ -38,13 +38,14 @@ ROWS_BOUND = 0.1
 
 # Turns a submission to a stream into a function that is called for every token.
 Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
-# Tries a step of these weights with so many rows by a function that raises if the step is wrong;
-# returns why the step must not be used, "" if it works. A stored result may replace the trial.
+# Tries a step of these weights with so many rows by calling a function that raises if the step is
+# wrong; returns the reason why the step must not be used, "" if it works. A stored result may replace
+# the trial.
 TryRows = Callable[[Weights, int, Callable[[], None]], str]
 
 
 def tried(run: Callable[[], None]) -> str:
-    """Why a function fails; "" if it does not."""
+    """The reason why a function fails, "" if it does not."""
     try:
         run()
     except SparkinferError as error:
@@ -97,10 +98,10 @@ class HybridStep:
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
     neuron_cache: StepHooks | None = None
     table: BlockTable | None = None
-    # Makes the segments for a number of rows, those in `host`.
+    # Makes the segments for a number of rows; the rows of the first step are in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None
     try_rows: Callable[[int, Callable[[], None]], str] = lambda num_rows, run: tried(run)
-    has_equal_rows: bool = True  # a row has the bits it has alone
+    has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
     most: int = 0  # rows of a step; 0: as many as `host` has room for
 
     @property
@@ -114,8 +115,8 @@ class HybridStep:
         return self.host.logits_TV[0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Logits f32 [R, V] of the rows that want them, none of which copies another; appends all of
-        them to the cache."""
+        """Logits f32 [R, V] of the rows that want them; appends all rows to the cache. No row may be
+        a copy of another."""
         logits_RV = self.logits.take(sum(row.has_logits for row in rows))
         start = done = 0
         while start < len(rows):
@@ -132,8 +133,8 @@ class HybridStep:
         return logits_RV
 
     def _is_right(self, rows: Sequence[Row], num_rows: int) -> bool:
-        """Prepares steps of this many rows and checks them; if they are wrong, fewer are used from
-        here on."""
+        """Prepares steps of this many rows and checks them; if they are wrong, steps have fewer
+        rows from now on."""
         why = self.try_rows(num_rows, partial(self._try, rows, num_rows))
         if not why and num_rows not in self.segments:  # known to work
             why = tried(partial(self._prepare, rows, num_rows))
@@ -141,8 +142,8 @@ class HybridStep:
             self.segments.pop(num_rows, None)
             self.most = ROWS[ROWS.index(num_rows) - 1]
             log.warning(
-                "steps of %d rows fail on this GPU (%s): they have at most %d, so several texts and"
-                " drafts are slower; sparkinfer doctor says more", num_rows, why, self.most
+                "steps of %d rows fail on this GPU (%s): they have at most %d now, which is slower for"
+                " several texts and for drafts; sparkinfer doctor says more", num_rows, why, self.most
             )  # fmt: skip
         return not why
 
@@ -166,7 +167,7 @@ class HybridStep:
         return self.host.logits_TV[0].clone()
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
-        """Writes the rows to where a step of `num_rows` finds them."""
+        """Writes the rows to the host's buffers, for a step of `num_rows`."""
         host = self.host
         host.count.value = len(rows)
         for struct, row in zip(host.structs, rows, strict=False):
@@ -221,7 +222,7 @@ class Meter:
     structs: Sequence[NeuronsStruct | StepStruct]
 
     def set_rows(self, num_rows: int) -> None:
-        """Says how many rows the cold neurons are computed for."""
+        """Sets the number of rows for which cold neurons are computed."""
         for struct in self.structs:
             if isinstance(struct, NeuronsStruct):
                 struct.num_tokens = num_rows

@@ -54,8 +54,8 @@ def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpS
 
 
 def attend_op(layer: int) -> OpStruct:
-    """The operation in which a layer's heads attend with what a GPU has projected; `layer`: index
-    of the layer in the step."""
+    """The operation in which a layer's heads attend, with queries, keys and values that a GPU has
+    projected; `layer`: index of the layer in the step."""
     return _op("attend", layer, "qkv", out="heads")
 
 

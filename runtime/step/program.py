@@ -12,7 +12,7 @@ it, but only after all earlier reads (`edges`).
     qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
-    named       the neurons that the predictor names
+    named       the neurons that the predictor selects
     ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -315,8 +315,8 @@ class _StepWriter:
             self._copy(name, source, target, source if target == HOST else target, None)
 
     def _needs_input_of_previous(self, target: str, layer: int) -> bool:
-        """Whether a predictor on `target` reads the previous layer's feed-forward input, and no
-        neurons of that layer have brought it there."""
+        """True if a predictor on `target` reads the previous layer's feed-forward input, which is not
+        there already for that layer's own neurons."""
         if not (self.form.input_layer_offset and self.form.layers[layer].has_predictor):
             return False
         return all(device != target for _, device in self.form.layers[layer - 1].blocks)

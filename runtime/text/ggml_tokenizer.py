@@ -121,8 +121,8 @@ class _Vocabulary:
         value = self.keys.get(key)
         if not isinstance(value, np.integer) or not 0 <= value < len(self.tokens):
             raise SparkinferError(
-                f"{self.path}: {key} is {shown(value)}, wanted the number of a token, because one is"
-                " to be added to every text; download the file again"
+                f"{self.path}: {key} is {shown(value)}, wanted the id of a token, which is added to"
+                " every text; download the file again"
             )
         return self.tokens[int(value)]
 

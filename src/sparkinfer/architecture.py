@@ -21,8 +21,8 @@ GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One graph. `rotary` says which values of a head rotate together: adjacent ones, or each with
-    the one half a head further on; None means learned positions (`position_embd`)."""
+    """One graph. `rotary` says which values of a head rotate together: adjacent ones, or those
+    half a head apart; None means learned positions (`position_embd`)."""
 
     name: str
     norm: Literal["rms", "layer"] = "rms"

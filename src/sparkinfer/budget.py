@@ -54,8 +54,9 @@ def part_neurons(width: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes of one layer: all attention matrices and norms (of them those of single heads, which are
-    where the keys and values are), the predictor, one neuron.
+    """Bytes of one layer: attention (its matrices and all norms), the predictor, one neuron.
+    `attention` includes `head_norms`, the norms of single heads, which are stored on the device that
+    holds the keys and values.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
     projection, and `up_row` is zero. A neuron's biases are counted with their rows."""
@@ -135,7 +136,7 @@ def kv_bytes_per_layer(
 def kv_read_per_layer(
     model: ModelFile, context_length: int, types: CacheTypes | None = None
 ) -> float:
-    """Bytes of a layer's keys, values and tables that a token reads behind half of the context."""
+    """Bytes of a layer's keys, values and tables that a token reads at half of the context length."""
     types, shape = types or CacheTypes.of(kv_kind(model)), model.shape
     return shape.num_kv_heads * types.read_bytes(context_length / 2, shape.head_width)
 
@@ -331,7 +332,7 @@ def plan_bytes_of_gpus(
     `home` names the GPU of each layer and of the head; () for a single GPU. `workspace` is counted
     for the CPU and for every GPU that holds anything; by default it is `workspace_bytes`. The
     embedding matrix is only read one row per token, so an untied one stays on the CPU. With key
-    selection, all keys and values are there."""
+    selection, so do all keys and values."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)

@@ -1,5 +1,5 @@
-"""The section of a plan for the online neuron cache: the size of its staging memory, the times by
-which it decides, and the initial frequencies of its scores.
+"""The section of a plan for the online neuron cache: the size of its staging memory, the times on
+which it bases decisions, and the initial frequencies of its scores.
 
 Specified in docs/formats.md (model.split.gguf). The options of the cache are in
 sparkinfer.neuron_cache, its memory is counted by sparkinfer.budget, and the times are computed by
@@ -44,7 +44,7 @@ class CachePlan:
                 raise SparkinferError(f"{name} of the cache is a time above {MOST_S:g} s")
         if len(self.frequency) != self.costs.num_layers:
             raise SparkinferError(
-                f"the cache has frequencies of {len(self.frequency)} layers and times of"
+                f"the cache has frequencies for {len(self.frequency)} layers and times for"
                 f" {self.costs.num_layers}"
             )
         for layer, frequency_F in enumerate(self.frequency):
@@ -54,7 +54,7 @@ class CachePlan:
                     f"layer {layer}: the cache's frequencies are {frequency_F.dtype}"
                     f" {list(frequency_F.shape)}, wanted f32 [{self.frequency[0].size}]"
                 )
-            if not ((frequency_F >= 0) & (frequency_F <= 1)).all():  # NaN is not
+            if not ((frequency_F >= 0) & (frequency_F <= 1)).all():  # false for NaN
                 raise SparkinferError(
                     f"layer {layer}: frequencies of the cache are not within 0..1"
                 )
@@ -101,7 +101,9 @@ class CachePlan:
             **times, rest_s=read.number("cache.rest_s"), copy_s=read.number("cache.copy_s")
         )
         if costs.num_layers != num_layers:
-            raise SparkinferError(f"the cache has times of {costs.num_layers} layers")
+            raise SparkinferError(
+                f"the cache has times for {costs.num_layers} layers, wanted {num_layers}"
+            )
         return cls(
             most_rows=read.count("cache.most_rows", least=1, most=MOST_ROWS),
             costs=costs,
@@ -128,6 +130,6 @@ def _taken(tensors: dict[str, TensorEntry], name: str) -> TensorEntry:
 def _f64(entry: TensorEntry, name: str) -> np.ndarray:
     if entry.kind != "f64" or len(entry.shape) != 1:
         raise SparkinferError(
-            f"cache.{name} is {entry.kind} {list(entry.shape)}, wanted f64, one number a layer"
+            f"cache.{name} is {entry.kind} {list(entry.shape)}, wanted f64, one number per layer"
         )
     return np.array(entry.read())

@@ -5,8 +5,8 @@ in top_level, commands in commands.all_commands."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command: 0, 1 with a one-line error, 2 for usage, 128 + n when ended by signal n, 70
-    for a bug in this program."""
+    """Runs a command; returns 0, 1 after a one-line error, 2 after wrong usage, 128 + n if ended by
+    signal n, 70 after a bug in this program."""
     try:
         import sys
 

@@ -34,7 +34,7 @@ class DeviceKey:
     """The device and the software that a file's verdicts are valid for; if any value differs, parts
     are checked again."""
 
-    index: int  # of the device among those of its process
+    index: int  # the device's number in its process
     device: str  # its name
     capability: str  # e.g. "8.9"
     memory_bytes: int
@@ -63,7 +63,7 @@ class Verdict:
 
 
 def name_of_part(part: str) -> str:
-    """A part without the digest of a plan, which ends the names of steps and graphs."""
+    """The name of a part without a plan's digest, with which names of steps and graphs end."""
     return part.rpartition(" ")[0] if part.startswith(("step ", "steps ", "graph ")) else part
 
 
@@ -98,8 +98,8 @@ def read_checks(path: Path) -> Checks | None:
 
 
 def _record(kind: type[R], values: dict[str, Any]) -> R:
-    """Raises TypeError or ValueError unless these values make such a record, with one-line
-    texts."""
+    """A record of these values. Raises TypeError or ValueError for missing, unknown or mistyped
+    ones, and for texts of several lines."""
     made = kind(**values)
     for each in fields(kind):
         value = getattr(made, each.name)
@@ -175,7 +175,7 @@ class CheckBook:
         return self.verdicts.get(part)
 
     def start(self, part: str) -> None:
-        """Notes that a part is being checked, in case the process dies of it."""
+        """Notes that a part is being checked, in case the check kills the process."""
         self._save(part)
 
     def finish(self, verdict: Verdict) -> None:

@@ -18,9 +18,9 @@ FORMAT = "sparkinfer.machine"
 VERSION = 4
 # All quantities of a machine are within these bounds, where computations stay finite.
 LEAST, MOST = 1e-18, 1e18
-MOST_S = 1e3  # for one copy, launch, layer or token, since the solver computes in such units
+MOST_S = 1e3  # of one copy, launch, layer or token; keeps the solver's numbers in range
 RATE = "gb_per_s"
-# If half of the rounds differ by more than this share of their median, something else was running.
+# If the interquartile range exceeds this share of the median, other load disturbed the rounds.
 DOUBTFUL_SPREAD = 0.25
 # The share of the rows that is read when chosen rows are measured.
 CHOSEN_SHARE = 0.1

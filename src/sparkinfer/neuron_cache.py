@@ -1,4 +1,4 @@
-"""Options of the online neuron cache, and the times by which it decides.
+"""Options of the online neuron cache, and the times on which it bases decisions.
 
 Hot neurons are in slots of the GPU's memory; all neurons of their layers are in main memory too.
 After each step the cache may replace the neuron in a slot by a cold one. It decides by the neurons
@@ -91,7 +91,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
-    """The times in seconds by which the cache decides: those of a step's layers (f64 [L]) and of
+    """The times in seconds on which the cache bases decisions: of a step's layers (f64 [L]) and of
     swaps. A "row" stands for one neuron: its gate, up and down rows together.
 
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
@@ -112,7 +112,7 @@ class CacheCosts:
     def __post_init__(self) -> None:
         arrays = {name: value for name, value in vars(self).items() if name.endswith("_L")}
         if len({array.shape for array in arrays.values()}) != 1 or self.hot_s_L.ndim != 1:
-            raise SparkinferError("the cache's times are not of the same number of layers")
+            raise SparkinferError("the cache's times do not cover the same number of layers")
         for name, value in vars(self).items():
             if not np.isfinite(value).all() or np.any(np.asarray(value) < 0):
                 raise SparkinferError(
@@ -126,7 +126,7 @@ class CacheCosts:
     def scaled(self, *, link: float = 1.0, cpu: float = 1.0) -> "CacheCosts":
         """The same costs with a link and a CPU that are faster by these factors."""
         if not (0 < link < math.inf and 0 < cpu < math.inf):
-            raise SparkinferError("a link or a CPU that is infinitely fast or slow")
+            raise SparkinferError(f"link={link:g}, cpu={cpu:g}; wanted finite factors above 0")
         return replace(
             self,
             copy_row_s_L=self.copy_row_s_L / link,

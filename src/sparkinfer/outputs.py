@@ -124,7 +124,7 @@ def _check_writable(path: Path, *, force: bool) -> None:
         if os.path.lexists(path) and not path.is_file():
             raise SparkinferError(f"{path}: is not a file to replace; give another name")
         there = next(folder for folder in path.parents if folder.exists())
-        (there / path.name).is_dir()  # raises where the name is too long
+        (there / path.name).is_dir()  # raises if the name is too long
         try_to_create(there / path.name)
     except OSError as error:
         raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error

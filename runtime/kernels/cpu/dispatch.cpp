@@ -143,7 +143,7 @@ class Prepared {
     }
 };
 
-// Row r of what is stored together, n blocks as in a file.
+// Each of these packs one row of n blocks, stored as in a file; r is its place in a tile or group.
 void pack_planar(const uint8_t* row, int64_t n, int64_t quant_bytes, uint8_t* out) {
     for (int64_t b = 0; b < n; ++b, row += 2 + quant_bytes) {
         std::memcpy(out + 2 * b, row, 2);

@@ -1,7 +1,7 @@
-// Sums of grouped rows for several vectors, with the bits of grouped_template.h, which includes this.
+// Sums of grouped rows for several vectors, bit-identical to grouped_template.h, which includes this.
 //
-// Lanes of factors are four or eight vectors times some blocks, so that no largest factor is sought
-// across lanes. Quants are split into signed values once for these vectors: sums need no offsets, and
+// Lanes of factors are four or eight vectors times some blocks, so the largest factor is found
+// without a reduction over lanes. Quants are split into signed values once for these vectors: sums need no offsets, and
 // the parts of a place that belong to the same columns share a sum.
 
 // Factors of COUNT vectors for 16 / COUNT blocks.
@@ -51,8 +51,8 @@ inline void fill_grouped(const LaneFloats& scale, const float (*c)[16], LaneFact
     store_floats(to.scale, by.scale);
 }
 
-// A place's quants as 16-bit values: of the rows of even factors and of the others, each for two vectors
-// of columns.
+// A place's quants as 16-bit values: those of rows with even factors, then those with odd ones, each in
+// two vectors of columns.
 inline void split_place(Bytes, const uint8_t* quants, Ints (*part)[2]) {
     for (int v = 0; v < 2; ++v) {
         const Ints words = load_in_order(quants + 4 * LANES * v);

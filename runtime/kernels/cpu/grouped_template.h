@@ -19,7 +19,7 @@ struct Grouped : Planar {
     static inline const uint8_t* tile(const uint8_t* group, int64_t b) { return group + b * TILE_BYTES; }
 };
 
-// The sums of LANES columns, or of two times as many, from those of their parts, see split().
+// The sums of LANES columns, or twice as many, from the sums of their parts; see split().
 inline void join_parts(Bytes, const Ints* part, Ints* sum) { sum[0] = part[0] + part[1]; }
 inline void join_parts(Nibbles, const Ints* part, Ints* sum) {
     sum[0] = part[0] + part[2];
@@ -83,7 +83,7 @@ inline bool is_behind_units(int64_t b, int64_t D) {
     return b * BLOCK >= D / F::UNIT * F::UNIT;
 }
 
-// y[0 .. LANES-1] += exact * scale, behind the last whole unit rounded before it is added.
+// y[0 .. LANES-1] += exact * scale; after the last whole unit, the product is rounded before it is added.
 inline void add_scaled(Floats exact, Floats scale, bool is_behind, float* y) {
     const Floats old = load_floats(y), rounded = in_register(mul(exact, scale));
     store_floats(y, is_behind ? add_floats(old, rounded) : multiply_add(exact, scale, old));

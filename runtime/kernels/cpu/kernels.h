@@ -24,17 +24,17 @@ enum Kind : int32_t {
     // (spark_pack_rows); no file has it.
     KIND_Q4_0_PLANAR,
     KIND_Q8_0_PLANAR,
-    // Tiles of TILE_ROWS rows: for each two blocks (and a last one) their scales, of all rows each, then
-    // for each four bytes of the first one's quants those of all rows, then the second one's. For
-    // matrices that are read whole; has as many bytes.
+    // Tiles of TILE_ROWS rows. For each pair of blocks (the last may be alone): the scales of all rows,
+    // block by block; then the first block's quants, every four bytes of all rows; then the second's. For
+    // matrices that are read whole; takes as many bytes as the rows in a file.
     KIND_Q4_0_TILED,
     KIND_Q8_0_TILED,
     // Groups of SUM_ROWS rows: for each block of columns the scales of all rows, then the quants of rows
     // p, p + 16, p + 32 and p + 48 for p = 0 .. 15, byte by byte. For matrices whose rows are all summed;
-    // has as many bytes.
+    // takes as many bytes as the rows in a file.
     KIND_Q4_0_GROUPED,
     KIND_Q8_0_GROUPED,
-    // Likewise: for each block of 32 columns those of all rows, one row after another.
+    // Likewise: for each block of 32 columns the values of all rows, one row after another.
     KIND_F16_GROUPED,
     KIND_BF16_GROUPED,
     NUM_KINDS
@@ -44,7 +44,7 @@ constexpr int64_t TILE_ROWS = 16, GROUP_ROWS = 64;
 constexpr bool is_tiled(int32_t kind) { return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED; }
 constexpr bool is_grouped(int32_t kind) { return kind >= KIND_Q4_0_GROUPED && kind <= KIND_BF16_GROUPED; }
 
-constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // that keys and values may be stored in
+constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // kinds in which keys and values may be stored
 
 enum Activation : int32_t {
     ACTIVATION_RELU,
@@ -91,7 +91,7 @@ struct Input {
     }
 };
 
-// The maximum is that of blocks_amx.h: 6.5 * D + 232 of 8 vectors, 4.4 * D of many.
+// Bytes of a packed vector. blocks_amx.h needs the most: 6.5 * D + 232 for 8 vectors, 4.4 * D for many.
 constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
 // Kinds that take the same packed form share a number; the float kinds take none.
 constexpr int NUM_FORMS = 3;
@@ -102,13 +102,13 @@ constexpr int form_of(int32_t kind) {
         default: return 0;
     }
 }
-// The kind whose rows are arranged so.
+// The kind that a kind in memory has in a file.
 constexpr int32_t kind_in_file(int32_t kind) {
     if (kind == KIND_F16_GROUPED || kind == KIND_BF16_GROUPED)
         return kind == KIND_F16_GROUPED ? KIND_F16 : KIND_BF16;
     return form_of(kind) == 2 ? KIND_Q4_0 : form_of(kind) == 1 ? KIND_Q8_0 : kind;
 }
-// Rows that are stored together: a matrix of the kind has whole numbers of them.
+// Number of rows that are stored together; a matrix of the kind has a multiple of it.
 constexpr int64_t rows_together(int32_t kind) {
     return is_tiled(kind) ? TILE_ROWS : is_grouped(kind) ? GROUP_ROWS : 1;
 }
@@ -232,8 +232,8 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int6
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
-// Copies rows of the kind (index null: rows 0 .. A-1) as rows of `to_kind`: the same, or of q4_0 and q8_0
-// the planar, tiled or grouped one, or of f16 and bf16 the grouped one.
+// Copies rows of the kind (index null: rows 0 .. A-1) as rows of `to_kind`: the same kind; for q4_0 and
+// q8_0 also planar, tiled or grouped; for f16 and bf16 also grouped.
 int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.

@@ -29,7 +29,7 @@ from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
 LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")  # instruction sets, best first
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
-_TILED_LEVELS = ("amx", "avx512vnni", "avx512")  # a vector has as many lanes as a tile rows
+_TILED_LEVELS = ("amx", "avx512vnni", "avx512")  # a vector has as many lanes as a tile has rows
 log = logging.getLogger(__name__)
 
 
@@ -376,10 +376,11 @@ def pack_rows(
     weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor, form: Form = "planar"
 ) -> str:
     """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the
-    kind they have there: q4_0 and q8_0 take the form, or become planar if A is not a multiple of
-    its rows; f16 and bf16 become grouped, if their rows are whole blocks of 32, or stay.
+    kind of the copies: q4_0 and q8_0 take the form, or become planar if A is not a multiple of the
+    rows of a tile or group; f16 and bf16 become grouped if that is the form, A is a multiple of a
+    group's rows and D of 32; all others are copied unchanged.
 
-    out: uint8, its rows contiguous, and strided at most if planar. Uses all threads. Raises
+    out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all threads. Raises
     ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     row_bytes = weight.shape[1] * weight.element_size()

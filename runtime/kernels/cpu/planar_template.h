@@ -10,7 +10,7 @@
 //   load_ints(p) to_floats(v) to_ints(floats)          to_ints rounds to the nearest, ties to even
 //   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of the first 8 bytes
 //   interleave_high(a, b)        of the last 8 bytes
-//   shift_words(v, n)            each 16 bits to the right, zeros follow
+//   shift_words(v, n)            shifts each 16 bits right by n, filling with zeros
 //   low_bytes(v) high_bytes(v)   int8 of each 16 bits as 16 bits: the low one + 128, the high one
 //   add_pairs(sum, a, b)         sum + the products of int16, two of them in 32 bits
 //   spread<TIMES>(p, i)          p[i], p[i + 1], ..., each TIMES times
@@ -113,8 +113,8 @@ constexpr float LARGEST_FACTOR = 32704.0f;
 template <class Quants>
 constexpr int32_t MINUS_ZEROS = -0x10000 * Quants::ZERO + (0x10000 - Quants::ZERO);
 
-// What turns coefficients times scales into factors, and the scale of these, given the bits of the
-// largest without its sign. Such bits are ordered as the floats are, and NaN comes last.
+// `up` turns coefficients times scales into factors, `scale` is the scale of these. Both follow from the
+// bits of the largest product without its sign: such bits are ordered like the floats, with NaN last.
 struct FactorScale {
     Floats up, scale;
 };

@@ -90,7 +90,7 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
         text = (
             "is not installed" if done["is_missing"] else f"fails: {done['error'][:MOST_LETTERS]}"
         )
-        return [problem("triton", f"{text}: torch computes its kernels, slower{later}",
+        return [problem("triton", f"{text}: torch computes its kernels, more slowly{later}",
                         "pip install triton")]  # fmt: skip
     size = f"{done['num_files']:,} files of {format_bytes(done['num_bytes'])} in its cache"
     lines = [ok("triton", f"{done['version']}, {size}")]
@@ -100,8 +100,8 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
     missing = [] if done["compiler"] else ["a C compiler"]
     missing += [] if done["has_headers"] else ["Python's headers"]
     if missing:
-        lines.append(problem("compiler", f"{' and '.join(missing)} not found, with which Triton"
-                             f" builds its launchers{later}", "apt install gcc python3-dev, or the"
+        lines.append(problem("compiler", f"{' and '.join(missing)} not found; Triton needs"
+                             f" them to build its launchers{later}", "apt install gcc python3-dev, or the"
                              " like"))  # fmt: skip
     return lines
 

@@ -116,8 +116,8 @@ class GpuShare:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFacts:
-    """A plan's neuron cache: the most neurons that a token may swap, the times by which it decides,
-    and the share of each layer's neurons that a token reads."""
+    """A plan's neuron cache: the most neurons that a token may swap, the times on which it bases
+    decisions, and the share of each layer's neurons that a token reads."""
 
     most_rows: int
     rest_s: float
@@ -160,7 +160,7 @@ class SplitSummary:
     gpus: tuple[GpuShare, ...]
     context_length: int
     num_sequences: int
-    kv_offload: str | None  # which keys a token reads, where all are in main memory
+    kv_offload: str | None  # which keys a token reads; None: all, and the plan places them
     head_on_gpu: bool
     home: tuple[int, ...]  # the GPU of each layer and of the head; () if there is one
     dense_on_gpu: tuple[bool, ...]

@@ -1,7 +1,7 @@
 // A mapped file that is truncated while it is read ends the process with SIGBUS, in whichever
 // thread and library touches the page. This handler prints the file's name in one line, removes
 // what the process was writing, and ends it. It reads the file's name from /proc/self/maps and
-// calls only async-signal-safe functions: open, read, write, unlink, _exit.
+// calls only async-signal-safe functions.
 
 #include <atomic>
 #include <cstdint>
