@@ -214,7 +214,7 @@ REFUSALS = [
     ("few words", {"merges": ["a bb"]}, "the merge 'a bb' does not join two tokens to a third"),
     ("few words", {"add_bos_token": np.uint32(1)}, "wanted true or false"),
     ("few words", {"add_bos_token": True, "bos_token_id": None}, "wanted the id of a token"),
-    ("few words", {"add_eos_token": True, "eos_token_id": np.uint32(999)}, "wanted the number"),
+    ("few words", {"add_eos_token": True, "eos_token_id": np.uint32(999)}, "wanted the id"),
     ("llama", {"scores": None}, "scores does not have"),
     ("few words", {"model": "llama"}, "of the 256 byte tokens are missing"),
 ]
