@@ -206,7 +206,7 @@ def _logprob(served: ServedModel, token_id: int, logprob: float) -> Body:
 
 
 def _finite(logprob: float) -> float:
-    """Replaces -inf, which JSON lacks, by the value that OpenAI sends."""
+    """Replaces -inf, which JSON lacks, with the value that OpenAI sends."""
     return max(logprob, -9999.0)
 
 

@@ -56,7 +56,7 @@ class Exchange:
     async def batches(self) -> AsyncIterator[list[tuple[int, Said | Ended]]]:
         """The events since the last call, until all texts have ended.
 
-        Raises ApiError if one of them fails; the others are then cancelled."""
+        Raises ApiError if a text fails; the others are then cancelled."""
         while self._num_open:
             await self._news.wait()
             self._news.clear()

@@ -87,7 +87,7 @@ class Server:
                 limits = Limits(parallel=parallel, queue=self.config.queue)
                 scheduler = Scheduler(engine, shelf, limits, self._post)
                 self._scheduler = scheduler
-                if self.service.is_stopping:  # while the model was loaded
+                if self.service.is_stopping:  # signalled while the model was loading
                     scheduler.stop()
                 self._tell(lambda: self._begin(served, scheduler, _url(self.config, listener)))
                 scheduler.run()

@@ -1,8 +1,9 @@
 """The engine's places for texts, and the finished texts kept in them for reuse.
 
-A new text with a common prefix reuses a kept text's keys and values: it takes over the place if it
-continues the whole text (the next turn of a conversation), else it gets a copy-on-write fork of the
-shared prefix. If no place is empty, the least recently used text is dropped.
+A new text reuses the keys and values of the text with the longest common prefix, kept or in progress.
+It takes over the place of a kept text if it continues all of it (the next turn of a conversation) or
+if no other place is left, else it gets a copy-on-write fork of the shared prefix. If no place is
+empty, the least recently used kept text is dropped.
 
 The longest common prefix is found by comparing token lists: 32 kept texts of 4,096 tokens take
 0.1 ms if one matches entirely and the others differ from the start, and 2 ms if all match (shared

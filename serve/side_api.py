@@ -19,8 +19,8 @@ from sparkinfer.serve.fields import Fields
 from sparkinfer.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
-MAX_TEXT = 1 << 20  # characters of a /tokenize: 5 s on a busy core
-MAX_TOKENS = 1 << 17  # of a /detokenize
+MAX_TEXT = 1 << 20  # characters in a /tokenize request; 5 s on a busy core
+MAX_TOKENS = 1 << 17  # in a /detokenize request
 
 
 async def health(service: Service, request: Request) -> Response:

@@ -31,7 +31,8 @@ NEUTRAL = (
     "prompt_cache_retention", "prediction", "id_slot", "timings_per_token", "return_tokens",
     "return_progress", "sse_ping_interval", "n_cache_reuse",
 )  # fmt: skip
-# Unsupported fields: the values that turn them off, which llama-server's clients send, and why.
+# Unsupported fields: the values that turn them off, which llama-server's clients send, and the reason
+# given for refusing others.
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("n_keep", (0, -1), "the context is not shifted"),
     ("n_discard", (0,), "the context is not shifted"),

@@ -49,7 +49,7 @@ GBNF_REFUSALS = {
     "root ::= \ud800": "not UTF-8 at character 9",
     "root ::= r0\n"
     + "\n".join(f'r{i} ::= r{i + 1} | "x"' for i in range(900))
-    + '\nr900 ::= "x"': "about a thousand rules",
+    + '\nr900 ::= "x"': "about a thousand deep",
     'root ::= "a"\n' + "\n".join(f'r{i} ::= "x"' for i in range(1000)): "line 1001 .* over 1,000",
     "root ::= [" + "a" * 1001 + "]": "line 1 .* a class of over 1,000 ranges",
     'root ::= "' + "a" * 10_001 + '"': "line 1 .* a literal of over 10,000 characters",

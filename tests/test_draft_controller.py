@@ -98,7 +98,7 @@ def test_drafting_turns_off_and_on_again(is_free):
     seconds, _ = live(speculation, cost, 2000)
     assert speculation.totals.num_on >= 1 and 2000 * cost(1) / seconds > 1.5
     line = speculation.line()
-    assert line.startswith("speculation (chance): ") and "x the speed estimated" in line
+    assert line.startswith("speculation (chance): ") and "x the speed;" in line
 
 
 @pytest.mark.parametrize("is_free", [True, False])

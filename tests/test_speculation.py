@@ -459,7 +459,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     keys, vocab_size = byte_level_keys()
     for more, swapped, match in (
         (1, False, f"draft.gguf: the draft model has {vocab_size + 1} tokens, the model {vocab_size}"),
-        (0, True, "draft.gguf: the draft model's tokens are not the model's, the first at 0"),
+        (0, True, "draft.gguf: the draft model's tokens differ from the model's, first at 0"),
     ):  # fmt: skip
         other = dict(keys)
         if swapped:

@@ -97,8 +97,8 @@ class Conversation:
         return self._sequence.length + self._sequence.room
 
     def say(self, text: str) -> Generator[Token, None, None]:
-        """Yields the answer to a message. If the caller stops early, the partial answer is kept; if
-        it is empty, the message is removed too.
+        """Yields the answer to a message. If the caller stops early, the partial answer is kept, or
+        the message removed if the answer is empty.
 
         Raises SparkinferError if the template rejects the messages or the context has no room for
         them; the conversation is then unchanged."""
@@ -192,7 +192,7 @@ class Conversation:
             raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Replaces the conversation by one written by `save`. Raises SparkinferError for any other
+        """Replaces the conversation with one that `save` wrote. Raises SparkinferError for any other
         file; the conversation is then unchanged."""
         self.system, self.messages = _read(path)
         self.num_dropped = 0

@@ -173,7 +173,7 @@ def gbnf_constraint(grammar: str, codec: TextCodec) -> Constraint:
         regex = gbnf.as_regex(rules)
         lark = gbnf.as_lark(rules) if regex is None else _lark_of_regex(regex)
     except RecursionError as error:
-        raise SparkinferError("GBNF grammar: about a thousand rules call one another") from error
+        raise SparkinferError("GBNF grammar: its rules are nested about a thousand deep") from error
     return _constraint("GBNF grammar", lark, codec)
 
 

@@ -95,6 +95,6 @@ def check_vocabulary(
     if of_target != of_draft:
         token, number = min(of_target.items() ^ of_draft.items(), key=lambda item: item[1])
         raise SparkinferError(
-            f"the draft model's tokens are not the model's, the first at {number} ({shown(token)});"
+            f"the draft model's tokens differ from the model's, first at {number} ({shown(token)});"
             " take one with the same vocabulary, usually a smaller one of the same family"
         )

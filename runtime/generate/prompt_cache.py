@@ -62,7 +62,7 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
 
 
 def is_prompt(path: Path) -> bool:
-    """True if `save_prompt` wrote the file, even if it is damaged. No other file is overwritten."""
+    """True if `save_prompt` wrote the file, even if it is damaged; callers overwrite no other file."""
     try:
         with path.open("rb") as file:
             return f'"format":"{FORMAT}"'.encode() in file.read(MAX_HEADER_BYTES)[8:]

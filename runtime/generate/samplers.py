@@ -2,8 +2,8 @@
 etc.
 
 Each is a pure function that returns new candidates. The formulas are those of llama.cpp's
-src/llama-sampler.cpp, in float64 where it uses float32. At least `min_keep` candidates survive a
-sampler, if there are that many. penalties.py and dry.py penalise earlier tokens; chain.py runs the
+src/llama-sampler.cpp, in float64 where it uses float32. A sampler with `min_keep` leaves at least that
+many candidates, if it has them. penalties.py and dry.py penalise earlier tokens; chain.py runs the
 samplers in order and draws."""
 
 import math

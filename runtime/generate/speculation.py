@@ -59,8 +59,8 @@ def check_rows(decoder: Decoder) -> None:
     if isinstance(native, HybridStep):
         reason = "K-quants on a GPU are rounded differently in steps of several rows"
     raise SparkinferError(
-        f"speculation could change the text here: only steps whose rows are bit-identical to single"
-        f" tokens check drafts ({reason}); leave --speculate out"
+        f"speculation could change the text here, because a row of a step may differ from a single"
+        f" token's step ({reason}); leave --speculate out"
     )
 
 
@@ -181,7 +181,7 @@ class Speculation:
         share = f" ({totals.accepted / totals.drafted:.0%})" if totals.drafted else ""
         return (
             f"speculation ({self._drafter.name}): {totals.drafted} tokens drafted,"
-            f" {totals.accepted} accepted{share}, {totals.gain:.2f}x the speed estimated;"
+            f" {totals.accepted} accepted{share}, an estimated {totals.gain:.2f}x the speed;"
             f" switched off {totals.num_off}x, on again {totals.num_on}x"
         )
 

@@ -135,7 +135,7 @@ class ColdStream:
             slot.free = self.compute.record()  # earlier users of this memory must finish
 
     def _start(self, number: int) -> None:
-        """Starts the copy of a piece, unless the last one is started already."""
+        """Starts the copy of a piece; does nothing after the last one."""
         if number >= len(self._pieces):
             return
         slot = self._slots[number % 2]

@@ -1,4 +1,4 @@
-"""Measures, once per engine, from how many tokens on it pays to stream cold weights to a GPU.
+"""Measures, at load, from how many tokens on it pays to stream cold weights to a GPU.
 
 The copy of a piece takes the same time for any number of tokens and overlaps with the GPU's
 product; the CPU's product takes longer with more tokens. Copies are timed as in a pass, and

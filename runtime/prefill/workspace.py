@@ -30,7 +30,7 @@ from sparkinfer.runtime.weights.matrix import Linear, matrix_of
 from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.store import Stores
 
-# Covers the allocator's rounding and a few small tensors more.
+# Covers the allocator's rounding and a few more small tensors.
 ROUNDED_TO = 64 << 10
 # Shares of hot neurons other than those measured took up to 0.8 % more.
 MARGIN = 1.02
@@ -90,7 +90,8 @@ def _quiet() -> Iterator[None]:
 def _two_layers(
     model: ModelFile, context_length: int, mode: Mode, hot_share: float | None
 ) -> Decoder:
-    """A decoder with the layer of the largest predictor twice; undivided if `hot_share` is None."""
+    """A decoder that runs the layer with the largest predictor twice; None: its neurons are not
+    divided."""
     cpu, num_layers = torch.device("cpu"), model.shape.num_layers
     observers = Observers()
     observers.add(lambda name, layer, tensor: None, None)  # plans allow for observers too

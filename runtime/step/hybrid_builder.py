@@ -205,8 +205,8 @@ class _Builder:
         )
 
     def _has_equal_rows(self) -> bool:
-        """Whether a row's bits do not depend on how many there are: kernels.py says for which kinds of
-        matrices on a GPU. The CPU's rows have this property."""
+        """True if a row's result does not depend on the number of rows: always so on the CPU, and on a
+        GPU for all kinds of matrices but INEXACT_ROWS."""
         weights, placement = self.weights, self.placement
         kinds = {weights.head.weight.kind} if placement.head_on_gpu else set()
         for divided in self.divided:

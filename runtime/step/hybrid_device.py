@@ -33,7 +33,7 @@ Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DividedLayer:
-    """A layer's neurons divided by device; `hot_id_N` is None if all neurons are hot."""
+    """A layer's neurons divided by device; `hot_id_N` is None if all neurons are hot, or none."""
 
     index: int
     layer: Layer

@@ -288,7 +288,7 @@ def _is_read(value: str, later: Sequence[Op]) -> bool:
 
 def waits(submissions: Sequence[Submission]) -> list[list[StreamKey]]:
     """For each submission, the streams whose previous work its stream must wait for. Waits that
-    follow from earlier ones are left out. Each segment, a GPU's consecutive work, begins after the
+    earlier ones imply are left out. Each segment, a GPU's consecutive work, begins after the
     previous one has ended."""
     needed: dict[int, list[int]] = {}
     for first, second in edges([(each.reads, each.writes) for each in submissions]):

@@ -34,7 +34,7 @@ class _GpuBits:
 
 
 class StepCache:
-    """Built before the layers of a step; `connect` gives it their streams."""
+    """Built before the layers of a step; `connect` attaches it to the streams of the GPUs."""
 
     def __init__(
         self, weights: Weights, placement: Placement, backend: Backend, cache: NeuronCache

@@ -148,5 +148,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _reason(code: int | None) -> str:
     if code in (-SIGPROF, -SIGKILL):
-        return "takes too long: it was stopped after half a second of CPU time"
+        return f"takes too long: it was stopped after half a second of CPU time or {WALL_S:g} s"
     return f"ended the process that renders it (exit code {code})"

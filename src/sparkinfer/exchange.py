@@ -1,4 +1,4 @@
-"""Replaces a folder by a new one, atomically if the system supports it."""
+"""Replaces a folder with a new one, atomically if the system supports it."""
 
 import ctypes
 import errno

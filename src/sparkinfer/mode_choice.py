@@ -2,8 +2,8 @@
 nothing.
 
 A mode is allowed by default if it cannot change the output (dense, and exact if neurons are zero by
-themselves), or if by the file's own record (mode_quality) it costs no more than a given share of
-the perplexity. Of those, the one that reads the fewest bytes per token is chosen, with a line that
+themselves), if the model was trained to run in it, or if by the file's own record (mode_quality) it
+costs no more than a given share of the perplexity. Of those, the one that reads the fewest bytes per token is chosen, with a line that
 explains the choice if it is not the expected one.
 
 The solver chooses by seconds instead."""

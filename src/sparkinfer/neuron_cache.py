@@ -1,7 +1,7 @@
 """Options of the online neuron cache, and the times on which it bases decisions.
 
 Hot neurons are in slots of the GPU's memory; all neurons of their layers are in main memory too.
-After each step the cache may replace the neuron in a slot by a cold one. It decides by the neurons
+After each step the cache may replace the neuron in a slot with a cold one. It decides by the neurons
 that the steps read and by times measured beforehand, never by a clock, so that a text gives the
 same swaps every time.
 
