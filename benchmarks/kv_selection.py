@@ -7,8 +7,8 @@ Queries and keys are a real model's own, after the rotary embedding, over whole 
 may read a share of the bytes of a cache in f16: bytes of summaries and codes are subtracted first,
 and the rest goes to keys and values of the positions it selects. The selection is judged by the
 exact attention of each query head: the share of its mass on these positions. Heads that share keys
-share a selection. SINKS first positions and a window of the last ones are always read (a quarter of
-the share; for the sliding window, all of it).
+share a selection. The first SINKS positions and a window of the last ones are always read (a quarter
+of the share; for the sliding window, all of it).
 
     window       only the last positions (StreamingLLM, arXiv 2309.17453)
     infllm       units of 128 by four representative keys, those with the largest products with the

@@ -17,10 +17,10 @@ def cache_replay() -> str:
     """A row for each model and link, with ranges and medians over texts, budgets and CPUs."""
     header = [
         "model and link",
-        "time on code, of the plan's",
+        "time on code, relative to the plan",
         "on English, Chinese, JSON",
         "against the best of the four others, at worst",
-        "of the way to the bound, median",
+        "share of the way to the bound, median",
         "what hindsight would reach",
     ]
     rows = []

@@ -225,7 +225,7 @@ def silu_thresholds() -> str:
 
 
 def sparsify_quality() -> str:
-    texts = {"held-out.txt": "prose, the corpus' kind", "code.txt": "Python code",
+    texts = {"held-out.txt": "prose, as in the corpus", "code.txt": "Python code",
              "chat.txt": "conversations"}  # fmt: skip
     rows = []
     for row in result("sparsify-smollm2-amd-epyc")["rows"]:
@@ -249,7 +249,7 @@ def sparsify_curve() -> str:
                      percent(found["same_top"])])  # fmt: skip
     for share, found in run["untrained"].items():
         silent = sum(found["silent_share_L"]) / len(found["silent_share_L"])
-        rows.append([f"untrained, {float(share):.0%} asked", percent(silent, 1), "-",
+        rows.append([f"untrained, {float(share):.0%} requested", percent(silent, 1), "-",
                      f"{found['kl']:.3f} ± {found['kl_95']:.3f}", f"{found['perplexity']:.1f}",
                      percent(found["same_top"])])  # fmt: skip
     header = ["tokens", "silent", "KL in training", "KL held out", "perplexity", "same top token"]
@@ -288,7 +288,7 @@ def kv_selection() -> str:
                   for s in ("0.02", "0.05", "0.1"))]
         for name, words in names.items()
     ]  # fmt: skip
-    return markdown(["read, of the cache's bytes", "2 %", "5 %", "10 %"], rows)
+    return markdown(["share of the cache's bytes read", "2 %", "5 %", "10 %"], rows)
 
 
 def kv_tasks() -> str:
@@ -336,7 +336,7 @@ def kv_beyond() -> str:
          f"{way['times']:.3f}x"]
         for name, way in ways.items()
     ]  # fmt: skip
-    return markdown(["", "sizes", "perplexity", "of the window's"], rows)
+    return markdown(["", "sizes", "perplexity", "relative to the window"], rows)
 
 
 # ---- the offline stages ---------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class Neurons {
 
     // ---- one token ------------------------------------------------------------------------------
 
-    // The neurons at the `count` positions of the block, or the first `count` neurons if null.
+    // The neurons at `count` positions of the block; null: the first `count` neurons.
     void run_one(const SparkBlock& block, const Gate& gate, const int32_t* position, int64_t count,
                  Operand& x, float* out, NeuronBytes& read, Fired fired) {
         const int64_t chunk = groups_of_chunk(block.num_neurons) * SUM_ROWS;

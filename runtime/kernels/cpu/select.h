@@ -7,7 +7,7 @@
 //   summary of a block     the mean of its keys; or their largest and smallest values, 2 W of them
 //   code of a key          of r = H (key - center), H the Hadamard matrix, the center the block's mean or
 //                          the middle of its bounds, as summarised:
-//                          c = clamp(floor(r / step), -2, 1), step = STEP * root of the mean square, and
+//                          c = clamp(floor(r / step), -2, 1), step = CODE_STEP * the root mean square, and
 //                          a factor f = |r|^2 / (r . (c + 1/2)), so that f (c + 1/2) . r = |r|^2
 //                          (after RaBitQ, Gao and Long 2024, arXiv 2405.12497)
 //

@@ -138,7 +138,7 @@ class Pool {
 // Held by the one caller whose job the pool is running, and while the pool is created or replaced.
 std::mutex caller_mutex;
 
-// Created at the first use and never destroyed: its threads run until the process ends.
+// Created at the first use; replaced only by set_threads, so threads may run until the process ends.
 Pool* pool = nullptr;
 int wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 

@@ -78,7 +78,7 @@ inline Rows rows_of(const SparkMatrix& m) {
     return {m.data, m.stride, m.num_columns, nullptr, m.num_rows};
 }
 
-// Of any layout.
+// True for a matrix of this shape, in any layout.
 inline bool has_shape(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
     const int64_t together = rows_together(m.kind);
     return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
@@ -86,7 +86,7 @@ inline bool has_shape(const SparkMatrix& m, int64_t num_rows, int64_t num_column
            (together == 1 || (m.stride == row_bytes(m) && num_rows % together == 0));
 }
 
-// For products.
+// True for a matrix of this shape whose rows can be multiplied.
 inline bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
     return has_shape(m, num_rows, num_columns) && !is_grouped(m.kind);
 }
