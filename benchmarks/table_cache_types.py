@@ -15,7 +15,9 @@ def cache_types() -> str:
                      f"{found['kl']:.2g} ± {found['kl_error']:.1g}",
                      signed(exp(found["loss_difference"]) - 1, 2),
                      percent(found["same_top_token"], 1)])  # fmt: skip
-    return markdown(["keys, values", "bytes relative to f16", "KL", "perplexity", "same top token"], rows)
+    return markdown(
+        ["keys, values", "bytes relative to f16", "KL", "perplexity", "same top token"], rows
+    )
 
 
 def cache_speed() -> str:

@@ -40,7 +40,7 @@ class NeuronLoader:
     stores: Stores
     resident_LN: Sequence[np.ndarray] | None
     are_slots_joined: bool
-    # Layers whose down projection was repacked: old type, new type, relative error.
+    # Layers whose down projection changed its type: old type, new type, relative error.
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:
@@ -140,8 +140,8 @@ class NeuronLoader:
         return entry
 
     def report_transposed(self, notice: Callable[[str], None]) -> None:
-        """Reports, in one line, the error of down projections that were transposed and
-        requantised."""
+        """Reports, in one line, the error of down projections whose type changed when they were
+        transposed."""
         if not self.transposed:
             return
         kinds = {(old, new) for old, new, _ in self.transposed.values()}

@@ -35,7 +35,9 @@ class Split:
     vram_budget_bytes: int
     context_length: int
     hot: tuple[np.ndarray, ...]  # per layer: int32 ids of the neurons on the GPU, hottest first
-    dense_on_gpu: tuple[bool, ...]  # per layer: attention, norms, predictor and KV cache
+    dense_on_gpu: tuple[
+        bool, ...
+    ]  # per layer: attention, norms, predictor, and the KV cache unless kv_offload
     head_on_gpu: bool  # output norm and output matrix
     gpu_bytes: Items
     cpu_bytes: Items

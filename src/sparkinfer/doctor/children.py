@@ -111,8 +111,7 @@ def _how(code: int, err: bytes) -> str:
     return " ".join(lines[-1].split())[:200] if lines else f"ended with code {code}"
 
 
-# ---- in a child
-# -----------------------------------------------------------------------------------
+# ---- in a child -----------------------------------------------------------------------------
 
 
 def tell_at(what: str) -> None:

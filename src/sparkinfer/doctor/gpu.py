@@ -15,7 +15,7 @@ LEAST_CAPABILITY = 7.5  # the lowest for which torch's wheels for CUDA 12.8 and 
 BF16_CAPABILITY = 8.0
 INSTALL_TORCH = "pip install torch"
 MOST_LETTERS = 300
-# Fields of a key in the user's words.
+# Display names of a key's fields.
 _WORDS = {"package": "sparkinfer", "triton": "Triton", "memory_bytes": "amount of memory"}
 
 
