@@ -93,17 +93,21 @@ inline void add_scaled(Floats exact, Floats scale, bool is_behind, float* y) {
 #include "grouped_avx512.h"
 #endif
 
-// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i.
+// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i. `ahead`: as many bytes
+// to prefetch meanwhile, or null.
 template <class F, int COUNT>
 inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind,
-                            float* const* y) {
+                            float* const* y, const uint8_t* ahead = nullptr) {
     constexpr int PARTS = F::PARTS;
     Ints sum[COUNT][F::WORDS][PARTS];
     for (int i = 0; i < COUNT; ++i)
         for (int v = 0; v < F::WORDS; ++v)
             for (int p = 0; p < PARTS; ++p) sum[i][v][p] = F::start(p, factors[i].offset);
     const uint8_t* quants = tile + F::SCALES_BYTES;
-    for (int64_t place = 0; place < PLACES; ++place, quants += F::PLACE_BYTES)
+    for (int64_t place = 0; place < PLACES; ++place, quants += F::PLACE_BYTES) {
+        if (COUNT == 1 && ahead)
+            for (int64_t at = 0; at < F::PLACE_BYTES; at += 64)
+                __builtin_prefetch(ahead + place * F::PLACE_BYTES + at);
         for (int v = 0; v < F::WORDS; ++v) {
             Ints part[PARTS];
             F::split(load_in_order(quants + 4 * LANES * v), part);
@@ -113,6 +117,7 @@ inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bo
                     sum[i][v][p] = add_pairs(sum[i][v][p], part[p], Ints{} + factor[place]);
                 }
         }
+    }
     for (int i = 0; i < COUNT; ++i)
         for (int v = 0; v < F::WORDS; ++v) {
             Ints total[F::SUMS];
@@ -131,13 +136,16 @@ void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, 
                         int64_t d0, int64_t d1) {
     GroupFactors factors[2];
     const int64_t b0 = d0 / BLOCK, b1 = d1 / BLOCK;
+    const uint8_t* end = rows.weight + a1 * rows.stride;
     for (int64_t a = a0; a < a1; a += SUM_ROWS) {
         const uint8_t* group = rows.weight + a * rows.stride;
         fill_group<F>(F::tile(group, b0), c + a, factors[b0 % 2]);
         for (int64_t b = b0; b < b1; ++b) {
             if (b + 1 < b1) fill_group<F>(F::tile(group, b + 1), c + a, factors[(b + 1) % 2]);
             float* to = y + b * BLOCK;
-            add_group_block<F, 1>(F::tile(group, b), factors + b % 2, is_behind_units<F>(b, rows.D), &to);
+            const uint8_t *tile = F::tile(group, b), *ahead = tile + stream_ahead;
+            add_group_block<F, 1>(tile, factors + b % 2, is_behind_units<F>(b, rows.D), &to,
+                                  stream_ahead > 0 && ahead < end ? ahead : nullptr);
         }
     }
 }

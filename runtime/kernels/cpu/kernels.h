@@ -134,6 +134,10 @@ struct Rows {
     const uint8_t* after = nullptr;
 };
 
+// Bytes ahead at which a matrix that is read once for one vector is prefetched by software; 0: the
+// hardware prefetcher is better. Results do not depend on it.
+extern const int64_t stream_ahead;
+
 // A level is one instruction set: kernels for each kind, over part of the work. y[t * y_stride + a] =
 // row a . x[t] for rows a0 <= a < a1 and all vectors of x. A product does not depend on the others it is
 // computed with.

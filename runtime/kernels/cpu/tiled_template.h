@@ -42,10 +42,19 @@ struct TiledAhead {
     const uint8_t* after;        // a tile's bytes from here on, or null
     const uint8_t* const* also;  // for each row, the address of further row bytes; or null
     bool is_asking = false;      // whether the next tile is prefetched too
+    // Not null: all that is read, up to here and then from `then` on if that is not null, is prefetched
+    // stream_ahead bytes ahead.
+    const uint8_t* end = nullptr;
+    const uint8_t* then = nullptr;
 
     // Prefetches the part of block b, with block_bytes per row. gcc 12 drops calls of a function that
     // only prefetches, unless it is inlined early.
     __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t b, int64_t block_bytes) const {
+        if (end) {
+            const uint8_t* at = tile + stream_ahead + b * TILE_ROWS * block_bytes;
+            if (at >= end && then) at = then + (at - end);
+            for (int64_t i = 0; i < TILE_ROWS * block_bytes; i += 64) __builtin_prefetch(at + i);
+        }
         for (int64_t i = 0; is_asking && i < TILE_ROWS * block_bytes; i += 64)
             __builtin_prefetch(tile + TILED_AHEAD + b * TILE_ROWS * block_bytes + i);
         if (after)
@@ -86,7 +95,7 @@ struct TiledTile {
 template <class F>
 inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, float* y) {
     Floats acc[4] = {zero(), zero(), zero(), zero()};
-    auto add = [&](int64_t b, Floats& sum) {
+    auto add = [&](int64_t b, Floats& sum) __attribute__((always_inline)) {
         Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
         const Floats scale = tile.load(b, quarter);
         tile_weights<F>(quarter, w);
@@ -95,8 +104,12 @@ inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, fl
         sum = fused(to_floats(products), mul(scale, broadcast(x.scale[b])), sum);
     };
     int64_t b = 0;
-    for (; b + 4 <= tile.n; b += 4)
-        for (int p = 0; p < 4; ++p) add(b + p, acc[p]);
+    for (; b + 4 <= tile.n; b += 4) {
+        add(b, acc[0]);
+        add(b + 1, acc[1]);
+        add(b + 2, acc[2]);
+        add(b + 3, acc[3]);
+    }
     for (int p = 0; p < 3; ++p)
         if (b + p < tile.n) add(b + p, acc[p]);
     store_floats(y, add_floats(add_floats(acc[0], acc[1]), add_floats(acc[2], acc[3])));
@@ -143,12 +156,15 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
         }
         return;
     }
+    const bool is_stream = x.count == 1 && stream_ahead > 0;
+    const uint8_t* last = is_stream ? rows.weight + a1 * rows.stride : nullptr;
     for (int64_t a = a0, end; a < a1; a = end) {
         end = a / TILE_ROWS * TILE_ROWS + TILE_ROWS;
         end = end < a1 ? end : a1;
         const bool has_also = rows.also && end - a == TILE_ROWS;
-        const TiledAhead ahead = {end == a1 ? rows.after : nullptr,
-                                  has_also ? rows.also + (a - a0) : nullptr, x.count >= LEAST_ASKING};
+        const TiledAhead ahead = {end == a1 && !is_stream ? rows.after : nullptr,
+                                  has_also ? rows.also + (a - a0) : nullptr, x.count >= LEAST_ASKING,
+                                  last, rows.after};
         dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
     }
 }
