@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
             print(f"> {message}")
             answers.append("".join(token.text for token in conversation.say(message)))
             run = conversation.run
-            print(f"{answers[-1]}\n[{run.cached_tokens} kept, {run.prefill_tokens} computed]")
+            computed = run.prefill_tokens - run.cached_tokens
+            print(f"{answers[-1]}\n[{run.cached_tokens} kept, {computed} computed]")
     return answers
 
 
