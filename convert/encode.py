@@ -13,9 +13,9 @@ from sparkinfer.convert.native.library import encode_rows
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
-# The smallest magnitude that becomes infinite: where rounding overflows the type, and for blocks
-# where their f16 scale (the largest magnitude over 127 or 8) does. In K-quants the scale of the
-# fitted scales and minima (the largest over 63) overflows; half of its limit is safe.
+# The smallest magnitude that is refused. Floats: where rounding overflows the type. Blocks: where
+# their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of where the
+# f16 scale of their scales and minima (the largest over 63) overflows.
 F16_LIMIT = 65520.0
 LIMITS = {
     "f32": math.inf,

@@ -130,7 +130,7 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
         )
     if len(predictors.layers) != model.shape.num_layers:
         raise SparkinferError(
-            f"{path}: {len(predictors.layers)} layers, the model has {model.shape.num_layers}"
+            f"{path}: has {len(predictors.layers)} layers, but the model {model.shape.num_layers}"
         )
     for layer, predictor in enumerate(predictors.layers):
         _check_layer(path, layer, predictor, model.shape)
@@ -186,8 +186,8 @@ def _dejavu_offset(
 ) -> tuple[int, tuple[str, ...]]:
     """The layer whose input predictors read, and a note if it is not stated.
 
-    DejaVu's and PowerInfer's read their own layer's, SparkInfer's that of the layer before, and the
-    files of the two look alike, so it has to be stated."""
+    Predictors of DejaVu and PowerInfer read the input of their own layer, those of SparkInfer that
+    of the layer before. Their files look alike, so the offset has to be stated."""
     written = config.get("input_layer_offset")
     if written not in (None, 0, 1) or isinstance(written, bool | float):
         raise SparkinferError(f"{path}: input_layer_offset is {str(written)[:60]}, wanted 0 or 1")

@@ -188,7 +188,7 @@ def _tied(
         head, embedding = sources.pop("output.weight"), sources["token_embd.weight"]
         if not torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
             raise SparkinferError(
-                f"{checkpoint.folder}: tie_word_embeddings is true, but {head!r} is not"
+                f"{checkpoint.folder}: tie_word_embeddings is true, but {head!r} differs from"
                 f" {embedding!r}; set it to false in config.json, or remove {head!r}"
             )
     return sources

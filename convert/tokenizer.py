@@ -113,7 +113,8 @@ def _check_older(folder: Path) -> None:
         is_merge = len(parts) == 2 and {*parts, "".join(parts)} <= vocabulary.keys()
         if line and not line.startswith("#version") and not is_merge:
             raise SparkinferError(
-                f"{path}: line {number} is not a merge of two tokens of vocab.json; get both again"
+                f"{path}: line {number} is not a merge of two tokens of vocab.json; download both"
+                " again"
             )
 
 
@@ -203,6 +204,6 @@ def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialV
         return SpecialVocab(folder, with_merges, names, vocab_size)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:
         raise SparkinferError(
-            f"{folder}: the special tokens cannot be read ({one_line(error)}); get tokenizer.json and"
-            " tokenizer_config.json again"
+            f"{folder}: the special tokens cannot be read ({one_line(error)}); download"
+            " tokenizer.json and tokenizer_config.json again"
         ) from error

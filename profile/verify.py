@@ -206,7 +206,7 @@ def _refuse_too_large(folder: Path) -> None:
     needed, free = 3 * sum(file.stat().st_size for file in files), free_memory_bytes()
     if needed > 0.8 * free:
         raise Skipped(
-            f"transformers needs about {needed / 1e9:.0f} GB for it, {free / 1e9:.0f} GB are free"
+            f"transformers needs about {needed / 1e9:.0f} GB for it; {free / 1e9:.0f} GB are free"
         )
 
 

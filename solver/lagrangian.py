@@ -16,10 +16,10 @@ prove nothing and are not tried. So every price yields a valid bound, however it
 The bound is loosest where the best price leaves a dense block half on the GPU, since one block is
 worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and each
 device of the head. Within a branch the minimum over the sets of m layers is exact, by a recursion
-over the layers: the least cost of all layers so far with m blocks on the GPU, the last one's there
-or not (the cost of a visit couples a layer only to the one before it). The bound is the least, over
-the branches that fit, of the best value found in each, or T of the placement without a GPU if that
-is less.
+over the layers: it keeps the least cost of all layers so far with m blocks on the GPU, once with
+the last layer's block there and once without (the cost of a visit couples a layer only to the one
+before it). The bound is the least, over the branches that fit, of the best value found in each, or
+T of the placement without a GPU if that is less.
 
 For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
 n < F: the layer is then split, wherever its dense block is, and

@@ -8,7 +8,7 @@ limit_j = t / w_j. t tracks the wanted share: after every batch it moves towards
     sensitivity  w_j is how much the predictions depend on act(gate_j) (sparsify.sensitivity); one t
                  for all layers, so that those that matter less lose more neurons
     uniform      w_j = E|up_j x| |down_j|; every layer has its own t, and all have the same share
-    global       the same, divided by E|FFN output| of the layer; one t for all layers
+    global       w_j of uniform, divided by E|FFN output| of the layer; one t for all layers
 
 Letters: L layers, T tokens, D model width, F neurons."""
 
@@ -26,7 +26,7 @@ Allocation = Literal["sensitivity", "uniform", "global"]
 ALLOCATIONS: tuple[Allocation, ...] = ("sensitivity", "uniform", "global")
 SAMPLES = 1 << 17  # values per layer and pass for a quantile
 SPEED = 0.2  # share of the way to a batch's quantile that t moves
-LAG_STEPS = 10  # the speed is raised to this over the number of steps, if that is more
+LAG_STEPS = 10  # with fewer than LAG_STEPS / SPEED steps, the speed is LAG_STEPS / steps
 
 
 class Measure:

@@ -1,4 +1,4 @@
-"""Drafts from the text: the longest match, against a slow and obvious search, and the pool."""
+"""Drafts from the text: the longest match, compared with a slow and obvious search; the pool."""
 
 import random
 
@@ -44,7 +44,7 @@ def test_lookup_continues_after_a_change_and_in_repetitions():
     assert NgramDrafter().propose(text, 8).tokens == source[23:31]
     assert NgramDrafter().propose([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
     assert NgramDrafter().propose([1, 2, 3, 4], 8).tokens == ()
-    # Of two equally good places, the one next to that of the last guess.
+    # Of two equally good places, the one next to that of the last guess wins.
     drafter, text = NgramDrafter(), [50, 51, 52, 9, 9, 60, *source, 9, 9, 70, 71, 72, 50, 51, 52]
     assert drafter.propose(text, 3).tokens == [9, 9, 60]
     assert drafter.propose([*text, 8, 9, 9], 1).tokens == [60]
@@ -74,7 +74,8 @@ def test_the_pool_drafts_from_another_text():
     assert pool.propose([90, 91, 20, 21, 23, 23], 5).tokens == []
     assert pool.propose([46, 47, 48], 5).tokens == ()
     assert NgramPool(4).propose([46, 47, 48, 49], 5).tokens == []
-    # With more tokens than entries the latest replace older ones; guesses are still from the text.
+    # If there are more tokens than entries, the latest replace older ones; guesses still come from
+    # the text.
     small = NgramPool(2, 16)
     ids = [n % 9 for n in range(1000)]
     assert set(small.propose(ids, 16).tokens) <= set(range(9))

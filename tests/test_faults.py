@@ -21,7 +21,7 @@ def run_faults(*options: object) -> subprocess.CompletedProcess:
 
 
 def test_no_fault_breaks_an_artifact():
-    """Two for each command; for others and more, run make fuzz."""
+    """Two faults for each command; make fuzz tries more."""
     result = run_faults("--cases", 2 * len(COMMANDS), "--seed", 1)
     *lines, last = result.stdout.splitlines()
     assert result.returncode == 0, (lines, result.stderr[-2000:])

@@ -29,7 +29,7 @@ from sparkinfer.runtime.generate.constraints import (
 
 @pytest.mark.parametrize("grammar", [JSON_GBNF, ARITHMETIC_GBNF, LIST_GBNF, CHESS_GBNF])
 def test_texts_of_the_usual_gbnf_grammars(grammar):
-    """Each by its own oracle: a parser of Python, or a regex written by hand."""
+    """Each has its own oracle: one of Python's parsers, or a regex written by hand."""
     constraint = gbnf_constraint(grammar, tiny_codec())
     for seed in range(8):
         text = written(constraint, seed)

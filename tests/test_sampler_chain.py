@@ -162,7 +162,7 @@ GREEDY = [
 def test_greedy_is_the_largest_after_the_earlier_samplers(more):
     draw = np.random.default_rng(4)
     greedy = chain_of(300, **{"temperature": 0.0} | more)
-    # What remains of the same chain near zero; where `temperature` stands makes no difference to it.
+    # The same chain at a temperature near 0, where the place of `temperature` makes no difference.
     near = chain_of(300, **more | {"temperature": 1e-6})
     for _ in range(30):
         logits_V, history = torch.from_numpy(draw.normal(size=300).astype(np.float32)), [1, 2, 3]

@@ -138,7 +138,7 @@ class Dispatch(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self._wait(args[0].device.index)
             return args[0].memory.item()
-        if torch.Tag.inplace_view in func.tags:  # squeeze_ and the like, on what torch sees, too
+        if torch.Tag.inplace_view in func.tags:  # e.g. squeeze_: the wrapper's shape changes, too
             func(*mapped(memory_of, args), **kwargs)
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
             with torch._C._ExcludeDispatchKeyGuard(keys):
@@ -146,11 +146,11 @@ class Dispatch(TorchDispatchMode):
         if is_view(func):
             base = next(device_tensors(args))
             index = base.device.index
-            with torch.inference_mode(base.is_inference()):  # as the view of any tensor
+            with torch.inference_mode(base.is_inference()):  # like any tensor's view
                 found = func(*mapped(memory_of, args), **kwargs)
                 return mapped(lambda view: DeviceTensor(view, index), found)
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type != "cuda":  # as empty_like's
+        if device is not None and torch.device(device).type != "cuda":  # e.g. of empty_like
             return func(*mapped(meta_of, args), **kwargs)
         return self._kernel(func, name, args, kwargs)
 
@@ -161,7 +161,7 @@ class Dispatch(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         outputs = written = written_arguments(func, args, kwargs)
         if written:
-            if kwargs.get("generator") is None:  # wrong shapes are refused now, not as it runs
+            if kwargs.get("generator") is None:  # refuses wrong shapes now, not when it runs
                 with suppress(NotImplementedError):
                     func(*mapped(meta_of, args), **on_meta(kwargs))
             result = written[0] if len(written) == 1 else tuple(written)

@@ -19,7 +19,7 @@ def _checked(modifiers: list[str], known: tuple[str, ...]) -> None:
 
 
 def _extreme(pick, is_max: bool, keeps_nan: bool):
-    """Numbers win over NaN, unless `.NaN`; -0 is less than +0."""
+    """Numbers win over NaN, unless `.NaN` is given; -0 is less than +0."""
 
     def compute(a, b):
         value = pick(a, b)

@@ -82,11 +82,11 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("--jinja --no-context-shift --no-escape --no-warmup", _same()),
     ("-cb --cont-batching --metrics", _same(commands=("serve",))),
     ("-fa --flash-attn", Flag(does="same", values="optional", commands=MODEL_COMMANDS,
-                              text="attention never keeps all scores")),
+                              text="attention never stores all scores")),
     ("-ngl --gpu-layers --n-gpu-layers",
      Flag(does="layers", values="one", commands=MODEL_COMMANDS)),
     ("-ngl --gpu-layers --n-gpu-layers",
-     _refuse("memory is granted in bytes, not in layers: --vram-budget 8GiB", ("solve",))),
+     _refuse("GPU memory is given in bytes, not in layers: --vram-budget 8GiB", ("solve",))),
     ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
      " -mg --main-gpu", _refuse(_PLAN, MODEL_COMMANDS)),
     ("-dev", Flag(does="device", values="one", commands=MODEL_COMMANDS)),

@@ -1,4 +1,4 @@
-"""The checks of `sparkinfer run` before it makes anything: of the options alone, then with the
+"""What `sparkinfer run` checks before it makes anything: first the options alone, then with the
 model."""
 
 from collections.abc import Sequence
