@@ -1,11 +1,12 @@
 """Measures llama.cpp's decode and prefill speed; run by the Python of a venv with llama-cpp-python.
 
 Started with a model file, a context length, a number of sequences and the type of keys and values;
-each line on stdin is a JSON object, each line on stdout a list of seconds:
+each line on stdin is a JSON object. It first prints a line with llama.cpp's system info, then a list
+of seconds for each object:
     {"do": "decode", "threads": n, "flash": bool, "ids": [...]}
         one per token, after a prompt of PROMPT tokens
     {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
-                one per repeat, with `ids` in one batch
+        one per repeat, with `ids` in one batch
     {"do": "batch", "threads": n, "flash": bool, "ids": [...], "sequences": b}
         one per token: each of `ids` in that many sequences at once, after prompts of PROMPT tokens
     {"do": "deep", "threads": n, "flash": bool, "ids": [...], "depth": d}

@@ -5,7 +5,7 @@ without a known prefix.
 
     python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
 
-MODEL is our model file, STOCK the same for llama.cpp (`make smollm2`). Both servers stay up, one is
+MODEL is our model file, STOCK the same for llama.cpp (`make smollm2`). All servers stay up, one is
 queried at a time; llama-server runs with and without its flash attention, and the faster counts. In
 a round all clients request --tokens tokens at the same moment, each after its own text of some 100
 tokens: greedy, end tokens ignored, no kept prompts. A figure is all tokens over the time from the

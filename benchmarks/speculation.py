@@ -2,16 +2,17 @@
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py build/smollm2 [--planted build/bench/q8_0.gguf]
 
-Two texts of a real chat model, `make smollm2`: a Python file of 150 lines that the model writes
-again (greedy; it leaves out a line here and there), and a story, greedy and drawn from a seed. In
+A real chat model (`make smollm2`) writes two texts: a Python file of 150 lines again (greedy; it
+leaves out a line here and there), and a story, both greedily and sampled with a fixed seed. In
 each round the text is generated without drafts and with each drafter, in sequences of one engine
 that alternate every few tokens, so that other load affects all alike; the tokens are compared, and
-the time runs from the first token to the last. Each time the controller starts from scratch. For the
+the time runs from the first token to the last. The controller starts afresh each time. For the
 planted model, whose text is meaningless, only the steps are timed.
 
-Steps of 1 to 17 rows are timed in turns, as medians. From them follow the drafted tokens a step
-must accept to break even, and the share of right guesses at which a draft of that length does.
-Medians of the rounds; the last line on stdout is one JSON object, which also goes to results/."""
+Steps of 1 to 17 rows are timed in turn. From their times follow the drafted tokens a step must
+accept to break even, and the share of right guesses at which a draft of that length does. All
+figures are medians of the rounds; the last line on stdout is one JSON object, which also goes to
+results/."""
 
 import argparse
 import hashlib
@@ -40,10 +41,10 @@ from sparkinfer.runtime.kernels.cpu import library
 
 KINDS = ("q8_0", "q4_0")
 ROWS = range(1, 18)
-TURN = 8  # of each text in turn
+TURN = 8  # tokens of a text before the next one goes on
 START = 600  # tokens in the cache before a timed step
 FILE = Path(__file__).parent.parent / "tests" / "models.py"
-NUM_LINES, NUM_GIVEN = 150, 12  # of the file; and of the answer, as its beginning
+NUM_LINES, NUM_GIVEN = 150, 12  # of the file; of these, given as the beginning of the answer
 TASK = "Write this file again, with a better docstring for the module."
 STORY = "Write a long story about an old lighthouse keeper and a storm."
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}"

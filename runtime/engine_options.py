@@ -258,7 +258,7 @@ def cache_types_of(
     cpu_ffn: bool = False,
 ) -> CacheTypes:
     """How keys and values are stored and which of them are read. Defaults: the model's own type for
-    keys, the keys' type for values, and `planned`, the plan's selection: None reads all."""
+    keys, the keys' type for values, and the plan's selection `planned` (None: all are read)."""
     own = kv_kind(model)
     key = own if key is None else key
     selection = planned if offload is None else KeySelection.parse(offload)
@@ -282,7 +282,7 @@ def cache_types_of(
         kind.check(model.shape.head_width)
     if has_plan and selection is not None and selection.is_capped:
         raise SparkinferError(
-            "positions=capped asked for, which runs on the CPU without a plan; leave one of the two out"
+            "positions=capped asked for, which does not work with a plan; leave one of the two out"
         )
     if selection is not None and selection.is_capped:
         _check_capped(model, types, selection)

@@ -70,7 +70,9 @@ def take_bias(
     if value is None:
         return ()
     if not isinstance(pairs, list) or len(pairs) > MAX_BIASES:
-        raise wrong("logit_bias", f"logit_bias: wanted an object of up to {MAX_BIASES} biases")
+        raise wrong(
+            "logit_bias", f"logit_bias: wanted up to {MAX_BIASES} biases, as an object or a list"
+        )
     found: dict[int, float] = {}
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
@@ -100,7 +102,7 @@ def _biased(token: object, encode: Callable[[str], list[int]], *, is_key: bool) 
         return [int(token)]
     if isinstance(token, str) and not is_key and len(token) <= MAX_BIASED_LENGTH:
         return encode(token)
-    raise wrong("logit_bias", f"logit_bias: {str(token)[:40]!r} is not a token id, or too long")
+    raise wrong("logit_bias", f"logit_bias: {str(token)[:40]!r} is not a token id or is too long")
 
 
 def texts_of(fields: Fields, name: str, most: int, longest: int) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ def test_missing_torch_triton_and_compiler_are_reported(light):
     assert found.code == 1 and found.wrong() == ["torch"]
     assert "is not installed" in found.of("torch")[0]["text"]
     assert "pip install torch" in found.of("torch")[0]["advice"]
-    assert "is not installed: torch computes its kernels" in found.of("triton")[0]["text"]
+    assert "is not installed: torch replaces its kernels" in found.of("triton")[0]["text"]
     assert "agree with numpy" in found.of("kernels")[0]["text"]
 
 

@@ -39,7 +39,7 @@ class CacheReport:
         saved = 1 - self.seconds / self.planned_seconds
         return (
             f"neuron cache: {hits}; {self.num_swaps:,} swaps, on for {self.steps_on} of"
-            f" {self.num_steps} tokens, {abs(saved):.1%} {'less' if saved >= 0 else 'more'} time by"
+            f" {self.num_steps} steps, {abs(saved):.1%} {'less' if saved >= 0 else 'more'} time by"
             " the plan's rates"
         )
 

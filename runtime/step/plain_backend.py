@@ -1,7 +1,7 @@
 """A backend that runs both sides of a hybrid step on the CPU, where kernels run as they are
 submitted.
 
-It tests the step without a GPU and is the reference for a captured step."""
+Used to test the step without a GPU, and as the reference for captured steps."""
 
 from collections.abc import Callable
 

@@ -194,7 +194,7 @@ class ModelFile:
         if self.activation not in SMOOTH or self.layout == "stock":
             what = "the stock layout" if self.layout == "stock" else f"this {self.activation} model"
             raise SparkinferError(
-                f"{self.path}: {found[0]}: limits are for SiLU and GELU models in the sparse layout,"
+                f"{self.path}: {found[0]}: limits are for SiLU and GELU models in the sparse layout;"
                 f" {what} cannot have them; convert it without them"
             )
         for name in found:
@@ -248,12 +248,12 @@ class ModelFile:
     def _check_predictor(self, info: PredictorInfo) -> None:
         if info.kind == "gate" and self.activation not in SMOOTH:
             raise SparkinferError(
-                f"{self.path}: predictors of kind gate are for {', '.join(SMOOTH)}, the activation"
+                f"{self.path}: predictors of kind gate are for {', '.join(SMOOTH)}, but the activation"
                 f" here is {self.activation}; train predictors for this model"
             )
         if info.kind == "relu" and 0 in info.rank_L:
             raise SparkinferError(
-                f"{self.path}: predictors of kind relu have two matrices, layer"
+                f"{self.path}: predictors of kind relu have two matrices, but layer"
                 f" {info.rank_L.index(0)} says rank 0; convert them again"
             )
 
@@ -417,7 +417,7 @@ def sample_bytes(raw: np.ndarray) -> bytes:
 def _next_step(kind: str) -> str:
     """What to do about a type without kernels, as the end of an error."""
     if can_unpack(kind):
-        return "; first sparkinfer convert FILE -o model.gguf, which converts it to q8_0"
+        return "; first run sparkinfer convert FILE -o model.gguf, which converts it to q8_0"
     return " and cannot be converted; use a file of another type"
 
 

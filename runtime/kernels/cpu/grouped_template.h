@@ -93,8 +93,8 @@ inline void add_scaled(Floats exact, Floats scale, bool is_behind, float* y) {
 #include "grouped_avx512.h"
 #endif
 
-// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i. `ahead`: as many bytes
-// to prefetch meanwhile, or null.
+// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i. `ahead`:
+// where to prefetch as many bytes meanwhile, or null.
 template <class F, int COUNT>
 inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bool is_behind,
                             float* const* y, const uint8_t* ahead = nullptr) {

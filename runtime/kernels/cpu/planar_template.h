@@ -11,11 +11,11 @@
 //   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of the first 8 bytes
 //   interleave_high(a, b)        of the last 8 bytes
 //   shift_words(v, n)            shifts each 16 bits right by n, filling with zeros
-//   low_bytes(v) high_bytes(v)   int8 of each 16 bits as 16 bits: the low one + 128, the high one
+//   low_bytes(v) high_bytes(v)   int8 of each 16 bits, as 16 bits: the lower one plus 128, the higher one
 //   add_pairs(sum, a, b)         sum + the products of int16, two of them in 32 bits
 //   spread<TIMES>(p, i)          p[i], p[i + 1], ..., each TIMES times
-//   larger(a, b)                 of each lane
-//   over_lanes(v, op)            op over all lanes, in each of them
+//   larger(a, b)                 the larger value of each lane
+//   over_lanes(v, op)            op over all lanes; the result is in each lane
 
 constexpr int64_t CHUNK = 16;  // blocks whose scales are read together
 
@@ -48,7 +48,7 @@ struct Interleaved {
 };
 
 // Splits two interleaved units (16 bits of one row next to those of the other) into PARTS vectors of
-// 16-bit values that are offset by ZERO. A unit is a vector of quants.
+// 16-bit values, offset by ZERO where start() corrects it. A unit is a vector of quants.
 
 struct Nibbles {
     static constexpr int64_t PARTS = 4, ZERO = 8, UNIT = 8 * LANES;
@@ -121,7 +121,7 @@ struct FactorScale {
 
 inline FactorScale factor_scale(Ints largest) {
     const Ints is_nan = largest >= 0x7f800000;  // or infinite
-    const Ints is_some = (largest > (28 << 23)) & ~is_nan;  // factors below 2^-99 are 0
+    const Ints is_some = (largest > (28 << 23)) & ~is_nan;  // products up to 2^-99 count as 0
     const Floats most = reinterpret_cast<Floats>(is_some & largest) +
                         reinterpret_cast<Floats>(~is_some & 0x3f800000);
     const Ints up = is_some & reinterpret_cast<Ints>(broadcast(LARGEST_FACTOR) / most);
@@ -234,7 +234,7 @@ void order_sums(float* y, int64_t d0, int64_t d1) {
     }
 }
 
-// The last n values of rows, if they are less than a unit; their sums are in column order.
+// The last n values of rows, if fewer than in a unit; their sums are in column order.
 template <class Format>
 inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k,
                              const SumFactors& factors, int64_t first, int64_t n, float* y) {

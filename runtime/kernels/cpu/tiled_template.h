@@ -30,7 +30,7 @@ constexpr bool IS_TILED<Q8_0Tiled> = true;
 template <>
 constexpr bool IS_TILED<Q4_0Tiled> = true;
 
-// Vectors from which on a product takes so long that the hardware prefetcher pauses, so tiles are
+// Number of vectors from which a product takes so long that the hardware prefetcher pauses, so tiles are
 // prefetched in software. Two Zen 4 cores, the head of SmolLM2 in q8_0 without and with: 2 vectors 0.89
 // and 1.30 ms, 4 vectors 0.88 and 1.1, 8 vectors 1.65 and 1.37, 16 vectors 3.3 and 2.75.
 constexpr int64_t LEAST_ASKING = 6, TILED_AHEAD = 2304;
@@ -42,8 +42,8 @@ struct TiledAhead {
     const uint8_t* after;        // a tile's bytes from here on, or null
     const uint8_t* const* also;  // for each row, the address of further row bytes; or null
     bool is_asking = false;      // whether the next tile is prefetched too
-    // Not null: all that is read, up to here and then from `then` on if that is not null, is prefetched
-    // stream_ahead bytes ahead.
+    // If not null, all tiles are prefetched, stream_ahead bytes ahead. `end` is where they end; beyond it,
+    // the bytes from `then` on are prefetched, if that is not null.
     const uint8_t* end = nullptr;
     const uint8_t* then = nullptr;
 

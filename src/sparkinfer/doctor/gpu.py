@@ -30,11 +30,13 @@ def torch(found: Result) -> list[Finding]:
         text = f"cannot be imported: {done['error'][:MOST_LETTERS]}"
         return [wrong("torch", text, "install torch again")]
     if not done["is_right"]:
-        return [wrong("torch", f"{done['version']} multiplies wrongly", "install torch again")]
+        return [
+            wrong("torch", f"{done['version']} multiplies matrices wrongly", "install torch again")
+        ]
     cuda = f"for CUDA {done['cuda']}" if done["cuda"] else "for the CPU"
     findings = [ok("torch", f"{done['version']}, {cuda}")]
     if done["runtime_error"]:
-        why = f"the C++ library is not this version's: {done['runtime_error'][:MOST_LETTERS]}"
+        why = f"the C++ library cannot be used: {done['runtime_error'][:MOST_LETTERS]}"
         findings.append(wrong("runtime", why, REBUILD))
     return findings
 
@@ -90,7 +92,7 @@ def triton(found: Result, *, has_gpu: bool) -> list[Finding]:
         text = (
             "is not installed" if done["is_missing"] else f"fails: {done['error'][:MOST_LETTERS]}"
         )
-        return [problem("triton", f"{text}: torch computes its kernels, more slowly{later}",
+        return [problem("triton", f"{text}: torch replaces its kernels, more slowly{later}",
                         "pip install triton")]  # fmt: skip
     size = f"{done['num_files']:,} files of {format_bytes(done['num_bytes'])} in its cache"
     lines = [ok("triton", f"{done['version']}, {size}")]
