@@ -35,7 +35,7 @@ class KeySelection:
     sinks: int = 64
     window: int = 1024
     top: int = 1024
-    candidates: int = 4
+    candidates: int = 8
     summary: str = "bounds"
     positions: str = "original"
 

@@ -23,6 +23,8 @@
 #include "cache_rows.h"
 #include "work.h"
 
+constexpr int64_t LINE = 64;  // bytes of a cache line
+constexpr int64_t AHEAD = 4;  // blocks whose codes are prefetched
 constexpr float SUMMARY_LARGEST = 63.0f, QUERY_LARGEST = 127.0f, CODE_STEP = 0.9957f;
 
 inline int64_t select_width(int64_t W) { return (W + SELECT_WIDTH - 1) / SELECT_WIDTH * SELECT_WIDTH; }
@@ -288,6 +290,15 @@ class Selector {
         }
     }
 
+    // Chosen blocks are scattered, so the processor cannot tell which codes are read next.
+    void prefetch_codes(const SparkLayer& l, int64_t at) const {
+        const int64_t B = rule.block, length = B * (Wp / 4);
+        const char* code = reinterpret_cast<const char*>(l.code + at * length);
+        for (int64_t i = 0; i < length; i += LINE) __builtin_prefetch(code + i);
+        const char* factor = reinterpret_cast<const char*>(l.code_factor + at * B);
+        for (int64_t i = 0; i < B * 4; i += LINE) __builtin_prefetch(factor + i);
+    }
+
     // Computes attention scores, room.score [G, num_best * B], from the codes of the chosen blocks' keys.
     void score_codes(const SparkLayer& l, int64_t num_best, const float* query, int64_t stride,
                      Scratch& room) const {
@@ -300,6 +311,7 @@ class Selector {
             room.unit[g] = store_query(room.turned.data(), 1, false, room.query.data() + g * Wp);
         }
         for (int64_t c = 0; c < num_best; ++c) {
+            prefetch_codes(l, room.at[std::min(c + AHEAD, num_best - 1)]);
             const uint8_t* code = l.code + room.at[c] * B * (Wp / 4);
             kernels().dot_codes({&code, B, Wp, G, m, room.query.data(), room.dot.data() + c * B});
         }

@@ -103,19 +103,24 @@ inline SelectBytes code_values(const uint8_t* code) {
 }
 #endif
 
-// Processes four rows at a time; the first row replaces missing rows at the end.
+// Processes four rows at a time; the first row replaces missing rows at the end. `load` is called once
+// for rows of one vector, since codes take longer to unpack than to multiply.
 template <class Load>
 inline void select_dots(const SelectDots& d, int64_t row_step, const Load& load) {
     for (int64_t i = 0; i < d.n; i += 4) {
         const int64_t left = d.n - i;
+        SelectBytes first[4];
+        for (int64_t j = 0; j < 4; ++j) first[j] = load(i + (j < left ? j : 0), 0);
         for (int64_t g = 0; g < d.num_queries; ++g) {
             const int8_t* x = d.query + g * d.width;
-            SelectBytes sum[4] = {no_sums(), no_sums(), no_sums(), no_sums()};
-            for (int64_t w = 0; w < d.width; w += SELECT_WIDTH) {
-                const SelectBytes values = select_bytes(x + w);
+            SelectBytes sum[4];
+            const SelectBytes values = select_bytes(x);
+            for (int64_t j = 0; j < 4; ++j) sum[j] = add_products(no_sums(), first[j], values);
+            for (int64_t w = SELECT_WIDTH; w < d.width; w += SELECT_WIDTH) {
+                const SelectBytes more = select_bytes(x + w);
                 for (int64_t j = 0; j < 4; ++j)
                     sum[j] = add_products(sum[j], load(i + (j < left ? j : 0), w * row_step / 4),
-                                          values);
+                                          more);
             }
             int32_t total[4];
             store_totals(sum[0], sum[1], sum[2], sum[3], total);
