@@ -23,6 +23,7 @@ from sparkinfer.pipeline import num_threads
 FILE = "rates.json"
 ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # seconds of each measurement
 SLICE_BYTES = 1 << 20
+TOO_LARGE = (OverflowError, RecursionError)  # numbers above f64's, and JSON nested thousands deep
 WRITTEN_BYTES = 32 << 20
 T, M, N = 512, 1024, 4096  # shape of the timed matrix product
 
@@ -39,7 +40,7 @@ class Rates:
     def load(cls, folder: Path, machine: str) -> "Rates":
         """The rates in a cache folder; empty if there is no readable file."""
         rates = cls(path=folder / FILE, machine=machine)
-        with suppress(OSError, ValueError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, TypeError, AttributeError, *TOO_LARGE):
             found = json.loads(rates.path.read_text(encoding="utf-8")).get(machine, {})
             rates.stored = {str(name): float(rate) for name, rate in found.items() if rate > 0}
         return rates
@@ -50,7 +51,7 @@ class Rates:
             return
         self.stored[name] = rate
         content: dict[str, dict[str, float]] = {}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, *TOO_LARGE):
             found = json.loads(self.path.read_text(encoding="utf-8"))
             content = found if isinstance(found, dict) else {}
         content[self.machine] = self.stored

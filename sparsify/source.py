@@ -18,6 +18,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.rope import RopeScaling
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.sparsify.trained_checkpoint import save_tensors
+from sparkinfer.typed import shown
 
 # transformers' class and model type, by llama.cpp's name of the graph. All use the same tensor
 # names.
@@ -51,11 +52,11 @@ def check_trainable(path: Path, config: Mapping[str, object]) -> None:
         return
     if name in TRAINABLE or name in ("SparseLlamaForCausalLM", "BambooForCausalLM"):
         raise SparkinferError(
-            f"{path}: its activation is {activation}: the model is sparse by itself and needs no"
+            f"{path}: its activation is {shown(activation)}: the model is sparse by itself and needs no"
             " training; convert and profile it as it is"
         )
     raise SparkinferError(
-        f"{path}: {name} cannot be trained here; wanted one of {', '.join(TRAINABLE)}"
+        f"{path}: {name if name is None else shown(name)} cannot be trained here; wanted one of {', '.join(TRAINABLE)}"
     )
 
 

@@ -38,6 +38,7 @@ from fuzz_readers import KINDS, Case
 MEMORY_BYTES = 1 << 30
 GUIDE = "guide.json"  # beside the folder WORK
 NEW = "new"  # begins the line about lines that a case was the first to reach
+USED = "used"  # begins the last line of a child: the seconds of a processor that its cases took
 READY = "ready"  # the first line of a child, which has read the whole inputs
 MAX_LINE = 1000  # characters of a refusal
 # KIND/NAME.refused and KIND/NAME.done: cases that once ended otherwise.
@@ -179,6 +180,7 @@ def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(READY, flush=True)
+    began = used_seconds()
     for text in ranges:
         kind, start, stop = text.split(":")
         run, known = runner_of(kind), guide.get(kind)
@@ -193,6 +195,13 @@ def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
             if lines and (new := lines.take()):
                 print(NEW, json.dumps([kind, number, sorted(new)]), flush=True)
             print(kind, number, outcome.replace("\n", " "), flush=True)
+    print(USED, used_seconds() - began, flush=True)
+
+
+def used_seconds() -> float:
+    """The processor time of this process and its children."""
+    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in found)
 
 
 # ------------------------------------------------------------------ the parent's side
@@ -201,13 +210,16 @@ ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_
 Cases = dict[str, range]  # the numbers of each kind
 Outcomes = dict[tuple[str, int], str]
 FoundNew = Callable[[str, int, list], None]
+Used = Callable[[float], None]
 
 
 def run_cases(
-    inputs: Path, work: Path, cases: Cases, limit_s: int = 5, found_new: FoundNew | None = None
-) -> Outcomes:
+    inputs: Path, work: Path, cases: Cases, limit_s: int = 5, found_new: FoundNew | None = None,
+    used: Used | None = None,
+) -> Outcomes:  # fmt: skip
     """The outcome of every case; a process that dies is replaced by another. `found_new` receives
-    the lines that a case was the first to reach, if there is a guide beside `work`."""
+    the lines that a case was the first to reach, if there is a guide beside `work`, and `used` the
+    processor's seconds of each process that lives to its end."""
     outcomes: Outcomes = {}
     while len(outcomes) < sum(map(len, cases.values())):
         shutil.rmtree(work, ignore_errors=True)
@@ -224,11 +236,14 @@ def run_cases(
         first, *lines = done.stdout.splitlines() or [""]
         if first != READY:
             raise RuntimeError(f"the whole inputs cannot be read: {done.stderr[-2000:]}")
-        if found_new is not None:
-            for line in lines:
-                if line.startswith(f"{NEW} "):
-                    found_new(*json.loads(line.removeprefix(NEW)))
-        found = [line.split(" ", 2) for line in lines if not line.startswith(f"{NEW} ")]
+        for line in lines:
+            if found_new is not None and line.startswith(f"{NEW} "):
+                found_new(*json.loads(line.removeprefix(NEW)))
+            if used is not None and line.startswith(f"{USED} "):
+                used(float(line.removeprefix(USED)))
+        found = [
+            line.split(" ", 2) for line in lines if not line.startswith((f"{NEW} ", f"{USED} "))
+        ]
         outcomes |= {(kind, int(number)): outcome for kind, number, outcome in found}
         left = [case for case in missing if case not in outcomes]
         if left:

@@ -92,7 +92,7 @@ def spots_of(path: Path) -> list[tuple[int, int]]:
                 (directory, len(raw)), (len(raw) - 98, len(raw)), whole]  # fmt: skip
     if path.name.endswith(".split.gguf"):
         return [(0, 24), (24, raw.rindex(b"ffn_hot") + 40), whole]
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and b"token_embd" in raw:
         end = max(raw.rindex(b"weight"), raw.rfind(b".limit")) + 40
         tensors = raw.index(b"token_embd")
         return [(0, 24), (24, tensors), (24, tensors), (tensors, end), (tensors, end), whole]

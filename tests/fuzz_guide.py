@@ -18,8 +18,9 @@ Chain = tuple[int, ...]  # numbers of damages, one after another, to the whole f
 
 @dataclass(kw_only=True)
 class Known:
-    """The state of one kind of input: `cases` have run, and `last_new` is the number of cases after
-    which the last new line was reached."""
+    """The state of one kind of input: `cases` have run in `seconds`, of which the processor was used
+    for `cpu_seconds`, and `last_new` is the number of cases after which the last new line was
+    reached."""
 
     lines: set[Line] = field(default_factory=set)
     seeds: list[Chain] = field(default_factory=list)
@@ -29,6 +30,7 @@ class Known:
     wrong: int = 0
     last_new: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     def chain(self, kind: str, number: int) -> Chain:
         """The damages before that of a case: those of a seed, or none."""

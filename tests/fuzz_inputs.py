@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from checkpoints import edit_config, random_dejavu, random_llama, save_tokenizer
+from fuzz_further_inputs import make_further
 from fuzz_readers import SETTINGS, TARGETS
 from models import make_machine, make_profile
 from safetensors.torch import load_file, save_file
@@ -68,6 +69,7 @@ def make_inputs(folder: Path) -> None:
     _artifacts(folder)
     _tokenizers(folder)
     _texts(folder)
+    make_further(folder)
 
 
 def _checkpoints(folder: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fuzz_wrong as wrong
+import fuzz_wrong_families as families
 import numpy as np
 from fuzz_guide import Chain
 from fuzz_readers import KINDS, Case
@@ -123,6 +124,15 @@ MEANINGS = {
         "index": Meaning(kind="index", changes=wrong.INDEX),
         "prompt": Meaning(kind="prompt", changes=wrong.PROMPT, seal=_seal_prompt),
         "resume": Meaning(kind="resume", changes=wrong.RESUME),
+        "yarn": Meaning(kind="yarn", changes=families.YARN),
+        "llama3": Meaning(kind="llama3", changes=families.LLAMA3),
+        "falcon": Meaning(kind="falcon", changes=families.FALCON),
+        "opt": Meaning(kind="opt", changes=families.OPT),
+        "phi": Meaning(kind="phi", changes=families.PHI),
+        "qwen": Meaning(kind="qwen", changes=families.QWEN),
+        "falcon-gguf": Meaning(kind="falcon-gguf", changes=families.FALCON_GGUF),
+        "opt-gguf": Meaning(kind="opt-gguf", changes=families.OPT_GGUF),
+        "qwen-gguf": Meaning(kind="qwen-gguf", changes=families.QWEN_GGUF),
     }.items()
 }
 

@@ -14,7 +14,9 @@ from fuzz_meaning import Content, load, read_content
 ODDS = {
     f"odd-{kind}": kind
     for kind in ("profile", "ours", "limits", "thresholds", "merge", "plan", "run", "gguf", "stock",
-                 "theirs", "prompt", "resume", "safetensors")
+                 "theirs", "prompt", "resume", "safetensors", "falcon-weights", "phi-weights",
+                 "falcon-gguf", "opt-gguf", "qwen-gguf", "yarn-gguf", "scores", "templates",
+                 "shown", "retrained", "export")
 }  # fmt: skip
 # Possible values of a GGUF key.
 VALUES = (

@@ -3,62 +3,44 @@
 Readers, and the kinds that go through them (a kind is a folder of whole inputs, one file of which
 is damaged):
 
-    config.json, families               config, values
-    weights                             safetensors, index, bin (a zip and a pickle, both our own)
-    tokenizer.json, its like            tokenizer, tokens, vocab, merges, sentencepiece
+    config.json                         config, values, yarn, llama3 (rotations)
+    config.json of other families       falcon, opt, phi, qwen
+    why convert refuses it; training    folder; trainable, retrained (from a GGUF)
+    weights                             safetensors, index, bin (a zip and a pickle, both our own),
+                                        bin-index, falcon-weights, opt-weights, phi-weights
+    tokenizer.json, its like            tokenizer, tokens, unigram, vocab, merges, sentencepiece
     names and numbers of special tokens special, generation
-    chat templates, rendered            template
-    GGUF of ours                        gguf, run (predictors, limits and tokenizer; it is run)
-    GGUF of others, their tokenizers    stock, theirs, powerinfer
+    chat templates, rendered; by name   template; templates
+    GGUF of ours                        gguf, run (predictors, limits and tokenizer; it is run),
+                                        falcon-gguf, opt-gguf, qwen-gguf, yarn-gguf
+    GGUF of others, their tokenizers    stock, theirs (merges), scores, powerinfer
+    shown by inspect                    shown, shown-theirs, shown-predictors, gpuidx, model-split
     predictors                          ours, pt (DejaVu's)
     profile; merged; as thresholds      profile, merge, thresholds
-    plan; run by it, exported           plan
+    plan; run by it, exported           plan; export (with a damaged profile)
     machine; solved with it             machine, figures
     limits                              limits
     what eval prints, profile's report  comparison, told
     what a run saved                    resume (of profile and sparsify), prompt, conversation
-    grammars                            gbnf, schema, regex, lark
-    corpora                             text, jsonl, parquet
+    the cache of run, checks of GPUs    entry, rates, checks
+    grammars                            gbnf, rules (regular parts), schema, regex, lark
+    corpora, as messages; prompts       text, jsonl, parquet, messages; prompts
 
 Requests to the server are in test_serve_guard and its neighbours."""
 
 import contextlib
-import io
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fuzz_further as further
+from fuzz_further import PROMPT
+from fuzz_kind import Case, Kind
+
 if TYPE_CHECKING:  # slow to import, and the child counts memory
     from sparkinfer.runtime.text.codec import TextCodec
 
-PROMPT = "the fox, 12 times"
 SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share": 0.5}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """`path` is the damaged file, `inputs` everything whole, `output` a name in a new folder."""
-
-    number: int
-    path: Path
-    inputs: Path
-    output: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.path.parent
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """`target` is the file that is damaged; `is_values`: by its JSON values and not its bytes."""
-
-    target: str
-    read: Callable[[Case], object]
-    is_values: bool = False
 
 
 def convert_folder(case: Case) -> None:
@@ -155,34 +137,12 @@ def add_thresholds(case: Case) -> None:
     with_thresholds(ModelFile.load(case.inputs / "silu.gguf"), case.path).validate()
 
 
-def inspect(case: Case) -> None:
-    """Shows what a file of ours holds, and of a profile or a plan its export."""
-    from sparkinfer.export.export import ExportConfig, export
-    from sparkinfer.inspection.inspect_file import inspect_file
-    from sparkinfer.inspection.tables import print_summary
-    from sparkinfer.inspection.to_json import to_json
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        summary = inspect_file(case.path)
-        print_summary(summary, all_tensors=True)
-        json.loads(to_json(summary), parse_constant=_refuse_constant)
-    if case.path.suffix == ".safetensors":
-        export(ExportConfig(source=case.path, output=case.output, format="powerinfer-activations"))
-    if case.path.suffix == ".gguf":
-        profile = case.folder / "model.profile.safetensors"
-        export(ExportConfig(source=case.path, output=case.output, profile=profile, format="gpuidx"))
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def inspect_and_run_plan(case: Case) -> None:
     from sparkinfer import Engine
 
     with Engine.load(case.inputs / "plain.gguf", split=case.path, device="cpu") as engine:
         engine.hidden([5, 6, 7])
-    inspect(case)
+    further.inspect_and_export(case)
 
 
 def merge_profiles(case: Case) -> None:
@@ -284,6 +244,7 @@ def load_told(case: Case) -> None:
 
 
 PROFILE = "model.profile.safetensors"
+CHECKS = "69417464ba20ba50b52f54a3.json"  # the digest of the key within
 KINDS = {
     "safetensors": Kind(target="model.safetensors", read=convert_folder),
     "bin": Kind(target="pytorch_model.bin", read=convert_folder),
@@ -306,11 +267,11 @@ KINDS = {
     "pt": Kind(target="model_0.pt", read=add_predictors),
     "ours": Kind(target="predictors.safetensors", read=add_predictors),
     "limits": Kind(target="limits.safetensors", read=add_limits),
-    "profile": Kind(target=PROFILE, read=inspect),
+    "profile": Kind(target=PROFILE, read=further.inspect_and_export),
     "thresholds": Kind(target=PROFILE, read=add_thresholds),
     "merge": Kind(target=PROFILE, read=merge_profiles),
     "plan": Kind(target="model.split.gguf", read=inspect_and_run_plan),
-    "machine": Kind(target="machine.json", read=inspect),
+    "machine": Kind(target="machine.json", read=further.inspect_and_export),
     "figures": Kind(target="machine.json", read=plan_with, is_values=True),
     "comparison": Kind(target="eval.json", read=load_comparison, is_values=True),
     "told": Kind(target="p.report.json", read=load_told, is_values=True),
@@ -324,5 +285,39 @@ KINDS = {
     "text": Kind(target="corpus.txt", read=read_corpus),
     "jsonl": Kind(target="corpus.jsonl", read=read_corpus),
     "parquet": Kind(target="corpus.parquet", read=read_corpus),
+    "messages": Kind(target="corpus.txt", read=further.read_messages),
+    "prompts": Kind(target="prompts.jsonl", read=further.read_prompts),
+    # Other families, other rotations and other tokenizers.
+    "falcon": Kind(target="config.json", read=convert_folder, is_values=True),
+    "opt": Kind(target="config.json", read=convert_folder, is_values=True),
+    "phi": Kind(target="config.json", read=convert_folder, is_values=True),
+    "qwen": Kind(target="config.json", read=convert_folder, is_values=True),
+    "falcon-weights": Kind(target="model.safetensors", read=convert_folder),
+    "opt-weights": Kind(target="model.safetensors", read=convert_folder),
+    "phi-weights": Kind(target="model.safetensors", read=convert_folder),
+    "falcon-gguf": Kind(target="model.gguf", read=further.compute),
+    "opt-gguf": Kind(target="model.gguf", read=further.compute),
+    "qwen-gguf": Kind(target="model.gguf", read=further.compute),
+    "bin-index": Kind(target="pytorch_model.bin.index.json", read=convert_folder),
+    "yarn": Kind(target="config.json", read=convert_folder, is_values=True),
+    "llama3": Kind(target="config.json", read=convert_folder, is_values=True),
+    "yarn-gguf": Kind(target="model.gguf", read=further.stretch),
+    "scores": Kind(target="model.gguf", read=tokenise),
+    "unigram": Kind(target="tokenizer.json", read=convert_tokenizer, is_values=True),
+    "templates": Kind(target="model.gguf", read=further.find_template),
+    "trainable": Kind(target="config.json", read=further.train_from, is_values=True),
+    "retrained": Kind(target="model.gguf", read=further.train_from),
+    # Shown, exported, kept.
+    "folder": Kind(target="config.json", read=further.inspect_folder, is_values=True),
+    "shown": Kind(target="model.gguf", read=further.inspect_model),
+    "shown-theirs": Kind(target="model.gguf", read=further.inspect),
+    "shown-predictors": Kind(target="predictors.safetensors", read=further.inspect),
+    "gpuidx": Kind(target="model.generated.gpuidx", read=further.inspect),
+    "model-split": Kind(target="model-4.gguf", read=further.inspect),
+    "export": Kind(target=PROFILE, read=further.export_split),
+    "entry": Kind(target="entry.json", read=further.list_entry, is_values=True),
+    "rates": Kind(target="rates.json", read=further.remember_rates),
+    "checks": Kind(target=CHECKS, read=further.read_verdicts, is_values=True),
+    "rules": Kind(target="grammar.gbnf", read=follow_grammar),
 }
 TARGETS = {name: kind.target for name, kind in KINDS.items()}

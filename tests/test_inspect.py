@@ -316,6 +316,14 @@ def test_a_file_of_no_known_kind_gives_one_line(tmp_path, capsys, content, said)
     assert said in refused(tmp_path / "x", capsys)
 
 
+def test_a_header_above_the_bound_is_not_read(tmp_path, capsys):
+    """A sparse file may claim any size for it, and have it."""
+    with (tmp_path / "x").open("wb") as file:
+        file.write(struct.pack("<Q", 1 << 40) + b'{"')
+        file.truncate((1 << 40) + 8)
+    assert "above the bound of 33,554,432" in refused(tmp_path / "x", capsys)
+
+
 def test_a_missing_file_and_a_folder(tmp_path, capsys):
     assert "no such file; wanted a model" in refused(tmp_path / "nowhere", capsys)
     assert "is a folder" in refused(tmp_path, capsys)

@@ -19,6 +19,7 @@ from sparkinfer.inspection.inspect_file import inspect_file
 from sparkinfer.limits import FILE_NAME, PLACES, LayerLimits, Limits, limit_shapes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.verify import verify
+from sparkinfer.runtime.step.program_summary import summarise_program
 from sparkinfer.safetensors_file import save_arrays
 
 D, F = 64, 96
@@ -270,6 +271,21 @@ def test_a_file_with_limits_can_be_inspected(tmp_path):
     shown = {fact.name: fact.part for fact in summary.tensors}
     assert shown["blk.0.attn_qkv.limit"] == shown["blk.0.attn_q_t.weight"] == "attention"
     assert shown["blk.0.ffn_input.limit"] == shown["blk.0.ffn_gate_t.weight"] == "ffn"
+
+
+def test_the_program_of_transposed_matrices_counts_their_bytes(tmp_path):
+    """A row for each input takes as many bytes as a row for each neuron, in f32."""
+    base = saved(model_of(), tmp_path)
+    limits_of().save(tmp_path / "limits.safetensors")
+    convert(ConvertConfig(source=base, output=tmp_path / "m.gguf", outtype="f32",
+                          limits=tmp_path / "limits.safetensors"))  # fmt: skip
+    model = ModelFile.load(tmp_path / "m.gguf")
+    assert model.is_transposed(0, "ffn_gate")
+    found, usual = (summarise_program(path, None) for path in (model.path, base))
+    more = sum(e.num_bytes for name, e in model.tensors.items() if name.endswith("qkv.limit"))
+    more += sum(e.num_bytes for n, e in model.tensors.items() if n.endswith("attn_output.limit"))
+    assert found.weight_bytes == {"host": usual.weight_bytes["host"] + more}
+    assert [op.operation for op in found.operations] == [op.operation for op in usual.operations]
 
 
 def test_the_key_of_a_saved_prompt_covers_its_limits(tmp_path: Path) -> None:

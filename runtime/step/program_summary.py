@@ -63,7 +63,7 @@ class Line:
 
 def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
     """Raises SparkinferError for anything but a model file, and for a plan of another model."""
-    model = ModelFile.load(path)
+    model = ModelFile.load(path).row_major
     split = None if split_path is None else Split.load(split_path)
     if split is not None and split_path is not None:
         split.check_against(model, split_path)

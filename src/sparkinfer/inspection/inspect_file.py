@@ -17,6 +17,7 @@ from sparkinfer.inspection.artifact_summaries import (
 )
 from sparkinfer.inspection.gguf_summary import GgufSummary, summarise_gguf
 from sparkinfer.json_file import parse_object, read_object
+from sparkinfer.safetensors_file import MAX_HEADER_BYTES
 from sparkinfer.typed import shown
 
 Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
@@ -61,6 +62,11 @@ def _safetensors_metadata(path: Path) -> dict[str, object]:
     """The strings in a header: eight bytes of length, then JSON with `__metadata__`."""
     with path.open("rb") as file:
         (num_bytes,) = struct.unpack("<Q", file.read(8))
+        if num_bytes > MAX_HEADER_BYTES:
+            raise SparkinferError(
+                f"{path}: begins like a safetensors file with a header of {num_bytes:,} bytes, above"
+                f" the bound of {MAX_HEADER_BYTES:,}; make or copy it again"
+            )
         if num_bytes > path.stat().st_size - 8:
             raise SparkinferError(
                 f"{path}: begins like a safetensors file with a header of {num_bytes:,} bytes, but"

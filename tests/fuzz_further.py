@@ -1,0 +1,199 @@
+"""Further readers of the fuzz tests: files that are only shown or exported, models that are computed
+with, what `run` keeps in its cache, and what is read as text. Kinds are in fuzz_readers."""
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from fuzz_kind import Case
+
+PROMPT = "the fox, 12 times"
+KEPT = "look-0123456789abcdef01234567"  # a folder of the cache of `run`
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+@contextlib.contextmanager
+def stdout_of_a_pipe() -> Iterator[None]:
+    """Stdout into a file of UTF-8; it raises for what a terminal could not show."""
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")) as written:
+        yield
+        written.flush()
+
+
+# ------------------------------------------------------------------ models
+
+
+def compute(case: Case) -> None:
+    """Loads a model and computes with it, in one of the modes."""
+    from sparkinfer import Engine
+
+    mode = (None, "dense", "exact")[case.number % 3]
+    with Engine.load(case.path, mode=mode, device="cpu") as engine:
+        engine.logits([1, 2, 3, 5])
+
+
+def stretch(case: Case) -> None:
+    """The same for longer texts than the model was trained on, if they can be."""
+    from sparkinfer import Engine
+
+    kind = (None, "none", "linear", "yarn")[case.number % 4]
+    factor = None if kind in (None, "none") else 2.0
+    with Engine.load(case.path, device="cpu", rope_scaling=kind, rope_scale=factor) as engine:
+        engine.logits([1, 2, 3, 5])
+
+
+def find_template(case: Case) -> None:
+    """Renders with the template that the file names `tool_use`."""
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.runtime.text.chat_template import chat_template_of
+    from sparkinfer.runtime.text.codec import TextCodec
+
+    model = ModelFile.load(case.path)
+    codec = TextCodec.of(model)
+    for name in (None, "tool_use"):
+        with contextlib.closing(chat_template_of(model, codec, name)) as template:
+            if case.number % 50 == 1:  # it starts a process
+                codec.encode_rendered(template.render([{"role": "user", "content": "a"}]))
+
+
+def train_from(case: Case) -> None:
+    """What sparsify reads of a model: a checkpoint's folder, or a GGUF that it makes one of."""
+    from sparkinfer.sparsify.source import as_checkpoint
+    from sparkinfer.sparsify.texts import codec_of
+
+    is_file = case.path.suffix == ".gguf"
+    folder = as_checkpoint(case.path if is_file else case.folder, case.output)
+    codec_of(folder).encode(PROMPT)
+
+
+# ------------------------------------------------------------------ shown and exported
+
+
+def inspect(case: Case) -> None:
+    """Shows what a file holds, as tables and as JSON; of a model also its operations."""
+    from sparkinfer.inspection.inspect_file import inspect_file
+    from sparkinfer.inspection.tables import print_summary
+    from sparkinfer.inspection.to_json import to_json
+
+    with stdout_of_a_pipe():
+        summary = inspect_file(case.path)
+        print_summary(summary, all_tensors=True)
+        json.loads(to_json(summary), parse_constant=_refuse_constant)
+
+
+def inspect_model(case: Case) -> None:
+    from sparkinfer.inspection.tables import print_facts
+    from sparkinfer.inspection.to_json import to_json
+    from sparkinfer.runtime.step.program_summary import facts_of, lines_of, summarise_program
+
+    inspect(case)
+    with stdout_of_a_pipe():
+        summary = summarise_program(case.path, None)
+        print_facts(summary.kind, facts_of(summary))
+        assert lines_of(summary)
+        json.loads(to_json(summary), parse_constant=_refuse_constant)
+
+
+def inspect_folder(case: Case) -> None:
+    from sparkinfer.convert.checkpoint_summary import summarise_checkpoint
+    from sparkinfer.inspection.tables import print_facts
+    from sparkinfer.inspection.to_json import to_json
+
+    with stdout_of_a_pipe():
+        summary = summarise_checkpoint(case.folder)
+        print_facts(summary.kind, summary.facts)
+        json.loads(to_json(summary), parse_constant=_refuse_constant)
+
+
+def inspect_and_export(case: Case) -> None:
+    """A profile or a plan, in each of the formats of other engines that it can have."""
+    from sparkinfer.export.export import ExportConfig, export
+
+    inspect(case)
+    if case.path.suffix == ".safetensors":
+        export(ExportConfig(source=case.path, output=case.output, format="powerinfer-activations"))
+    if case.path.suffix == ".gguf":
+        profile = case.folder / "model.profile.safetensors"
+        export(ExportConfig(source=case.path, output=case.output, profile=profile, format="gpuidx"))
+
+
+def export_split(case: Case) -> None:
+    """A plan with a damaged profile, as the model-split of SparkInfer and as PowerInfer's index."""
+    from sparkinfer.export.export import ExportConfig, export
+
+    plan = case.folder / "model.split.gguf"
+    format, size = ("sparkinfer-split", 8) if case.number % 4 else ("gpuidx", None)
+    output = case.output.with_name("out-4.gguf" if size else "out.gpuidx")
+    export(
+        ExportConfig(source=plan, output=output, profile=case.folder / "model.profile.safetensors",
+                     format=format, group_size=size)  # type: ignore[arg-type]  # both are formats
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ the cache of run
+
+
+def list_entry(case: Case) -> None:
+    """The folder of the cache is listed whatever its entry says."""
+    from sparkinfer.run.cache_folder import read_entry
+    from sparkinfer.run.housekeeping import list_cache
+
+    cache = case.output.parent
+    folder = Path(shutil.copytree(case.folder, cache / KEPT))
+    with stdout_of_a_pipe():
+        shown = list_cache(cache)
+        json.dumps([vars(each) for each in shown], allow_nan=False)
+        print(*(each.state for each in shown))
+    entry = read_entry(folder)
+    if entry is not None and entry.is_current:
+        assert entry.is_whole in (True, False)
+
+
+def remember_rates(case: Case) -> None:
+    """Rates that cannot be read are forgotten, and measured ones are written beside the others."""
+    from sparkinfer.run.rates import Rates
+
+    rates = Rates.load(case.folder, "m")
+    assert all(rate > 0 for rate in rates.stored.values())
+    rates.note("new", 2.0)
+    assert Rates.load(case.folder, "m").stored["new"] == 2.0
+
+
+def read_verdicts(case: Case) -> None:
+    """Checks of a GPU that cannot be read count as none."""
+    from sparkinfer.device_checks import read_checks
+
+    found = read_checks(case.path)
+    if found is not None:
+        json.dumps([vars(verdict) for verdict in found.verdicts.values()]).encode()
+
+
+# ------------------------------------------------------------------ texts
+
+
+def read_prompts(case: Case) -> None:
+    from fuzz_readers import codec_of
+
+    from sparkinfer.commands.prompts import prompts_of
+
+    for prompt in prompts_of(None, None, case.path):
+        codec_of(case.inputs).encode(prompt)
+
+
+def read_messages(case: Case) -> None:
+    """A corpus as chat messages, in a template that is given as a file."""
+    from fuzz_readers import codec_of
+
+    from sparkinfer.model_file import ModelFile
+    from sparkinfer.profile.chat_windows import read_chat_windows
+
+    read_chat_windows(
+        [case.path], ModelFile.load(case.inputs / "silu.gguf"), codec_of(case.inputs),
+        template="chatml", context_length=64, max_tokens=200, seed=case.number,
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""A kind of input of the fuzz tests, and one case of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`path` is the damaged file, `inputs` everything whole, `output` a name in a new folder."""
+
+    number: int
+    path: Path
+    inputs: Path
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.path.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """`target` is the file that is damaged; `is_values`: by its JSON values and not its bytes."""
+
+    target: str
+    read: Callable[[Case], object]
+    is_values: bool = False

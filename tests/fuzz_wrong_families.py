@@ -1,0 +1,106 @@
+"""Tables of invalid content, as in fuzz_wrong: configs of other families and other rotations, and
+model files of other families."""
+
+import numpy as np
+from fuzz_wrong import INF, NAN, Change, one_of, without
+
+NOT_POSITIVE = (0, -1, NAN, INF, "x", True, [], {}, 10**400)
+R = "rope_parameters/"
+ROTATION: dict[str, Change] = {
+    "unknown rotation": one_of(R + "rope_type", "dynamic", "longrope", "x" * 5000, 1, None, []),
+    "no base": one_of(R + "rope_theta", *NOT_POSITIVE),
+    "some of the pairs": one_of("partial_rotary_factor", 0.5, 0.25, "x", [1.0]),
+    "no parameters": one_of("rope_parameters", "x", [1], 1, True),
+}
+YARN: dict[str, Change] = ROTATION | {
+    "no factor": one_of(R + "factor", *NOT_POSITIVE),
+    "no length": one_of(R + "original_max_position_embeddings", 1.5, *NOT_POSITIVE),
+    "no fast border": one_of(R + "beta_fast", *NOT_POSITIVE),
+    "no slow border": one_of(R + "beta_slow", *NOT_POSITIVE),
+    "no magnitude": one_of(R + "attention_factor", *NOT_POSITIVE),
+    "another magnitude": one_of(R + "mscale", 1.0, 0.707, "x", True),
+    "another magnitude of all": one_of(R + "mscale_all_dim", 1.0, 0.707, "x"),
+    "borders within a pair": one_of(R + "truncate", False, "x", 0),
+    "a base below 1": one_of(R + "rope_theta", 1.0, 0.5, 1e-9),
+}
+LLAMA3: dict[str, Change] = ROTATION | {
+    "no factor": one_of(R + "factor", *NOT_POSITIVE),
+    "no low border": one_of(R + "low_freq_factor", *NOT_POSITIVE),
+    "no high border": one_of(R + "high_freq_factor", *NOT_POSITIVE),
+    "a low border above the high one": one_of(R + "low_freq_factor", 4.0, 5.0, 1e30),
+    "no length": one_of(R + "original_max_position_embeddings", *NOT_POSITIVE),
+    "a parameter is missing": without(R + "factor"),
+    "a border is missing": without(R + "low_freq_factor"),
+}
+NOT_SIZES = (0, -1, 1.5, "x", [], {}, True, 10**30, 10**9)
+FALCON: dict[str, Change] = {
+    **{f"invalid {key}": one_of(key, *NOT_SIZES)
+       for key in ("num_hidden_layers", "hidden_size", "vocab_size", "ffn_hidden_size",
+                   "num_attention_heads", "num_kv_heads")},
+    "biased by distance": one_of("alibi", True, "x", 1, []),
+    "no epsilon": one_of("layer_norm_epsilon", *NOT_POSITIVE),
+    "unknown activation": one_of("activation", "x", "tanh", 1, None, ["relu"], "x" * 5000),
+    "invalid flag": one_of("new_decoder_architecture", "x", 1, []),
+    "invalid biases": one_of("bias", True, "x", 1, []),
+    "key heads in no groups": one_of("num_kv_heads", 3, 5),
+    "other norms": one_of("num_ln_in_parallel_attn", 3, 0, "x"),
+}  # fmt: skip
+OPT: dict[str, Change] = {
+    **{f"invalid {key}": one_of(key, *NOT_SIZES)
+       for key in ("num_hidden_layers", "hidden_size", "vocab_size", "ffn_dim",
+                   "num_attention_heads", "max_position_embeddings")},
+    "embeddings of another width": one_of("word_embed_proj_dim", 16, 0, "x", True, []),
+    "no last norm": one_of("_remove_final_layer_norm", True, "x", [True]),
+    "invalid order": one_of("do_layer_norm_before", "x", 1, [], None),
+    "no biases": one_of("enable_bias", False, "x", 1),
+    "no norms": one_of("layer_norm_elementwise_affine", False, "x", 1),
+    "unknown activation": one_of("activation_function", "x", "tanh", 1, None, ["relu"]),
+}  # fmt: skip
+PHI: dict[str, Change] = {
+    **{f"invalid {key}": one_of(key, *NOT_SIZES)
+       for key in ("num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size",
+                   "num_attention_heads", "num_key_value_heads")},
+    "biases": one_of("attention_bias", True, "x"),
+    "the long context": one_of("rope_scaling", {"type": "longrope"}, {"rope_type": "su"},
+                               {"type": "yarn", "factor": 2.0}, "x", [1]),
+    "some of the pairs": one_of("partial_rotary_factor", 0.5, "x", 0),
+    "no window": one_of("sliding_window", 0, -1, "x", 1.5, [], True),
+    "heads of another width": one_of("head_dim", 4, 10, 16, "x", 0, 7),
+}  # fmt: skip
+QWEN: dict[str, Change] = {
+    "heads of another width": one_of("head_dim", 8, 15, 32, "x", 0, -2),
+    "invalid window": one_of("use_sliding_window", "x", 1, []),
+    "layers that look elsewhere": one_of("layer_types", ["x"], "x", ["sliding_attention"], 1),
+    "biases": one_of("attention_bias", True, "x", 1, []),
+    "no groups": one_of("num_key_value_heads", 3, *NOT_SIZES),
+}
+
+
+def _gguf(name: str) -> dict[str, Change]:
+    """Keys that the graph of any family has."""
+    return {
+        "other heads": one_of(f"{name}.attention.head_count", np.uint32(0), np.uint32(3), "4"),
+        "other layers": one_of(f"{name}.block_count", np.uint32(0), np.uint32(2), np.float32(0.5)),
+        "another width": one_of(f"{name}.embedding_length", np.uint32(0), np.uint32(64), "32"),
+        "other neurons": one_of(f"{name}.feed_forward_length", np.uint32(0), np.uint32(31)),
+        "no context": one_of(f"{name}.context_length", np.uint32(0), np.float32(1.5), np.int32(-1)),
+        "looks ahead": one_of(f"{name}.attention.causal", False, np.uint32(1), "x"),
+        "an unknown key": one_of(f"{name}.other", np.uint32(1), True, "x"),
+        "another graph": one_of("general.architecture", "llama", "bert", "x"),
+        "unknown activation": one_of("sparkinfer.ffn.activation", "tanh", np.uint32(1)),
+    }
+
+
+FALCON_GGUF = _gguf("falcon") | {
+    "no epsilon": one_of(
+        "falcon.attention.layer_norm_epsilon", *map(np.float32, (0, -1, NAN, INF))
+    ),
+    "key heads in no groups": one_of("falcon.attention.head_count_kv", np.uint32(0), np.uint32(3)),
+}
+OPT_GGUF = _gguf("opt") | {
+    "norms after, of which there is one more": one_of("sparkinfer.is_post_norm", True, "x"),
+}
+QWEN_GGUF = _gguf("qwen3") | {
+    "no epsilon": one_of("qwen3.attention.layer_norm_rms_epsilon", *map(np.float32, (0, -1, NAN))),
+    "keys of another width": one_of("qwen3.attention.key_length", np.uint32(8), np.uint32(0), "x"),
+}
