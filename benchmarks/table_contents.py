@@ -11,7 +11,6 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("q8_0", "q4_0", "f16")
-RIVALS = ("llama.cpp", "llama.cpp, flash")
 
 
 @cache
@@ -36,151 +35,6 @@ def percent(share: float, digits: int = 0) -> str:
 
 def signed(share: float, digits: int = 1) -> str:
     return f"{share * 100:+.{digits}f} %"
-
-
-# ---- a real chat model, dense -------------------------------------------------------------------
-
-
-def chat(kind: str, name: str = "chat-model-amd-epyc") -> Any:
-    return result(name)["types"][kind]["2"]
-
-
-def chat_model() -> str:
-    decode = [chat(kind)["decode"] for kind in TYPES]
-    rows = [
-        ["decode, tokens/s, ours and theirs",
-         *(f"{d['tokens_per_s']:.0f}, {d['rival_tokens_per_s']:.0f}" for d in decode)],
-        ["share of the byte limit, ours and theirs",
-         *(f"{d['share_of_limit']:.0%}, {d['rival_share_of_limit']:.0%}" for d in decode)],
-        ["decode, times llama.cpp", *(times(d["times_rival"]) for d in decode)],
-    ]  # fmt: skip
-    for count in (1, 5, 16, 64, 256):
-        found = [chat(kind)[f"prompt of {count}"] for kind in TYPES]
-        rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
-    return markdown(["SmolLM2-135M-Instruct, dense", *TYPES], rows)
-
-
-def chat_model_avx2() -> str:
-    found = chat("q8_0", "chat-model-avx2-amd-epyc")
-    counts = (1, 5, 16, 64, 256)
-    cells = [times(found[f"prompt of {count}"]["times_rival"]) for count in counts]
-    header = ["AVX2 forced on ours alone, q8_0", "decode", *(f"prompt of {c}" for c in counts)]
-    return markdown(header, [["times llama.cpp", times(found["decode"]["times_rival"]), *cells]])
-
-
-def batch(name: str, label: str, mode: str) -> str:
-    rates = result(name)["tokens_per_s"]
-    counts = list(rates[mode])
-    best = {count: max(rates[rival][count] for rival in RIVALS) for count in counts}
-    rows = [
-        ["tokens/s", *(f"{rates[mode][c]:.0f}" for c in counts)],
-        ["times llama.cpp's batches", *(times(rates[mode][c] / best[c]) for c in counts)],
-    ]
-    return markdown([f"{label}, texts at a time", *counts], rows)
-
-
-def speculation() -> str:
-    tasks = {
-        "a Python file rewritten with changes": "code editing, greedy",
-        "prose, greedy": "prose, greedy",
-        "prose, drawn with a seed": "prose, drawn",
-    }
-    kinds = {"q8_0": "SmolLM2-135M q8_0", "q4_0": "SmolLM2-135M q4_0"}
-    found = result("speculation-amd-epyc")
-    rows = [
-        [words, *(times(found[kind][task]["ngram"]["times_none"]) for kind in kinds.values())]
-        for words, task in tasks.items()
-    ]
-    return markdown(["`--speculate ngram`, times the speed without", *kinds], rows)
-
-
-# ---- the server ---------------------------------------------------------------------------------
-
-
-def serve_throughput() -> str:
-    found = result("serve-throughput-smollm2-q8_0-amd-epyc")
-    ours, ratios = found["medians"]["sparkinfer"], found["ratios"]
-    names = ("llama-server", "llama-server, flash")
-    rows = []
-    for clients in (1, 4, 16):
-        rate, first = f"tokens/s, {clients} clients", f"first token ms, {clients} clients"
-        theirs = max(found["medians"][name][rate] for name in names)
-        rows.append([str(clients), f"{ours[rate]:.0f}", f"{theirs:.0f}", times(ratios[rate]),
-                     times(ratios[first])])  # fmt: skip
-    header = [
-        "clients",
-        "tokens/s, ours",
-        "llama-server",
-        "times as many",
-        "first token, times as fast",
-    ]
-    return markdown(header, rows)
-
-
-def serve_first_token() -> str:
-    found = result("serve-throughput-smollm2-q8_0-amd-epyc")
-    rows = []
-    for name in ("new", "kept"):
-        key = f"{name} 1,000 tokens, first token ms"
-        ours = found["medians"]["sparkinfer"][key]
-        rows.append([f"{name} 1,000 tokens", f"{ours:,.0f} ms", times(found["ratios"][key])])
-    return markdown(["prompt", "first token", "times as fast as llama-server"], rows)
-
-
-def serve_load() -> str:
-    found = result("serve-load-amd-epyc")
-    first, gap = found["first_token_ms"], found["token_gap_ms"]
-    rows = [
-        ["clients, minutes", f"{found['clients']}, {found['seconds'] / 60:.0f}"],
-        ["answers, each byte-identical to the same request alone", f"{found['finished']:,}"],
-        ["cancelled at random moments", f"{found['cancelled']:,}"],
-        ["refused by the full queue", f"{found['refused']:,}"],
-        ["lost, mixed up or stuck", str(found["num_failures"])],
-        ["tokens/s, alongside other work", f"{found['tokens_per_s']:.0f}"],
-        ["first token, queue included, p50 and p99", f"{first['p50'] / 1e3:.1f} s, {first['p99'] / 1e3:.1f} s"],
-        ["between tokens, p50 and p99", f"{gap['p50']:.0f} ms, {gap['p99']:.0f} ms"],
-        ["growth of resident memory after the first minutes", signed(found["rss_growth"])],
-    ]  # fmt: skip
-    return markdown(["", ""], rows)
-
-
-# ---- the planted 1.1 B model ----------------------------------------------------------------------
-
-
-def decode_planted() -> str:
-    rows = []
-    for name, processor in (
-        ("decode-amd-epyc", "EPYC"),
-        ("decode-intel-xeon-processor-2.50ghz", "Xeon"),
-    ):
-        for kind, found in result(name)["types"].items():
-            modes = [found["2"][mode] for mode in ("dense", "exact", "predicted")]
-            cells = [f"{times(m['times_rival'])} ({m['share_of_limit']:.0%})" for m in modes]
-            rival = found["2"]["llama.cpp"]["share_of_limit"]
-            rows.append([processor, kind, *cells, f"{rival:.0%}"])
-    return markdown(["processor", "type", "dense", "exact", "predicted", "llama.cpp's share"], rows)
-
-
-def prefill_planted() -> str:
-    rows = []
-    for name, processor in (
-        ("prefill-avx512vnni-amd-epyc", "EPYC, AVX-512 VNNI"),
-        ("prefill-avx2-intel-xeon-processor-2.50ghz", "Xeon, AVX2 forced on both"),
-    ):
-        for kind, found in result(name)["types"].items():
-            modes = [found["2"].get(mode) for mode in ("dense", "exact", "predicted")]
-            rows.append([processor, kind, *(times(m["times_rival"]) if m else "-" for m in modes)])
-    return markdown(["processor", "type", "dense", "exact", "predicted"], rows)
-
-
-def decode_small() -> str:
-    found = result("decode-small-intel-xeon-processor-2.50ghz")
-    rows = []
-    for mode in ("dense", "exact", "predicted"):
-        of_mode = found[mode]
-        rows.append([mode, f"{of_mode['native_ms']:.2f}", f"{of_mode['times_torch']:.0f}x",
-                     percent(of_mode["share_of_limit"])])  # fmt: skip
-    return markdown(["mode", "ms a token", "times torch alone", "share of the byte limit"], rows)
 
 
 # ---- what sparsity costs --------------------------------------------------------------------------
@@ -407,17 +261,6 @@ def fair_share() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "chat-model": chat_model,
-    "chat-model-avx2": chat_model_avx2,
-    "batch": lambda: batch("batch-smollm2-q8_0-amd-epyc", "SmolLM2 q8_0, dense", "dense"),
-    "batch-planted": lambda: batch("batch-planted-q8_0-amd-epyc", "planted q8_0, predicted", "predicted"),
-    "speculation": speculation,
-    "serve-throughput": serve_throughput,
-    "serve-first-token": serve_first_token,
-    "serve-load": serve_load,
-    "decode-planted": decode_planted,
-    "prefill-planted": prefill_planted,
-    "decode-small": decode_small,
     "rules": rules,
     "silu-thresholds": silu_thresholds,
     "sparsify-quality": sparsify_quality,

@@ -3,9 +3,10 @@ the expectation rests on. The numbers of both are the same by construction."""
 
 from dataclasses import dataclass
 
-from table_contents import TYPES, chat, markdown, percent, result, rules_points, signed, times
+from table_contents import TYPES, markdown, percent, result, rules_points, signed, times
+from table_speed import ZEN_4, ZEN_5, chat
 
-EPYC, XEON = "decode-amd-epyc", "decode-intel-xeon-processor-2.50ghz"
+PLANTED = (f"decode-{ZEN_5}", f"decode-{ZEN_4}", "decode-intel-xeon-processor-2.50ghz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,6 @@ class Words:
     real: str
     synthetic: str
     tiny: str
-    of_rival: str
     between: str
     of_torch: str
     dense: str
@@ -42,7 +42,6 @@ ENGLISH = Words(
     real="real: SmolLM2-135M",
     synthetic="synthetic: random weights, 1.1 B",
     tiny="real, but tiny",
-    of_rival="{ratio} llama.cpp",
     between="{slow} to {fast} llama.cpp",
     of_torch="{ratio} torch alone",
     dense="SiLU chat model, dense, {kind}",
@@ -67,7 +66,6 @@ CHINESE = Words(
     real="真实：SmolLM2-135M",
     synthetic="合成：随机权重，1.1 B",
     tiny="真实，但极小",
-    of_rival="llama.cpp 的 {ratio}",
     between="llama.cpp 的 {slow} 至 {fast}",
     of_torch="纯 torch 的 {ratio}",
     dense="SiLU 对话模型，dense，{kind}",
@@ -89,18 +87,27 @@ CHINESE = Words(
 )
 
 
+def between(words: Words, ratios: list[float]) -> str:
+    """The slowest and the fastest processor."""
+    return words.between.format(slow=times(min(ratios)), fast=times(max(ratios)))
+
+
 def planted(words: Words, mode: str) -> str:
-    """The slower and the faster of the two processors."""
-    found = [result(name)["types"]["q8_0"]["2"][mode]["times_rival"] for name in (EPYC, XEON)]
-    return words.between.format(slow=times(min(found)), fast=times(max(found)))
+    return between(
+        words, [result(name)["types"]["q8_0"]["2"][mode]["times_rival"] for name in PLANTED]
+    )
+
+
+def chat_decode(words: Words, kind: str) -> str:
+    names = (f"chat-model-{ZEN_4}", f"chat-model-{ZEN_5}")
+    return between(words, [chat(kind, name)["decode"]["times_rival"] for name in names])
 
 
 def expected(words: Words) -> str:
     rows = [
-        [words.dense.format(kind=kind), words.real,
-         words.of_rival.format(ratio=times(chat(kind)["decode"]["times_rival"])), words.no_loss]
+        [words.dense.format(kind=kind), words.real, chat_decode(words, kind), words.no_loss]
         for kind in TYPES
-    ]  # fmt: skip
+    ]
     rows.append([words.larger, words.synthetic, planted(words, "dense"), words.no_loss])
     (rule,) = (point for point in rules_points("mixed") if point["share"] == 0.16)
     cost = words.cost.format(

@@ -18,6 +18,7 @@ import table_cache_types
 import table_contents
 import table_expected
 import table_proof
+import table_speed
 
 TABLES = {
     **table_cache.TABLES,
@@ -25,6 +26,7 @@ TABLES = {
     **table_contents.TABLES,
     **table_expected.TABLES,
     **table_proof.TABLES,
+    **table_speed.TABLES,
 }
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"(<!-- table: ([a-z0-9 -]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end -->)")

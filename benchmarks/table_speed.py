@@ -1,0 +1,198 @@
+"""The tables of speeds: a chat model, several texts, the server, planted sparsity."""
+
+from collections.abc import Callable
+from typing import Any
+
+from table_contents import TYPES, markdown, percent, result, signed, times
+
+RIVALS = ("llama.cpp", "llama.cpp, flash")
+
+# ---- a real chat model, dense -------------------------------------------------------------------
+
+
+# The processors of a cloud's "AMD EPYC", by family: 25 and 26.
+ZEN_4, ZEN_5 = "amd-epyc", "amd-epyc-family-26"
+
+
+def chat(kind: str, name: str = f"chat-model-{ZEN_4}", threads: int = 2) -> Any:
+    return result(name)["types"][kind][str(threads)]
+
+
+def chat_model_of(columns: list[tuple[str, Any]]) -> str:
+    """`columns`: (header, the measurements of a type)."""
+    decode = [found["decode"] for _, found in columns]
+    rows = [
+        ["decode, tokens/s, ours and theirs",
+         *(f"{d['tokens_per_s']:.0f}, {d['rival_tokens_per_s']:.0f}" for d in decode)],
+        ["share of the byte limit, ours and theirs",
+         *(f"{d['share_of_limit']:.0%}, {d['rival_share_of_limit']:.0%}" for d in decode)],
+        ["decode, times llama.cpp", *(times(d["times_rival"]) for d in decode)],
+    ]  # fmt: skip
+    for count in (1, 5, 16, 64, 256):
+        found = [each[f"prompt of {count}"] for _, each in columns]
+        rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
+    return markdown(["SmolLM2-135M-Instruct, dense", *(header for header, _ in columns)], rows)
+
+
+def chat_model() -> str:
+    processors = {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
+    return chat_model_of(
+        [
+            (f"{label}: {kind}", chat(kind, f"chat-model-{name}"))
+            for label, name in processors.items()
+            for kind in TYPES
+        ]
+    )
+
+
+def chat_model_one_thread() -> str:
+    return chat_model_of(
+        [(f"Zen 5: {kind}", chat(kind, f"chat-model-{ZEN_5}", threads=1)) for kind in TYPES]
+    )
+
+
+def chat_model_avx2() -> str:
+    found = chat("q8_0", f"chat-model-avx2-{ZEN_4}")
+    counts = (1, 5, 16, 64, 256)
+    cells = [times(found[f"prompt of {count}"]["times_rival"]) for count in counts]
+    header = ["AVX2 forced on ours alone, q8_0", "decode", *(f"prompt of {c}" for c in counts)]
+    return markdown(header, [["times llama.cpp", times(found["decode"]["times_rival"]), *cells]])
+
+
+def batch(model: str, label: str, mode: str, processors: dict[str, str]) -> str:
+    """`processors`: the names of results by what the table calls the processor."""
+    rows = []
+    for processor, name in processors.items():
+        rates = result(f"batch-{model}-{name}")["tokens_per_s"]
+        counts = list(rates[mode])
+        best = {count: max(rates[rival][count] for rival in RIVALS) for count in counts}
+        rows += [
+            [f"{processor}, tokens/s", *(f"{rates[mode][c]:.0f}" for c in counts)],
+            ["times llama.cpp's batches", *(times(rates[mode][c] / best[c]) for c in counts)],
+        ]
+    return markdown([f"{label}, texts at a time", *counts], rows)
+
+
+def speculation() -> str:
+    tasks = {
+        "a Python file rewritten with changes": "code editing, greedy",
+        "prose, greedy": "prose, greedy",
+        "prose, drawn with a seed": "prose, drawn",
+    }
+    kinds = {"q8_0": "SmolLM2-135M q8_0", "q4_0": "SmolLM2-135M q4_0"}
+    found = result(f"speculation-{ZEN_4}")
+    rows = [
+        [words, *(times(found[kind][task]["ngram"]["times_none"]) for kind in kinds.values())]
+        for words, task in tasks.items()
+    ]
+    return markdown(["`--speculate ngram`, times the speed without", *kinds], rows)
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+def serve_throughput() -> str:
+    found = result(f"serve-throughput-smollm2-q8_0-{ZEN_4}")
+    ours, ratios = found["medians"]["sparkinfer"], found["ratios"]
+    names = ("llama-server", "llama-server, flash")
+    rows = []
+    for clients in (1, 4, 16):
+        rate, first = f"tokens/s, {clients} clients", f"first token ms, {clients} clients"
+        theirs = max(found["medians"][name][rate] for name in names)
+        rows.append([str(clients), f"{ours[rate]:.0f}", f"{theirs:.0f}", times(ratios[rate]),
+                     times(ratios[first])])  # fmt: skip
+    header = [
+        "clients",
+        "tokens/s, ours",
+        "llama-server",
+        "times as many",
+        "first token, times as fast",
+    ]
+    return markdown(header, rows)
+
+
+def serve_first_token() -> str:
+    found = result(f"serve-throughput-smollm2-q8_0-{ZEN_4}")
+    rows = []
+    for name in ("new", "kept"):
+        key = f"{name} 1,000 tokens, first token ms"
+        ours = found["medians"]["sparkinfer"][key]
+        rows.append([f"{name} 1,000 tokens", f"{ours:,.0f} ms", times(found["ratios"][key])])
+    return markdown(["prompt", "first token", "times as fast as llama-server"], rows)
+
+
+def serve_load() -> str:
+    found = result(f"serve-load-{ZEN_4}")
+    first, gap = found["first_token_ms"], found["token_gap_ms"]
+    rows = [
+        ["clients, minutes", f"{found['clients']}, {found['seconds'] / 60:.0f}"],
+        ["answers, each byte-identical to the same request alone", f"{found['finished']:,}"],
+        ["cancelled at random moments", f"{found['cancelled']:,}"],
+        ["refused by the full queue", f"{found['refused']:,}"],
+        ["lost, mixed up or stuck", str(found["num_failures"])],
+        ["tokens/s, alongside other work", f"{found['tokens_per_s']:.0f}"],
+        ["first token, queue included, p50 and p99", f"{first['p50'] / 1e3:.1f} s, {first['p99'] / 1e3:.1f} s"],
+        ["between tokens, p50 and p99", f"{gap['p50']:.0f} ms, {gap['p99']:.0f} ms"],
+        ["growth of resident memory after the first minutes", signed(found["rss_growth"])],
+    ]  # fmt: skip
+    return markdown(["", ""], rows)
+
+
+# ---- the planted 1.1 B model ----------------------------------------------------------------------
+
+
+def decode_planted() -> str:
+    rows = []
+    for name, processor in (
+        (f"decode-{ZEN_5}", "Zen 5"),
+        (f"decode-{ZEN_4}", "Zen 4"),
+        ("decode-intel-xeon-processor-2.50ghz", "Xeon"),
+    ):
+        for kind, found in result(name)["types"].items():
+            modes = [found["2"][mode] for mode in ("dense", "exact", "predicted")]
+            cells = [f"{times(m['times_rival'])} ({m['share_of_limit']:.0%})" for m in modes]
+            rival = found["2"]["llama.cpp"]["share_of_limit"]
+            rows.append([processor, kind, *cells, f"{rival:.0%}"])
+    return markdown(["processor", "type", "dense", "exact", "predicted", "llama.cpp's share"], rows)
+
+
+def prefill_planted() -> str:
+    rows = []
+    for name, processor in (
+        (f"prefill-avx512vnni-{ZEN_4}", "Zen 4, AVX-512 VNNI"),
+        ("prefill-avx2-intel-xeon-processor-2.50ghz", "Xeon, AVX2 forced on both"),
+    ):
+        for kind, found in result(name)["types"].items():
+            modes = [found["2"].get(mode) for mode in ("dense", "exact", "predicted")]
+            rows.append([processor, kind, *(times(m["times_rival"]) if m else "-" for m in modes)])
+    return markdown(["processor", "type", "dense", "exact", "predicted"], rows)
+
+
+def decode_small() -> str:
+    found = result("decode-small-intel-xeon-processor-2.50ghz")
+    rows = []
+    for mode in ("dense", "exact", "predicted"):
+        of_mode = found[mode]
+        rows.append([mode, f"{of_mode['native_ms']:.2f}", f"{of_mode['times_torch']:.0f}x",
+                     percent(of_mode["share_of_limit"])])  # fmt: skip
+    return markdown(["mode", "ms a token", "times torch alone", "share of the byte limit"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "chat-model": chat_model,
+    "chat-model-one-thread": chat_model_one_thread,
+    "chat-model-avx2": chat_model_avx2,
+    "batch": lambda: batch(
+        "smollm2-q8_0", "SmolLM2 q8_0, dense", "dense", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
+    ),
+    "batch-planted": lambda: batch(
+        "planted-q8_0", "planted q8_0, predicted", "predicted", {"Zen 4": ZEN_4}
+    ),
+    "speculation": speculation,
+    "serve-throughput": serve_throughput,
+    "serve-first-token": serve_first_token,
+    "serve-load": serve_load,
+    "decode-planted": decode_planted,
+    "prefill-planted": prefill_planted,
+    "decode-small": decode_small,
+}
