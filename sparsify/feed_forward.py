@@ -73,14 +73,14 @@ class FeedForward(nn.Module):
         self.limit_F = torch.zeros(self.dense[0].shape[0], device=device)
         self.watch: Watch | None = None
         self.keeps_values, self.value = False, torch.empty(0)  # act(gate), with its graph
-        self.keeps_outputs = False
-        self.dense_output: Tensor | None = None
-        self.difference: Tensor | None = None  # relative squared error of the output, if kept
+        self.differences: list[Tensor] | None = None  # of the outputs, inside `differences`
+        self.dense_output = torch.empty(0)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.is_dense:
             dense_TD = self._dense(x_TD)
-            self.dense_output = dense_TD if self.keeps_outputs else None
+            if self.differences is not None:
+                self.dense_output = dense_TD
             return dense_TD
         gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
         value_TF = self._activated(gate_TF)
@@ -91,9 +91,10 @@ class FeedForward(nn.Module):
         if self.rule == "drelu":
             up_TF = torch.lerp(up_TF, F.relu(up_TF), self.blend)
         y_TD: Tensor = self.down_proj(silence(value_TF, self.limit_F) * up_TF)
-        if self.keeps_outputs and self.dense_output is not None:
+        if self.differences is not None:
             want_TD = self.dense_output.float()
-            self.difference = (y_TD.float() - want_TD).square().mean() / want_TD.square().mean()
+            error = (y_TD.float() - want_TD).square().mean() / want_TD.square().mean()
+            self.differences.append(error)
         return y_TD
 
     def _activated(self, gate_TF: Tensor) -> Tensor:
@@ -196,8 +197,9 @@ def dense(layers: Sequence[FeedForward]) -> Iterator[None]:
 
 
 @contextmanager
-def watched(layers: Sequence[FeedForward], watch: Watch) -> Iterator[None]:
-    """Inside the block, `watch` gets (layer, act(gate), up, the layer's input) of every token."""
+def watched(layers: Sequence[FeedForward], watch: Watch | None) -> Iterator[None]:
+    """Inside the block, `watch`, if there is one, gets (layer, act(gate), up, the layer's input) of
+    every token."""
     for layer in layers:
         layer.watch = watch
     try:
@@ -205,3 +207,17 @@ def watched(layers: Sequence[FeedForward], watch: Watch) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.watch = None
+
+
+@contextmanager
+def differences(layers: Sequence[FeedForward]) -> Iterator[list[Tensor]]:
+    """Inside the block, each layer appends the relative squared error of its output to the list,
+    with its graph; a pass of the dense model over the same tokens has to come first."""
+    found: list[Tensor] = []
+    for layer in layers:
+        layer.differences = found
+    try:
+        yield found
+    finally:
+        for layer in layers:
+            layer.differences, layer.dense_output = None, torch.empty(0)

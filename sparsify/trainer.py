@@ -15,6 +15,7 @@ from sparkinfer.sparsify.distillation import divergence
 from sparkinfer.sparsify.feed_forward import (
     Watch,
     dense,
+    differences,
     make_trainable,
     put_matrices,
     watched,
@@ -57,8 +58,6 @@ class Trainer:
         # A checkpoint's config can express only one threshold for FATReLU.
         allocation = "global" if config.rule == "fatrelu" else config.allocation
         self.limits = Limits.of(torch.ones(num_layers, num_neurons), allocation)
-        for layer in student.layers:
-            layer.keeps_outputs = config.layer_weight > 0
 
     def measure(self, windows: Sequence[Tensor]) -> None:
         """Measures the neurons' weights on `windows`, for the rule "threshold"; to be called before
@@ -134,19 +133,17 @@ class Trainer:
     def _backward(self, ids_BT: Tensor, weight: float, scores: Scores | None) -> Tensor:
         """Adds the gradients of one pass; returns its weighted KL."""
         model, layers = self.student.model, self.student.layers
+        weight_of_layers = self.config.layer_weight
         with autocast(self.student.device.type, self.student.dtype):
-            with torch.no_grad(), dense(layers):
-                dense_TD = hidden_states(model, ids_BT).flatten(0, 1)
-            if scores is None:
-                sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
-            else:
+            with differences(layers if weight_of_layers else ()) as found:
+                with torch.no_grad(), dense(layers):
+                    dense_TD = hidden_states(model, ids_BT).flatten(0, 1)
                 with watched(layers, scores):
                     sparse_TD = hidden_states(model, ids_BT).flatten(0, 1)
         kl = divergence(sparse_TD, dense_TD, self.student.head_VD).mean()
         loss = kl
-        if self.config.layer_weight:
-            found = [layer.difference for layer in layers if layer.difference is not None]
-            loss = loss + self.config.layer_weight * torch.stack(found).mean()
+        if weight_of_layers:
+            loss = loss + weight_of_layers * torch.stack(found).mean()
         (loss * weight).backward()  # type: ignore[no-untyped-call]
         return kl.detach().double().cpu() * weight
 

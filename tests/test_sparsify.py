@@ -63,6 +63,13 @@ def test_training_brings_the_model_closer_to_its_dense_self(config, allocation, 
     assert [layer.gate_F.shape for layer in limits.layers] == [(160,)] * 3
 
 
+def test_a_run_weighs_the_error_of_every_layers_output(config):
+    """Held-out windows are not as long as training passes: they are not compared by layer."""
+    record = sparsify(replace(config, layer_weight=1.0)).record
+    (found,) = record.made[0].quality.values()
+    assert found.kl < record.untrained["0.6"].kl
+
+
 def interrupted_after(num_steps: int):
     """A progress callback that interrupts the process after this many steps."""
     counts = []
