@@ -35,10 +35,10 @@ class SparsifyConfig:
     rank: int | None = None  # of low-rank updates; None trains whole matrices
     learning_rate: float = 3e-4
     warmup_steps: int = 10
-    layer_weight: float = 0.0  # weight in the loss of the relative squared error of layers' outputs
+    layer_weight: float = 3.0  # weight in the loss of the relative squared error of layers' outputs
     window: int = 256
-    batch_tokens: int = 1024
-    micro_tokens: int = 1024  # per pass; gradients of several passes accumulate
+    batch_tokens: int = 512
+    micro_tokens: int = 512  # per pass; gradients of several passes accumulate
     precision: Precision = "auto"
     text_key: str = "text"
     start_from: Path | None = None  # a trained checkpoint of the same model

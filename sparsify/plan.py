@@ -19,7 +19,7 @@ from sparkinfer.profile.resume import Settings
 from sparkinfer.runtime.kernels.arithmetic import arithmetic
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.memory import check_memory, needs_of
-from sparkinfer.sparsify.schedule import Schedule
+from sparkinfer.sparsify.schedule import ACTIVATION_RAMP, RAMP, Schedule
 from sparkinfer.sparsify.source import as_checkpoint
 from sparkinfer.sparsify.student import dtype_of
 
@@ -61,6 +61,7 @@ class Plan:
             schedule=Schedule(
                 shares=config.targets, steps_of_share=steps, learning_rate=config.learning_rate,
                 warmup_steps=min(config.warmup_steps, steps // 2),
+                ramp=RAMP if config.rule == "threshold" else ACTIVATION_RAMP,
             ),
             num_processes=ranks.size,
             memory=check_memory(needs, torch.device(device), ranks.size),

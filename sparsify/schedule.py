@@ -3,17 +3,17 @@
 Several shares are reached in sequence, each in a stage of the same number of steps: the share rises
 along half a cosine from the previous one (as ProSparse, arXiv 2402.13516, raises its penalty), then
 is held, and in the last part of the stage the limits are frozen. In every stage the learning rate
-warms up and falls along half a cosine."""
+warms up and falls linearly to zero. docs/log/sparsity.md has what was compared."""
 
 import math
 from dataclasses import dataclass
 
 from sparkinfer.errors import SparkinferError
 
-RAMP = 0.4  # the first part of a stage's steps, in which the share rises
+RAMP = 0.15  # the first part of a stage's steps, in which the share rises
+ACTIVATION_RAMP = 0.4  # the same, if the activation meanwhile changes to ReLU
 FROZEN = 0.2  # the last part of a stage's steps, with frozen limits
 FIRST_SHARE = 0.5  # start, relative to the first target; it costs little (docs/sparsify.md)
-LAST_RATE = 0.05  # at the end of a stage, relative to the learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class Schedule:
     steps_of_share: int
     learning_rate: float
     warmup_steps: int
+    ramp: float = RAMP
     first_share: float | None = None  # start of the first share; None: see FIRST_SHARE
 
     def __post_init__(self) -> None:
@@ -41,16 +42,16 @@ class Schedule:
         """The silent share wanted at this step."""
         stage, progress = self.stage(step), self._progress(step)
         start = self.shares[stage - 1] if stage else self._first_share
-        rise = 0.5 - 0.5 * math.cos(math.pi * min(1.0, progress / RAMP))
+        rise = 0.5 - 0.5 * math.cos(math.pi * min(1.0, progress / self.ramp))
         return start + (self.shares[stage] - start) * rise
 
     def blend(self, step: int) -> float:
         """The blend of a replaced activation with ReLU: 1 once the first share is reached."""
-        return min(1.0, step / self.steps_of_share / RAMP)
+        return min(1.0, step / self.steps_of_share / self.ramp)
 
     def is_held(self, step: int) -> bool:
         """True once the share of this stage is reached."""
-        return self._progress(step) >= RAMP
+        return self._progress(step) >= self.ramp
 
     def is_frozen(self, step: int) -> bool:
         """True once limits are frozen."""
@@ -64,9 +65,8 @@ class Schedule:
         done = step - self.stage(step) * self.steps_of_share
         if done < self.warmup_steps:
             return self.learning_rate * (done + 1) / (self.warmup_steps + 1)
-        left = self.steps_of_share - self.warmup_steps
-        fall = 0.5 + 0.5 * math.cos(math.pi * (done - self.warmup_steps) / max(1, left))
-        return self.learning_rate * (LAST_RATE + (1 - LAST_RATE) * fall)
+        left = self.steps_of_share - done
+        return self.learning_rate * left / (self.steps_of_share - self.warmup_steps)
 
     @property
     def _first_share(self) -> float:

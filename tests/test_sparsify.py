@@ -268,6 +268,7 @@ def test_a_full_disk_gives_one_line(config, monkeypatch):
         ({"corpora": ()}, "no corpus"),
         ({"micro_tokens": 96}, "is not a whole number of passes"),
         ({"learning_rate": 0.0}, "learning rate is 0.0"),
+        ({"layer_weight": -1.0}, "layer weight is -1.0"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(config, changes, line):

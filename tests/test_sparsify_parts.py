@@ -8,13 +8,15 @@ import pytest
 import torch
 from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
 
+from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.sources import find_sources
 from sparkinfer.sparsify import state
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.distillation import divergence, divergence_ref
-from sparkinfer.sparsify.feed_forward import silence
+from sparkinfer.sparsify.feed_forward import dense, silence
 from sparkinfer.sparsify.limits import Limits, scaled
-from sparkinfer.sparsify.quality import SilentCounter, evaluate
+from sparkinfer.sparsify.plan import Plan
+from sparkinfer.sparsify.quality import SilentCounter, evaluate, hidden_states
 from sparkinfer.sparsify.schedule import Schedule
 from sparkinfer.sparsify.sensitivity import sensitivities
 from sparkinfer.sparsify.stream import Stream
@@ -155,12 +157,55 @@ def test_shares_rise_and_stay_and_the_rate_falls():
     assert shares == sorted(shares) and shares[0] == 0.3
     assert shares[99] == 0.6 and shares[199] == 0.75 and shares[150] == 0.75
     assert schedule.rate(0) < schedule.rate(9) <= schedule.rate(10) == 1.0
-    assert schedule.rate(99) < 0.06 and schedule.rate(100) == schedule.rate(0)
+    falling = [schedule.rate(step) for step in range(10, 100)]
+    assert falling == pytest.approx([left / 90 for left in range(90, 0, -1)])
+    assert schedule.rate(100) == schedule.rate(0)
+    assert not schedule.is_held(14) and schedule.share(14) < 0.6 == schedule.share(15)
     assert not schedule.is_frozen(79) and schedule.is_frozen(80) and not schedule.is_frozen(100)
     assert [step for step in range(200) if schedule.ends_stage(step)] == [99, 199]
 
 
+@pytest.mark.parametrize("rule, ramp", [("threshold", 15), ("fatrelu", 40)])
+def test_no_share_is_held_before_the_activation_is_replaced(config, rule, ramp):
+    """A state can be the best only from `is_held` on: it is written with the whole ReLU."""
+    schedule = Plan.of(replace(config, rule=rule, tokens=128 * 100), Ranks()).schedule
+    held = [step for step in range(100) if schedule.is_held(step)]
+    assert held == list(range(ramp, 100))
+    assert schedule.blend(ramp - 1) < schedule.blend(ramp) == 1 and schedule.share(ramp) == 0.6
+
+
 # ---- a step and the corpus ------------------------------------------------------------------
+
+
+def test_the_error_of_the_layers_outputs_is_added_to_the_loss(config):
+    """The weight 2 adds twice what autograd finds for the definition, in float64."""
+    grads = []
+    for weight in (0.0, 2.0):
+        trainer = trainer_of(replace(config, layer_weight=weight))
+        trainer.measure(windows_of())
+        trainer.set_share(0.6, windows_of())
+        trainer._backward(torch.stack(windows_of()), 1.0, None)
+        grads.append({n: p.grad.clone() for n, p in trainer.parameters.items()})
+    layers = trainer.student.layers
+    assert all(layer.differences is None and not len(layer.dense_output) for layer in layers)
+    inputs_TD: list[torch.Tensor] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, x: inputs_TD.append(x[0]))
+    trainer.optimizer.zero_grad(set_to_none=True)
+    ids_BT = torch.stack(windows_of())
+    with torch.no_grad(), dense(layers):
+        hidden_states(trainer.student.model, ids_BT)
+    dense_inputs, inputs_TD[:] = list(inputs_TD), []
+    hidden_states(trainer.student.model, ids_BT)
+    errors = []
+    for layer, dense_TD, x_TD in zip(layers, dense_inputs, tuple(inputs_TD), strict=True):
+        want_TD = layer._dense(dense_TD).double()
+        error_TD = layer(x_TD).double() - want_TD
+        errors.append(error_TD.square().sum() / want_TD.square().sum())
+    sum(errors).backward()
+    for name, parameter in trainer.parameters.items():
+        added, want = grads[1][name] - grads[0][name], 2 * parameter.grad / len(layers)
+        assert (added - want).norm() < 1e-3 * want.norm(), name
 
 
 def test_nan_is_reported_with_its_layer_and_step_and_changes_nothing(config):
