@@ -45,7 +45,7 @@ class Exchange:
         except QueueFull:
             raise ApiError(
                 429,
-                f"{scheduler.num_waiting} texts are waiting, and the queue holds"
+                f"{scheduler.num_waiting} texts are waiting, and the queue has room for"
                 f" {scheduler.limits.queue}; try again later",
                 kind="rate_limit_error", code="rate_limit_exceeded",
                 headers={"Retry-After": str(retry_s)},

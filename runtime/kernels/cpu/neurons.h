@@ -7,8 +7,8 @@
 #include "gate.h"
 #include "whole_neurons.h"
 
-// Neurons that go from gate to up together for one token, while each row prefetches one that is needed a
-// few rows later; fewer if rows are long, so that prefetched rows are still in L1 when they are used.
+// For one token, up to this many neurons go from gate to up together; each row read prefetches one that is
+// needed a few rows later. Long rows: fewer, so that prefetched rows are still in L1 when they are used.
 constexpr int64_t FEW_NEURONS = 4;
 constexpr int64_t FEW_BYTES = 10 * 1024;
 

@@ -1,6 +1,6 @@
 """Evaluates a predictor: writes the predicted neurons as a bit mask for each row of a step.
 
-Letters: F neurons, R rank, B words."""
+Letters: F neurons, R rank (in the kernel, the rows of a program), B words."""
 
 import torch
 import triton
