@@ -14,10 +14,11 @@ from sparkinfer.gguf_file import type_of
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTypes:
-    """Vectors are f32, matrices `outtype`, unless an override says otherwise.
+    """Vectors are f32. Matrices are `outtype`, or f16 if their rows are not whole blocks, unless an
+    override says otherwise.
 
-    An override is "NAME=TYPE", NAME a regular expression that is searched for in the tensor's name;
-    the first match counts (as in `--tensor-type` of llama.cpp's quantiser)."""
+    An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
+    tensor's name; the first match counts (as in `--tensor-type` of llama.cpp's quantiser)."""
 
     outtype: str
     overrides: tuple[str, ...] = ()

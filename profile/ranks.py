@@ -53,7 +53,7 @@ class Ranks:
             return asked
         if local >= count:
             raise SparkinferError(
-                f"process {local} of this machine has no GPU of its own, torch sees {count};"
+                f"process {local} of this machine has no GPU of its own: torch sees {count};"
                 f" give --nproc-per-node {count} or --device cpu"
             )
         torch.cuda.set_device(local)

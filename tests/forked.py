@@ -4,7 +4,7 @@ already imported their modules.
 A fresh process spends two seconds of a core on imports; a fork spends a hundredth of that. In all
 other respects a command behaves as with `python -m sparkinfer`, and a program as with `python -c`:
 it has its own pid, signals, exit code, files, environment and end. A program imports sparkinfer
-itself, as only packages of others are there before. Tests of the start itself use a fresh process.
+itself: only other packages are imported beforehand. Tests of the start itself use a fresh process.
 
 Run as a program, this file is the server: it takes one connection per process, with its arguments
 and its three standard files, and answers with its pid and later its exit status."""

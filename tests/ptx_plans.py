@@ -43,8 +43,8 @@ POSITION = 100  # in attention, if the context is long enough
 def launches(
     model: ModelFile, *, mode: str, context: int, num_rows: int = 1, num_sequences: int = 1
 ) -> tuple[Launch, ...]:
-    """The launches of a plan with all, a third, or one of each layer's neurons on the GPU, in
-    turn, of steps of this many rows."""
+    """The launches of steps of this many rows, for a plan whose layers in turn have all, a third,
+    or one of their neurons on the GPU."""
     every = np.arange(model.shape.num_neurons)
     hot = [(every, every[::3], every[:1])[i % 3] for i in range(model.shape.num_layers)]
     split = make_split(model, hot, context_length=context, num_sequences=num_sequences)

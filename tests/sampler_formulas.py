@@ -104,7 +104,7 @@ def dry_ref(tokens: Tokens, history, multiplier, base, allowed, last_n, breakers
     found = []
     for i, logit in tokens:
         longest = -1
-        for j in range(1, len(text)):  # i stands at j, what is before it is repeated
+        for j in range(1, len(text)):  # i occurs at j; what precedes it is repeated
             if text[j] != i:
                 continue
             n = 0
@@ -119,7 +119,7 @@ def dry_ref(tokens: Tokens, history, multiplier, base, allowed, last_n, breakers
 
 
 def adaptive_ref(tokens: Tokens, target: float, decay: float, drawn: list[float]) -> Tokens:
-    """`drawn` are the probabilities of the tokens before, which began at the target."""
+    """`drawn` has the probabilities of the tokens drawn so far; their mean starts at the target."""
     weights = [decay**age for age in range(len(drawn))][::-1]
     before = decay ** len(drawn) / (1 - decay)
     mean = (sum(w * p for w, p in zip(weights, drawn, strict=True)) + before * target) / (

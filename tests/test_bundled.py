@@ -47,8 +47,8 @@ def made(tmp_path_factory):
     convert(
         ConvertConfig(source=folder / "base.gguf", output=folder / "model.gguf", predictors=folder)
     )
-    # Fixed figures, so that the plan does not depend on the machine's load. Kernels launch in no
-    # time: at 4 us each such a small layer could gain nothing.
+    # Fixed figures, so that the plan does not depend on the machine's load. Kernels are assumed to
+    # launch in no time: at 4 us each, so small a layer could gain nothing.
     make_machine(
         gpu_gb_per_s=272, cpu_gb_per_s=20, round_trip_s=2.5e-5, launch_s=1e-7, copy_latency_s=1e-6
     ).save(folder / "machine.json")

@@ -1,4 +1,4 @@
-"""The options of an engine: their rules, and that every list of them says the same."""
+"""The options of an engine: their rules, and that all lists of them agree."""
 
 import dataclasses
 import math

@@ -97,7 +97,7 @@ def test_a_context_of_one_token(tmp_path):
 
 
 def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
-    """Sparse: its weights take no room on the disk, and no memory is promised for them."""
+    """A sparse file: its weights take no space on disk, and no memory is reserved for them."""
     shape = make_shape(
         num_layers=80, width=8192, num_neurons=24_576, num_heads=64, num_kv_heads=8,
         vocab_size=128_256, context_length=8192,

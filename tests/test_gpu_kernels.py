@@ -39,14 +39,14 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Programs of four rows, as large matrices get them, for these small ones too: where there are
-    as many rows. The interpreter takes some 10 ms a program."""
+    """Gives these small matrices programs of four rows, as large ones have, if they have as many
+    rows. The interpreter takes about 10 ms a program."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
 @pytest.fixture
 def one_row(several_rows, monkeypatch):
-    """Programs of one row, as small matrices get them."""
+    """Programs of one row, as small matrices have."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
 
 

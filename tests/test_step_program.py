@@ -121,7 +121,7 @@ def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
 @needs_kernels
 @pytest.mark.parametrize("loaded", marked, indirect=True)
 def test_a_read_or_write_that_is_not_declared_is_found(loaded):
-    """All of them in turn. Those whose order others keep anyway cannot be found."""
+    """Each in turn is left out. Those whose order others imply anyway cannot be found."""
     replay, want = loaded
     found, missed = Counter(), []
     for number, operation in enumerate(replay.operations):
