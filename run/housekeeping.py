@@ -88,7 +88,7 @@ def _has_name(shelved: Shelved, name: str) -> bool:
 
 
 def _folders(cache: Path) -> Iterator[Path]:
-    """The folders that `run` made: not links, named like one, with a lock or an entry inside."""
+    """The folders that `run` made: not links, named as it names them, with a lock or an entry."""
     try:
         inside = sorted(cache.iterdir())
     except FileNotFoundError:
