@@ -15,6 +15,10 @@ NUMBERS = (b"-1", b"0", b"1", b"7", b"1e308", b"0.5", b"4294967296", b"9" * 20, 
 ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 10**9, 2**53, 2**63, 10**30,
        "", "x", "llama", "0", "x" * 5000, "\0", "a\nb", [], [0], ["x"], [[]], {}, {"": 0},
        {"type": "linear", "factor": 2.0}, {"rope_type": "default"})  # fmt: skip
+# Families that share Llama's names of tensors, and others.
+CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+           "SparseLlamaForCausalLM", "BambooForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM",
+           "FalconForCausalLM")  # fmt: skip
 # Keys of config.json that change the graph, which a file need not have.
 ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_token_id", "format")
 
@@ -105,6 +109,8 @@ def spots_of(path: Path) -> list[tuple[int, int]]:
 def another_value(raw: bytes, rng: random.Random) -> bytes:
     """A JSON object with one or two values at any depth changed, removed or added."""
     values = json.loads(raw)
+    if "architectures" in values and rng.random() < 0.05:
+        values["architectures"] = [rng.choice(CLASSES)]
     for _ in range(rng.choice((1, 1, 2))):
         if rng.random() < 0.1:
             values[rng.choice(ABSENT)] = _odd(rng)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from checkpoints import edit_config, random_model
+from checkpoints import edit_config, random_llama, random_model
 from safetensors.torch import load_file
 from texts import put_tokenizer, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -89,7 +89,12 @@ def _rotations(folder: Path) -> None:
 
 def _further_tokenizers(folder: Path) -> None:
     """Scores of SentencePiece in a GGUF, unigrams, and templates with names."""
-    convert(ConvertConfig(source=folder / "tokens", output=folder / "with-scores.gguf"))
+    words = random_llama(folder / "words", has_tokenizer=False, num_hidden_layers=1, hidden_size=32,
+                         intermediate_size=32, vocab_size=420)  # fmt: skip
+    put_tokenizer(
+        words, sentencepiece_tokenizer(420), "<s>", "</s>"
+    )  # of 300 tokens, none is a pair
+    convert(ConvertConfig(source=words, output=folder / "with-scores.gguf"))
     _without_whole_tokenizer(folder / "with-scores.gguf", folder / "scores" / "model.gguf")
     ignored = shutil.ignore_patterns("tokenizer*")
     shutil.copytree(folder / "silu", folder / "unigram", ignore=ignored)

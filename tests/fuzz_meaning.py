@@ -132,6 +132,7 @@ MEANINGS = {
         "qwen": Meaning(kind="qwen", changes=families.QWEN),
         "falcon-gguf": Meaning(kind="falcon-gguf", changes=families.FALCON_GGUF),
         "opt-gguf": Meaning(kind="opt-gguf", changes=families.OPT_GGUF),
+        "scores": Meaning(kind="scores", changes=families.SCORES),
         "qwen-gguf": Meaning(kind="qwen-gguf", changes=families.QWEN_GGUF),
     }.items()
 }

@@ -104,3 +104,17 @@ QWEN_GGUF = _gguf("qwen3") | {
     "no epsilon": one_of("qwen3.attention.layer_norm_rms_epsilon", *map(np.float32, (0, -1, NAN))),
     "keys of another width": one_of("qwen3.attention.key_length", np.uint32(8), np.uint32(0), "x"),
 }
+SCORES: dict[str, Change] = {
+    "the same score for all": one_of("tokenizer.ggml.scores", [0.0] * 420, [-1.0] * 420),
+    "scores of other tokens": one_of(
+        "tokenizer.ggml.scores", [0.0], [0.0] * 421, "x", np.uint32(1)
+    ),
+    "scores that are no numbers": one_of("tokenizer.ggml.scores/*", NAN, INF, -INF),
+    "no scores": without("tokenizer.ggml.scores"),
+    "a token twice": one_of("tokenizer.ggml.tokens/*", "he", "the", "<0x41>"),
+    "a token with a missing part": one_of("tokenizer.ggml.tokens/*", "\u4e01a", "a\u4e02"),
+    "a token of other bytes": one_of("tokenizer.ggml.tokens/*", "\udcb2a"),
+    "other types": one_of(
+        "tokenizer.ggml.token_type", [1], "x", np.uint32(1), [1] * 421, [NAN] * 420, [INF] * 420
+    ),
+}

@@ -229,6 +229,18 @@ def test_unsupported_keys_are_refused(tmp_path, name, changes, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["scores", "token_type"])
+def test_numbers_of_tokens_that_are_not_finite_are_refused(tmp_path, name, value):
+    """NaN as a score would leave open which of two tokens a text gets."""
+    keys = keys_of(folder_of("llama", tmp_path / "c"))
+    numbers = [float(number) for number in keys[f"tokenizer.ggml.{name}"]]
+    ggml_tokenizer(WHERE, keys | {f"tokenizer.ggml.{name}": numbers})
+    numbers[-1] = value
+    with pytest.raises(SparkinferError, match=f"{name} does not have .* finite numbers"):
+        ggml_tokenizer(WHERE, keys | {f"tokenizer.ggml.{name}": numbers})
+
+
 def test_a_file_without_tokenizer_json_is_read_by_its_keys(tmp_path):
     folder = random_llama(tmp_path / "c", hidden_act="silu")
     path = tmp_path / "m.gguf"

@@ -5,6 +5,7 @@ Two kinds are supported: byte-level BPE ("gpt2") with a known pre-tokenizer, and
 equals. Our own files have a tokenizer.json, which takes precedence over these keys."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,16 +88,16 @@ class _Vocabulary:
         return dataclasses.replace(read, types=types)
 
     def numbers(self, key: str) -> list[float]:
-        """The numbers of `key`, one for each token."""
+        """The numbers of `key`, one for each token; NaN as a score would leave the order open."""
         values = self.keys.get(key)
         is_right = (
             isinstance(values, list)
             and len(values) == len(self.tokens)
-            and all(isinstance(value, int | float) for value in values)
+            and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
         )
         if not isinstance(values, list) or not is_right:
             raise SparkinferError(
-                f"{self.path}: {key} does not have {len(self.tokens)} numbers, one for each token;"
+                f"{self.path}: {key} does not have {len(self.tokens)} finite numbers, one for each token;"
                 " download the file again"
             )
         return [float(value) for value in values]
