@@ -177,7 +177,7 @@ def pipeline(environment: Environment, corpus: Path) -> dict[str, str]:
     run("convert", MODEL, "-o", "base.gguf")
     run("profile", "base.gguf", "--corpus", corpus, "-o", "counts", "--tokens", "1024")
     run("calibrate", "-o", "machine.json", "--gpu-from", CARD)
-    run("solve", "base.gguf", "--profile", "counts", "--machine", "machine.json", "-vb", "4MiB",
+    run("solve", "base.gguf", "--profile", "counts", "--machine", "machine.json", "-vb", "8MiB",
         "-o", "plan.gguf")  # fmt: skip
     planned = run("generate", "base.gguf", "--split", "plan.gguf", *PROMPT)
     run("report", "base.gguf", "--profile", "counts", "-o", "page.html")
