@@ -29,13 +29,13 @@ from sparkinfer.errors import SparkinferError
 # For two processes of about the same length: kinds of which most damages must be noticed, and others.
 # fuzz_long.py has other cases, and hours of them.
 MANY = (
-    {"safetensors": 150, "gguf": 150, "ours": 75, "index": 50, "profile": 50, "plan": 30},
-    {"bin": 150, "stock": 100, "pt": 100, "config": 60, "values": 60, "machine": 50},
+    {"safetensors": 110, "gguf": 110, "ours": 75, "index": 50, "profile": 50, "plan": 30},
+    {"bin": 110, "stock": 75, "pt": 75, "config": 60, "values": 60, "machine": 50},
 )
 FEW = (
-    {"tokenizer": 30, "tokens": 40, "special": 20, "generation": 20, "template": 6, "vocab": 10,
-     "found": len(FOUND), "merges": 10, "sentencepiece": 4, "theirs": 40, "powerinfer": 40,
-     "run": 40, "falcon": 10, "opt": 10, "phi": 12, "qwen": 10, "falcon-weights": 12,
+    {"tokenizer": 20, "tokens": 25, "special": 12, "generation": 10, "template": 6, "vocab": 10,
+     "found": len(FOUND), "merges": 10, "sentencepiece": 4, "theirs": 30, "powerinfer": 30,
+     "run": 25, "falcon": 10, "opt": 10, "phi": 12, "qwen": 10, "falcon-weights": 12,
      "opt-weights": 10, "phi-weights": 10, "falcon-gguf": 12, "opt-gguf": 15, "qwen-gguf": 10,
      "bin-index": 10, "yarn": 14, "llama3": 10, "yarn-gguf": 10, "scores": 10, "unigram": 10},
     {"limits": 40, "thresholds": 40, "merge": 40, "figures": 30, "prompt": 40, "resume": 40,
