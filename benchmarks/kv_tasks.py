@@ -1,29 +1,35 @@
 """Measures recall of facts from a long document under each method of selecting keys.
 
-    python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 3]
+    python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 10]
 
 A document consists of lines "The code of WORD is CODE." with words of TEXT and random codes. Then
 some lines are started again; the score is the probability of the code's tokens after the line's
-beginning. A model that copies does this well with full attention.
+beginning. A model that copies does this well with full attention. All ways are asked for the same
+facts of the same documents, so they are compared in pairs; the same lines in another order show how
+far full attention itself varies.
 
-The document itself is read with full attention (`after_full`), and, with --under-rule, also with the
-rule under test. `share_of_bytes` is what a rule reads per token of a head's keys, values and tables
-at the end of the document, `share_of_keys` the keys and values alone, which an offload fetches.
-Rules of kv_selection.py, computed in torch, have a share of the bytes in place of sizes."""
+The document itself is read with full attention (`after_full`), and for some ways also with the rule
+under test (`under_rule`). At the end of the document, of the bytes of a head's keys and values in
+f16, `share_of_keys` is what a token reads of the keys and values themselves, which an offload has to
+fetch; `share_of_bytes` includes the tables it reads to find them; `share_of_tables` is the size of
+the tables. Rules of kv_selection.py, computed in torch, have a share of the bytes in place of sizes;
+unlike in the paper, each head of InfLLM's chooses its own units."""
 
 import argparse
+import hashlib
 import json
 import math
 import random
 import re
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from kv_selection import Head, Rule, heads_of, infllm, taken
+from kv_selection import REPRESENTATIVES, UNIT, Head, Rule, heads_of, infllm, taken
 from machine import machine, processor, slug
 from torch import Tensor
 
@@ -34,36 +40,63 @@ from sparkinfer.runtime.model import attention
 from sparkinfer.runtime.step.sequences import Sequence
 
 F16 = 2
+LEAST = "block=16,sinks=0,window=16,top=16"  # with it, attention in torch calls attend_to_chosen
+NORMAL_95 = 1.96
+Line = tuple[list[int], list[int]]
+Scores = dict[str, dict[str, list[float]]]  # by case and way, one for each fact
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What a token reads: sizes of --kv-offload, or a rule of kv_selection.py with its share of the
+    bytes; neither means full attention."""
+
+    sizes: str | None = None
+    in_torch: tuple[str, float] | None = None
+    # Where little is lost, more documents are needed to tell how much.
+    num_documents: int = 1
+    num_read: int = 0  # documents that are also read under the rule
+    is_shuffled: bool = False  # the lines are in another order
+
+
+ALL = 1_000_000
 # For some 7,000 tokens, these read 5 % and 10 % of the bytes of keys and values with head width 64.
 WAYS = {
-    "full attention": None,
-    "the defaults": "on",
-    "two stages, 5 % of the keys": "block=32,sinks=32,window=64,top=224,candidates=64",
-    "two stages, 5 %": "block=64,sinks=64,window=64,top=128,candidates=4,summary=bounds",
-    "two stages, 10 %": "block=32,sinks=64,window=128,top=320,candidates=4,summary=bounds",
-    "means of blocks, 5 %": "block=64,sinks=64,window=64,top=192,candidates=0,summary=mean",
-    "means of blocks, 10 %": "block=32,sinks=64,window=128,top=416,candidates=0,summary=mean",
-    "bounds of blocks, 5 %": "block=64,sinks=64,window=64,top=128,candidates=0,summary=bounds",
-    "bounds of blocks, 10 %": "block=32,sinks=64,window=128,top=384,candidates=0,summary=bounds",
+    "full attention": Way(num_documents=ALL),
+    "full attention, lines in another order": Way(is_shuffled=True),
+    "the defaults": Way(sizes="on", num_documents=ALL),
+    "the defaults, 4 candidates": Way(sizes="candidates=4", num_read=1),
+    "the defaults, 16 candidates": Way(sizes="candidates=16", num_read=1),
+    "two stages, 5 % of the keys": Way(
+        sizes="block=32,sinks=32,window=64,top=224,candidates=64", num_documents=ALL, num_read=1
+    ),
+    "two stages, 2 % of the keys": Way(sizes="block=32,sinks=32,window=32,top=64,candidates=64"),
+    "two stages, 5 %": Way(sizes="block=64,sinks=64,window=64,top=128,candidates=4"),
+    "two stages, 10 %": Way(sizes="block=32,sinks=64,window=128,top=320,candidates=4"),
+    "means of blocks, 5 %": Way(
+        sizes="block=64,sinks=64,window=64,top=192,candidates=0,summary=mean"
+    ),
+    "means of blocks, 10 %": Way(
+        sizes="block=32,sinks=64,window=128,top=416,candidates=0,summary=mean"
+    ),
+    "bounds of blocks, 5 %": Way(sizes="block=64,sinks=64,window=64,top=128,candidates=0"),
+    "bounds of blocks, 10 %": Way(sizes="block=32,sinks=64,window=128,top=384,candidates=0"),
+    "the best positions, 5 %": Way(in_torch=("oracle", 0.05)),
+    "InfLLM's units, 5 %": Way(in_torch=("infllm", 0.05)),
+    "InfLLM's units, 10 %": Way(in_torch=("infllm", 0.1)),
 }
-# Rules of kv_selection.py, by their share of the bytes.
-IN_TORCH = {
-    "the best positions, 5 %": ("oracle", 0.05),
-    "InfLLM's units, 5 %": ("infllm", 0.05),
-    "InfLLM's units, 10 %": ("infllm", 0.1),
-}
-LEAST = "block=16,sinks=0,window=16,top=16"  # with it, attention in torch calls attend_to_chosen
-Line = tuple[list[int], list[int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Document:
-    """A document, the lines to be completed, and its state and scores under full attention."""
+    """A document, and the lines to be completed."""
 
     ids: list[int]
     asked: list[Line]
-    state: list[tuple[Tensor, Tensor]]  # keys and values
-    full: list[float]  # scores
+
+    @property
+    def name(self) -> str:
+        return hashlib.sha256(json.dumps([self.ids, self.asked]).encode()).hexdigest()[:16]
 
 
 def bytes_of(rule: KeySelection | None, tokens: int, width: int) -> float:
@@ -71,28 +104,37 @@ def bytes_of(rule: KeySelection | None, tokens: int, width: int) -> float:
     row = 2 * F16 * width
     if rule is None:
         return tokens * row
-    far = (tokens - rule.window - rule.sinks) / rule.block
-    codes = min(rule.candidates * rule.top, far * rule.block) * (rule.code_width(width) + 4)
-    positions = rule.sinks + rule.top + rule.window + rule.block / 2
-    return positions * row + far * (rule.summary_width(width) + 4) + codes
+    positions = rule.longest - rule.block / 2
+    return positions * row + rule.searched_bytes(tokens, width)
 
 
-def document(
-    engine: Engine, words: list[str], tokens: int, chance: random.Random
-) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-    """The document's ids, and each line's as (beginning, rest)."""
-    ids: list[int] = []
-    lines = []
+def lines_of(engine: Engine, words: list[str], tokens: int, chance: random.Random) -> list[Line]:
+    """A document's lines as (beginning, rest), up to `tokens` tokens together."""
+    lines: list[Line] = []
+    count = 0
     for word in chance.sample(words, len(words)):
         begun, rest = f"\nThe code of {word} is", f" {chance.randrange(10_000, 100_000)}."
         first, whole = engine.codec.encode(begun), engine.codec.encode(begun + rest)
         if whole[: len(first)] != first:
             continue
-        if len(ids) + len(whole) > tokens:
-            return ids, lines
-        ids += whole
+        count += len(whole)
+        if count > tokens:
+            return lines
         lines.append((first, whole[len(first) :]))
     raise SystemExit(f"{len(words)} words are too few for {tokens} tokens")
+
+
+def documents(arguments: argparse.Namespace) -> Iterator[tuple[Document, Document]]:
+    """Documents, each also with its lines in another order."""
+    words = sorted(set(re.findall(r"\b[a-z]{5,9}\b", arguments.text.read_text())))
+    for number in range(1, arguments.documents + 1):
+        chance = random.Random(number)
+        with load(arguments, None) as engine:
+            lines = lines_of(engine, words, arguments.tokens, chance)
+        asked = chance.sample(lines, arguments.facts)
+        orders = lines, chance.sample(lines, len(lines))
+        first, second = ([i for line in order for part in line for i in part] for order in orders)
+        yield Document(ids=first, asked=asked), Document(ids=second, asked=asked)
 
 
 def tell(text: Sequence, begun: list[int], answer: list[int]) -> float:
@@ -104,100 +146,67 @@ def tell(text: Sequence, begun: list[int], answer: list[int]) -> float:
     return float(shares[range(len(answer)), answer].mean())
 
 
-def documents(arguments: argparse.Namespace) -> list[Document]:
-    """The documents, read with full attention, or those that an earlier run has kept."""
-    kept: Path | None = arguments.kept
-    if kept is not None and kept.exists():
-        return [Document(*each) for each in torch.load(kept)]
-    found, chance = [], random.Random(1)
-    words = sorted(set(re.findall(r"\b[a-z]{5,9}\b", arguments.text.read_text())))
-    with load(arguments, None) as engine:
-        for _ in range(arguments.documents):
-            ids, lines = document(engine, words, arguments.tokens, chance)
-            asked = chance.sample(lines, arguments.facts)
-            with engine.sequence() as text:
-                text.extend(ids, "none")
-                full = [tell(text, *line) for line in asked]
-                found.append(Document(ids, asked, text.read_state(), full))
-    if kept is not None:
-        torch.save([(each.ids, each.asked, each.state, each.full) for each in found], kept)
-    return found
-
-
-def load(arguments: argparse.Namespace, way: str | None) -> Engine:
+def load(arguments: argparse.Namespace, sizes: str | None) -> Engine:
     return Engine.load(
         arguments.model, mode="dense", device="cpu", context_length=arguments.tokens + 128,
-        kv_offload=way,
+        kv_offload=sizes,
     )  # fmt: skip
 
 
-def scores(engine: Engine, each: Document, *, has_state: bool) -> list[float]:
-    with engine.sequence() as text:
-        if has_state:
-            text.write_state(each.ids, each.state)
-        else:
-            text.extend(each.ids, "none")
-        return [tell(text, *line) for line in each.asked]
+class Reader:
+    """Asks for the facts of one document, read with full attention or as each way reads."""
 
+    def __init__(self, arguments: argparse.Namespace, document: Document, other: Document) -> None:
+        self.arguments, self.document, self.other = arguments, document, other
+        self._state: list[tuple[Tensor, Tensor]] | None = None
+        self._units: list[list[Rule]] | None = None
 
-def measure(arguments: argparse.Namespace, name: str, read: list[Document]) -> dict[str, Any]:
-    """The figures of one way; `under_rule` only if asked for."""
-    full = [score for each in read for score in each.full]
-    found: dict[str, Any] = {"facts": len(full), "tokens": len(read[-1].ids)}
-    if name in IN_TORCH:
-        share = IN_TORCH[name][1]
-        found |= {"share_of_bytes": share, "share_of_keys": share if "best" in name else None}
-        return found | {"after_full": against(full, in_torch(arguments, name, read))}
-    way = WAYS[name]
-    rule = None if way is None else KeySelection.parse(way)
-    with load(arguments, way) as engine:
-        width = engine.layers[0].attention.cache.head_width
-        after = [s for each in read for s in scores(engine, each, has_state=True)]
-        under = (
-            [s for each in read for s in scores(engine, each, has_state=False)]
-            if arguments.under_rule and rule is not None
-            else None
-        )
-    count = found["tokens"]
-    positions = count if rule is None else rule.longest - rule.block / 2
-    found |= {
-        "selection": way, "share_of_keys": positions / count,
-        "share_of_bytes": bytes_of(rule, count, width) / bytes_of(None, count, width),
-        "after_full": against(full, after),
-    }  # fmt: skip
-    return found if under is None else found | {"under_rule": against(full, under)}
+    def after_full(self, way: Way) -> list[float]:
+        if way.is_shuffled:
+            return self._read(None, self.other)
+        if way.in_torch is not None:
+            return self._in_torch(*way.in_torch)
+        with load(self.arguments, way.sizes) as engine:
+            return self._asked(engine)
 
+    def under_rule(self, way: Way) -> list[float]:
+        return self._read(way.sizes, self.document)
 
-def against(full: list[float], found: list[float]) -> dict[str, float]:
-    """Compares scores, which are paired. Probabilities are geometric means; the standard error is
-    that of the mean difference of logarithms."""
-    differences = [a - b for a, b in zip(found, full, strict=True)]
-    return {
-        "probability": math.exp(statistics.mean(found)),
-        "of_full": math.exp(statistics.mean(differences)),
-        "standard_error": statistics.stdev(differences) / math.sqrt(len(differences)),
-    }
+    def _read(self, sizes: str | None, document: Document) -> list[float]:
+        with load(self.arguments, sizes) as engine, engine.sequence() as text:
+            text.extend(document.ids, "none")
+            return [tell(text, *line) for line in document.asked]
 
+    def _asked(self, engine: Engine) -> list[float]:
+        if self._state is None:
+            with load(self.arguments, None) as full, full.sequence() as text:
+                text.extend(self.document.ids, "none")
+                self._state = text.read_state()
+        with engine.sequence() as text:
+            text.write_state(self.document.ids, self._state)
+            return [tell(text, *line) for line in self.document.asked]
 
-def in_torch(arguments: argparse.Namespace, name: str, read: list[Document]) -> list[float]:
-    """Scores with the choice of a rule of kv_selection.py."""
-    kind, share = IN_TORCH[name]
-    found, original = [], attention.attend_to_chosen
-    for each in read:
-        rules: list[list[Rule | None]] = []
-        if kind == "infllm":
-            with load(arguments, None) as engine:
-                for layer, head in heads_of(engine, torch.tensor(each.ids)):
-                    rules += [[]] if layer == len(rules) else []
-                    rules[layer].append(landmarks(head))
-        with load(arguments, LEAST) as engine, torch.inference_mode():
-            attention.attend_to_chosen = Chosen(kind, share, len(engine.layers), rules).attend
+    def _in_torch(self, kind: str, share: float) -> list[float]:
+        """Scores with the choice of a rule of kv_selection.py."""
+        original = attention.attend_to_chosen
+        units = self._landmarks() if kind == "infllm" else []
+        with load(self.arguments, LEAST) as engine, torch.inference_mode():
+            attention.attend_to_chosen = Chosen(kind, share, len(engine.layers), units).attend
             try:
                 with engine.observe(lambda name, layer, tensor: None):
-                    found += scores(engine, each, has_state=True)
+                    return self._asked(engine)
             finally:
                 attention.attend_to_chosen = original
-    return found
+
+    def _landmarks(self) -> list[list[Rule]]:
+        """InfLLM's units of the document, by layer and head."""
+        if self._units is None:
+            self._units = []
+            with load(self.arguments, None) as engine, torch.inference_mode():
+                for layer, head in heads_of(engine, torch.tensor(self.document.ids)):
+                    self._units += [[]] if layer == len(self._units) else []
+                    self._units[layer].append(landmarks(head))
+        return self._units
 
 
 def landmarks(head: Head) -> Rule:
@@ -208,7 +217,7 @@ def landmarks(head: Head) -> Rule:
         known = score(query_GW, min(t, count))
         return torch.cat([known, torch.full((t - len(known),), -torch.inf)])
 
-    return Rule(padded, lambda t: t / 128 * 4 * F16 * head.width)
+    return Rule(padded, lambda t: t / UNIT * REPRESENTATIVES * F16 * head.width)
 
 
 @dataclass
@@ -218,7 +227,7 @@ class Chosen:
     kind: str
     share: float
     num_layers: int
-    rules: list[list[Rule | None]]  # by layer and head; empty: the rule needs no tables
+    rules: list[list[Rule]]  # by layer and head; empty: the rule needs no tables
     calls: int = 0
 
     def attend(
@@ -242,6 +251,86 @@ class Chosen:
         return score_GT.softmax(dim=-1) @ value_TW[is_read]
 
 
+def against(full: list[float], found: list[float]) -> dict[str, Any]:
+    """Compares scores, which are paired by fact. Probabilities are geometric means; the standard error
+    is that of the mean difference of logarithms, and so is the interval of 95 %."""
+    full = full[: len(found)]
+    differences = [a - b for a, b in zip(found, full, strict=True)]
+    middle = statistics.mean(differences)
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return {
+        "facts": len(found),
+        "probability": math.exp(statistics.mean(found)),
+        "full": math.exp(statistics.mean(full)),
+        "of_full": math.exp(middle),
+        "standard_error": error,
+        "interval": [math.exp(middle + side * NORMAL_95 * error) for side in (-1, 1)],
+    }
+
+
+def gather(arguments: argparse.Namespace) -> tuple[Scores, int, int]:
+    """(scores of all documents, tokens of a document, head width)."""
+    scores: Scores = {"after_full": {}, "under_rule": {}}
+    read = list(documents(arguments))
+    for case, found in scores.items():
+        for number, (document, other) in enumerate(read):
+            ways = {
+                name: way for name, way in WAYS.items()
+                if number < (way.num_read if case == "under_rule" else way.num_documents)
+            }  # fmt: skip
+            for name, values in of_document(arguments, case, document, other, ways).items():
+                found.setdefault(name, []).extend(values)
+                full = scores["after_full"]["full attention"]
+                show(name, case, against(full, found[name]))
+    with load(arguments, None) as engine:
+        width = engine.layers[0].attention.cache.head_width
+    return scores, round(statistics.mean(len(each.ids) for each, _ in read)), width
+
+
+def of_document(
+    arguments: argparse.Namespace, case: str, document: Document, other: Document,
+    ways: dict[str, Way],
+) -> dict[str, list[float]]:  # fmt: skip
+    """A document's scores by way; those that an earlier run has kept are not measured again."""
+    kept = None if arguments.kept is None else arguments.kept / f"{document.name}.json"
+    known: Scores = {"after_full": {}, "under_rule": {}}
+    if kept is not None and kept.exists():
+        known = json.loads(kept.read_text())
+    reader = Reader(arguments, document, other)
+    found = {}
+    for name, way in ways.items():
+        at = name if way.sizes is None else f"{name}: {KeySelection.parse(way.sizes)}"
+        if at not in known[case]:
+            known[case][at] = (
+                reader.under_rule(way) if case == "under_rule" else reader.after_full(way)
+            )
+            if kept is not None:
+                kept.write_text(json.dumps(known))
+        found[name] = known[case][at]
+    return found
+
+
+def show(name: str, case: str, found: dict[str, Any]) -> None:
+    low, high = (100 * (end - 1) for end in found["interval"])
+    print(f"{name:40} {case:10} {found['facts']:4} facts: {found['probability']:.3f},"
+          f" {low:+.1f} % to {high:+.1f} % of full attention's", flush=True)  # fmt: skip
+
+
+def shares(way: Way, tokens: int, width: int) -> dict[str, Any]:
+    """The sizes of a way, and its shares of the bytes of keys and values."""
+    if way.in_torch is not None:
+        kind, share = way.in_torch
+        return {"share_of_bytes": share, "share_of_keys": share if kind == "oracle" else None}
+    rule = None if way.sizes is None else KeySelection.parse(way.sizes)
+    entire = bytes_of(None, tokens, width)
+    return {
+        "selection": None if rule is None else str(rule),
+        "share_of_keys": 1.0 if rule is None else (rule.longest - rule.block / 2) / tokens,
+        "share_of_bytes": bytes_of(rule, tokens, width) / entire,
+        "share_of_tables": 0.0 if rule is None else rule.table_bytes(tokens, width) / entire,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -249,35 +338,29 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path, help="text whose words name the facts")
     parser.add_argument("--tokens", type=int, default=7000)
-    parser.add_argument("--facts", type=int, default=20)
-    parser.add_argument("--documents", type=int, default=3)
+    parser.add_argument("--facts", type=int, default=20, help="of each document")
+    parser.add_argument("--documents", type=int, default=10)
     parser.add_argument(
-        "--ways",
-        default=";".join([*WAYS, *IN_TORCH]),
-        help="the ways to measure; figures of the others stay in the file",
-    )
-    parser.add_argument(
-        "--under-rule", action="store_true", help="also read the documents with each rule"
-    )
-    parser.add_argument(
-        "--kept", type=Path, help="file of the documents as read, written if it does not exist"
+        "--kept", type=Path, help="folder of scores, from which a run that was ended goes on"
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    folder = Path(__file__).parent / "results"
-    output = arguments.output or folder / f"kv-tasks-{slug(processor())}.json"
-    found = json.loads(output.read_text())["ways"] if output.exists() else {}
-    read = documents(arguments)
-    for name in arguments.ways.split(";"):
-        found[name] = found.get(name, {}) | measure(arguments, name, read)
-        after = found[name]["after_full"]
-        print(f"{name:28} {found[name]['share_of_bytes']:6.1%} of the bytes, probability"
-              f" {after['probability']:.3f}, {after['of_full']:.3f} of full attention's", flush=True)  # fmt: skip
+    if arguments.kept is not None:
+        arguments.kept.mkdir(parents=True, exist_ok=True)
+    scores, tokens, width = gather(arguments)
+    full = scores["after_full"]["full attention"]
     result = {
         "benchmark": "kv-tasks", "model": arguments.model.stem, "machine": machine(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ways": {name: found[name] for name in (*WAYS, *IN_TORCH) if name in found},
+        "documents": arguments.documents, "tokens": tokens,
+        "ways": {
+            name: shares(way, tokens, width)
+            | {case: against(full, found[name]) for case, found in scores.items() if name in found}
+            for name, way in WAYS.items()
+        },
     }  # fmt: skip
+    folder = Path(__file__).parent / "results"
+    output = arguments.output or folder / f"kv-tasks-{slug(processor())}.json"
     with partial_file(output) as partial:
         partial.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {output}")

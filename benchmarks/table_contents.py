@@ -148,23 +148,26 @@ def kv_selection() -> str:
 def kv_tasks() -> str:
     ways = result("kv-tasks-amd-epyc")["ways"]
 
-    def told(found: dict[str, float] | None) -> str:
-        return (
-            "-" if found is None else f"{found['probability']:.3f} ({signed(found['of_full'] - 1)})"
-        )
+    def told(found: dict[str, Any] | None) -> str:
+        if found is None:
+            return "-"
+        low, high = (signed(end - 1) for end in found["interval"])
+        return f"{signed(found['of_full'] - 1)} ({low} to {high})"
+
+    def share(way: dict[str, Any], name: str) -> str:
+        return percent(way[name], 1) if way.get(name) is not None else "-"
 
     rows = [
-        [name, percent(way["share_of_keys"], 1) if way["share_of_keys"] else "-",
-         percent(way["share_of_bytes"], 1), told(way["after_full"]), told(way.get("under_rule"))]
+        [name, share(way, "share_of_keys"), share(way, "share_of_bytes"),
+         share(way, "share_of_tables"), str(way["after_full"]["facts"]),
+         f"{way['after_full']['probability']:.3f}", told(way["after_full"]),
+         told(way.get("under_rule"))]
         for name, way in ways.items()
     ]  # fmt: skip
     header = [
-        "read",
-        "keys and values",
-        "bytes with tables",
-        "after full attention",
-        "under the rule",
-    ]
+        "read", "keys and values", "with tables", "size of tables", "facts", "probability",
+        "after full attention", "under the rule",
+    ]  # fmt: skip
     return markdown(header, rows)
 
 
