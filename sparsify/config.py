@@ -35,7 +35,7 @@ class SparsifyConfig:
     rank: int | None = None  # of low-rank updates; None trains whole matrices
     learning_rate: float = 3e-4
     warmup_steps: int = 10
-    layer_weight: float = 3.0  # weight in the loss of the relative squared error of layers' outputs
+    layer_weight: float = 10.0  # in the loss, of the relative squared error of layers' outputs
     window: int = 256
     batch_tokens: int = 512
     micro_tokens: int = 512  # per pass; gradients of several passes accumulate
