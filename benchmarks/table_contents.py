@@ -146,7 +146,7 @@ def kv_selection() -> str:
 
 
 def kv_tasks() -> str:
-    ways = result("kv-tasks-amd-epyc")["ways"]
+    ways = result("kv-tasks-amd-epyc-family-26")["ways"]
 
     def told(found: dict[str, Any] | None) -> str:
         if found is None:

@@ -8,11 +8,11 @@ The loss of a choice is modelled as a sum over layers and rules,
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
 the whole model from its dense self with limits in one part of one layer (neurons; both inputs of
 attention; the feed-forward's input), scaled by one probe with the rule in all layers. This takes
-three probes per layer and one per rule, and no gradients. A layer whose gate and up matrices are
-stored by columns, for sparse inputs, cannot skip their rows, so it has one rule or the other. The
-best choice for a number of saved bytes is found by a price per byte: each layer minimises its loss
-minus the price times the bytes saved, and the price is bisected. The true cost of a choice is
-measured afterwards.
+three probes per layer and one per rule, and no gradients. Silencing inputs of the feed-forward
+needs gate and up stored by columns, and silencing gates needs the rows of up, so a layer has at
+most one of these two rules. A choice for a number of saved bytes is found by a price per byte: each
+layer minimises its loss minus the price times the bytes saved, and the price is bisected. The true
+cost of a choice is measured afterwards.
 
 Letters: L layers, A shares."""
 
@@ -29,7 +29,7 @@ from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores
 # The shares that the probes silence.
 PROBE = {"gate": 0.2, "hidden": 0.5, "qkv": 0.3, "output": 0.3, "ffn": 0.25}
 BISECTIONS = 60
-LEAST_KL = 1e-12  # of a probe: rounding makes what costs nothing a little less than 0
+LEAST_KL = 1e-12  # a probe's KL is at least this: rounding can make a harmless one negative
 RULES = {
     "gates": ("gate",),
     "hidden": ("hidden",),
@@ -139,8 +139,8 @@ class Allocation:
         self.inputs_price_L["ffn"] = price_L("ffn", ("ffn",), "ffn")
 
     def best(self, rule: str, saved_share: float) -> Choice | None:
-        """The choice that loses least while saving this share of all bytes; None if the rule cannot
-        save that much."""
+        """The choice at the lowest price that saves this share of all bytes: none that saves as much
+        as it does loses less. None if the rule cannot save that share."""
         wanted = saved_share * self.bytes_of.total
         low, high = 1e-30, 1e30
         if self._take(rule, high).saved_share * self.bytes_of.total < wanted:

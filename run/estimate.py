@@ -1,7 +1,8 @@
 """Estimates the work before the first token: stages, their seconds and their bytes on disk.
 
 Seconds follow from sizes and from this machine's rates: short measurements of reading, packing,
-writing and multiplying, or the rates of earlier stages (`rates`)."""
+writing and multiplying, or the rates of earlier stages (`rates`); calibrating and solving count
+with their time limits."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -31,8 +32,8 @@ from sparkinfer.sizes import format_bytes
 # Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M
 # parameters in q8_0, two shared cores of a Zen 4); with training it took 2.9 to 3.3 times as long.
 COUNT_SHARE, TRAIN_FACTOR = 0.5, 3.0
-# Verifying 134 M values, which one thread unpacks in 0.5 s, took 4 to 6 s; for a checkpoint, 4 s of
-# processor time more, to import transformers.
+# Verifying 134 M values, which one thread unpacks in 0.5 s, took 4 to 6 s. A checkpoint adds 4 s of
+# processor time, to import transformers.
 VERIFY_UNPACKINGS, IMPORT_S = 9.0, 4.0
 VERIFY_LIMIT_S = 60.0  # maximum for a verification that was not requested
 SOLVE_LIMIT_S = 30.0  # for the integer program
@@ -104,7 +105,7 @@ def estimate(job: Job, tokens: int | None) -> Estimate:
     works = _of_look(job)
     if tokens is not None:
         works += _of_profile(job, tokens)
-    is_base_run = tokens is None  # not only an input of later stages
+    is_base_run = tokens is None  # the converted model itself will be run
     if is_base_run or works:
         works = [*_of_model(job), *works]
     works += _of_plan(job, tokens)
@@ -122,8 +123,8 @@ def expected_tokens(job: Job) -> int | None:
 
 
 def tokens_for(job: Job, tokens_per_s: float) -> int | None:
-    """The largest of TOKENS that can be profiled within PATIENCE_S at this speed; None if none can
-    and predictors were not requested."""
+    """The number that was requested, or the largest of TOKENS that can be profiled within PATIENCE_S
+    at this speed. If none can: the smallest if predictors were requested, otherwise None."""
     if job.wishes.tokens is not None:
         return job.wishes.tokens
     allowed = [t for t in TOKENS if t * TRAIN_FACTOR / tokens_per_s <= PATIENCE_S]
@@ -133,8 +134,8 @@ def tokens_for(job: Job, tokens_per_s: float) -> int | None:
 
 
 def _is_hopeless(job: Job) -> bool:
-    """True if not even a look is worth it: predictors were not requested, and training them on the
-    fewest tokens would take over twice PATIENCE_S."""
+    """True if not even a look is worth it: whether to have predictors is still open, nothing else
+    needs the look, and training them on the fewest tokens would take over twice PATIENCE_S."""
     choice = job.choice
     if choice.predictors is not None or choice.budgets or job.wishes.tokens is not None:
         return False

@@ -85,7 +85,7 @@ def digest(values: Any) -> str:
 def identity_of_source(path: Path) -> str:
     """The identity of a GGUF, or of a checkpoint folder by the files that `convert` reads.
 
-    Raises SparkinferError for missing files."""
+    `path` must exist. Raises SparkinferError for a file that cannot be read."""
     if path.is_file():
         return digest(_identity(path))
     patterns = (*DESCRIPTIONS, *SAFETENSORS, *PICKLED, LIMITS_NAME)

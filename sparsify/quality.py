@@ -84,7 +84,7 @@ def evaluate(
     tokens_W, kl_W = rows_W[:, 0], rows_W[:, 1]
     tokens, predicted = float(tokens_W.sum()), float(tokens_W.sum()) - len(windows)
     kl = float(kl_W.sum()) / tokens
-    # The variance of a ratio of sums, from the windows' residuals.
+    # The variance of the summed residuals; over `tokens`, its root is the standard error of a ratio.
     variance = (kl_W - kl * tokens_W).square().sum() * len(windows) / max(1, len(windows) - 1)
     return Quality(
         num_tokens=int(tokens),

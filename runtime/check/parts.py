@@ -22,7 +22,7 @@ from sparkinfer.runtime.step.hybrid_step import Backend
 from sparkinfer.runtime.weights import gpu_products
 
 _LIMIT_BYTES, _MORE_BYTES = 64 << 20, 512 << 20
-_SIZE = 256  # of the matrices of the first product
+_SIZE = 256  # rows and columns of the matrices, values of the vector
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 

@@ -1,7 +1,7 @@
 // Attention over a part of the cache for all queries that share a key-value head, of one or several
 // tokens, so that every key and value is read and unpacked once. Included by rows_template.h.
 //
-// The including file defines store_sums(a, b, c, d, y): y[0..3] = sum(a), sum(b), sum(c), sum(d).
+// Each rows_<level>.cpp defines store_sums(a, b, c, d, y): y[0..3] = sum(a), sum(b), sum(c), sum(d).
 
 // Rows unpacked at a time: at most 16 * MAX_HEAD_WIDTH floats, which fit into L1.
 constexpr int64_t TILE = 16;
@@ -70,7 +70,7 @@ inline void mix_columns(const float* tile, const float* weight, int64_t stride, 
     }
 }
 
-// Eight sums at a time, to hide the latency of additions.
+// Up to eight independent sums at a time, to hide the latency of multiply-adds.
 template <int QUERIES>
 inline void mix_tile(const float* tile, const float* weight, int64_t stride, int64_t padded,
                      float* out) {
@@ -117,7 +117,7 @@ inline void weigh(float* score, int64_t n, int64_t room, float& top, float& tota
     if (n) {
         top = score[0];
         for (int64_t c = 1; c < n; ++c) top = score[c] > top ? score[c] : top;
-        // If every score is -inf, the total is 0, because score - top would be NaN.
+        // If every score is -inf, 0 is subtracted instead of top, which would give NaN; the total is then 0.
         total = exp_sum(score, n, top == -__builtin_inff() ? 0.0f : top);
     }
     for (int64_t c = n; c < room; ++c) score[c] = 0.0f;

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def to_json(summary: "Summary | DataclassInstance") -> str:
-    """Strict JSON; non-finite numbers, such as a threshold that selects all neurons, become "-inf"
-    or "inf"."""
+    """Strict JSON; non-finite numbers, such as the -inf of a threshold that selects all neurons,
+    become "-inf", "inf" or "nan"."""
     return json.dumps(_plain(asdict(summary)), allow_nan=False)
 
 
