@@ -186,7 +186,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "smollm2-q8_0", "SmolLM2 q8_0, dense", "dense", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
     ),
     "batch-planted": lambda: batch(
-        "planted-q8_0", "planted q8_0, predicted", "predicted", {"Zen 4": ZEN_4}
+        "planted-q8_0", "planted q8_0, predicted", "predicted", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
     ),
     "speculation": speculation,
     "serve-throughput": serve_throughput,

@@ -99,6 +99,8 @@ Level* best() {
 
 Level* current = best();
 
+[[maybe_unused]] const int64_t ahead_once = stream_ahead = ahead_here();
+
 Level* find(const char* name) {
     for (Level& level : levels)
         if (std::strcmp(level.name, name) == 0) return &level;
@@ -186,8 +188,6 @@ void pack_grouped(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r,
 }
 
 }  // namespace
-
-const int64_t stream_ahead = ahead_here();
 
 const Kernels& kernels() { return *current->kernels; }
 

@@ -135,8 +135,8 @@ struct Rows {
 };
 
 // Bytes ahead at which a matrix that is read once for one vector is prefetched by software; 0: the
-// hardware prefetcher is better. Results do not depend on it.
-extern const int64_t stream_ahead;
+// hardware prefetcher is better. dispatch.cpp sets it for this processor; results do not depend on it.
+inline int64_t stream_ahead = 0;
 
 // A level is one instruction set: kernels for each kind, over part of the work. y[t * y_stride + a] =
 // row a . x[t] for rows a0 <= a < a1 and all vectors of x. A product does not depend on the others it is
