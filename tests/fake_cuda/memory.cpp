@@ -115,7 +115,6 @@ static int allocate(void** found, size_t bytes, Place place) {
   memset(memory, 0xff, bytes);  // NaN where memory is read before it is written
   s.regions[(char*)memory] = {place, bytes, current_device, s.next_id++};
   if (place == Place::kDevice) s.used_bytes[current_device] += bytes;
-  s.freed.erase((char*)memory);
   *found = memory;
   return kSuccess;
 }
@@ -134,7 +133,9 @@ static int release(const char* name, void* pointer, Place place) {
     block = s.blocks.erase(block);
   if (place == Place::kDevice) s.used_bytes[region.device] -= region.bytes;
   s.freed[(char*)pointer] = region.bytes;
-  munmap(pointer, region.bytes);
+  // The addresses stay reserved: malloc might get them, and its memory would be taken for this.
+  mmap(pointer, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+       -1, 0);
   return kSuccess;
 }
 
