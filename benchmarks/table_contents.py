@@ -172,18 +172,19 @@ def kv_tasks() -> str:
 
 
 def long_context() -> str:
-    found = result("long-context-amd-epyc")
-    depths = found["depths"]
-    rows = [
-        [f"{int(depth):,} tokens", *(f"{1e3 * depths[depth][way]['ours_s']:.0f} ms, "
-                                     f"{times(depths[depth][way]['times_rival'])} llama.cpp"
-                                     for way in ("all", "chosen"))]
-        for depth in depths
-    ]  # fmt: skip
-    growth = found["growth"]
-    rows.append(["growth from the first to the last", f"{times(growth['all'])} (llama.cpp"
-                 f" {times(growth['llamacpp'])})", times(growth["chosen"])])  # fmt: skip
-    return markdown(["after", "all keys", "`--kv-offload`"], rows)
+    rows = []
+    for processor, name in (("Zen 5", "amd-epyc-family-26"), ("Zen 4", "amd-epyc")):
+        found = result(f"long-context-{name}")
+        for depth, ways in found["depths"].items():
+            cells = [
+                f"{1e3 * ways[way]['ours_s']:.0f} ms, {times(ways[way]['times_rival'])} llama.cpp"
+                for way in ("all", "chosen")
+            ]
+            rows.append([processor, f"{int(depth):,} tokens", *cells])
+        growth = found["growth"]
+        every = f"{times(growth['all'])} (llama.cpp {times(growth['llamacpp'])})"
+        rows.append([processor, "growth", every, times(growth["chosen"])])
+    return markdown(["processor", "after", "all keys", "`--kv-offload`"], rows)
 
 
 def kv_beyond() -> str:
