@@ -52,11 +52,12 @@ def chat_model_one_thread() -> str:
 
 
 def chat_model_avx2() -> str:
-    found = chat("q8_0", f"chat-model-avx2-{ZEN_4}")
-    counts = (1, 5, 16, 64, 256)
-    cells = [times(found[f"prompt of {count}"]["times_rival"]) for count in counts]
-    header = ["AVX2 forced on ours alone, q8_0", "decode", *(f"prompt of {c}" for c in counts)]
-    return markdown(header, [["times llama.cpp", times(found["decode"]["times_rival"]), *cells]])
+    parts = ("decode", *(f"prompt of {count}" for count in (1, 5, 16, 64, 256)))
+    rows = []
+    for processor, name in (("Zen 5", ZEN_5), ("Zen 4", ZEN_4)):
+        found = chat("q8_0", f"chat-model-avx2-{name}")
+        rows.append([processor, *(times(found[part]["times_rival"]) for part in parts)])
+    return markdown(["AVX2 forced on ours alone, q8_0, times llama.cpp", *parts], rows)
 
 
 def batch(model: str, label: str, mode: str, processors: dict[str, str]) -> str:
