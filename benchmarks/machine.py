@@ -20,9 +20,8 @@ def machine() -> dict[str, object]:
 
 
 def processor() -> str:
-    """The name that the system gives; with the family where the name holds no number, as a cloud's
-    "AMD EPYC", which is a Zen 4 (family 25) on one machine and a Zen 5 (family 26) on the next.
-    """
+    """The processor's name. If it holds no number, the family is added: "AMD EPYC" alone may be a
+    Zen 4 (family 25) or a Zen 5 (family 26)."""
     text = Path("/proc/cpuinfo").read_text()
     found = re.search(r"model name\s*:\s*(.+)", text)
     if found is None:

@@ -1,7 +1,7 @@
 """Counts, while the model runs, how often each neuron fires and how large its gate is.
 
-The sums stay on the device of the layer, in int64, and nothing synchronises with the device until
-they are read.
+The sums stay on the layer's device, in int64, and after a device's first pass nothing synchronises
+with it until they are read.
 
 Letters: T tokens, L layers, F neurons, B histogram bins."""
 
@@ -119,7 +119,7 @@ def histogram(value: Tensor) -> Tensor:
     bin)."""
     size_A = value.abs().flatten()
     bucket_A = (size_A.view(torch.int32) >> 16).long()
-    first, edge = (table.to(size_A.device) for table in _tables())
+    first, edge = _tables_on(size_A.device)
     bins_A = first[bucket_A].int() + (size_A >= edge[bucket_A])
     total_B = torch.zeros(NUM_BINS, dtype=torch.int64, device=value.device)
     for part in bins_A.split(1 << 24):  # histc counts in f32
@@ -129,6 +129,13 @@ def histogram(value: Tensor) -> Tensor:
 
 def _no_bins() -> Tensor:
     return torch.zeros(NUM_BINS, dtype=torch.int64)
+
+
+@cache
+def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """`_tables`, copied to a device once: each copy synchronises with it."""
+    first, edge = _tables()
+    return first.to(device), edge.to(device)
 
 
 @cache

@@ -9,7 +9,8 @@ from sparkinfer.model_file import ModelFile
 
 # Rotate and append keys; attention over parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
-# Gate and up rows with the activation; down rows; sum of the parts.
+# At most: gate and up rows with the activation; down rows; sum of the parts, which the next norm on
+# the same GPU computes if there is one.
 HOT_KERNELS = 3
 # Gate, up, activation with product, down: a layer that is run densely, as in other engines.
 DENSE_FFN_KERNELS = 4
