@@ -51,13 +51,17 @@ def chat_model_one_thread() -> str:
     )
 
 
-def chat_model_avx2() -> str:
+def chat_model_forced() -> str:
     parts = ("decode", *(f"prompt of {count}" for count in (1, 5, 16, 64, 256)))
     rows = []
-    for processor, name in (("Zen 5", ZEN_5), ("Zen 4", ZEN_4)):
-        found = chat("q8_0", f"chat-model-avx2-{name}")
-        rows.append([processor, *(times(found[part]["times_rival"]) for part in parts)])
-    return markdown(["AVX2 forced on ours alone, q8_0, times llama.cpp", *parts], rows)
+    for level, processor, name in (
+        ("avxvnni", "Zen 5", ZEN_5), ("avx2", "Zen 5", ZEN_5), ("avx2", "Zen 4", ZEN_4),
+    ):  # fmt: skip
+        found = chat("q8_0", f"chat-model-{level}-{name}")
+        rows.append(
+            [f"{processor}, {level}", *(times(found[part]["times_rival"]) for part in parts)]
+        )
+    return markdown(["level forced on ours alone, q8_0, times llama.cpp", *parts], rows)
 
 
 def batch(model: str, label: str, mode: str, processors: dict[str, str]) -> str:
@@ -182,7 +186,7 @@ def decode_small() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "chat-model": chat_model,
     "chat-model-one-thread": chat_model_one_thread,
-    "chat-model-avx2": chat_model_avx2,
+    "chat-model-forced": chat_model_forced,
     "batch": lambda: batch(
         "smollm2-q8_0", "SmolLM2 q8_0, dense", "dense", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
     ),

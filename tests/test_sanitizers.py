@@ -21,6 +21,7 @@ SOURCES = {
     "row_copies": [],
     "rows_generic": [],
     "rows_avx2": "-mavx2 -mfma -mf16c".split(),
+    "rows_avxvnni": "-mavx2 -mavxvnni -mfma -mf16c".split(),
     "rows_avx512": AVX512,
     "rows_avx512vnni": [*AVX512, "-mavx512vnni"],
     "rows_amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],

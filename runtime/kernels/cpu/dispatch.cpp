@@ -41,6 +41,13 @@ bool has_avx2() {
            __builtin_cpu_supports("f16c");
 }
 
+bool has_avxvnni() {
+    constexpr uint32_t AVX_VNNI = 1u << 4;
+    uint32_t a, b, c, d;
+    if (!has_avx2() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return false;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
+}
+
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
@@ -86,6 +93,7 @@ Level levels[] = {
     {"amx", &kernels_amx, has_amx()},
     {"avx512vnni", &kernels_avx512vnni, has_avx512vnni()},
     {"avx512", &kernels_avx512, has_avx512()},
+    {"avxvnni", &kernels_avxvnni, has_avxvnni()},
     {"avx2", &kernels_avx2, has_avx2()},
 #endif
     {"generic", &kernels_generic, true},

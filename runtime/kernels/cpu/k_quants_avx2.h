@@ -60,8 +60,8 @@ inline __m256 factors_with_x(const uint8_t* block, const SuperScales& x, float* 
 
 inline Floats add_part(Floats sum, __m256i first, __m256i second, const int16_t* x,
                        float factor) {
-    const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(first, load_32_bytes(x)),
-                                              _mm256_madd_epi16(second, load_32_bytes(x + 16)));
+    const __m256i products =
+        add_pairs(_mm256_madd_epi16(first, load_32_bytes(x)), second, load_32_bytes(x + 16));
     return multiply_add(_mm256_cvtepi32_ps(products), broadcast(factor), sum);
 }
 

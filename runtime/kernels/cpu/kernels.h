@@ -224,7 +224,7 @@ struct Kernels {
     ShareMass* share_mass;
 };
 
-extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512vnni;
+extern const Kernels kernels_generic, kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_avx512vnni;
 extern const Kernels kernels_amx;
 
 // The functions library.py calls.

@@ -111,8 +111,16 @@ inline Ints shift_words(Ints v, int n) { return ints(_mm256_srli_epi16(bits(v), 
 inline Ints low_bytes(Ints v) { return (v ^ 0x00800080) & 0x00ff00ff; }
 inline Ints high_bytes(Ints v) { return ints(_mm256_srai_epi16(bits(v), 8)); }
 
+inline __m256i add_pairs(__m256i sum, __m256i a, __m256i b) {
+#ifdef __AVXVNNI__
+    return _mm256_dpwssd_avx_epi32(sum, a, b);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+#endif
+}
+
 inline Ints add_pairs(Ints sum, Ints a, Ints b) {
-    return sum + ints(_mm256_madd_epi16(bits(a), bits(b)));
+    return ints(add_pairs(bits(sum), bits(a), bits(b)));
 }
 
 inline Ints larger(Ints a, Ints b) { return ints(_mm256_max_epi32(bits(a), bits(b))); }
@@ -154,8 +162,7 @@ inline void transpose_16(const uint8_t* const* p, Ints* out) {
 }
 
 inline Ints products(__m256i first, __m256i last, const int16_t* x) {
-    return ints(_mm256_add_epi32(_mm256_madd_epi16(first, load_32_bytes(x)),
-                                 _mm256_madd_epi16(last, load_32_bytes(x + 16))));
+    return ints(add_pairs(_mm256_madd_epi16(first, load_32_bytes(x)), last, load_32_bytes(x + 16)));
 }
 
 inline Ints products_q8(const uint8_t* quants, const int16_t* x) {
@@ -198,7 +205,11 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
                _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x_scale)));
 }
 
+#ifdef __AVXVNNI__
+#include "blocks_avxvnni.h"
+#else
 #include "blocks_madd.h"
+#endif
 #include "k_quants.h"
 #include "k_quants_x86.h"
 #include "k_quants_avx2.h"
@@ -206,4 +217,8 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
 
 }  // namespace
 
+#ifdef __AVXVNNI__
+const Kernels kernels_avxvnni = ALL_KERNELS;
+#else
 const Kernels kernels_avx2 = ALL_KERNELS;
+#endif

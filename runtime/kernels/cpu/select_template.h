@@ -48,9 +48,13 @@ inline SelectBytes no_sums() { return {{_mm256_setzero_si256(), _mm256_setzero_s
 
 inline SelectBytes add_products(SelectBytes sum, const SelectBytes& row, const SelectBytes& x) {
     for (int i = 0; i < 2; ++i) {
+#ifdef __AVXVNNI__
+        sum.half[i] = _mm256_dpbusd_avx_epi32(sum.half[i], row.half[i], x.half[i]);
+#else
         const __m256i pairs = _mm256_maddubs_epi16(row.half[i], x.half[i]);
         sum.half[i] =
             _mm256_add_epi32(sum.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
     }
     return sum;
 }

@@ -15,7 +15,7 @@ from gguf.quants import dequantize, quantize
 
 from sparkinfer.doctor.children import leave_no_core, tell_at, tell_done
 
-LEVELS = ("amx", "avx512vnni", "avx512", "avx2", "generic")
+LEVELS = ("amx", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
 # enum Kind in kernels.h; the planar kinds are packed from the plain ones.
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "q4_0_planar", "q8_0_planar")

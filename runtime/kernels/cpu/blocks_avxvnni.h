@@ -1,0 +1,84 @@
+// Integer products of four bytes at a time (AVX-VNNI), for blocks_template.h; see blocks_vnni.h.
+// Packed x of a block: 32 high bytes, then 32 low ones.
+
+template <class F>
+constexpr int64_t unit() {
+    return 1;
+}
+
+template <class F>
+constexpr int32_t OFFSET = F::QUANT_BYTES == 16 ? 8 : 128;
+
+template <class F>
+inline void quantise_unit(const int16_t* value, uint8_t* to) {
+    for (int half = 0; half < 2; ++half) {
+        const __m256i values = load_32_bytes(value + 16 * half);
+        const __m256i high =
+            _mm256_srai_epi16(_mm256_add_epi16(values, _mm256_set1_epi16(128)), 8);
+        const __m256i low = _mm256_sub_epi16(values, _mm256_slli_epi16(high, 8));
+        const __m256i bytes =  // lanes: high 0-7, low 0-7, high 8-15, low 8-15
+            _mm256_permute4x64_epi64(_mm256_packs_epi16(high, low), 0xd8);
+        __builtin_memcpy(to + 16 * half, &bytes, 16);
+        __builtin_memcpy(to + 32 + 16 * half, reinterpret_cast<const uint8_t*>(&bytes) + 16, 16);
+    }
+}
+
+// 256 * (w . high) + w . low, eight sums
+inline __m256i both_planes(__m256i w, const uint8_t* x) {
+    const __m256i upper =
+        _mm256_dpbusd_avx_epi32(_mm256_setzero_si256(), w, load_32_bytes(x));
+    return _mm256_dpbusd_avx_epi32(_mm256_slli_epi32(upper, 8), w, load_32_bytes(x + 32));
+}
+
+template <class F>
+inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
+    Ints s[FEW][4];
+    for (int r = 0; m < 4 && r < FEW; ++r)
+        for (int i = 0; i < 4; ++i) s[r][i] = Ints{};
+    for (int i = 0; i < m; ++i)
+        for (int r = 0; r < FEW; ++r) {
+            const uint8_t* block = quants[r] + i * F::QUANT_BYTES;
+            __m256i w;
+            if constexpr (F::QUANT_BYTES == 16) {
+                const __m256i nibbles = _mm256_broadcastsi128_si256(load_16_bytes(block));
+                const __m256i places = _mm256_set_epi32(4, 4, 4, 4, 0, 0, 0, 0);
+                w = _mm256_and_si256(_mm256_srlv_epi32(nibbles, places), _mm256_set1_epi8(15));
+            } else {
+                w = _mm256_xor_si256(load_32_bytes(block), _mm256_set1_epi8(-128));
+            }
+            s[r][i] = ints(both_planes(w, x + i * stride));
+        }
+    return reduce(s);
+}
+
+constexpr int few_lane(int r, int p) { return 4 * r + p; }
+
+template <class F>
+constexpr int TILE_WEIGHTS = 8;
+
+template <class F>
+inline void tile_weights(const Ints* quarter, Ints* w) {
+    for (int v = 0; v < 8; ++v) {
+        if constexpr (F::QUANT_BYTES == 16)
+            w[v] = v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f;
+        else
+            w[v] = quarter[v] ^ static_cast<int32_t>(0x80808080);
+    }
+}
+
+inline __m256i four_bytes(const uint8_t* p) {
+    int32_t four;
+    __builtin_memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+}
+
+template <class F>
+inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t, Ints start) {
+    __m256i high = _mm256_setzero_si256(), low = bits(start);
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        high = _mm256_dpbusd_avx_epi32(high, bits(w[v]), four_bytes(x + 4 * v));
+        low = _mm256_dpbusd_avx_epi32(low, bits(w[v]), four_bytes(x + 32 + 4 * v));
+    }
+    return ints(_mm256_add_epi32(_mm256_slli_epi32(high, 8), low));
+}
