@@ -27,7 +27,8 @@ from sparkinfer.runtime.kernels.cpu import signatures
 from sparkinfer.runtime.kernels.grouped import GROUP_ROWS, is_grouped
 from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
-LEVELS = ("amx", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")  # instruction sets, best first
+# Instruction sets, best first.
+LEVELS = ("amx", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
 _TILED_LEVELS = ("amx", "avx512vnni", "avx512")  # a vector has as many lanes as a tile has rows
 log = logging.getLogger(__name__)
