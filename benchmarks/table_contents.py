@@ -11,6 +11,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("q8_0", "q4_0", "f16")
+SPARSIFY = "sparsify-smollm2-amd-epyc-family-26"
 
 
 @cache
@@ -82,7 +83,7 @@ def sparsify_quality() -> str:
     texts = {"held-out.txt": "prose, as in the corpus", "code.txt": "Python code",
              "chat.txt": "conversations"}  # fmt: skip
     rows = []
-    for row in result("sparsify-smollm2-amd-epyc")["rows"]:
+    for row in result(SPARSIFY)["rows"]:
         for name, words in texts.items():
             before, after = row["untrained"][name], row["trained"][name]
             kls = [f"{found['kl']:.3f} ± {found['kl_95']:.3f}" for found in (before, after)]
@@ -93,21 +94,24 @@ def sparsify_quality() -> str:
 
 
 def sparsify_curve() -> str:
-    run = result("sparsify-smollm2-amd-epyc")["runs"][0]["record"]
+    """Every third point of each run."""
     rows = []
-    for point in run["curve"]:
-        found = point["quality"]
-        silent = sum(found["silent_share_L"]) / len(found["silent_share_L"])
-        rows.append([f"{point['tokens']:,}", percent(silent, 1), f"{point['trained_kl']:.3f}",
-                     f"{found['kl']:.3f} ± {found['kl_95']:.3f}", f"{found['perplexity']:.1f}",
-                     percent(found["same_top"])])  # fmt: skip
-    for share, found in run["untrained"].items():
-        silent = sum(found["silent_share_L"]) / len(found["silent_share_L"])
-        rows.append([f"untrained, {float(share):.0%} requested", percent(silent, 1), "-",
-                     f"{found['kl']:.3f} ± {found['kl_95']:.3f}", f"{found['perplexity']:.1f}",
-                     percent(found["same_top"])])  # fmt: skip
-    header = ["tokens", "silent", "KL in training", "KL held out", "perplexity", "same top token"]
+    for run in result(SPARSIFY)["runs"]:
+        record = run["record"]
+        for share, found in record["untrained"].items():
+            rows.append([percent(float(share)), "untrained", "-", *_measured(found)])
+        for point in record["curve"][2::3]:
+            rows.append([percent(point["wanted_share"]), f"{point['tokens']:,}",
+                         f"{point['trained_kl']:.3f}", *_measured(point["quality"])])  # fmt: skip
+    header = ["asked", "tokens", "KL in training", "silent", "KL held out", "perplexity",
+              "same top token"]  # fmt: skip
     return markdown(header, rows)
+
+
+def _measured(found: dict) -> list[str]:
+    silent = sum(found["silent_share_L"]) / len(found["silent_share_L"])
+    return [percent(silent, 1), f"{found['kl']:.3f} ± {found['kl_95']:.3f}",
+            f"{found['perplexity']:.1f}", percent(found["same_top"])]  # fmt: skip
 
 
 def predictors() -> str:

@@ -3,7 +3,7 @@ the expectation rests on. The numbers of both are the same by construction."""
 
 from dataclasses import dataclass
 
-from table_contents import TYPES, markdown, percent, result, rules_points, signed, times
+from table_contents import SPARSIFY, TYPES, markdown, percent, result, rules_points, signed, times
 from table_speed import ZEN_4, ZEN_5, chat
 
 PLANTED = (f"decode-{ZEN_5}", f"decode-{ZEN_4}", "decode-intel-xeon-processor-2.50ghz")
@@ -114,7 +114,7 @@ def expected(words: Words) -> str:
         perplexity=signed(rule["perplexity_increase"]), share=percent(rule["share"])
     )
     rows.append([words.skipped, words.real, words.no_faster, cost])
-    row = result("sparsify-smollm2-amd-epyc")["rows"][0]["trained"]["held-out.txt"]
+    row = result(SPARSIFY)["rows"][0]["trained"]["held-out.txt"]
     trained = words.trained.format(share=percent(row["silent_share"]))
     divergence = words.divergence.format(kl=f"{row['kl']:.2f}")
     rows.append([trained, words.real, words.unmeasured, divergence])
