@@ -7,12 +7,13 @@
 constexpr int64_t TILE = 16;
 
 template <class Format>
-inline void unpack_tile(const uint8_t* first, int64_t stride, int64_t n, int64_t left, int64_t W,
-                        float* tile) {
-    const int64_t padded = padded_head(W);
+inline void unpack_tile(const uint8_t* first, const int64_t* place, int64_t stride, int64_t left,
+                        int64_t W, float* tile) {
+    const int64_t padded = padded_head(W), n = left < TILE ? left : TILE;
+    auto at = [=](int64_t c) { return first + (place ? place[c] : c) * stride; };
     for (int64_t c = 0; c < n; ++c) {
-        const uint8_t* row = first + c * stride;
-        const uint8_t* next = c + TILE < left ? row + TILE * stride : row;
+        const uint8_t* row = at(c);
+        const uint8_t* next = c + TILE < left ? at(c + TILE) : row;
         float* out = tile + c * padded;
         unpack_row<Format>(row, next, W, out);
         for (int64_t i = W; i < padded; ++i) out[i] = 0.0f;
@@ -37,6 +38,12 @@ inline void score_tile(const float* tile, const float* query, int64_t padded, fl
                 for (int j = 0; j < 4; ++j) sum[q][j] = multiply_add(x, keys[j], sum[q][j]);
             }
         }
+#ifdef LEVEL_AVX512
+        if constexpr (QUERIES == 4) {
+            store_sixteen_sums(sum, score + c, room);
+            continue;
+        }
+#endif
         for (int q = 0; q < QUERIES; ++q)
             store_sums(sum[q][0], sum[q][1], sum[q][2], sum[q][3], score + q * room + c);
     }
@@ -82,15 +89,17 @@ inline void mix_tile(const float* tile, const float* weight, int64_t stride, int
 
 // Calls body(position, tile) for every tile of the rows in `runs`.
 template <class Format, class Body>
-inline void each_tile(const AttendPart& a, const uint8_t* const* runs, int64_t stride,
+inline void each_tile(const AttendPart& a, const uint8_t* const* runs, const int64_t* place, int64_t stride,
                       const Body& body) {
     alignas(64) float tile[TILE * MAX_HEAD_WIDTH];
     for (int64_t start = 0; start < a.n; start += a.run) {
         const int64_t length = a.n - start < a.run ? a.n - start : a.run;
         const uint8_t* first = runs[start / a.run];
         for (int64_t c = 0; c < length; c += TILE) {
-            const int64_t left = length - c;
-            unpack_tile<Format>(first + c * stride, stride, left < TILE ? left : TILE, left, a.W, tile);
+            if (place)
+                unpack_tile<Format>(first, place + c, stride, length - c, a.W, tile);
+            else
+                unpack_tile<Format>(first + c * stride, nullptr, stride, length - c, a.W, tile);
             body(start + c, tile);
         }
     }
@@ -98,6 +107,7 @@ inline void each_tile(const AttendPart& a, const uint8_t* const* runs, int64_t s
 
 template <int N>
 struct Queries {
+    static constexpr int VALUE = N;
     constexpr operator int() const { return N; }
 };
 
@@ -115,18 +125,26 @@ inline void each_query(int64_t num_queries, const Body& body) {
 inline void weigh(float* score, int64_t n, int64_t room, float& top, float& total) {
     top = -__builtin_inff(), total = 0.0f;
     if (n) {
-        top = score[0];
-        for (int64_t c = 1; c < n; ++c) top = score[c] > top ? score[c] : top;
+        top = largest_score(score, n);
         // If every score is -inf, 0 is subtracted instead of top, which would give NaN; the total is then 0.
         total = exp_sum(score, n, top == -__builtin_inff() ? 0.0f : top);
     }
     for (int64_t c = n; c < room; ++c) score[c] = 0.0f;
 }
 
+// Scattered values of a tile are prefetched while its keys are scored.
+inline void prefetch_values(const AttendPart& a, int64_t c) {
+    for (int64_t i = c; i < c + TILE && i < a.n; ++i) {
+        const uint8_t* row = a.value[0] + a.value_place[i] * a.value_bytes;
+        for (int64_t at = 0; at < a.value_bytes; at += 64) __builtin_prefetch(row + at);
+    }
+}
+
 template <class Format>
 void weigh_keys(const AttendPart& a) {
     const int64_t padded = padded_head(a.W), room = padded_part(a.n);
-    each_tile<Format>(a, a.key, a.key_bytes, [&](int64_t c, const float* tile) {
+    each_tile<Format>(a, a.key, a.key_place, a.key_bytes, [&](int64_t c, const float* tile) {
+        if (a.value_place) prefetch_values(a, c);
         each_query(a.num_queries, [&](int64_t q, auto count) {
             score_tile<count>(tile, a.query + q * padded, padded, a.scale, a.score + q * room + c, room);
         });
@@ -139,7 +157,7 @@ template <class Format>
 void mix_values(const AttendPart& a) {
     const int64_t padded = padded_head(a.W), room = padded_part(a.n);
     for (int64_t i = 0; i < a.num_queries * padded; ++i) a.out[i] = 0.0f;
-    each_tile<Format>(a, a.value, a.value_bytes, [&](int64_t c, const float* tile) {
+    each_tile<Format>(a, a.value, a.value_place, a.value_bytes, [&](int64_t c, const float* tile) {
         each_query(a.num_queries, [&](int64_t q, auto count) {
             mix_tile<count>(tile, a.score + q * room + c, room, padded, a.out + q * padded);
         });

@@ -17,6 +17,7 @@
 
 // Positions per work item.
 constexpr int64_t PART = 256;
+constexpr int64_t TILE_KEYS = 16;  // unpacked at a time by weigh_keys
 // Upper bound on the bytes of partial sums; further rows are computed in the next batch.
 constexpr int64_t PARTS_BYTES = 4 << 20;
 // Most queries that share unpacked keys, unless one row has more.
@@ -95,6 +96,7 @@ class Attention {
     int64_t place_of(int32_t sequence, int64_t position) const {
         const SparkTable& table = s.table;
         const int64_t length = table.block_length;
+        if (table.blocks_per_sequence == 1) return table.block[sequence] * K * length + position;
         const int64_t block = table.block[sequence * table.blocks_per_sequence + position / length];
         return block * K * length + position % length;
     }
@@ -214,9 +216,10 @@ class Attention {
         std::array<int32_t, std::max(SHARING_QUERIES, MAX_SHARED_HEADS)> count;
         const int64_t n = std::min(PART, (is_far ? c.num_far : c.num_keys) - begin);
         const int64_t queries = c.count * G;
+        AttendPart a;
         if (c.is_selected)
-            gather(l, places[c.begin].sequence, kv_head, selector.of(c.begin - t0, kv_head) + begin, n,
-                   key[0], value[0]);
+            a.key_place = a.value_place = find(l, places[c.begin].sequence, kv_head,
+                                               selector.of(c.begin - t0, kv_head) + begin, n, key[0], value[0]);
         for (int64_t i = 0; !c.is_selected && i * run < n; ++i) {
             const int64_t from =
                 place_of(places[c.begin].sequence, begin + i * run) + kv_head * length;
@@ -227,14 +230,13 @@ class Attention {
                 c.is_selected ? n
                               : std::clamp<int64_t>(places[c.begin + q / G].position + 1 - begin, 0, n));
         if (score.size() < static_cast<size_t>(queries * PART)) score.resize(queries * PART);
-        AttendPart a;
         a.key = key.data(), a.value = value.data(), a.run = run;
         a.key_bytes = key_bytes, a.value_bytes = value_bytes;
         const bool is_turned = selector.is_capped() && !is_far;
         if (is_turned) {
             const int64_t first = c.is_selected ? c.base + begin - c.num_far : begin;
-            turn_keys(first - c.base, run, n, key.data());
-            a.key_bytes = W * sizeof(float);
+            turn_keys(first - c.base, run, n, a.key_place, key.data());
+            a.key_bytes = W * sizeof(float), a.key_place = nullptr;
         }
         a.n = n, a.W = W, a.num_queries = queries, a.count = count.data();
         a.query = (is_far ? far_query : query) + ((c.begin - t0) * H + kv_head * queries) * padded;
@@ -246,47 +248,40 @@ class Attention {
     }
 
     // Unpacks n keys in runs to f32 and rotates them to consecutive positions from `first` on.
-    void turn_keys(int64_t first, int64_t run, int64_t n, const uint8_t** key) const {
+    void turn_keys(int64_t first, int64_t run, int64_t n, const int64_t* place, const uint8_t** key) const {
         static thread_local std::vector<float> turned;
         if (turned.size() < static_cast<size_t>(PART * W)) turned.resize(PART * W);
         for (int64_t i = 0; i * run < n; ++i) {
             const int64_t rows = std::min(run, n - i * run);
             float* to = turned.data() + i * run * W;
-            kernels().unpack_rows[s.key_kind]({key[i], key_bytes, W, nullptr, rows}, to, 0, rows);
-            for (int64_t r = 0; r < rows; ++r) selector.turn(to + r * W, first + i * run + r);
+            for (int64_t r = 0; r < rows; ++r) {
+                const uint8_t* row = key[i] + (place ? place[r] : r) * key_bytes;
+                kernels().unpack_rows[s.key_kind]({row, key_bytes, W, nullptr, 1}, to + r * W, 0, 1);
+                selector.turn(to + r * W, first + i * run + r);
+            }
             key[i] = reinterpret_cast<const uint8_t*>(to);
         }
     }
 
-    // Contiguous keys and values at n positions: in place if they are contiguous, else copies.
-    void gather(const SparkLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position, int64_t n,
-                const uint8_t*& key, const uint8_t*& value) const {
+    // Finds the keys and values at n positions: returns their rows from `key` and `value` on, or null if
+    // they are contiguous.
+    const int64_t* find(const SparkLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position,
+                        int64_t n, const uint8_t*& key, const uint8_t*& value) const {
         const int64_t length = s.table.block_length;
         auto at = [&](int64_t i) { return place_of(sequence, position[i]) + kv_head * length; };
-        if (position[n - 1] - position[0] == n - 1 && position[0] / length == position[n - 1] / length) {
-            key = l.key + at(0) * key_bytes, value = l.value + at(0) * value_bytes;
-            return;
-        }
-        static thread_local std::vector<uint8_t> copies;
-        if (copies.size() < static_cast<size_t>(PART * (key_bytes + value_bytes)))
-            copies.resize(PART * (key_bytes + value_bytes));
-        uint8_t* keys = copies.data();
-        uint8_t* values = keys + PART * key_bytes;
-        constexpr int64_t AHEAD = 16;  // rows prefetched before they are copied
-        auto ask = [&](int64_t i) {
-            const int64_t from = at(i);
-            for (int64_t b = 0; b < key_bytes; b += 64) __builtin_prefetch(l.key + from * key_bytes + b);
-            for (int64_t b = 0; b < value_bytes; b += 64)
-                __builtin_prefetch(l.value + from * value_bytes + b);
-        };
-        for (int64_t i = 0; i < std::min(AHEAD, n); ++i) ask(i);
+        const bool is_run =
+            position[n - 1] - position[0] == n - 1 && position[0] / length == position[n - 1] / length;
+        const int64_t first = is_run ? at(0) : 0;
+        key = l.key + first * key_bytes, value = l.value + first * value_bytes;
+        if (is_run) return nullptr;
+        static thread_local std::array<int64_t, PART> place;
         for (int64_t i = 0; i < n; ++i) {
-            if (i + AHEAD < n) ask(i + AHEAD);
-            const int64_t from = at(i);
-            std::memcpy(keys + i * key_bytes, l.key + from * key_bytes, key_bytes);
-            std::memcpy(values + i * value_bytes, l.value + from * value_bytes, value_bytes);
+            place[i] = at(i);
+            if (i >= TILE_KEYS) continue;  // weigh_keys prefetches the others
+            for (int64_t b = 0; b < key_bytes; b += LINE)
+                __builtin_prefetch(key + place[i] * key_bytes + b);
         }
-        key = keys, value = values;
+        return place.data();
     }
 
     // Combines the parts of one head of row t into `heads`.

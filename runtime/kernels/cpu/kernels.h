@@ -180,6 +180,8 @@ struct AttendPart {
     float* score;                // [num_queries, padded_part(n)], scratch
     float *top, *total;          // [num_queries] the largest score; the sum of exp(score - top)
     float* out;                  // [num_queries, padded_head(W)] the sum of exp(score - top) * value
+    // [n] rows in any order, of the only run, or null: in order.
+    const int64_t *key_place = nullptr, *value_place = nullptr;
 };
 // The keys of a part are scored first, `score` to `total`, then the values are summed into `out`: keys
 // and values may be of different kinds.
@@ -207,7 +209,21 @@ struct SelectDots {
     int32_t* out;
 };
 using SelectRows = void(const SelectDots& dots);
+// score[g * stride + i] = center[g * center_stride] + (times * dot[g * n + i] - offset[g]) * factor[i] * by[g]
+// for i < n and all queries; no center: 0.
+struct SelectScores {
+    const int32_t* dot;  // [num_queries, n]
+    int64_t n, num_queries, stride, center_stride;
+    int32_t times;
+    const int32_t* offset;
+    const float *factor, *by, *center;
+    float* score;
+};
+using ScaleDots = void(const SelectScores& scores);
 using ShareMass = void(float* score, int64_t num_queries, int64_t n, float* out);
+// Writes the indices of the `k` largest of scores [n] that are not negative, ascending, to `chosen` [k].
+// Of equal scores the first wins; NaN counts as infinite. `bits` [n] is scratch.
+using ChooseLargest = void(const float* score, int64_t n, int64_t k, int32_t* bits, int32_t* chosen);
 
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];                // null for the grouped kinds
@@ -221,7 +237,9 @@ struct Kernels {
     Smooth* smooth;
     AddTo* add_to;
     SelectRows *dot_bytes, *dot_codes;
+    ScaleDots* scale_dots;
     ShareMass* share_mass;
+    ChooseLargest* choose_largest;
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_avx512vnni;

@@ -72,6 +72,27 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
     _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
 }
 
+// The same for four times four vectors, with the same additions: y[q * stride + j] = sum(v[q][j]).
+inline void store_sixteen_sums(const Floats (&v)[4][4], float* y, int64_t stride) {
+    Floats column[4];  // four partial sums of each q
+    for (int j = 0; j < 4; ++j) {
+        const Floats ab = _mm512_add_ps(_mm512_shuffle_f32x4(v[0][j], v[1][j], 0x44),
+                                        _mm512_shuffle_f32x4(v[0][j], v[1][j], 0xee));
+        const Floats cd = _mm512_add_ps(_mm512_shuffle_f32x4(v[2][j], v[3][j], 0x44),
+                                        _mm512_shuffle_f32x4(v[2][j], v[3][j], 0xee));
+        column[j] = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88),
+                                  _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    }
+    auto pairs = [](Floats a, Floats b) {
+        return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+    };
+    const Floats all = pairs(pairs(column[0], column[1]), pairs(column[2], column[3]));
+    _mm_storeu_ps(y, _mm512_castps512_ps128(all));
+    _mm_storeu_ps(y + stride, _mm512_extractf32x4_ps(all, 1));
+    _mm_storeu_ps(y + 2 * stride, _mm512_extractf32x4_ps(all, 2));
+    _mm_storeu_ps(y + 3 * stride, _mm512_extractf32x4_ps(all, 3));
+}
+
 #include "ahead.h"
 #include "quantise.h"
 

@@ -326,6 +326,19 @@ float exp_sum(float* x, int64_t n, float shift) {
     return sums[0];
 }
 
+// The largest of x [n], n > 0, sixteen at a time; NaN is skipped, unless it is the first.
+inline float largest_score(const float* x, int64_t n) {
+    float top[16];
+    for (int lane = 0; lane < 16; ++lane) top[lane] = x[0];
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int lane = 0; lane < 16; ++lane)
+            top[lane] = x[i + lane] > top[lane] ? x[i + lane] : top[lane];
+    for (; i < n; ++i) top[0] = x[i] > top[0] ? x[i] : top[0];
+    for (int lane = 1; lane < 16; ++lane) top[0] = top[lane] > top[0] ? top[lane] : top[0];
+    return top[0];
+}
+
 int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
     int64_t count = 0, i = 0;
 #ifdef LEVEL_AVX512
@@ -384,5 +397,7 @@ constexpr Kernels ALL_KERNELS = {
     add_to,
     dot_bytes,
     dot_codes,
+    scale_dots,
     share_mass,
+    choose_largest,
 };

@@ -18,13 +18,15 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "cache_rows.h"
 #include "work.h"
 
 constexpr int64_t LINE = 64;  // bytes of a cache line
-constexpr int64_t AHEAD = 4;  // blocks whose codes are prefetched
+constexpr int64_t AHEAD = 8;  // blocks whose codes are prefetched
+constexpr int64_t TOGETHER = 256;  // blocks that are scored at a time
 constexpr float SUMMARY_LARGEST = 63.0f, QUERY_LARGEST = 127.0f, CODE_STEP = 0.9957f;
 
 inline int64_t select_width(int64_t W) { return (W + SELECT_WIDTH - 1) / SELECT_WIDTH * SELECT_WIDTH; }
@@ -197,30 +199,12 @@ class Selector {
         return sum;
     }
 
-    // Finds the indices of the `k` largest of score [n], ascending. Of equal scores the first wins; NaN
-    // counts as infinite.
-    static void largest(const float* score, int64_t n, int64_t k, std::vector<float>& order,
-                        int32_t* chosen) {
-        order.resize(n);
-        auto key = [](float x) { return x == x ? x : INFINITY; };
-        for (int64_t i = 0; i < n; ++i) order[i] = key(score[i]);
-        std::nth_element(order.begin(), order.begin() + (k - 1), order.end(), std::greater<float>());
-        const float least = order[k - 1];
-        int64_t above = 0;
-        for (int64_t i = 0; i < k - 1; ++i) above += order[i] > least;
-        int64_t equal = k - above;  // number of equal scores to take
-        for (int64_t i = 0, c = 0; c < k; ++i) {
-            const float own = key(score[i]);
-            if (own > least || (own == least && equal-- > 0)) chosen[c++] = static_cast<int32_t>(i);
-        }
-    }
-
     struct Scratch {
         std::vector<const uint8_t*> row;
         std::vector<int8_t> query;
-        std::vector<int32_t> dot, chosen;
-        std::vector<float> score, share, order, center, turned, unit;
-        std::vector<int64_t> at;
+        std::vector<int32_t> dot, chosen, offset, bits;
+        std::vector<float> score, share, center, turned, unit, by;
+        std::vector<int64_t> at;  // of blocks in the tables
     };
 
     // Writes `top` positions between the sinks and the window, ascending, to `to`.
@@ -228,65 +212,82 @@ class Selector {
                 int64_t stride, int32_t* to) const {
         static thread_local Scratch room;
         const int64_t B = rule.block, first = rule.sinks / B, n = window / B - first;
+        const uint32_t size = static_cast<uint32_t>(B);
         const int64_t wanted = rule.is_coded ? rule.candidates * rule.top : rule.top;
         const int64_t num_best = std::min(n, (wanted + B - 1) / B);
         find_blocks(l, sequence, kv_head, first, n, room);
-        score_blocks(l, n, num_parts() == 2, query, stride, room, room.score);
-        room.share.resize(n);
-        kernels().share_mass(room.score.data(), G, n, room.share.data());
-        room.chosen.resize(num_best);
-        largest(room.share.data(), n, num_best, room.order, room.chosen.data());
+        if (num_best < n) {
+            score_blocks(n, num_parts() == 2, query, stride, room, room.score);
+            room.chosen.resize(num_best);
+            take_largest(n, num_best, room, room.chosen.data());
+            keep_chosen(num_best, room);
+        } else {
+            room.chosen.resize(n);
+            std::iota(room.chosen.begin(), room.chosen.end(), 0);
+        }
         if (!rule.is_coded) {
             for (int64_t c = 0, i = 0; c < num_best; ++c)
                 for (int64_t b = 0; b < B && i < rule.top; ++b, ++i)
                     to[i] = static_cast<int32_t>((first + room.chosen[c]) * B + b);
             return;
         }
-        keep_chosen(num_best, room);
-        score_blocks(l, num_best, false, query, stride, room, room.center);
+        score_blocks(num_best, false, query, stride, room, room.center);
         score_codes(l, num_best, query, stride, room);
-        const int64_t m = num_best * B;
-        room.share.resize(m);
-        kernels().share_mass(room.score.data(), G, m, room.share.data());
-        largest(room.share.data(), m, rule.top, room.order, to);
+        take_largest(num_best * B, rule.top, room, to);
         for (int64_t i = 0; i < rule.top; ++i)
-            to[i] = static_cast<int32_t>((first + room.chosen[to[i] / B]) * B + to[i] % B);
+            to[i] = static_cast<int32_t>((first + room.chosen[to[i] / size]) * B + to[i] % size);
+    }
+
+    // Finds the `k` of n scores [G, n] that get the largest share of the softmax mass, ascending.
+    void take_largest(int64_t n, int64_t k, Scratch& room, int32_t* chosen) const {
+        room.share.resize(n), room.bits.resize(n);
+        kernels().share_mass(room.score.data(), G, n, room.share.data());
+        kernels().choose_largest(room.share.data(), n, k, room.bits.data(), chosen);
     }
 
     // Looks up n blocks from `first` on in the tables.
     void find_blocks(const SparkLayer& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
                      Scratch& room) const {
-        room.row.resize(n), room.at.resize(n);
-        for (int64_t i = 0; i < n; ++i) {
-            room.at[i] = block_at(sequence, (first + i) * rule.block, kv_head);
-            room.row[i] = l.summary + room.at[i] * Ws;
+        room.row.resize(n), room.at.resize(n), room.unit.resize(n);
+        const int64_t own = s.table.block_length / rule.block;  // whole key blocks of a cache block
+        for (int64_t i = 0; i < n;) {
+            const int64_t at = block_at(sequence, (first + i) * rule.block, kv_head) - i;
+            const int64_t end = own ? std::min(n, i + own - (first + i) % own) : n;
+            for (; i < end; ++i) {
+                room.at[i] = at + i;
+                room.row[i] = l.summary + (at + i) * Ws;
+                room.unit[i] = l.summary_unit[at + i];
+            }
         }
     }
 
     void keep_chosen(int64_t num_best, Scratch& room) const {
         for (int64_t c = 0; c < num_best; ++c) {
-            room.at[c] = room.at[room.chosen[c]];
-            room.row[c] = room.row[room.chosen[c]];
+            const int32_t chosen = room.chosen[c];
+            room.at[c] = room.at[chosen];
+            room.row[c] = room.row[chosen];
+            room.unit[c] = room.unit[chosen];
         }
     }
 
     // Computes attention scores [G, n] from the summaries of n blocks: those of their centers, or, if the
     // query is split, upper bounds for all keys within the blocks' bounds.
-    void score_blocks(const SparkLayer& l, int64_t n, bool is_split, const float* query, int64_t stride,
-                      Scratch& room, std::vector<float>& score) const {
-        room.query.resize(G * Ws), room.dot.resize(G * n), score.resize(G * n), room.unit.resize(G);
-        for (int64_t g = 0; g < G; ++g)
-            room.unit[g] = store_query(query + g * stride, num_parts(), is_split,
-                                       room.query.data() + g * Ws);
-        kernels().dot_bytes({room.row.data(), n, Ws, G, n, room.query.data(), room.dot.data()});
+    void score_blocks(int64_t n, bool is_split, const float* query, int64_t stride, Scratch& room,
+                      std::vector<float>& score) const {
+        room.query.resize(G * Ws), room.offset.resize(G), room.by.resize(G);
+        room.dot.resize(G * TOGETHER), score.resize(G * n);
         const float share = is_split || num_parts() == 1 ? 1.0f : 0.5f;
         const float scale = share / std::sqrt(static_cast<float>(W));
         for (int64_t g = 0; g < G; ++g) {
-            const int32_t offset = 64 * sum_of_bytes(room.query.data() + g * Ws, Ws);
-            const float by = room.unit[g] * scale;
-            for (int64_t i = 0; i < n; ++i)
-                score[g * n + i] =
-                    static_cast<float>(room.dot[g * n + i] - offset) * l.summary_unit[room.at[i]] * by;
+            int8_t* own = room.query.data() + g * Ws;
+            room.by[g] = store_query(query + g * stride, num_parts(), is_split, own) * scale;
+            room.offset[g] = 64 * sum_of_bytes(own, Ws);
+        }
+        for (int64_t i = 0; i < n; i += TOGETHER) {
+            const int64_t m = std::min(TOGETHER, n - i);
+            kernels().dot_bytes({room.row.data() + i, m, Ws, G, m, room.query.data(), room.dot.data()});
+            kernels().scale_dots({room.dot.data(), m, G, n, 0, 1, room.offset.data(),
+                                  room.unit.data() + i, room.by.data(), nullptr, score.data() + i});
         }
     }
 
@@ -303,31 +304,25 @@ class Selector {
     void score_codes(const SparkLayer& l, int64_t num_best, const float* query, int64_t stride,
                      Scratch& room) const {
         const int64_t B = rule.block, m = num_best * B;
-        room.query.resize(G * Wp), room.dot.resize(G * m), room.score.resize(G * m);
-        room.turned.resize(W);
+        room.query.resize(G * Wp), room.offset.resize(G), room.by.resize(G);
+        room.dot.resize(G * B), room.score.resize(G * m), room.turned.resize(W);
+        const float scale = 1.0f / std::sqrt(static_cast<float>(W));
         for (int64_t g = 0; g < G; ++g) {
             std::copy_n(query + g * stride, W, room.turned.data());
             if (!s.is_key_rotated) turn_by_hadamard(room.turned.data(), W);
-            room.unit[g] = store_query(room.turned.data(), 1, false, room.query.data() + g * Wp);
+            int8_t* own = room.query.data() + g * Wp;
+            const float unit = store_query(room.turned.data(), 1, false, own);
+            // A code c is stored as bits = c + 2, so c + 1/2 = (2 bits - 3) / 2.
+            room.offset[g] = 3 * sum_of_bytes(own, Wp);
+            room.by[g] = 0.5f * unit * scale;
         }
         for (int64_t c = 0; c < num_best; ++c) {
             prefetch_codes(l, room.at[std::min(c + AHEAD, num_best - 1)]);
             const uint8_t* code = l.code + room.at[c] * B * (Wp / 4);
-            kernels().dot_codes({&code, B, Wp, G, m, room.query.data(), room.dot.data() + c * B});
-        }
-        const float scale = 1.0f / std::sqrt(static_cast<float>(W));
-        for (int64_t g = 0; g < G; ++g) {
-            // A code c is stored as bits = c + 2, so c + 1/2 = (2 bits - 3) / 2.
-            const int32_t offset = 3 * sum_of_bytes(room.query.data() + g * Wp, Wp);
-            const float by = 0.5f * room.unit[g] * scale;
-            for (int64_t c = 0; c < num_best; ++c) {
-                const float* factor = l.code_factor + room.at[c] * B;
-                const float center = room.center[g * num_best + c];
-                const int32_t* dot = room.dot.data() + g * m + c * B;
-                float* score = room.score.data() + g * m + c * B;
-                for (int64_t b = 0; b < B; ++b)
-                    score[b] = center + static_cast<float>(2 * dot[b] - offset) * factor[b] * by;
-            }
+            kernels().dot_codes({&code, B, Wp, G, B, room.query.data(), room.dot.data()});
+            kernels().scale_dots({room.dot.data(), B, G, m, num_best, 2, room.offset.data(),
+                                  l.code_factor + room.at[c] * B, room.by.data(),
+                                  room.center.data() + c, room.score.data() + c * B});
         }
     }
 

@@ -1,14 +1,23 @@
-// Byte dot products for the selection of keys. Included by rows_template.h.
+// Integer dot products and the choice of the largest for the selection of keys. Included by rows_template.h.
 //
-// Rows are bytes from 0 to 127, queries signed bytes from -127 to 127, so the sum of two products fits
-// into 16 bits and every instruction set gives the same sums. Widths are multiples of SELECT_WIDTH.
+// Rows are bytes from 0 to 127, or codes of two bits; queries are signed bytes from -127 to 127, so the
+// sum of two products fits into 16 bits and every instruction set gives the same sums. Widths are
+// multiples of SELECT_WIDTH.
 
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+// Rows are in lanes of four bytes, so that sums need no additions across lanes. Sixteen bytes of each row
+// are transposed at a time.
 #ifdef LEVEL_AVX512
-typedef __m512i SelectBytes;
-inline SelectBytes select_bytes(const void* p) { return _mm512_loadu_si512(p); }
-inline SelectBytes no_sums() { return _mm512_setzero_si512(); }
+typedef __m512i Words;
+inline Words no_words() { return _mm512_setzero_si512(); }
+inline Words words_of(const int8_t* p) {
+    int32_t word;
+    __builtin_memcpy(&word, p, 4);
+    return _mm512_set1_epi32(word);
+}
+inline void store_words(int32_t* p, Words x) { _mm512_storeu_si512(p, x); }
 
-inline SelectBytes add_products(SelectBytes sum, SelectBytes row, SelectBytes x) {
+inline Words add_products(Words sum, Words row, Words x) {
 #ifdef __AVX512VNNI__
     return _mm512_dpbusd_epi32(sum, row, x);
 #else
@@ -17,130 +26,148 @@ inline SelectBytes add_products(SelectBytes sum, SelectBytes row, SelectBytes x)
 #endif
 }
 
-// out[0..3] = the sums of a, b, c and d
-inline void store_totals(SelectBytes a, SelectBytes b, SelectBytes c, SelectBytes d, int32_t* out) {
-    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    const __m512i all =
-        _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    const __m256i half =
-        _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-    const __m128i sums =
-        _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sums);
+// 16 bytes from each of rows 0, 4, 8 and 12
+inline Words every_fourth(const uint8_t* const* row, int64_t at) {
+    __m512i all = _mm512_castsi128_si512(load_16_bytes(row[0] + at));
+    all = _mm512_inserti32x4(all, load_16_bytes(row[4] + at), 1);
+    all = _mm512_inserti32x4(all, load_16_bytes(row[8] + at), 2);
+    return _mm512_inserti32x4(all, load_16_bytes(row[12] + at), 3);
 }
 
-// 64 values of two bits, as select.h packs them
-inline SelectBytes code_values(const uint8_t* code) {
-    const __m512i all = _mm512_broadcast_i32x4(load_16_bytes(code));
-    const __m512i shift = _mm512_set_epi64(6, 6, 4, 4, 2, 2, 0, 0);
-    return _mm512_and_si512(_mm512_srlv_epi64(all, shift), _mm512_set1_epi8(3));
+inline Words low_words(Words a, Words b) { return _mm512_unpacklo_epi32(a, b); }
+inline Words high_words(Words a, Words b) { return _mm512_unpackhi_epi32(a, b); }
+inline Words low_pairs(Words a, Words b) { return _mm512_unpacklo_epi64(a, b); }
+inline Words high_pairs(Words a, Words b) { return _mm512_unpackhi_epi64(a, b); }
+inline Words two_bits(Words codes, int shift) {
+    return _mm512_and_si512(_mm512_srli_epi32(codes, shift), _mm512_set1_epi8(3));
 }
-#elif defined(LEVEL_AVX2)
-struct SelectBytes {
-    __m256i half[2];
-};
-inline SelectBytes select_bytes(const void* p) {
-    const __m256i* from = static_cast<const __m256i*>(p);
-    return {{_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)}};
+#else
+typedef __m256i Words;
+inline Words no_words() { return _mm256_setzero_si256(); }
+inline Words words_of(const int8_t* p) {
+    int32_t word;
+    __builtin_memcpy(&word, p, 4);
+    return _mm256_set1_epi32(word);
 }
-inline SelectBytes no_sums() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+inline void store_words(int32_t* p, Words x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x);
+}
 
-inline SelectBytes add_products(SelectBytes sum, const SelectBytes& row, const SelectBytes& x) {
-    for (int i = 0; i < 2; ++i) {
+inline Words add_products(Words sum, Words row, Words x) {
 #ifdef __AVXVNNI__
-        sum.half[i] = _mm256_dpbusd_avx_epi32(sum.half[i], row.half[i], x.half[i]);
+    return _mm256_dpbusd_avx_epi32(sum, row, x);
 #else
-        const __m256i pairs = _mm256_maddubs_epi16(row.half[i], x.half[i]);
-        sum.half[i] =
-            _mm256_add_epi32(sum.half[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    const __m256i pairs = _mm256_maddubs_epi16(row, x);
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #endif
-    }
-    return sum;
 }
 
-inline void store_totals(const SelectBytes& a, const SelectBytes& b, const SelectBytes& c, const SelectBytes& d,
-                         int32_t* out) {
-    auto joined = [](const SelectBytes& x) { return _mm256_add_epi32(x.half[0], x.half[1]); };
-    const __m256i all = _mm256_hadd_epi32(_mm256_hadd_epi32(joined(a), joined(b)),
-                                          _mm256_hadd_epi32(joined(c), joined(d)));
-    const __m128i sums =
-        _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), sums);
+// 16 bytes from each of rows 0 and 4
+inline Words every_fourth(const uint8_t* const* row, int64_t at) {
+    const __m256i first = _mm256_castsi128_si256(load_16_bytes(row[0] + at));
+    return _mm256_inserti128_si256(first, load_16_bytes(row[4] + at), 1);
 }
 
-inline SelectBytes code_values(const uint8_t* code) {
-    const __m256i all = _mm256_broadcastsi128_si256(load_16_bytes(code));
-    const __m256i three = _mm256_set1_epi8(3);
-    auto shifted = [&](__m256i by) { return _mm256_and_si256(_mm256_srlv_epi64(all, by), three); };
-    return {{shifted(_mm256_set_epi64x(2, 2, 0, 0)), shifted(_mm256_set_epi64x(6, 6, 4, 4))}};
-}
-#else
-struct SelectBytes {
-    int32_t value[SELECT_WIDTH];
-};
-inline SelectBytes select_bytes(const void* p) {
-    SelectBytes found;
-    for (int i = 0; i < SELECT_WIDTH; ++i) found.value[i] = static_cast<const int8_t*>(p)[i];
-    return found;
-}
-inline SelectBytes no_sums() { return {}; }
-
-inline SelectBytes add_products(SelectBytes sum, const SelectBytes& row, const SelectBytes& x) {
-    for (int i = 0; i < SELECT_WIDTH; ++i) sum.value[i] += row.value[i] * x.value[i];
-    return sum;
-}
-
-inline void store_totals(const SelectBytes& a, const SelectBytes& b, const SelectBytes& c, const SelectBytes& d,
-                         int32_t* out) {
-    const SelectBytes* each[4] = {&a, &b, &c, &d};
-    for (int j = 0; j < 4; ++j) {
-        out[j] = 0;
-        for (int i = 0; i < SELECT_WIDTH; ++i) out[j] += each[j]->value[i];
-    }
-}
-
-inline SelectBytes code_values(const uint8_t* code) {
-    SelectBytes found;
-    for (int i = 0; i < SELECT_WIDTH; ++i) found.value[i] = code[i % 16] >> i / 16 * 2 & 3;
-    return found;
+inline Words low_words(Words a, Words b) { return _mm256_unpacklo_epi32(a, b); }
+inline Words high_words(Words a, Words b) { return _mm256_unpackhi_epi32(a, b); }
+inline Words low_pairs(Words a, Words b) { return _mm256_unpacklo_epi64(a, b); }
+inline Words high_pairs(Words a, Words b) { return _mm256_unpackhi_epi64(a, b); }
+inline Words two_bits(Words codes, int shift) {
+    return _mm256_and_si256(_mm256_srli_epi32(codes, shift), _mm256_set1_epi8(3));
 }
 #endif
 
-// Processes four rows at a time; the first row replaces missing rows at the end. `load` is called once
-// for rows of one vector, since codes take longer to unpack than to multiply.
-template <class Load>
-inline void select_dots(const SelectDots& d, int64_t row_step, const Load& load) {
-    for (int64_t i = 0; i < d.n; i += 4) {
-        const int64_t left = d.n - i;
-        SelectBytes first[4];
-        for (int64_t j = 0; j < 4; ++j) first[j] = load(i + (j < left ? j : 0), 0);
-        for (int64_t g = 0; g < d.num_queries; ++g) {
-            const int8_t* x = d.query + g * d.width;
-            SelectBytes sum[4];
-            const SelectBytes values = select_bytes(x);
-            for (int64_t j = 0; j < 4; ++j) sum[j] = add_products(no_sums(), first[j], values);
-            for (int64_t w = SELECT_WIDTH; w < d.width; w += SELECT_WIDTH) {
-                const SelectBytes more = select_bytes(x + w);
-                for (int64_t j = 0; j < 4; ++j)
-                    sum[j] = add_products(sum[j], load(i + (j < left ? j : 0), w * row_step / 4),
-                                          more);
+constexpr int64_t ROWS = sizeof(Words) / 4;  // rows at a time
+
+// word[w] = bytes 4 w .. 4 w + 3 from `at` on of each row
+inline void transpose_words(const uint8_t* const* row, int64_t at, Words* word) {
+    Words part[4];
+    for (int j = 0; j < 4; ++j) part[j] = every_fourth(row + j, at);
+    const Words a = low_words(part[0], part[1]), b = high_words(part[0], part[1]);
+    const Words c = low_words(part[2], part[3]), d = high_words(part[2], part[3]);
+    word[0] = low_pairs(a, c), word[1] = high_pairs(a, c);
+    word[2] = low_pairs(b, d), word[3] = high_pairs(b, d);
+}
+
+// sum[g] [ROWS] = the products of all rows with each of QUERIES queries
+template <bool IS_CODED, int QUERIES>
+inline void add_rows(const SelectDots& d, const uint8_t* const* row, const int8_t* query, Words* sum) {
+    constexpr int PARTS = IS_CODED ? 4 : 1;  // values of a byte
+    for (int q = 0; q < QUERIES; ++q) sum[q] = no_words();
+    for (int64_t at = 0; at < d.width / PARTS; at += 16) {
+        Words word[4];
+        transpose_words(row, at, word);
+        for (int part = 0; part < PARTS; ++part)
+            for (int w = 0; w < 4; ++w) {
+                const Words values = IS_CODED ? two_bits(word[w], 2 * part) : word[w];
+                const int8_t* x = query + at * PARTS + part * 16 + 4 * w;
+                for (int q = 0; q < QUERIES; ++q)
+                    sum[q] = add_products(sum[q], values, words_of(x + q * d.width));
             }
-            int32_t total[4];
-            store_totals(sum[0], sum[1], sum[2], sum[3], total);
-            for (int64_t j = 0; j < 4 && j < left; ++j) d.out[g * d.stride + i + j] = total[j];
-        }
     }
 }
+
+// The last row replaces missing rows at the end.
+template <bool IS_CODED, class RowAt>
+inline void select_dots(const SelectDots& d, const RowAt& row_at) {
+    for (int64_t i = 0; i < d.n; i += ROWS) {
+        const int64_t left = d.n - i < ROWS ? d.n - i : ROWS;
+        const uint8_t* row[ROWS];
+        for (int64_t j = 0; j < ROWS; ++j) row[j] = row_at(i + (j < left ? j : left - 1));
+        auto add = [&](int64_t g, auto count) {
+            constexpr int QUERIES = decltype(count)::VALUE;
+            Words sum[QUERIES];
+            add_rows<IS_CODED, QUERIES>(d, row, d.query + g * d.width, sum);
+            for (int q = 0; q < QUERIES; ++q) {
+                int32_t* out = d.out + (g + q) * d.stride + i;
+                int32_t total[ROWS];
+                store_words(left == ROWS ? out : total, sum[q]);
+                for (int64_t j = 0; left < ROWS && j < left; ++j) out[j] = total[j];
+            }
+        };
+        int64_t g = 0;
+        for (; g + 8 <= d.num_queries; g += 8) add(g, Queries<8>());
+        for (; g + 4 <= d.num_queries; g += 4) add(g, Queries<4>());
+        for (; g < d.num_queries; ++g) add(g, Queries<1>());
+    }
+}
+#else
+template <bool IS_CODED, class RowAt>
+inline void select_dots(const SelectDots& d, const RowAt& row_at) {
+    for (int64_t i = 0; i < d.n; ++i)
+        for (int64_t at = 0; at < d.width; at += SELECT_WIDTH) {
+            const uint8_t* row = row_at(i) + (IS_CODED ? at / 4 : at);
+            int32_t value[SELECT_WIDTH];
+            for (int w = 0; w < SELECT_WIDTH; ++w)
+                value[w] = IS_CODED ? row[w % 16] >> w / 16 * 2 & 3 : row[w];
+            for (int64_t g = 0; g < d.num_queries; ++g) {
+                const int8_t* x = d.query + g * d.width + at;
+                int32_t total = at ? d.out[g * d.stride + i] : 0;
+                for (int w = 0; w < SELECT_WIDTH; ++w) total += value[w] * x[w];
+                d.out[g * d.stride + i] = total;
+            }
+        }
+}
+#endif
 
 void dot_bytes(const SelectDots& d) {
-    select_dots(d, 4, [&](int64_t i, int64_t at) { return select_bytes(d.row[i] + at); });
+    select_dots<false>(d, [&](int64_t i) { return d.row[i]; });
 }
 
 void dot_codes(const SelectDots& d) {
-    select_dots(d, 1, [&](int64_t i, int64_t at) {
-        return code_values(d.row[0] + i * d.width / 4 + at);
-    });
+    select_dots<true>(d, [&](int64_t i) { return d.row[0] + i * d.width / 4; });
+}
+
+void scale_dots(const SelectScores& d) {
+    for (int64_t g = 0; g < d.num_queries; ++g) {
+        const int32_t* dot = d.dot + g * d.n;
+        const int32_t times = d.times, offset = d.offset[g];
+        const float *factor = d.factor, by = d.by[g];
+        const float center = d.center ? d.center[g * d.center_stride] : 0.0f;
+        float* score = d.score + g * d.stride;
+        for (int64_t i = 0; i < d.n; ++i)
+            score[i] = center + static_cast<float>(times * dot[i] - offset) * factor[i] * by;
+    }
 }
 
 // Converts scores [G, n] of queries that share keys to their softmax mass summed over queries, `out` [n].
@@ -148,9 +175,44 @@ void share_mass(float* score, int64_t num_queries, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = 0.0f;
     for (int64_t g = 0; g < num_queries; ++g) {
         float* own = score + g * n;
-        float top = own[0];
-        for (int64_t i = 1; i < n; ++i) top = own[i] > top ? own[i] : top;
-        const float inverse = 1.0f / exp_sum(own, n, top);
+        const float inverse = 1.0f / exp_sum(own, n, largest_score(own, n));
         for (int64_t i = 0; i < n; ++i) out[i] += own[i] * inverse;
+    }
+}
+
+// Bisects the bits of the scores, which are in their order, instead of sorting: each step counts, without
+// a branch, and about sixteen find the largest thousand of some thousands.
+void choose_largest(const float* score, int64_t n, int64_t k, int32_t* bits, int32_t* chosen) {
+    constexpr int32_t INFINITE = 0x7f800000;
+    int32_t low = INFINITE, high = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        int32_t own;
+        __builtin_memcpy(&own, score + i, 4);
+        own &= 0x7fffffff;
+        bits[i] = own = own < INFINITE ? own : INFINITE;
+        low = own < low ? own : low;
+        high = own > high ? own : high;
+    }
+    auto count_from = [=](int32_t least) {
+        int32_t count = 0;
+        for (int64_t i = 0; i < n; ++i) count += bits[i] >= least;
+        return count;
+    };
+    // At least k scores are from `low` on, fewer from `high` on.
+    int64_t above = 0;  // number from `high` on
+    for (++high; high - low > 1 && above < k;) {
+        const int32_t middle = low + (high - low) / 2;
+        const int64_t count = count_from(middle);
+        if (count > k)
+            low = middle;
+        else
+            high = middle, above = count;
+    }
+    int64_t equal = k - above;  // number of scores equal to `low` to take
+    for (int64_t i = 0, c = 0; c < k; ++i) {
+        chosen[c] = static_cast<int32_t>(i);
+        const bool is_last = equal > 0 && bits[i] == low;
+        equal -= is_last;
+        c += is_last || bits[i] >= high;
     }
 }
