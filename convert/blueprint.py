@@ -10,7 +10,7 @@ import numpy as np
 from sparkinfer.architecture import ARCHITECTURES, Activation, Architecture, ModelShape
 
 NameOf = Callable[[str], str | None]
-# Rotary angles stored by old versions of transformers; every reader computes them from the config.
+# Rotary frequencies stored by old versions of transformers; readers compute them from the config.
 IGNORED = ("rotary_emb.inv_freq",)
 
 
@@ -38,7 +38,7 @@ class Blueprint:
     shape: ModelShape
     activation: Activation
     threshold: float
-    is_tied: bool | None  # None if the config does not say
+    is_tied: bool | None  # None if only transformers' default says so
     name_of: NameOf
     rope_factors: np.ndarray | None = None  # f32 [head_width / 2]
     options: tuple[str, ...] = ()

@@ -73,7 +73,8 @@ class Checkpoint:
         return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
 
     def read(self, name: str) -> Tensor:
-        """The stored weights: a view of the file, which is mapped as long as the view exists.
+        """The stored weights, a view of the mapped file if possible. A safetensors file is
+        mapped as long as the view exists.
 
         Concurrent holders, in any thread, share one mapping, since columns of a large matrix touch
         all its pages."""

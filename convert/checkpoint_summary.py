@@ -1,4 +1,6 @@
-"""Summarises a checkpoint folder and says whether `convert` would accept it; reads only headers."""
+"""Summarises a checkpoint folder and says whether `convert` would accept it.
+
+Of the weights it reads no more than convert.draft_of does."""
 
 import tempfile
 from collections import Counter

@@ -143,7 +143,8 @@ class ConfigReader:
     def with_rope(
         self, shape: ModelShape, known: tuple[str, ...] = ROPE_TYPES
     ) -> tuple[ModelShape, np.ndarray | None]:
-        """The shape with its rotary constants, and the divisors of the frequencies (f32 [W / 2]).
+        """The shape with its rotary constants, and Llama 3's divisors of the frequencies (f32
+        [head_width / 2]) or None.
 
         Both come from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are
         given, `rope_scaling` takes precedence, as in transformers."""
@@ -242,9 +243,9 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
 
 
 def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
-    """The divisors of the frequencies, f32 [W / 2]: `factor` for long waves, 1 for short ones;
-    between them the reciprocal is interpolated (transformers, modeling_rope_utils.py; llama.cpp
-    stores these divisors as rope_freqs.weight)."""
+    """The divisors of the frequencies, f32 [head_width / 2]: `factor` for long waves, 1 for
+    short ones; between them the reciprocal is interpolated (transformers, modeling_rope_utils.py;
+    llama.cpp stores these divisors as rope_freqs.weight)."""
     factor = rope.positive("factor")
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     context = rope.positive("original_max_position_embeddings")

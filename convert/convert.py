@@ -3,7 +3,8 @@
     HF checkpoint (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
     model.gguf    (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
 
-No large tensor is ever in memory as a whole."""
+The model's tensors are encoded and written a few rows at a time; only `verify` needs whole ones in
+memory."""
 
 import dataclasses
 import time
@@ -107,7 +108,8 @@ def convert(
 def draft_of(config: ConvertConfig) -> Draft:
     """The source as a model file, without the predictors and thresholds asked for.
 
-    Tensors are read on demand: for a checkpoint only headers are read here."""
+    Tensors are read on demand. Of a checkpoint's weights only the samples for the model id are read
+    here, and an output head that has to equal the embedding."""
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     return _from_model_file(config) if is_file else _from_checkpoint(config)
 

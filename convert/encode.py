@@ -14,8 +14,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
 # The smallest magnitude that is refused. Floats: where rounding overflows the type. Blocks: where
-# their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of where the
-# f16 scale of their scales and minima (the largest over 63) overflows.
+# their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of where
+# the f16 scale of the minima of q4_k and q5_k (the largest magnitude over 63) overflows.
 F16_LIMIT = 65520.0
 LIMITS = {
     "f32": math.inf,
@@ -45,7 +45,7 @@ def encode(
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
     in place. `name` identifies the tensor and its file in an error, and `wider` is the outtype that
     would hold what `kind` cannot. Raises SparkinferError for NaN and infinite values, and for
-    values that `kind` cannot hold. The bytes are those of gguf.quants and of ggml."""
+    values that `kind` cannot hold. The bytes are those of gguf.quants or, for K-quants, of ggml."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
     encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, LIMITS[kind], rows=rows)

@@ -93,7 +93,7 @@ class ConvertReport:
     model_id: str
     num_tensors: int
     num_bytes: int
-    outtype: str  # the type asked for, or the one that the source states
+    outtype: str  # the one asked for, else f16 for a checkpoint and a GGUF's own
     layout: Layout
     activation: Activation
     has_predictors: bool

@@ -143,7 +143,7 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
 
 
 def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> PredictorSource:
-    """Reads every layer once to check it; they are read again one by one when they are written."""
+    """Reads every layer once to check it; each is read again for every piece that is written."""
     found = {path.name for path in folder.glob("*.pt")}
     wanted = [f"model_{layer}.pt" for layer in range(shape.num_layers)]
     if found != set(wanted):

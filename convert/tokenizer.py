@@ -1,7 +1,7 @@
 """The parts of a checkpoint's tokenizer that go into a model file.
 
-It is stored twice: as the whole tokenizer.json, which our runtime reads, and as llama.cpp's
-keys."""
+The whole tokenizer.json is stored for our runtime and, if llama.cpp has a tokenizer known to be
+equal, llama.cpp's keys as well."""
 
 import logging
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class TokenizerKeys:
 def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKeys:
     """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes.
 
-    Raises SparkinferError for a broken file, and for the stock layout if llama.cpp would have no
-    tokenizer or a different one."""
+    Raises SparkinferError for a broken file, and for the stock layout if there is no tokenizer or
+    llama.cpp has none that is known to be equal."""
     path = folder / "tokenizer.json"
     keys: dict[str, Value] = {}
     text, notes = _tokenizer_text(path)
@@ -54,7 +54,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
         keys[TOKENIZER_KEY] = text
         vocabulary = vocabulary_keys(tokenizer, vocab_size)
         if vocabulary is None:
-            notes.append(f"{path}: llama.cpp has no tokenizer known to be equal to this one")
+            notes.insert(0, f"{path}: llama.cpp has no tokenizer known to be equal to this one")
         elif layout == "stock":
             notes += [f"{path}: {difference}" for difference in differences(tokenizer)]
         keys |= vocabulary or {}

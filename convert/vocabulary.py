@@ -24,7 +24,7 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 def check_tokenizer(path: Path, tokenizer: Json) -> None:
-    """Raises SparkinferError if a BPE tokenizer's tables are malformed."""
+    """Raises SparkinferError for malformed tables of tokens and, of a BPE tokenizer, merges."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list):
         raise SparkinferError(
@@ -55,8 +55,9 @@ def num_tokens(tokenizer: Json) -> int:
 def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None:
     """`tokenizer.ggml.*` for `vocab_size` tokens, or None if llama.cpp has no counterpart.
 
-    Ids without a token become [PADn] of type unused, as in llama.cpp's converter. llama.cpp aborts
-    if two tokens have the same text, and reads a text only up to a NUL."""
+    Ids without a token become [PADn] of type unused, as in llama.cpp's converter. Two tokens with
+    the same text, at which llama.cpp aborts, an empty text, and a text with a NUL, up to which
+    llama.cpp reads, give None too."""
     model = cast(Json, tokenizer["model"])
     if model.get("type") != "BPE":
         return None
@@ -85,7 +86,7 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
 
 
 def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
-    """The kind of a byte-level BPE, or None for one that llama.cpp would split differently."""
+    """The kind of a byte-level BPE; None for others and if llama.cpp splits differently."""
     steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None

@@ -735,6 +735,17 @@ def test_only_known_pre_tokenizers_are_named(silu, tmp_path, arguments, name):
         assert "tokenizer.ggml.tokens" not in ModelFile.load(report.output).extra_keys
 
 
+def test_a_refused_stock_layout_names_the_missing_tokenizer(tmp_path, monkeypatch):
+    text = json.dumps(byte_level(None, True, False))
+    made = "made from older files by transformers"
+    monkeypatch.setattr("sparkinfer.convert.tokenizer._tokenizer_text", lambda _: (text, [made]))
+    with pytest.raises(SparkinferError) as error:
+        tokenizer_keys(tmp_path, 4, "stock")
+    assert "llama.cpp has no tokenizer" in str(error.value) and made not in str(error.value)
+    notes = tokenizer_keys(tmp_path, 4, "sparse").notes
+    assert "llama.cpp has no tokenizer" in notes[0] and notes[1] == made
+
+
 def sentencepiece(is_metaspace: bool) -> Tokenizer:
     """A tokenizer like Llama 2's: bytes, words made by merges, a control and an added token."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]

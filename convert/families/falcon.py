@@ -1,5 +1,6 @@
-"""Falcon (arXiv 2311.16867): layer norms and one or a few key-value heads. Attention and
-feed-forward run in parallel, after one shared norm (7B) or a norm each (40B), or in sequence."""
+"""Falcon (arXiv 2311.16867): layer norms, and one key-value head (7B), a few (40B), or as many
+as query heads. Attention and feed-forward run in parallel, after one shared norm (7B) or a norm
+each (40B), or in sequence."""
 
 import gguf
 import numpy as np

@@ -11,7 +11,8 @@ from sparkinfer.convert.config_reader import ConfigReader
 class Family:
     """`defaults` are those of transformers' config class for the keys that `blueprint` reads and
     that may be missing; a key that is null in the file stays null. A missing key that is not listed
-    here is refused, unless transformers' default for it is null."""
+    here is refused, unless transformers' default for it is null or the reader has its own (as for
+    rope_theta)."""
 
     blueprint: Callable[[ConfigReader], Blueprint]
     defaults: Mapping[str, object]

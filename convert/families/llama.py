@@ -1,4 +1,4 @@
-"""Llama, and families that differ in name only: ReLULLaMA, ProSparse, Mistral, Bamboo.
+"""Llama, and families with its graph: ReLULLaMA, ProSparse, Mistral, Bamboo.
 
 Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the threshold from the
 config (ProSparse, arXiv 2402.13516), `drelu` (TurboSparse, arXiv 2406.05955)."""

@@ -1,8 +1,8 @@
 // Encodes weights of one float type as a type of the model file, in one pass:
 //   target[n][m] = source[(index ? index[n] : n) * row_stride + m * column_stride]   n < N, m < M
 // The bytes are those of gguf.quants (gguf-py/gguf/quants.py of ggml-org/llama.cpp), which are ggml's,
-// and for the K-quants, which it lacks, those of ggml itself. All arithmetic is f32 and never fused, so
-// that every instruction set gives the same result.
+// and for the K-quants, which it only unpacks, those of ggml itself. All arithmetic is f32 and
+// never fused, so that every instruction set gives the same result.
 #pragma once
 #include <stdint.h>
 
@@ -10,7 +10,7 @@ enum Kind : int32_t {
     KIND_F32,   // 4 bytes a value
     KIND_F16,   // 2, rounded to nearest even
     KIND_BF16,  // 2, rounded to nearest even
-    KIND_Q8_0,  // 34 bytes for 32 values: f16 scale = largest / 127, 32 x int8 rounded away from 0
+    KIND_Q8_0,  // 34 bytes for 32 values: f16 scale = largest / 127, 32 x int8, ties away from 0
     KIND_Q4_0,  // 18 bytes for 32 values: f16 scale = the value of largest magnitude / -8, 16 x 2
                 // nibbles = value / scale + 8.5 truncated; low nibbles 0..15, high nibbles 16..31
     KIND_Q4_K,  // 144 bytes for 256 values, see k_quants.h
@@ -30,7 +30,7 @@ enum Level : int32_t { LEVEL_GENERIC, LEVEL_AVX2, LEVEL_AVX512 };
 
 struct Job {
     const uint8_t* source;
-    int64_t row_stride, column_stride;  // in values, one of them is 1; row_stride where index is set
+    int64_t row_stride, column_stride;  // in values, one is 1; column_stride if index is set
     const int64_t* index;               // N row numbers, or null: row n is row n
     int64_t num_rows, num_columns;      // N, M
     uint32_t limit;                     // bits of the magnitude from which nothing is encoded

@@ -203,7 +203,7 @@ uint32_t encode_rows(const Job& job) {
     return largest;
 }
 
-constexpr int64_t TILE = 64;  // rows and columns transposed at a time: twice 16 KiB
+constexpr int64_t TILE = 64;  // rows and columns transposed at a time: twice 16 KiB, K-quants 64
 // The part of a row packed at once: a tile, or the four that make a K-quant's block.
 template <class Target>
 constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;
