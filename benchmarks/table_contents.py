@@ -12,6 +12,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("q8_0", "q4_0", "f16")
 SPARSIFY = "sparsify-smollm2-amd-epyc-family-26"
+SPARSIFY_CONTINUED = "sparsify-smollm2-continued-amd-epyc-family-26"
 
 
 @cache
@@ -83,13 +84,18 @@ def sparsify_quality() -> str:
     texts = {"held-out.txt": "prose, as in the corpus", "code.txt": "Python code",
              "chat.txt": "conversations"}  # fmt: skip
     rows = []
-    for row in result(SPARSIFY)["rows"]:
+    measured = [
+        *((row, "800,000") for row in result(SPARSIFY)["rows"]),
+        *((row, "and 150,000 more") for row in result(SPARSIFY_CONTINUED)["rows"]),
+    ]
+    for row, trained_on in measured:
         for name, words in texts.items():
             before, after = row["untrained"][name], row["trained"][name]
             kls = [f"{found['kl']:.3f} ± {found['kl_95']:.3f}" for found in (before, after)]
-            rows.append([percent(after["silent_share"], 1), words, *kls,
+            rows.append([percent(after["silent_share"], 1), trained_on, words, *kls,
                          percent(after["same_top"], 1), f"{after['num_tokens']:,}"])  # fmt: skip
-    header = ["silent", "text", "KL untrained", "KL trained", "same top token", "tokens"]
+    header = ["silent", "trained on", "text", "KL untrained", "KL trained", "same top token",
+              "tokens"]  # fmt: skip
     return markdown(header, rows)
 
 
