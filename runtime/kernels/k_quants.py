@@ -3,7 +3,7 @@
 Blocks of 256 values, laid out as in dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c;
 runtime/kernels/cpu/k_quants_template.h describes the layout.
 
-Letters: B blocks. A part is 32 values of a block, a group of q6_k 16."""
+A part is 32 values of a block."""
 
 import torch
 from torch import Tensor

@@ -9,7 +9,7 @@ the file:
     q8_0_planar   scales f16 | values, 32 bytes per block
     q6_k_planar   ql, 128 bytes per super-block | qh, 64 | scales int8, 16 | d f16
 
-Letters: N rows, B blocks of a row."""
+Letters: N rows."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Sets the thread counts of the C++ kernels and of torch.
 
-The kernels' threads sleep while torch computes and vice versa, so both may use all cores."""
+Both may use all cores: the kernels' threads sleep soon after a job (cpu/thread_pool.cpp)."""
 
 import logging
 import os

@@ -7,9 +7,7 @@ transposed. A tile has as many bytes as its rows in the file:
                  block | for each block, every four bytes of nibbles of 16 rows
     q8_0_tiled   the same with values
 
-`library.pack_rows` makes tiles. A slice of such a matrix has whole tiles.
-
-Letters: N rows, B blocks of a row, R rows of a tile."""
+`library.pack_rows` makes tiles. A slice of such a matrix has whole tiles."""
 
 from torch import Tensor
 

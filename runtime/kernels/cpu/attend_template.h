@@ -126,7 +126,8 @@ inline void weigh(float* score, int64_t n, int64_t room, float& top, float& tota
     top = -__builtin_inff(), total = 0.0f;
     if (n) {
         top = largest_score(score, n);
-        // If every score is -inf, 0 is subtracted instead of top, which would give NaN; the total is then 0.
+        // If every score is -inf, 0 is subtracted instead of top, which would give NaN. The part then
+        // has no share beside parts with a finite top.
         total = exp_sum(score, n, top == -__builtin_inff() ? 0.0f : top);
     }
     for (int64_t c = n; c < room; ++c) score[c] = 0.0f;

@@ -18,7 +18,8 @@
 // Positions per work item.
 constexpr int64_t PART = 256;
 constexpr int64_t TILE_KEYS = 16;  // unpacked at a time by weigh_keys
-// Upper bound on the bytes of partial sums; further rows are computed in the next batch.
+// Upper bound on the bytes of partial sums, unless one row has more; further rows are computed in the next
+// batch.
 constexpr int64_t PARTS_BYTES = 4 << 20;
 // Most queries that share unpacked keys, unless one row has more.
 constexpr int64_t SHARING_QUERIES = 32;

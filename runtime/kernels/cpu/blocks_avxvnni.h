@@ -16,7 +16,7 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
         const __m256i high =
             _mm256_srai_epi16(_mm256_add_epi16(values, _mm256_set1_epi16(128)), 8);
         const __m256i low = _mm256_sub_epi16(values, _mm256_slli_epi16(high, 8));
-        const __m256i bytes =  // lanes: high 0-7, low 0-7, high 8-15, low 8-15
+        const __m256i bytes =  // packs gives high 0-7, low 0-7, high 8-15, low 8-15
             _mm256_permute4x64_epi64(_mm256_packs_epi16(high, low), 0xd8);
         __builtin_memcpy(to + 16 * half, &bytes, 16);
         __builtin_memcpy(to + 32 + 16 * half, reinterpret_cast<const uint8_t*>(&bytes) + 16, 16);

@@ -10,19 +10,20 @@
 // There are two kernels. One takes FEW rows and one vector, four blocks per step; its lanes are
 // pairs of a row and a block. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes
 // are rows, and a block of weights is unpacked once for all vectors. A level defines, in
-// blocks_madd.h or blocks_vnni.h,
+// blocks_madd.h, blocks_vnni.h or blocks_avxvnni.h,
 //   unit<F>()                         the number of blocks in a unit of packed x
 //   quantise_unit<F>(value, to)       packs the int16 values of a unit
 //   few_products<F>(quants, m, x, stride)   I of FEW rows and four blocks, of which m exist; units
 //                                           of x are `stride` bytes apart
-//   few_corrections(four), few_factors(scale, m, x_scale)   corrections and factors of the same lanes,
-//                                           0 from block m on
 //   few_lane(r, p)                    the lane of row r and block p
 //   tile_weights<F>(quarter, w)       unpacks a block of LANES rows to TILE_WEIGHTS<F> vectors
 //   tile_products<F>(w, x, b, start)  start + I of LANES rows; x: the unit with block b
-//   OFFSET<F>                         added to quants to make them non-negative
-// and itself transpose_16(p, out), which turns 16 bytes of LANES rows into four vectors of 32 bits
-// per row, and fused(a, b, c).
+//   OFFSET<F>                         added to values to make them non-negative; 0: they stay signed
+// and in its rows_<level>.cpp FEW;
+//   few_corrections(four), few_factors(scale, m, x_scale)   four sums of x, and scales times x_scale, in
+//                                           the lanes of few_products; factors are 0 from block m on
+//   transpose_16(p, out)              16 bytes of LANES rows as four vectors of 32 bits per row
+//   fused(a, b, c)                    see rows_template.h
 
 constexpr int64_t TILE_TOKENS = 32;
 
@@ -203,7 +204,7 @@ void quantise_blocks(const Input& x, int64_t D) {
 #endif
 }
 
-// Fewer rows than half a tile are multiplied by one vector at a time.
+// The last rows, if at most LANES / 2, are multiplied by one vector at a time.
 template <class F>
 void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                 int64_t a1) {
@@ -223,7 +224,7 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
                         y + t * y_stride + a, y_stride, 0, valid);
         }
     }
-    // Contiguous rows are not prefetched while they are read.
+    // In contiguous rows, memory beyond the FEW rows that are being read is prefetched.
     const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);
     const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
     for (; a < a1; a += FEW) {

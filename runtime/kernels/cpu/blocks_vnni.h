@@ -45,7 +45,7 @@ inline __m512i few_sums(__m512i a, __m512i b, __m512i c, __m512i d) {
 
 constexpr int few_lane(int r, int p) { return 4 * p + r; }
 
-// 256 * (w . high) + w . low
+// sum + 256 * (w . high) + w . low
 inline __m512i both_planes(__m512i sum, __m512i w, __m512i high, __m512i low) {
     const __m512i upper = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w, high);
     return _mm512_dpbusd_epi32(_mm512_add_epi32(sum, _mm512_slli_epi32(upper, 8)), w, low);

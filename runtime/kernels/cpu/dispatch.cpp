@@ -1,4 +1,4 @@
-// The functions called from Python. Selects the best kernels that this processor can run and divides the
+// The C functions of kernels.h. Selects the best kernels that this processor can run and divides the
 // work among threads.
 //
 // The kernel files are compiled with flags such as -mavx512f, so they include no C++ library headers: an

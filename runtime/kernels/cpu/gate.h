@@ -17,8 +17,9 @@ struct Gate {
         if (is_smooth()) kernels().smooth(gate, n, activation);
     }
 
-    // Applies the threshold (`limit` for SiLU and GELU) in place; true if the neuron fires. NaN
-    // fires.
+    // True if the neuron fires: its gate, after smooth(), is above the threshold (SiLU and GELU: its
+    // magnitude above `limit`), or NaN; always in mode dense. ReLU and its variants set a gate that is not
+    // above the threshold to 0.
     bool act(float& gate, float limit) const {
         if (is_smooth()) return mode == MODE_DENSE || !(std::fabs(gate) <= limit);
         const bool fires = !(gate <= (activation == ACTIVATION_FATRELU ? threshold : 0.0f));

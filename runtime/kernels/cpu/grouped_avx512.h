@@ -1,8 +1,8 @@
 // Sums of grouped rows for several vectors, bit-identical to grouped_template.h, which includes this.
 //
 // Lanes of factors are four or eight vectors times some blocks, so the largest factor is found
-// without a reduction over lanes. Quants are split into signed values once for these vectors: sums need no offsets, and
-// the parts of a place that belong to the same columns share a sum.
+// without a reduction over lanes. Quants are split into signed values once for these vectors: sums
+// need no offsets, and the parts of a place that belong to the same columns share a sum.
 
 // Factors of COUNT vectors for 16 / COUNT blocks.
 struct LaneFactors {
@@ -67,8 +67,8 @@ inline void split_place(Nibbles, const uint8_t* quants, Ints (*part)[2]) {
                                                    _mm512_set1_epi16(8)));
 }
 
-// y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors in lane i. The blocks after the
-// next one are prefetched.
+// y + i * y_stride, BLOCK columns, += the sums over a block's rows with the factors in lane `lane` + i.
+// The block after the next one is prefetched.
 template <class F, int COUNT>
 inline void add_lanes(const uint8_t* tile, const LaneFactors& factors, int64_t lane, bool is_behind,
                       float* y, int64_t y_stride) {

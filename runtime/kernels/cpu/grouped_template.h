@@ -35,7 +35,7 @@ struct GroupFactors {
 };
 
 struct Q8_0Grouped : Grouped<Q8_0Planar> {
-    static constexpr int SUMS = 1;  // vectors of columns in one of quants
+    static constexpr int SUMS = 1;  // vectors of sums that belong to one vector of quants
     static inline Ints start(int64_t p, Ints offset) { return p == 0 ? offset : Ints{}; }
     static inline Ints zeros(Ints even, Ints) {
         return add_pairs(Ints{}, even, Ints{} + MINUS_ZEROS<Bytes>);

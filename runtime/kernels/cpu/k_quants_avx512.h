@@ -75,7 +75,7 @@ inline Floats add_part(Floats sum, __m512i words, const int16_t* x, __m512 facto
     return add_products(sum, _mm512_madd_epi16(words, load_64_bytes(x)), factor);
 }
 
-// For q4_K and q5_K. parts(block, pair, low, high) gives 32 words each.
+// For q4_K and q5_K. unpack(block, pair, low, high) gives 32 words each.
 template <class Unpack>
 inline float dot_with_minima(const uint8_t* row, int64_t block_bytes, int64_t n,
                              const uint8_t* packed, const uint8_t* next, const Unpack& unpack) {

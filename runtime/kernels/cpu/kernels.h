@@ -3,9 +3,10 @@
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked in
-// registers. Each operation reads A * row_bytes bytes of W; x, c and y stay in cache. For block kinds,
-// dot_rows reads x in blocks of 16-bit integers, see Input; for q8_0 and q4_0, accumulate_rows rounds c
-// times scale to 16 bits. All other arithmetic is f32. Rows may be strided.
+// registers. Each operation reads A * row_bytes bytes of W, or more if tiled rows are listed; x, c and y
+// stay in cache. For block kinds, dot_rows reads x in blocks of 16-bit integers, see Input; for q8_0 and
+// q4_0, accumulate_rows rounds c times scale to 16 bits. All other arithmetic is f32 or exact. Rows may be
+// strided, except those of tiled and grouped kinds.
 #pragma once
 #include <stdint.h>
 
@@ -74,7 +75,7 @@ enum Status : int32_t {
 
 // Vectors to be multiplied by rows, one per token. Block kinds read them quantised; each block of 32
 // values has
-//   scale = max |x| / LARGEST (0 where that is below 1e-30, NaN where an x is not finite)
+//   scale = max |x| / LARGEST (0 where max |x| is below 1e-30, NaN where an x is not finite)
 //   value = x * (LARGEST / max |x|), rounded to the nearest, ties to even
 // with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low (K-quants: 32767). 16
 // bits rather than llama.cpp's 8: the rounding (1.5e-5 of the largest of 32) is below that of an f16,
@@ -117,7 +118,7 @@ constexpr int64_t BLOCK = 32;  // values unpacked at a time, also for float kind
 constexpr int64_t SUPER_BLOCK = 256;  // values of a K-quant's block
 
 // Rows of D values, `stride` bytes apart. If index is null, row a is row a of the matrix. Rows of tiled
-// kinds have no gaps and begin with a whole tile.
+// and grouped kinds have no gaps and begin with a whole tile or group.
 struct Rows {
     const uint8_t* weight;
     int64_t stride, D;
@@ -130,12 +131,13 @@ struct Rows {
     // after these, in memory order, and their length. For accumulate_rows of at most SUM_ROWS rows.
     const uint8_t* const* then = nullptr;
     int64_t num_then = 0, then_bytes = 0;
-    // For dot_rows of contiguous rows with one vector: the memory that is read next.
+    // For dot_rows of contiguous rows: the memory that is read next, for prefetching. May be ignored.
     const uint8_t* after = nullptr;
 };
 
-// Bytes ahead at which a matrix that is read once for one vector is prefetched by software; 0: the
-// hardware prefetcher is better. dispatch.cpp sets it for this processor; results do not depend on it.
+// Bytes ahead at which a tiled or grouped matrix of q8_0 or q4_0 that is read for one vector is prefetched
+// by software; 0: left to the hardware prefetcher. dispatch.cpp sets it for this processor; results do not
+// depend on it.
 inline int64_t stream_ahead = 0;
 
 // A level is one instruction set: kernels for each kind, over part of the work. y[t * y_stride + a] =
@@ -146,8 +148,8 @@ using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_strid
 // y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0 (K-quants: 256);
 // rows in order. For q8_0 and q4_0, c times scale is rounded to 16 bits for SUM_ROWS rows at a time, see
 // planar_template.h, and y is in a permuted order until order_sums. Rows of the grouped kinds are summed
-// in whole groups, without a list. rows.next: at most SUM_ROWS
-// pointers, as many as rows but at least four.
+// in whole groups, without a list, and their y is in order. rows.next: at most SUM_ROWS pointers, as many
+// as rows but at least four.
 constexpr int64_t SUM_ROWS = GROUP_ROWS;
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
@@ -228,9 +230,9 @@ using ChooseLargest = void(const float* score, int64_t n, int64_t k, int32_t* bi
 struct Kernels {
     DotRows* dot_rows[NUM_KINDS];                // null for the grouped kinds
     AccumulateRows* accumulate_rows[NUM_KINDS];  // null for the tiled kinds
-    AccumulateMany* accumulate_many[NUM_KINDS];
+    AccumulateMany* accumulate_many[NUM_KINDS];  // likewise
     UnpackRows* unpack_rows[NUM_KINDS];
-    Quantise* quantise[NUM_KINDS];  // null for the float kinds
+    Quantise* quantise[NUM_KINDS];  // null for the float and grouped kinds
     Attend *weigh_keys[NUM_CACHE_KINDS], *mix_values[NUM_CACHE_KINDS];
     OrderSums* order_sums[NUM_KINDS];  // null if they are in order
     Choose* choose;

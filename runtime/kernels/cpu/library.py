@@ -96,7 +96,7 @@ def _built() -> ctypes.CDLL:
 
 
 def is_available() -> bool:
-    """True if the C++ kernels are built. If not, everything else here raises ImportError."""
+    """True if the C++ kernels are built. If not, functions that call them raise ImportError."""
     return _lib is not None
 
 
@@ -119,7 +119,7 @@ def prefers_tiles() -> bool:
 
 
 def set_level(name: str) -> None:
-    """Switches the instruction set, for tests. Raises ValueError if it is unknown or unusable."""
+    """Switches the instruction set. Raises ValueError if it is unknown or unusable."""
     if _built().spark_set_level(name.encode()) != _OK:
         what = "this machine cannot run" if name in LEVELS else "there is no"
         raise ValueError(f"{what} CPU level {name!r}; usable here: {', '.join(usable_levels())}")
@@ -222,7 +222,7 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
     """Runs a step of these rows (structs SparkRow, see step.h). `logits`: f32, a row for each row
     of the step that has them.
 
-    Raises IndexError for an impossible token or position."""
+    Raises IndexError for an impossible token or position, or one without a block in the cache."""
     lib = _lib or _built()
     status = lib.spark_step(
         ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
@@ -347,8 +347,8 @@ def accumulate_rows(
     If W is the transposed down matrix, this is the down projection of the active neurons. weight:
     the matrix W_FD as `kind` stores it (see the module); rows may be strided. coefficient_A: f32
     [A]. index_A: int32 [A], added in this order, repeats allowed; None means all rows, A = F.
-    Raises ValueError for a wrong dtype, shape or layout, or tiles, and IndexError for a row that W
-    lacks."""
+    Raises ValueError for a wrong dtype, shape or layout, tiles, or a list of grouped rows, and
+    IndexError for a row that W lacks."""
     lib = _lib or _built()
     code, stride, num_rows, num_columns = _layout(weight, kind)
     if is_tiled(kind):
@@ -381,8 +381,9 @@ def pack_rows(
     rows of a tile or group; f16 and bf16 become grouped if that is the form, A is a multiple of a
     group's rows and D of 32; all others are copied unchanged.
 
-    out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all threads. Raises
-    ValueError for a wrong dtype, shape or layout and IndexError for a row that W lacks."""
+    out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all
+    threads. Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W
+    lacks."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
     row_bytes = weight.shape[1] * weight.element_size()
     if stride != row_bytes and num_rows > 1:

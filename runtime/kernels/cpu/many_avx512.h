@@ -47,7 +47,7 @@ inline Ints of_blocks(const Value* value, int64_t t) {
 typedef float LaneFloats[SUM_ROWS][16];
 
 // Coefficients of vectors t0 .. t1-1 for k rows, in pieces of 16 vectors; 0 for missing vectors. May read
-// past the k rows, because a vector has coefficients for whole groups.
+// past the k rows: every vector has coefficients for whole groups.
 inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64_t k,
                                 LaneFloats* to) {
     alignas(64) static constexpr float nothing[SUM_ROWS] = {};
@@ -61,7 +61,7 @@ inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64
         }
 }
 
-// The coefficients of eight vectors, from the first one on.
+// The coefficients of eight vectors, from the t-th gathered one on.
 inline const float (*eight_of(const LaneFloats* c, int64_t t))[16] {
     return reinterpret_cast<const float(*)[16]>(&c[t / 16][0][t % 16]);
 }
@@ -170,7 +170,7 @@ inline void add_unit_to_eight(const Ints* split, int64_t pairs, const UnitFactor
     }
 }
 
-// Copies the quants of n values of all rows, from byte `at` on, and appends zeros.
+// Splits the quants of n values of all rows, from byte `at` on, with zero bytes after them.
 template <class Format>
 inline void split_unit(const uint8_t* const* quants, int64_t at, int64_t k, int64_t n, Ints* to) {
     const __mmask64 there = ~0ull >> (64 - n * Format::QUANT_BYTES / BLOCK);

@@ -2,7 +2,7 @@
 // sums. Included by rows_template.h.
 //
 // Rows are summed in integers. In a group of up to SUM_ROWS rows, coefficient times scale is rounded to a
-// 16-bit factor (by at most 2^-16 of the group's largest factor), and one instruction multiplies the
+// 16-bit factor (by up to about 2^-16 of the group's largest factor), and one instruction multiplies the
 // quants of two rows by their factors and adds both. So apart from the factors, the sum over a group is
 // exact in any order, and rows with coefficient 0 change nothing. Besides what rows_template.h needs, the
 // including file defines

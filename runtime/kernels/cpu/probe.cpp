@@ -147,7 +147,7 @@ bool agree(const Kernels& tried, const Kernels& reference) {
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
     for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
     for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
-        weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37);  // about one, in any float type
+        weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37);  // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
         if (!(is_grouped(kind) || products_alike(tried, reference, kind, row_bytes[kind])) ||
             !(is_tiled(kind) || sums_alike(tried, reference, kind, row_bytes[kind])) ||

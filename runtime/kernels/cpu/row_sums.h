@@ -73,18 +73,19 @@ class RowSums {
   private:
     static constexpr int64_t COLUMNS_GRAIN = 256, VECTORS_GRAIN = 8, MOST_VECTORS = 64;
 
-    // Number of pieces of the vectors: at most MOST_VECTORS use unpacked rows, so their sums stay in L2.
+    // Number of pieces of the vectors: about MOST_VECTORS at most share unpacked rows, so that their sums
+    // stay in L2.
     static int64_t vector_pieces(int64_t T) {
         const int64_t most = (T + MOST_VECTORS - 1) / MOST_VECTORS;
         return std::max(most, std::min<int64_t>(num_threads(), T / VECTORS_GRAIN));
     }
 
-    // The first vector of piece v: whole registers of factors.
+    // The first vector of piece v, a multiple of VECTORS_GRAIN, so that pieces fill registers of factors.
     static int64_t vector_of(int64_t v, int64_t pieces, int64_t T) {
         return v == pieces ? T : T * v / pieces / VECTORS_GRAIN * VECTORS_GRAIN;
     }
 
-    // Number of pieces of a sum's columns: more than one if there are fewer vector pieces than threads.
+    // Number of pieces of a sum's columns: enough for all threads, and for about 1,024 columns each.
     static int64_t column_pieces(int64_t columns, int64_t across) {
         const int64_t most = std::max<int64_t>(1, columns / COLUMNS_GRAIN);
         return std::min(most, std::max<int64_t>((num_threads() + across - 1) / across, (columns + 1023) / 1024));

@@ -1,2 +1,3 @@
-// The same source, with -mavx512vnni: one instruction instead of two where q4_0 multiplies and adds.
+// rows_avx512.cpp with -mavx512vnni: products of q8_0 and q4_0 use blocks_vnni.h, and other sums of integer
+// products take one instruction instead of two or three.
 #include "rows_avx512.cpp"

@@ -1,4 +1,4 @@
-// For any processor: gcc and clang compile four-lane vectors to the instructions that it has.
+// For any processor: gcc and clang compile four-lane vectors to the target's baseline instructions.
 #include "kernels.h"
 
 namespace {

@@ -11,9 +11,9 @@
 //                          a factor f = |r|^2 / (r . (c + 1/2)), so that f (c + 1/2) . r = |r|^2
 //                          (after RaBitQ, Gao and Long 2024, arXiv 2405.12497)
 //
-// A block's score is its softmax mass among all blocks, summed over the queries that share it; a key's
-// score is its mass among the keys of the best blocks. Of equal scores the first wins. Widths are padded
-// with zeros to multiples of SELECT_WIDTH.
+// A block's score is its softmax mass among the blocks between sinks and window, summed over the queries
+// that share it; a key's score is its mass among the keys of the best blocks. Of equal scores the first
+// wins. Widths are padded with zeros to multiples of SELECT_WIDTH.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -112,7 +112,7 @@ class Selector {
         }
     }
 
-    // Finds the positions [num_taken], ascending, that row `t` of a step, at `position`, reads for the
+    // Finds the positions [num_taken], ascending, that row `t` of a batch, at `position`, reads for the
     // queries [G, stride] of a key-value head. Not for rows that attend to all positions.
     void choose(const SparkLayer& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
                 const float* query, int64_t stride) const {
@@ -129,8 +129,7 @@ class Selector {
   private:
     int64_t num_parts() const { return rule.summary == SUMMARY_BOUNDS ? 2 : 1; }
 
-    // Stores the summary of keys [block, W]; returns its unit. `part` has room for its parts, W values
-    // each.
+    // Stores the summary of keys [block, W]; returns its unit. `part`: scratch for 2 W values.
     float store_summary(const float* keys, uint8_t* to, float* part) const {
         std::copy_n(keys, W, part);
         std::copy_n(keys, W, part + W);

@@ -89,7 +89,7 @@ inline void transpose_words(const uint8_t* const* row, int64_t at, Words* word) 
     word[2] = low_pairs(b, d), word[3] = high_pairs(b, d);
 }
 
-// sum[g] [ROWS] = the products of all rows with each of QUERIES queries
+// sum[q] [ROWS] = the products of all rows with each of QUERIES queries
 template <bool IS_CODED, int QUERIES>
 inline void add_rows(const SelectDots& d, const uint8_t* const* row, const int8_t* query, Words* sum) {
     constexpr int PARTS = IS_CODED ? 4 : 1;  // values of a byte

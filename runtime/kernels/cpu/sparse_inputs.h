@@ -13,7 +13,7 @@ inline bool passes(float value, const float* limit, int64_t i) {
 
 class SparseInputs {
   public:
-    // Allocates for up to I inputs, D outputs in total and T tokens; nothing if I is 0.
+    // Allocates for up to I inputs, D outputs in total and T tokens; almost nothing if I is 0.
     SparseInputs(Arena& arena, int64_t I, int64_t D, int64_t T)
         : D(D), sums_(arena, I ? D : 0, T) {
         active_ = arena.take<int32_t>(I + SUM_ROWS);
@@ -75,7 +75,8 @@ class SparseInputs {
         return std::lower_bound(active_, active_ + num_active, place) - active_;
     }
 
-    // A piece's first rows are not prefetched, unless the same thread computed the previous piece.
+    // Few, because the first rows of a thread's piece of work are not prefetched, unless the same thread
+    // computed the piece before it.
     static constexpr int64_t PIECES_PER_THREAD = 3;
 
     // The active inputs of one group, and columns of a matrix whose first output is `first`.

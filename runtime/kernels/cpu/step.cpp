@@ -30,7 +30,7 @@ uint32_t forms_of(const SparkStep& step) {
     return forms;
 }
 
-// Scratch for transposed matrices and input limits of the layers.
+// Sizes of the scratch that transposed matrices and input limits need.
 struct Sparse {
     explicit Sparse(const SparkStep& s) {
         const int64_t heads = s.num_heads * s.head_width;

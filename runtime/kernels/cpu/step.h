@@ -1,14 +1,14 @@
-// A step of a whole model in one call, for one token or a few. native_step.py mirrors these structs
-// field by field.
+// A step of a whole model in one call, for one token or several. native_structs.py, native_step.py,
+// native_ops.py, native_parts.py and native_neurons.py mirror these structs field by field.
 //
-// Letters: D model width, F neurons of a layer, N of a block, R predictor rank, V vocabulary, H heads, K
-// key-value heads, W head width, C positions of the cache.
+// Letters: T tokens, D model width, F neurons of a layer, N of a block, V vocabulary, H heads, K key-value
+// heads, W head width.
 #pragma once
 #include <stdint.h>
 
 #include "kernels.h"
 
-// Maximum computed rows of a step; their products read each weight once.
+// Maximum computed rows of a step.
 constexpr int64_t MAX_ROWS = 128;
 // Maximum rows including those whose keys and values are only copied, see SparkRow.
 constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
@@ -43,9 +43,9 @@ struct SparkNorm {
     const float* bias;    // null: an RMS norm, else a layer norm
 };
 
-// A neuron does not fire if |act(gate)| is at or below its gate limit (which replaces the layer's
-// threshold for SiLU and GELU), and its row of `down` is not read if |act(gate) * up| is at or below its
-// hidden limit; mode dense has no limits.
+// With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
+// the layer's threshold. A neuron's row of `down` is not read if |act(gate) * up| is at or below its hidden
+// limit. Mode dense has no limits.
 struct SparkBlock {
     SparkMatrix gate, up, down;
     const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
@@ -64,7 +64,7 @@ struct SparkTable {
 
 // The positions that a token attends to, see select.h: the first `sinks` positions, `top` positions found
 // by search, and all from the key block of the `window`-th last position on. Lengths are multiples of
-// `block`, which divides the block length of the cache if there are several sequences.
+// `block`, which divides the block length of the cache if a sequence has several cache blocks.
 enum Summary : int32_t { SUMMARY_MEAN, SUMMARY_BOUNDS };
 struct SparkSelect {
     int64_t block;  // 0: a token attends to all positions
@@ -162,9 +162,9 @@ struct SparkStep {
     int32_t unused;
 };
 
-// A token of a step. The rows of one sequence are adjacent and without gaps in position; each attends to
-// the positions of its sequence up to its own. A row with a source is not computed: the keys and values
-// of that earlier row are copied to this row's sequence.
+// A token of a step. The computed rows of one sequence follow one another without gaps in position; each
+// attends to the positions of its sequence up to its own (see SparkSelect). A row with a source is not
+// computed: the keys and values of that earlier row are copied to this row's sequence.
 struct SparkRow {
     int64_t token, position;
     int32_t sequence, has_logits;
@@ -204,7 +204,8 @@ int64_t spark_step_bytes(const SparkStep* step);
 // Appends the keys and values of `count` rows to the cache and writes logits [rows that have them, V].
 // Results are bit-identical for any number of threads and, if weights are finite, whatever other rows are
 // in the step. STATUS_INDEX_OUT_OF_RANGE for an impossible token or position, or if the sequence has no
-// block there; STATUS_BAD_ARGUMENT for too many rows or rows out of order.
+// block there; STATUS_BAD_ARGUMENT for an unknown sequence, a wrong source, too many rows or rows out
+// of order.
 int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
 // Runs a part; `data` is a SparkPart*, as in the signature of a CUDA graph's host function. Does not
 // check the rows.

@@ -40,10 +40,10 @@ inline void accumulate_lists(const Rows& rows, int64_t a0, const ManySums& s) {
     }
 }
 
-// Columns of floats unpacked at a time: 64 rows of them take half of L1.
+// Columns of floats unpacked at a time: 64 rows of them take 16 KiB with AVX-512, else less.
 constexpr int64_t SUM_VECTORS = 4, SUM_COLUMNS = SUM_VECTORS * LANES;
 
-// y[v] += the sum over k rows of c[v][j] * tile[j], `VECTORS` vectors y at a time.
+// y[v] += the sum over k rows of c[v][j] * tile[j], for COUNT vectors y.
 template <int COUNT>
 inline void add_tile(const float* tile, int64_t k, const float* c, int64_t c_stride, float* y,
                      int64_t y_stride) {

@@ -35,9 +35,9 @@ constexpr bool IS_TILED<Q4_0Tiled> = true;
 // and 1.30 ms, 4 vectors 0.88 and 1.1, 8 vectors 1.65 and 1.37, 16 vectors 3.3 and 2.75.
 constexpr int64_t LEAST_ASKING = 6, TILED_AHEAD = 2304;
 
-// The memory to prefetch while a tile is read. For few vectors that is not the next tile, which the
-// hardware prefetcher handles better: GB/s of a Zen 4 core from memory, q4_0 rows of 576 values and one
-// vector, 26, and 7 with software prefetching.
+// The memory to prefetch while a tile is read. For few vectors the next tile is left to the hardware
+// prefetcher (GB/s of a Zen 4 core from memory, q4_0 rows of 576 values and one vector: 26, and 7 with
+// software prefetching), unless stream_ahead is set for this processor.
 struct TiledAhead {
     const uint8_t* after;        // a tile's bytes from here on, or null
     const uint8_t* const* also;  // for each row, the address of further row bytes; or null
@@ -140,7 +140,7 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
     }
 }
 
-// For a row of a list, its whole tile is computed.
+// For a row of a list, the LANES rows of its tile that include it are computed.
 template <class F>
 void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
 #ifdef LEVEL_AMX

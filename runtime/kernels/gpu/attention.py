@@ -5,8 +5,8 @@ Each row has programs of its own, with the same instructions as in a step of one
 sequence read each other's keys and values from the KV cache, which the previous kernel has written.
 
 Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, B its
-blocks, P positions of a tile or block, G queries of a key-value head, S sequences, N blocks of a
-sequence."""
+blocks, P positions of a tile or block, G queries of a key-value head, S sequences (in
+`_attend_join`, parts), N blocks of a sequence."""
 
 from dataclasses import dataclass
 
@@ -405,7 +405,7 @@ class _Cache:
 
     @property
     def block_length(self) -> int:
-        """1 without blocks, so that compiled kernels do not depend on the context."""
+        """1 without blocks, so that this constant of the kernels does not depend on the context."""
         return 1 if self.table_SN is None else self.key.shape[1]
 
     @property

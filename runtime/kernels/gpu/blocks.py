@@ -54,7 +54,7 @@ def in_row(
 @triton.jit
 def quants(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
     """f32 [R, U, 16] of each part; kinds with one part return it twice. Masked-out units are not
-    read and give 0."""
+    read: they give the quants of zero bytes, -8 in q4_0 and -32 in q6_k, and their scales are 0."""
     lane = tl.arange(0, 16)[None, None, :]
     row = row_R[:, None, None]
     unit = unit_U[None, :, None]
@@ -112,7 +112,7 @@ def _float_of(byte, LESS: tl.constexpr):
 
 @triton.jit
 def scales(row_R, live_R, in_row_U, unit_U, KIND: tl.constexpr, WIDTH: tl.constexpr):
-    """f32 [R, U] of each part; not for kinds without blocks."""
+    """f32 [R, U] of each part; not for kinds without blocks, nor for q4_k and q5_k."""
     row = row_R[:, None]
     unit = unit_U[None, :]
     is_live = live_R[:, None] & in_row_U[None, :]

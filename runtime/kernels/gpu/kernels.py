@@ -1,10 +1,10 @@
 """The kernels of a decode step on a GPU, as one record of functions: a step can run on Triton's
 kernels, on torch's or on the float64 reference.
 
-All of them write to given tensors, allocate nothing and do not synchronise. They launch on the
-current stream of torch's current device, which must be the tensors' device. Grids depend only on
-shapes, so a captured CUDA graph stays valid for every position and every set of neurons. Vectors
-are contiguous f32 unless stated otherwise; rows of matrices may be strided.
+All of them write to given tensors. Triton's allocate nothing and do not synchronise. They launch on
+the current stream of torch's current device, which must be the tensors' device; their grids depend
+only on shapes, so a captured CUDA graph stays valid for every position and every set of neurons.
+Vectors are contiguous f32 unless stated otherwise; rows of matrices may be strided.
 
 A step computes T rows, T in `ROWS`. With T > 1, every vector of a row becomes [T, ...]
 (step_rows.AXES; sums of parts become [P, T, D]), an index or position becomes [T], and rows of
@@ -20,8 +20,9 @@ A matrix is f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar
 (sparkinfer.runtime.kernels.planar).
 
 Letters: T rows of a step, D width, F neurons of the layer, N rows of a matrix or neurons of a
-block, R rank, H heads, K key-value heads, W head width, C positions of the cache, S parts of a sum,
-P rows to add, A chosen rows, B words of 32 bits; table_SN: S sequences, N blocks of one."""
+block, R rank, H heads, K key-value heads, W head width, C positions of the cache or of one of
+its blocks, S parts of a sum, P rows to add, A chosen rows, B words of 32 bits or blocks of a
+cache; table_SN: S sequences, N blocks of one."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,7 +74,7 @@ class AddNorm(Protocol):
         out_D: Tensor | None,
         x_out_D: Tensor | None,
     ) -> None:
-        """t = x + the rows of `parts_PD`, in order; x_out = t, and out = norm(t) as in
+        """t = x + the rows of `parts_PD`; x_out = t, and out = norm(t) as in
         sparkinfer.runtime.model.attention.Norm; each optional. `x_out_D` may be `x_D`."""
 
 
@@ -153,8 +154,9 @@ class GateUp(Protocol):
         """hidden_j = act(gate_j x + bias) (up_j x + bias), as in
         sparkinfer.runtime.weights.neuron_block.Gate.
 
-        It is 0 for neurons that are not predicted, whose rows are not read, and, unless `is_dense`,
-        for neurons that do not fire, whose up rows are not read. `id_N`, int32: the neurons' ids in
+        It is 0 for neurons that are not predicted and, unless `is_dense`, for those that do not
+        fire. With Triton, the rows of the former and the up rows of the latter are not read, unless
+        another row of the step needs them. `id_N`, int32: the neurons' ids in
         the layer, which index `named_B`; None: 0, 1, ..."""
 
 
@@ -163,8 +165,8 @@ class Down(Protocol):
         self, down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros: bool
     ) -> None:
         """Row s of `parts_SD` is the sum of hidden_j down_j over the s-th range of ceil(N / S)
-        neurons, zeros if the range is empty. With `skips_zeros`, rows of neurons whose hidden value
-        is 0 are not read. `add_norm` adds the parts."""
+        neurons, zeros if the range is empty. With `skips_zeros`, neurons whose hidden value is 0
+        are left out and their rows not read. `add_norm` adds the parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +183,12 @@ class Kernels:
 
 
 def triton_kernels() -> Kernels:
-    """Triton's kernels, on the current CUDA device, or in Triton's interpreter if there is none.
+    """Triton's kernels, on the current CUDA device, or in its interpreter (TRITON_INTERPRET=1).
 
-    The first call for each combination of widths, types and alignments compiles for about a second,
-    which fails during graph capture, so run the step once before. The numbers of rows and neurons
-    are not part of the combination. Raises ImportError with one line if Triton is missing."""
+    The first call for each combination of widths, types, alignments and T compiles for about a
+    second, which fails during graph capture, so run the step once before. The numbers of neurons
+    and of a matrix's rows count only where they change tile sizes or numbers of parts.
+    Raises ImportError with one line if Triton is missing."""
     try:
         import triton  # noqa: F401
     except ImportError as error:

@@ -2,16 +2,16 @@
 
 Tiles depend only on shapes and kinds, so results do not depend on the device and nothing is tuned
 at run time. Each thread has 64 bytes of a tile in flight, in four loads of 16. With four to eight
-programs per multiprocessor that is about 32 KiB, which an H200 needs (4.8 TB/s times 0.8 us, over
-132 multiprocessors, is 29 KiB) and which is far more than a laptop's card needs. Kinds with nibbles
-have half of that in flight, because their values take twice the registers: with 64 bytes the
-compiler uses 168 to 255, with 32 bytes 72 to 108, so that five programs fit on a multiprocessor.
+programs per multiprocessor that is 32 to 64 KiB: as much as an H200 needs (4.8 TB/s times 0.8 us,
+over 132 multiprocessors, is 28 KiB) and far more than a laptop's card does. Kinds with nibbles have
+half of that in flight, because their values take twice the registers: with 64 bytes the compiler
+uses 168 to 255, with 32 bytes 72 to 108, so that four to seven programs fit on a multiprocessor.
 
 A step of T rows runs in groups: a program holds the sums of one group's rows and reads each weight
 once for them; the programs of the other groups run concurrently and find the weight in cache. A
 row's sum has the same operations in the same order for every T.
 
-Letters: R rows of a tile, U units, T rows of a step."""
+Letters: T rows of a step."""
 
 import math
 from dataclasses import dataclass

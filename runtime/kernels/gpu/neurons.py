@@ -1,7 +1,8 @@
 """Computes the neurons of a block for the rows of a step: hidden values from gate and up, and
 partial sums from `down`.
 
-Letters: N neurons, D width, S parts, T rows of a step."""
+Letters: N neurons, D width, S parts, T rows of a step; in the kernels R rows of a tile, U units, C
+neurons of a chunk."""
 
 # Kernels build tuples of tensors in loops.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -24,7 +25,7 @@ _UNITS = 8
 _CHUNK = 256
 # Rows of a step whose sums a program of `down` holds, by (parts of a unit, whether zeros are
 # skipped). Per row and part, sums take 16 registers if zeros are skipped, else 32. With two rows
-# the compiler uses 170 to 234 registers, or 128.
+# the compiler uses 170 to 234 registers if zeros are skipped, else 128.
 _DOWN_GROUP = {(1, True): 2, (2, True): 2, (1, False): 2, (2, False): 1}
 
 

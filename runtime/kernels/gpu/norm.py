@@ -1,6 +1,7 @@
 """Adds partial sums to a vector and computes its norm, in one program per row of a step.
 
-One program reads all parts, so that norm and sum take one launch; the parts are added in order.
+One program reads all parts, so that norm and sum take one launch. The order in which parts are
+added depends only on shapes.
 
 Letters: D width, P parts, T rows of a step."""
 

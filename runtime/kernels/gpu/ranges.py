@@ -2,7 +2,7 @@
 graph is valid for every position and every set of neurons, and results do not depend on the
 device."""
 
-# Columns of `down` that one program sums: 256 bytes of f16.
+# Columns of `down` that one program sums, 256 bytes of f16; twice as many in kinds with nibbles.
 DOWN_COLUMNS = 128
 # Enough for about four programs per multiprocessor of an H200, and not more, because a single
 # program of add_norm then reads all parts.

@@ -1,6 +1,7 @@
 """Multiplies the rows of a matrix by the vectors of a step, and unpacks rows.
 
-Letters: D width, N rows, A chosen rows, T rows of a step."""
+Letters: D width, N rows, A chosen rows, T rows of a step; in the kernels R rows of a tile, U
+units."""
 
 import triton
 import triton.language as tl

@@ -54,7 +54,7 @@ def reference_slot_kernels() -> SlotKernels:
 
 
 def triton_slot_kernels() -> SlotKernels:
-    """Triton's kernels. Raises ImportError without Triton, like kernels.triton_kernels."""
+    """Triton's kernels. Raises ImportError without Triton."""
     from sparkinfer.runtime.kernels.gpu import slot_kernels
 
     return SlotKernels(scatter=slot_kernels.scatter, pack_open=slot_kernels.pack_open)
