@@ -89,8 +89,8 @@ class Engine(TextEngine):
         """Replaces the limits of a SiLU or GELU model from now on; None removes them.
 
         Gate limits replace thresholds. The layout of matrices does not change: input limits save
-        bytes only where matrices are transposed. Raises SparkinferError for other models and for
-        limits of another model or shape."""
+        bytes only where matrices are transposed. Raises SparkinferError for other models, for
+        limits of another model or shape, and for limits on a GPU."""
         none = (LayerLimits(),) * self.model.shape.num_layers
         limits = limits or Limits(model_id=None, layers=none)
         model = self.model.with_limits(limits, "limits")
@@ -133,8 +133,8 @@ class Engine(TextEngine):
         """Seconds of decode steps at the positions from `start`, including sampling, for
         benchmarks.
 
-        The time does not depend on the tokens, so no text is needed; the cache's content before
-        `start` is used as it is."""
+        Needs no text: the first token is 0, the others are the most probable ones, and the cache's
+        content before `start` is used as it is."""
         assert steps >= 1 and start + steps <= self.context_length, (steps, start)
         chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.shape.vocab_size)
         token_id = 0

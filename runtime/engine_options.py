@@ -151,7 +151,8 @@ def bytes_by_role_of(
     cache_types: CacheTypes | None = None,
 ) -> dict[str, Items]:
     """Itemised bytes of each side. Without a plan, everything is on the device's side; with
-    `cpu_ffn`, neurons are on the CPU's side and the rest on the GPU's."""
+    `cpu_ffn`, neurons are on the CPU's side, with what a plan leaves there too
+    (budget.plan_bytes_of_gpus), and the rest is on the GPU's."""
     num_layers = model.shape.num_layers
     if plan is not None:
         cache_types = plan.cache_types(model)

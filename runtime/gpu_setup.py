@@ -223,7 +223,8 @@ def _most_tokens(
     chunk: int,
     num_sequences: int = 1,
 ) -> int:
-    """Maximum tokens per pass for which temporaries fit into the memory outside the slab."""
+    """Tokens per pass: `chunk`, halved until the temporaries fit into the memory outside the
+    slab. Raises SparkinferError if those of a single token do not."""
     room = int(memory.room_bytes * (1 - GAPS))
     tokens = chunk
     while (wanted := pass_bytes(model, tokens, context_length, mode, num_sequences)) > room:

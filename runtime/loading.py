@@ -95,8 +95,8 @@ def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
 
 
 def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:
-    """Loads a model for this configuration; on the CPU if a GPU fails its check and no longer
-    answers."""
+    """Loads a model for this configuration; loads it again, on the CPU, if a GPU stops answering
+    during the checks."""
     model, config = _with_rules(model, config, has_plan=plan is not None)
     try:
         return _Load(model, plan, config).run()
@@ -243,7 +243,7 @@ class _Load:
         if rows < min(self.num_sequences, max(ROWS)) and self.gpu.type == "cuda":
             self.notice(
                 f"the workspace has room for steps of {rows} rows: {self.num_sequences} texts need"
-                " several steps per token; a longer --context or a larger --vram-budget gives more"
+                " several steps per token; a longer --context gives more"
             )
         return rows
 

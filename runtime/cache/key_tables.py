@@ -3,8 +3,8 @@ select.h in torch.
 
 The tables are bit-identical to those of the kernels. Scores differ by rounding, so near ties may be
 resolved differently. Letters: B blocks of the cache, K key-value heads, N key blocks of a block of
-the cache, P positions of a key block, W head width, S summary bytes, C code bytes, G queries that
-share a head, M candidates."""
+the cache, or of a sequence, P positions of a key block, T tokens, W head width, S summary bytes, C
+code bytes, G queries that share a head, M candidates; in `summarise`, S parts of a summary."""
 
 import math
 from collections.abc import Callable

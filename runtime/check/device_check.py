@@ -1,11 +1,11 @@
-"""Checks a GPU part by part at the first load of a plan. A part that fails is replaced by its
-fallback, with one line of output.
+"""Checks a GPU part by part, each part before it is first used. A part that fails is replaced by
+its fallback, with one line of output.
 
     part                  fallback
     device                the CPU
     pinned memory         copies from pageable memory, and tokens layer by layer
     memory limit          the budget is used for planning, but not enforced
-    kernel ...            torch's kernels on that device, and no graph
+    kernel ...            torch's kernel on every GPU, and no graph
     neuron cache's ...    no neuron cache
     products ...          products of prompts in f32
     host function, step   tokens go through torch layer by layer
@@ -133,8 +133,8 @@ class DeviceCheck:
         take: Takes | None,
         max_rows: int = 1,
     ) -> None:
-        """Compiles the kernels that steps of one row need, in buffers for up to `max_rows` rows, and
-        compares their results with torch's. Raises DeviceLost."""
+        """Compiles the kernels that prompts and steps of one row need, in buffers for up to
+        `max_rows` rows, and compares their results with torch's. Raises DeviceLost."""
         first = self.parts[0]
         try:
             self._fast = first.kernels()

@@ -1,6 +1,7 @@
 """Compares a launch of a fast kernel with the same launch by torch, on the launch's own weights and
 shapes and on random vectors. If the cache has several sequences, the rows of a step belong to
-several; if a step has more than two rows, the last one repeats the one before it.
+several; if a step has more than two rows, the last one has the token, position and sequence of the
+one before it.
 
 Letters: see runtime.kernels.gpu.kernels."""
 

@@ -140,7 +140,7 @@ def multiply(device: torch.device, dtype: torch.dtype) -> None:
     got = gpu_products.product(x_TD.to(device), _SIZE, [(0, tile_AD.to(device))]).cpu()
     want = x_TD.double() @ tile_AD.double().T
     error = float((got - want).norm() / want.norm())
-    if not error < 1e-2:  # from rounding the factors to 8 or 11 bits
+    if not error < 1e-2:  # from rounding the tokens' values to 8 or 11 bits
         raise Wrong(f"a product in {str(dtype).removeprefix('torch.')} is off by {error:.2g}")
 
 

@@ -40,7 +40,8 @@ class Stream(Protocol):
         """Launches kernels through `run`, which must not wait for them."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies between contiguous tensors of one type and size; host memory is pinned."""
+        """Copies between contiguous tensors of one type and size. Host memory should be pinned: a
+        CUDA copy from other memory is slower and may block."""
 
     def host(self, node: HostNode) -> None: ...
 

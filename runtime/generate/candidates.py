@@ -1,7 +1,7 @@
 """Candidates, the tokens that may still be drawn, and the search for the largest of many numbers.
 
-Letters: V vocabulary, A candidates. Samplers only see finite logits: tokens with a logit of -inf
-are dropped, and if any logit is +inf, all other tokens are."""
+Letters: V vocabulary, A candidates. After mask and logit bias, samplers see only finite logits:
+tokens with a logit of -inf are dropped, and if any logit is +inf, all other tokens are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

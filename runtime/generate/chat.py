@@ -138,7 +138,8 @@ class Conversation:
                 self.messages.append({"role": "assistant", "content": text})
 
     def regenerate(self) -> Generator[Token, None, None]:
-        """Yields another answer in place of the last one, which is kept if the new one is empty.
+        """Yields another answer in place of the last one, which is kept if the new one is stopped
+        before its first text.
 
         Raises SparkinferError if there is no answer yet."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
@@ -169,8 +170,8 @@ class Conversation:
         self.num_dropped = 0
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON, atomically. Raises SparkinferError if the file exists and is
-        not a saved conversation."""
+        """Writes the messages as JSON, atomically. Raises SparkinferError if the file cannot be
+        written, or exists and is not a saved conversation."""
         if path.exists():
             try:
                 _read(path)

@@ -1,5 +1,5 @@
 """Statistics for the draft controller (speculation.py): seconds per step, the acceptance rate of
-guesses, and the time that trials may cost."""
+guesses, and the time that drafts may lose."""
 
 import statistics
 from collections import deque
@@ -12,7 +12,7 @@ _PRIOR_WEIGHT = 4.0  # guesses that this prior counts for
 _FORGET = 0.98  # decay of the weight of past guesses
 _PRIOR_SLOPE = 0.5  # cost of another row in single steps, before any was measured
 _NUM_KEPT = 9  # measurements kept per number of rows; their median is used
-_SHARE = 0.005  # of the time without drafts, which trials may cost at most
+_SHARE = 0.005  # of the time without drafts, which the account receives
 _START, _MOST_SAVED = 1.25, 20.0  # opening and largest balance of the account, in single steps
 
 

@@ -80,8 +80,9 @@ def times(node: Repeat) -> str:
 
 def starts_if_unmistakable(node: Node) -> Ranges | None:
     """The characters that a part starts with, if its characters show where it ends; else None. They
-    do if the part is deterministic and none of its texts is a prefix of a longer one. The node has
-    no references.
+    do if the part is deterministic and none of its texts is a prefix of a longer one. None also for
+    a single character, which is a terminal anyway, and for over MAX_POSITIONS characters. The node
+    has no references.
 
     Decided by Glushkov's automaton: each character of the expression is a position, and positions
     that may follow the same position must have disjoint characters."""

@@ -22,8 +22,9 @@ ENDLESS = -1  # max_tokens: until the text or the context ends
 @dataclass(frozen=True)
 class Token:
     """A generated token. `text` is empty while it is held back: the first bytes of a character, or
-    a possible start of a stop string. `id` is None for text that was still held back at the end.
-    `logprobs` are the most probable tokens and their natural log probabilities before samplers."""
+    a possible start of a stop string. `id` is None for text that was still held back at the end,
+    and, without text, between the pieces of a conversation's long prompt. `logprobs` are the most
+    probable tokens and their natural log probabilities before samplers."""
 
     id: int | None
     text: str
@@ -207,7 +208,8 @@ class Generation:
         self._logits_RV = logits_RV
 
     def draw(self) -> list[Token]:
-        """Draws the next token and returns the tokens to emit, which are none at an end token."""
+        """Draws the next token and returns the tokens to emit. At the end of the text, text that
+        was held back follows as a token without an id; an end token is not emitted."""
         assert self._logits_RV is not None
         began = time.perf_counter()
         logits_V = self._logits_RV[self._right]
@@ -223,7 +225,7 @@ class Generation:
         return tokens
 
     def close(self) -> None:
-        """Rolls back draft tokens that were not accepted."""
+        """Rolls back draft tokens that were not accepted, and tells `drafts` of the step."""
         if self._draft and self.sequence.is_open:  # a failed step has added nothing
             self._length = min(self._kept + 1 + self._right, self.sequence.length)
             self.sequence.rollback(self._length)

@@ -33,7 +33,7 @@ class PromptKey:
     vocab_size: int
     cache: str  # storage types of keys and values
     thresholds: tuple[float, ...] = ()
-    rope_scaling: str = ""  # the user's, if it replaces the model's own
+    rope_scaling: str = ""  # in words: the user's, or else the model's own
 
 
 def weights_digest(model: ModelFile) -> str:
@@ -73,8 +73,8 @@ def is_prompt(path: Path) -> bool:
 def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     """Loads a state into an empty sequence; returns its number of tokens.
 
-    Raises SparkinferError for a damaged file, for another model, mode or arithmetic, and for a
-    state that does not fit into the context."""
+    Raises SparkinferError for a damaged file, for one made with another key, and for a state that
+    does not fit into the context."""
     names = {*asdict(key), "sha256"}
     metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
     _check_key(path, metadata, key)

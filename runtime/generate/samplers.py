@@ -1,8 +1,8 @@
-"""Samplers that remove candidates or scale their logits: logit bias, top-k, top-p, temperature,
+"""Samplers that remove candidates or change their logits: logit bias, top-k, top-p, temperature,
 etc.
 
-Each is a pure function that returns new candidates. The formulas are those of llama.cpp's
-src/llama-sampler.cpp, in float64 where it uses float32. A sampler with `min_keep` leaves at least that
+Each is a pure function. The formulas are those of llama.cpp's src/llama-sampler.cpp, in float64
+where it uses float32, except for the logit bias. A sampler with `min_keep` leaves at least that
 many candidates, if it has them. penalties.py and dry.py penalise earlier tokens; chain.py runs the
 samplers in order and draws."""
 

@@ -152,7 +152,8 @@ class TextEngine:
         constraints: Sequence[Mask] = (),
     ) -> Iterator[tuple[int, Token]]:
         """Generates several texts in shared steps and yields (index of the prompt, token). Each
-        text is the one that `generate` would yield. `last_runs` has one entry per prompt.
+        text is the one that `generate` would yield, unless K-quants are on a GPU, where they are
+        rounded differently in shared steps. `last_runs` has one entry per prompt.
 
         Raises SparkinferError for more prompts than the engine has sequences."""
         makers = [
@@ -217,7 +218,7 @@ class TextEngine:
 
     @property
     def not_native(self) -> str | None:
-        """The reason why a decode step is not one native call; None if it is."""
+        """The reason why tokens are computed layer by layer; None if there is a decode step."""
         native = self._live.native
         return native if isinstance(native, str) else None
 

@@ -1,6 +1,8 @@
 """Norm, rotary embedding and attention, in f32.
 
-Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width, D model width."""
+Letters: T tokens, C cached tokens, H heads, K key-value heads, W head width, D model width, Q
+values of queries, keys and values together, G heads that share a key head, S tokens at a time, N
+outputs of a projection."""
 
 import math
 from collections.abc import Callable

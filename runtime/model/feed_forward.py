@@ -17,7 +17,8 @@ masked.
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.
 
-Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
+Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones, R
+predictor rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -187,8 +188,8 @@ class FeedForward:
         )
 
     def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, unobserved: all neurons in one native call, otherwise one part at a
-        time, so that its values stay in the processor's cache."""
+        """Any number of tokens, unobserved: natively, otherwise one part of the neurons at a time,
+        so that its values stay in the processor's cache."""
         y_TD = torch.zeros_like(x_TD)
         self._add_parts(y_TD, block, x_TD, named_TN)
         return BlockResult(y_TD=y_TD)

@@ -17,7 +17,7 @@ from sparkinfer.runtime.weights.matrix import Linear, Matrix
 class Layer:
     """One layer. `ffn_norm` is None if attention and feed-forward share their input."""
 
-    device: torch.device  # of attention, norms, predictor and cache
+    device: torch.device  # of attention's matrices, norms, predictor, and cache unless offloaded
     attn_norm: Norm
     attn_norm_2: Norm | None  # attention's own, if it does not share that input
     attention: Attention

@@ -1,10 +1,10 @@
 """Computes the neurons of one block for one or several tokens in one native call: the CPU's part of
 a divided layer, from the normed input to the neurons' output.
 
-A call reads one bit per neuron, in the layout of a GPU's predictor, and may be made from any thread
-and by a node of a CUDA graph (`node`). The reference is feed_forward.py.
+In mode "predicted", a call reads one bit per neuron, in the layout of a GPU's predictor. It may be
+made from any thread and by a node of a CUDA graph (`node`). The reference is feed_forward.py.
 
-Letters: T tokens, D model width, F neurons of the layer, N of the block."""
+Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits."""
 
 from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass, replace

@@ -1,4 +1,5 @@
-"""Mirrors the structs of kernels/cpu/step.h field by field, and builds them from parts of a model.
+"""Mirrors the structs of matrices, norms and neuron blocks in kernels/cpu/step.h field by field,
+and builds them from parts of a model.
 
 They point at the tensors of the model, which `Structs.kept` keeps alive."""
 
@@ -17,7 +18,7 @@ from sparkinfer.runtime.weights.neuron_block import NeuronBlock
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 MODES = ("dense", "exact", "predicted")
 _ALIGNMENT = 64
-MAX_ROWS = 128  # in step.h: tokens of a step, whose products read each weight once
+MAX_ROWS = 128  # in step.h: most computed rows of a step, whose products read each weight once
 
 
 class MatrixStruct(Structure):

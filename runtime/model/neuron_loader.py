@@ -3,7 +3,7 @@
 If no GPU is available, a plan runs with both blocks on the CPU, and the hot block still has
 matrices of its own.
 
-Letters: N neurons of a block, L layers."""
+Letters: N neurons of a block, L layers, D model width, F neurons of a layer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

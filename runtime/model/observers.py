@@ -1,8 +1,8 @@
 """Observers of named tensors while the model runs.
 
-Profile, eval and the tests see the model only through observers; NAMES lists the tensors. Without
-observers, a tensor costs one test of an empty list. As in llama.cpp's eval callback, an observer is
-asked before a tensor is computed and called afterwards."""
+Profile, eval and the tests see tensors inside the model through observers; NAMES lists them.
+Without observers, a tensor costs one test of an empty list. As in llama.cpp's eval callback, an
+observer is asked whether it wants a tensor, and called with it if so."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ NAMES = {
     "ffn_hidden": "[T, F] act(gate) * up, input of the down projection",
     "ffn_out": "[T, D] output of the feed-forward layer",
     "layer_out": "[T, D] hidden state after the layer",
-    "output_norm": "[T, D] input of the head",
+    "output_norm": "[T, D] input of the head, only of the tokens whose logits are wanted",
     "logits": "[T, V] logits, only of the tokens for which they are wanted",
 }
 
@@ -60,7 +60,7 @@ class Observers:
         return observation
 
     def want(self, name: str, layer: int | None) -> bool:
-        """True if any observer wants the tensor; called before it is computed."""
+        """True if any observer wants the tensor."""
         return any(observation.wants(name, layer) for observation in self.active)
 
     def show(self, name: str, layer: int | None, tensor: Tensor) -> None:

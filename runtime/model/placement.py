@@ -10,7 +10,7 @@ from sparkinfer.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The device of each part. `hot`: the hot neurons of each layer; None if no layer is divided.
+    """The device of each part. `hot`: the neurons of each layer that are on its home; None: all.
 
     All parts of a layer that are on a GPU are on its home GPU."""
 

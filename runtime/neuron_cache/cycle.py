@@ -10,7 +10,8 @@ Nothing is written back: main memory holds every row of a layer that has slots. 
 depend on timing: a step waits for the copies that are due. The policy decides on swaps; `Slots`
 moves rows.
 
-Letters: T rows of a step, L layers, W words of 32 bits, S swaps, N slots of a layer."""
+Letters: T rows of a step, R those that the policy observes, L layers, W words of 32 bits, S
+swaps."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -96,8 +97,8 @@ class NeuronCache:
         self._num_pending = 0
 
     def after_step(self, is_decoded_T: Sequence[bool]) -> None:
-        """Passes the step's rows to the policy, which only learns from those of a prompt, and
-        starts the swaps that it decides on."""
+        """Passes the step's rows to the policy and starts the swaps that it decides on. From rows
+        of a prompt the policy learns, without a decision."""
         bits_TLW = self._bits_TLW[: len(is_decoded_T)]
         if not all(is_decoded_T):
             is_decoded = np.array(is_decoded_T)

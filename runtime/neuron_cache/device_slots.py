@@ -7,7 +7,8 @@ The scatter changes a slot's rows, its neuron's id and, if the device packs bits
 neuron, on the stream of the decode steps but outside their graphs, whose addresses do not change.
 The CPU's list of cold neurons is updated in place before the step is submitted.
 
-Letters: L layers, F neurons of a layer, N slots, S swaps, M tensors of a block, C copies."""
+Letters: L layers, F neurons of a layer, N slots, S swaps, M tensors of a block, C copies, B bytes
+of staging."""
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof

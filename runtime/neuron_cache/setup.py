@@ -26,8 +26,8 @@ class CacheSetup:
     layer has no slots), and the number of neurons of a layer. The policy decides on at most
     `most_rows` swaps per step.
 
-    share: only without a plan, whose hot neurons are in the slots: the share of each layer's
-    neurons that have a slot, at first those with the lowest ids. copy_bytes_per_s: the rate to
+    share: the share of each layer's neurons that have a slot, at first those with the lowest ids;
+    only without a plan, since a plan's hot neurons are in the slots. copy_bytes_per_s: the rate to
     which copies are slowed down, for memories that are equally fast."""
 
     policy_of: Callable[[Sequence[np.ndarray], int], Policy]
@@ -37,8 +37,8 @@ class CacheSetup:
 
     @classmethod
     def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
-        """The setup of a plan with a neuron cache. Raises SparkinferError for a plan without
-        one."""
+        """The setup of a plan with a neuron cache. Raises SparkinferError for a plan without one,
+        and if more rows per step are asked for than it has room for."""
         planned = None if plan is None else plan.cache
         if planned is None:
             raise SparkinferError(

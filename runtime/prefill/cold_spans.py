@@ -99,7 +99,7 @@ class ColdBlock:
 
     @property
     def least_piece_bytes(self) -> int:
-        """Bytes of a piece of one neuron."""
+        """The smallest `piece_bytes` that `pieces` accepts."""
         return self.neuron_bytes + _ALIGNMENT * len(self.spans)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:

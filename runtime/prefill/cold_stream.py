@@ -9,9 +9,7 @@ its copy (`ready`), and its buffer is overwritten after that product (`free`). P
 copied directly; others go through two pinned staging buffers, one of which is filled on the host
 while the other is copied.
 
-The buffers live from the first piece of a pass to its last; they count as workspace.
-
-Letters: N neurons, S bytes of a neuron in a span."""
+The buffers live from the first piece of a pass to its last; they count as workspace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,7 +4,7 @@ The copy of a piece takes the same time for any number of tokens and overlaps wi
 product; the CPU's product takes longer with more tokens. Copies are timed as in a pass, and
 products with the layer's own code on the same neurons.
 
-Letters: T tokens, D model width, F neurons."""
+Letters: T tokens, D model width."""
 
 import time
 from collections.abc import Callable

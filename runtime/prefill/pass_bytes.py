@@ -4,10 +4,7 @@ It covers the tensors that are alive at the same time in attention, the feed-for
 head, in a pass without observers. It is tested against the bytes that torch reports
 (tests/test_device_memory.py). `measure_workspace`, which plans use, measures a pass on the CPU,
 where the keys of the whole context are unpacked together and all values are kept for observers. The
-difference is available for streaming cold weights (runtime.prefill.cold_stream).
-
-Letters: T tokens, D model width, H heads, K key-value heads, W head width, C positions, F
-neurons."""
+difference is available for streaming cold weights (runtime.prefill.cold_stream)."""
 
 from sparkinfer.budget import (
     BLOCK_LENGTH,

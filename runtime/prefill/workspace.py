@@ -90,8 +90,8 @@ def _quiet() -> Iterator[None]:
 def _two_layers(
     model: ModelFile, context_length: int, mode: Mode, hot_share: float | None
 ) -> Decoder:
-    """A decoder that runs the layer with the largest predictor twice; None: its neurons are not
-    divided."""
+    """A decoder that runs the layer with the largest predictor twice. `hot_share`: of its neurons;
+    None: they are not divided."""
     cpu, num_layers = torch.device("cpu"), model.shape.num_layers
     observers = Observers()
     observers.add(lambda name, layer, tensor: None, None)  # plans allow for observers too

@@ -1,5 +1,5 @@
-"""Chooses how a token is decoded: in one native call on the CPU, by captured graphs on GPUs, or, if
-neither is possible, layer by layer in torch."""
+"""Chooses how a token is decoded: in one native call on the CPU, by a hybrid step on GPUs and the
+CPU, or, if neither is possible, layer by layer in torch."""
 
 from collections.abc import Callable
 from typing import Protocol

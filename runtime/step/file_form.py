@@ -73,7 +73,8 @@ def _layer(model: ModelFile, split: Split | None, index: int, home: str) -> Laye
 
 
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
-    """Bytes by part; they sum to those that plans count (budget.layer_bytes)."""
+    """Bytes by part. Those of the parts that the layer's operations read sum to what plans count
+    (budget.layer_bytes); "attention" contains other parts, and so does "all"."""
     sizes, num_neurons = layer_bytes(model, index), model.shape.num_neurons
     found = dict.fromkeys((*NORMS, "attention", "down_bias"), 0)
     for name, entry in layer_tensors(model, index).items():

@@ -2,9 +2,9 @@
 streams of each device, and the segments that the program is submitted in.
 
 Layers whose attention is on a GPU run there, their cold neurons concurrently on the CPU;
-neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence: each has its own
-graph, which starts by receiving the hidden state. Steps of several rows have graphs of their own, made
-at their first use: most engines never run most of them."""
+neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence, each with a graph
+of its own; a copy from one GPU to another comes between their graphs. Steps of several rows have
+graphs of their own, made at their first use: most engines never run most of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

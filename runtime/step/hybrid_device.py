@@ -6,8 +6,8 @@ replayed. program.py has the order of operations, hybrid_lowering.py submits the
 A step of T rows uses the beginning of each buffer, as [T, ...]; with one row, the T axis is
 omitted.
 
-Letters: T rows, D model width, F neurons of a layer, N hot ones, R predictor rank, H heads, K
-key-value heads, W head width, S partial sums, P summands, V vocabulary."""
+Letters: T rows, D model width, F neurons of a layer, N hot ones, H heads, K key-value heads, W head
+width, or words of F bits, S partial sums, P summands, V vocabulary."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -6,7 +6,7 @@ computes each row once. The first step with a given number of rows is checked ag
 each; if it fails or differs, such steps are not used, with a line of output. On a GPU the check is one
 of the parts of runtime.check, whose results are kept.
 
-Letters: R rows with logits, V vocabulary, C positions of a context, D model width."""
+Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -1,14 +1,14 @@
 """A model's decode step as a list of operations, declared once: their order, and where each runs.
 
-Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_builder` to GPU streams and
-host functions, and `decoder` runs one layer of it in torch. No executor encodes the order of
-operations; it follows from what they read and write.
+Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_lowering` to submissions to
+GPU streams, and `decoder` runs one layer of it in torch. No executor has an order of its own: they
+take that of the list, and streams wait for each other where reads and writes require it.
 
 A value is a name and a device, `x@host`, and stands for a buffer: a later operation may overwrite
 it, but only after all earlier reads (`edges`).
 
     x           the hidden state
-    attn_in     the input of attention, if a norm writes it
+    attn_in     the input of attention, if it has a norm of its own
     qkv, heads  input and output of the heads, where the host attends and a GPU projects
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
@@ -60,7 +60,7 @@ class Op:
     part: str = ""
     home: str = HOST  # the GPU to whose streams it is submitted; HOST before and after all GPUs
     is_beside: bool = False  # on that GPU's side stream, concurrent with its kernels
-    weight_bytes: int = 0  # of its matrices; a sparse mode reads fewer bytes of neurons
+    weight_bytes: int = 0  # of its weights; a sparse mode reads fewer bytes of neurons
 
     @property
     def is_between_gpus(self) -> bool:

@@ -5,7 +5,8 @@
         branch = text.fork()                  # shares the tokens so far
         text.rollback(10)                     # forgets all but the first ten tokens
 
-Letters: R rows with logits, V vocabulary."""
+Letters: R rows with logits, V vocabulary, T tokens, K key-value heads, X width of a row as
+stored."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Several

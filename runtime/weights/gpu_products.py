@@ -6,7 +6,7 @@ ends at 65,504, and hidden values of a feed-forward layer may be larger: each to
 divided by a power of two before they are rounded to f16, and the result is multiplied by it, which
 is exact.
 
-Letters: T tokens, D row width, A rows of a tile, N all rows."""
+Letters: T tokens, D row width, A rows of a tile, N all rows, K values of a factor: D or N."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

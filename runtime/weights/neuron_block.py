@@ -1,6 +1,6 @@
 """A block of neurons of a layer on one device, and their activation.
 
-Letters: A active neurons, N neurons of a block."""
+Letters: T tokens, A active neurons, N neurons of a block, F neurons of a layer."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -84,7 +84,9 @@ class NeuronBlock:
     gate: Linear
     up: Linear | None  # None: the model has no gates, and `gate` is its up projection
     down: Matrix  # neuron-major: row j is what neuron j adds
-    id_N: Tensor  # on the device of the block: int64 on the CPU, int32 on a GPU
+    # On the device of the block: int64 on the CPU; int32 on a GPU, and for the cold neurons of a
+    # layer with slots there.
+    id_N: Tensor
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
     # f32 limits at or below which |act(gate)| and |act(gate) * up| count as silent, except in mode

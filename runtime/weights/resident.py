@@ -11,7 +11,7 @@ whose rows are added is grouped (runtime.kernels.grouped).
 Measured on two cores of a Cascade Lake, reading a tenth of the neurons, in GB/s per thread, mapped
 and resident: q8_0 5.4 and 10.0, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log/kernels.md).
 
-Letters: N rows, A chosen rows."""
+Letters: A chosen rows."""
 
 from dataclasses import dataclass, field, replace
 

@@ -1,9 +1,7 @@
 """Uploads matrices of a model file into a device's slab, in pieces and in the device's layout.
 
 Besides the slab, an upload needs two pinned buffers on the host and, for types that are rearranged
-(runtime.kernels.planar), two pieces on the device. Mapped pages are dropped after each matrix.
-
-Letters: N rows."""
+(runtime.kernels.planar), two pieces on the device. Mapped pages are dropped after each matrix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

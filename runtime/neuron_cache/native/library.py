@@ -1,6 +1,6 @@
 """Calls the C++ in this folder: the neuron cache's policy, and a bound to compare it with.
 
-Letters: T steps, R tokens of a step, L layers, F neurons of a layer, W words of F bits."""
+Letters: T steps, F neurons of a layer, W words of F bits."""
 
 import ctypes
 from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
