@@ -20,8 +20,8 @@ def machine() -> dict[str, object]:
 
 
 def processor() -> str:
-    """The processor's name. If it holds no number, the family is added: "AMD EPYC" alone may be a
-    Zen 4 (family 25) or a Zen 5 (family 26)."""
+    """The processor's name, with its family if the name contains no number: "AMD EPYC" alone may be
+    a Zen 4 (family 25) or a Zen 5 (family 26)."""
     text = Path("/proc/cpuinfo").read_text()
     found = re.search(r"model name\s*:\s*(.+)", text)
     if found is None:

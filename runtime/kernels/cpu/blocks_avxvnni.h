@@ -1,13 +1,12 @@
 // Integer products of four bytes at a time (AVX-VNNI), for blocks_template.h; see blocks_vnni.h.
 // Packed x of a block: 32 high bytes, then 32 low ones.
 
+#include "blocks_bytes.h"
+
 template <class F>
 constexpr int64_t unit() {
     return 1;
 }
-
-template <class F>
-constexpr int32_t OFFSET = F::QUANT_BYTES == 16 ? 8 : 128;
 
 template <class F>
 inline void quantise_unit(const int16_t* value, uint8_t* to) {
@@ -52,19 +51,6 @@ inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t*
 }
 
 constexpr int few_lane(int r, int p) { return 4 * r + p; }
-
-template <class F>
-constexpr int TILE_WEIGHTS = 8;
-
-template <class F>
-inline void tile_weights(const Ints* quarter, Ints* w) {
-    for (int v = 0; v < 8; ++v) {
-        if constexpr (F::QUANT_BYTES == 16)
-            w[v] = v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f;
-        else
-            w[v] = quarter[v] ^ static_cast<int32_t>(0x80808080);
-    }
-}
 
 inline __m256i four_bytes(const uint8_t* p) {
     int32_t four;

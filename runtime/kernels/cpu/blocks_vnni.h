@@ -1,15 +1,14 @@
 // Integer products of four bytes at a time (AVX-512 VNNI), for blocks_template.h. A value of x is
 // 256 * high + low, two signed bytes; weights are made unsigned (q8_0: + 128, q4_0: + 8).
 
+#include "blocks_bytes.h"
+
 // Packed x of two blocks of q8_0: 64 high bytes, 64 low ones. Of four blocks of q4_0: high bytes of
 // the first 16 values of each, then of the last 16; low bytes likewise.
 template <class F>
 constexpr int64_t unit() {
     return F::QUANT_BYTES == 16 ? 4 : 2;
 }
-
-template <class F>
-constexpr int32_t OFFSET = F::QUANT_BYTES == 16 ? 8 : 128;
 
 template <class F>
 constexpr int64_t PLANE = 32 * unit<F>();
@@ -87,19 +86,6 @@ inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t*
         }
     }
     return ints(few_sums(sum[0], sum[1], sum[2], sum[3]));
-}
-
-template <class F>
-constexpr int TILE_WEIGHTS = 8;
-
-template <class F>
-inline void tile_weights(const Ints* quarter, Ints* w) {
-    for (int v = 0; v < 8; ++v) {
-        if constexpr (F::QUANT_BYTES == 16)
-            w[v] = v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f;
-        else
-            w[v] = quarter[v] ^ static_cast<int32_t>(0x80808080);
-    }
 }
 
 inline __m512i four_bytes(const uint8_t* p) {
