@@ -24,6 +24,7 @@ from sparkinfer.convert.pickle_source import read_state_dict
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry
 from sparkinfer.json_file import read_object
+from sparkinfer.limits import check_made_with
 from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
@@ -49,6 +50,7 @@ class PredictorSource:
     read: Callable[[int], LayerPredictor]
     notes: tuple[str, ...] = ()
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    limits: str | None = None  # as in predictor_file.Predictors
 
 
 def add_predictors(
@@ -79,8 +81,9 @@ def add_predictors(
 
 def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, ModeQuality]:
     """The recorded quality of the model with these predictors. They were measured together with
-    thresholds, so for SiLU and GELU models it holds only if the model has those of the same run."""
-    if model.activation not in SMOOTH:
+    thresholds or limits, so for SiLU and GELU models it holds only if the model has those of the same
+    run."""
+    if model.activation not in SMOOTH or (model.has_limits and source.limits):
         return dict(source.quality)
     own = model.quality.get("exact")
     if own is not None and own == source.quality.get("exact"):
@@ -128,6 +131,8 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
             f"{path}: made for model {str(predictors.model_id)[:12]}, this is"
             f" {model.model_id[:12]}; train predictors for this model"
         )
+    again = "train predictors for this model file"
+    check_made_with(predictors.limits, path, model.limits, model.path, again)
     if len(predictors.layers) != model.shape.num_layers:
         raise SparkinferError(
             f"{path}: has {len(predictors.layers)} layers, but the model {model.shape.num_layers}"
@@ -139,6 +144,7 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
         info=predictors.info,
         read=predictors.layers.__getitem__,
         quality=predictors.quality,
+        limits=predictors.limits,
     )
 
 

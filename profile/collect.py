@@ -16,8 +16,15 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
 from sparkinfer.outputs import check_output
+from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile.collect_streamed import collect_streamed
-from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig, check_model, check_text
+from sparkinfer.profile.config import (
+    DEFAULT_TOKENS,
+    ProfileConfig,
+    check_model,
+    check_text,
+    has_transposed_gates,
+)
 from sparkinfer.profile.corpus import Windows, read_windows, spread_windows
 from sparkinfer.profile.counting import Counter, gates_of
 from sparkinfer.profile.layer_trainer import LayerQuality, phases
@@ -43,7 +50,7 @@ from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile.thresholds import Found, Goal, ThresholdReport, search, thresholds_for
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.engine_options import device_of
+from sparkinfer.runtime.engine_options import check_rules, device_of
 from sparkinfer.runtime.kernels.arithmetic import arithmetic
 from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
@@ -64,6 +71,9 @@ class ProfileReport:
     hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest 20 %
     threshold_L: tuple[float, ...]
     search: ThresholdReport | None  # if a perplexity budget was given
+    limits: (
+        str | None
+    )  # sha256 of the model file's limits, by which neurons fire; None: it has none
     predictors: Path | None
     predictor_bytes: int  # as stored in a model file
     ffn_bytes: int  # of all gates, ups and downs
@@ -105,7 +115,7 @@ def profile(
             report = _report(config, model, files, outcome, time.perf_counter() - began)
             _save(config, files, outcome, report)
             return report
-        with _engine(config, ranks, device) as engine:
+        with _engine(config, model, ranks, device) as engine:
             run, windows = _begin(config, engine, ranks, on_tokens)
             with run.signals():
                 outcome = _run_whole(config, run, windows, files, say)
@@ -132,7 +142,8 @@ def _stream_plan(
     config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
 ) -> StreamPlan | None:
     """The plan for streaming, None for a model that fits. Raises SparkinferError for several
-    processes."""
+    processes, and for limits that do not run on the device."""
+    check_rules(model, None, device_of(device))
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(
         model,
@@ -141,6 +152,11 @@ def _stream_plan(
         choices=choices,
         folder=config.output.parent,
     )
+    if plan is not None and has_transposed_gates(model):
+        raise SparkinferError(
+            f"{config.model}: does not fit into the memory, and gates stored by inputs (limits of the"
+            " feed-forward's inputs) cannot be streamed layer by layer; raise --max-memory"
+        )
     if plan is not None and ranks.size > 1:
         raise SparkinferError(
             f"{config.model}: does not fit into the memory, and several processes cannot stream"
@@ -149,12 +165,18 @@ def _stream_plan(
     return plan
 
 
-def _engine(config: ProfileConfig, ranks: Ranks, device: str | None) -> Engine:
+def _engine(config: ProfileConfig, model: ModelFile, ranks: Ranks, device: str | None) -> Engine:
     # Without thresholds, which a search sets and resets, "exact" computes what "dense" does.
-    mode: Mode = "dense" if config.perplexity_budget is None else "exact"
+    mode: Mode = _counted_mode(model) if config.perplexity_budget is None else "exact"
     return ranks.together(
         lambda: Engine.load(config.model, mode=mode, device=device, is_resident=False)
     )
+
+
+def _counted_mode(model: ModelFile) -> Mode:
+    """The mode in which firings are counted. Limits change what later layers see, so a model with
+    limits is counted as it will run."""
+    return "exact" if model.has_limits else "dense"
 
 
 def _windows(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) -> Windows:
@@ -198,6 +220,7 @@ def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ra
         "model": engine.model.model_id,
         "types": _types(engine.model),
         "thresholds of the model": str(engine.model.threshold_L),
+        "limits of the model": engine.model.limits.sha256,
         "corpus": ", ".join(f"{c.name} {c.sha256}" for c in windows.corpora),
         "text key": config.text_key,
         "tokens": config.max_tokens or DEFAULT_TOKENS,
@@ -226,12 +249,12 @@ def _types(model: ModelFile) -> str:
 def _run_streamed(
     config: ProfileConfig, model: ModelFile, plan: StreamPlan, on_tokens: OnTokens, say: Say
 ) -> Outcome:
-    with LayerStream(model, plan, say) as stream:
+    with LayerStream(model, plan, say, mode=_counted_mode(model)) as stream:
         windows = _windows(stream, config, Ranks())
         check_text(config, len(windows.ids))
         gates, counter, trained = collect_streamed(stream, windows.ids, config, on_tokens)
     measured = None
-    if trained or config.chooses_thresholds:
+    if trained or config.chooses_thresholds or model.has_limits:
         ids = windows.ids[config.num_for_thresholds(len(windows.ids)) :]
         examined = ids[phases(len(ids))["examine"]] if trained else ids
         others, dense_shares = changed(model, gates, trained and trained[0]), ShareCounter(model)
@@ -249,7 +272,8 @@ def _run_whole(
     first = config.num_for_thresholds(len(windows.ids))
     gates, found = _gates(config, run, windows.ids[:first], windows.ids[first:], say)
     ids = windows.ids[first:]
-    counter = Counter(gates, engine.model.shape.num_neurons)
+    model = engine.model
+    counter = Counter(gates, model.shape.num_neurons, model.limits.layers)
     run.add("counter", counter)
     trained = measured = None
     with engine.observe(counter.observe, counter.wants):
@@ -258,19 +282,36 @@ def _run_whole(
         else:
             run.phase(ids)
     counted = run.total("counter")
-    if trained or config.chooses_thresholds:
+    if trained or config.chooses_thresholds or model.has_limits:
         predictors = trained and trained[0]
         examined = ids[phases(len(ids))["examine"]] if trained else ids
         sha256 = sha256_of_corpora(windows.corpora)
         measured = run.ranks.first_only(
-            lambda: measure(engine, gates, predictors, examined, sha256)
+            lambda: _measured(engine, gates, predictors, examined, sha256)
         )
     return Outcome(
-        profile=_profile(engine.model, gates, windows, counted, measured, engine.device),
+        profile=_profile(model, gates, windows, counted, measured, engine.device),
         search=found,
         trained=trained,
         measured=measured,
     )
+
+
+def _measured(
+    engine: Engine,
+    gates: tuple[Gate, ...],
+    predictors: Predictors | None,
+    examined: Sequence[Tensor],
+    sha256: str,
+) -> Measured:
+    """Compares with `engine`, or with a dense one if its model has limits."""
+    if not engine.model.has_limits:
+        return measure(engine, gates, predictors, examined, sha256)
+    with Engine.of(
+        engine.model, mode="dense", device=str(engine.device),
+        context_length=engine.context_length, is_resident=False,
+    ) as dense:  # fmt: skip
+        return measure(dense, gates, predictors, examined, sha256)
 
 
 def _gates(
@@ -328,6 +369,7 @@ def _profile(
         gate_histogram_LB=counted["gate_histogram_LB"].numpy(),
         quality={} if measured is None else measured.record,
         arithmetic=arithmetic(device),
+        limits=model.limits.sha256,
     )
 
 
@@ -340,7 +382,7 @@ def _report(
 ) -> ProfileReport:
     result = outcome.profile
     quality_L = outcome.trained[1] if outcome.trained else ()
-    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    sizes = [layer_bytes(model.row_major, layer) for layer in range(model.shape.num_layers)]
     return ProfileReport(
         output=config.output,
         model_id=result.model_id,
@@ -349,6 +391,7 @@ def _report(
         hottest_fifth_L=tuple(result.hottest_share_L().tolist()),
         threshold_L=result.threshold_L,
         search=outcome.search,
+        limits=result.limits,
         predictors=files.path if files else None,
         predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
         ffn_bytes=sum(model.shape.num_neurons * size.neuron for size in sizes),

@@ -32,7 +32,7 @@ def collect_streamed(
         silent = gates_of(model, (0.0,) * len(gates))
         histogram_LB = _histogram(stream, silent, windows[:first], on_tokens)
         gates = gates_of(model, thresholds_for(histogram_LB, config.target_sparsity))
-    counter = Counter(gates, model.shape.num_neurons)
+    counter = Counter(gates, model.shape.num_neurons, model.limits.layers)
     trained = None
     with stream.observe(counter.observe, counter.wants):
         if config.train_predictors:

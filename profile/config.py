@@ -70,16 +70,35 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
             f" {model.activation}, whose neurons are silent by themselves; leave --target-sparsity"
             " and --perplexity-budget out"
         )
+    if config.chooses_thresholds and model.has_limits:
+        raise SparkinferError(
+            f"{model.path}: has limits, by which its firings are counted; thresholds are for a model"
+            " without them: leave --target-sparsity and --perplexity-budget out, or give the model"
+            " that it was made from"
+        )
     if config.train_predictors is None:
         return
-    is_dense = model.activation in SMOOTH and not any(model.threshold_L)
+    is_silenced = any(model.threshold_L) or model.limits.has_neurons
+    is_dense = model.activation in SMOOTH and not is_silenced
     if is_dense and not config.chooses_thresholds:
         raise SparkinferError(
             f"{model.path}: every neuron of a {model.activation} model without thresholds"
             " fires, which leaves nothing to predict; give --target-sparsity, e.g. 0.5, or"
             " --perplexity-budget, e.g. 0.01"
         )
+    if has_transposed_gates(model):
+        raise SparkinferError(
+            f"{model.path}: gates are stored by inputs (limits of the feed-forward's inputs), so"
+            " predictors would save nothing; leave --train-predictors out, or convert without these"
+            " limits"
+        )
     predictor_choices(config.predictors, model)
+
+
+def has_transposed_gates(model: ModelFile) -> bool:
+    """True if a layer's gates are stored with a row for each input."""
+    layers = range(model.shape.num_layers)
+    return any(model.is_transposed(layer, model.gate_name) for layer in layers)
 
 
 def check_text(config: ProfileConfig, num_windows: int) -> None:

@@ -14,26 +14,38 @@ from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
+from sparkinfer.limits import LayerLimits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.native.library import NUM_BUCKETS, count
 from sparkinfer.profile_file import EDGES, NUM_BINS
 from sparkinfer.runtime.model.feed_forward import Gate
+from sparkinfer.runtime.weights.neuron_block import above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
 
 
 class Counter:
-    """An observer of `ffn_gate` and `layer_out`; its sums are those of this process."""
+    """An observer of `ffn_gate`, `layer_out` and, in layers with limits of hidden values,
+    `ffn_hidden`; its sums are those of this process.
+
+    `limits`, of each layer (() for none): a neuron with a limit fires if its value is above it; such
+    a model must run in mode exact, where a neuron that its gate silences has a hidden value of 0."""
 
     is_sum = True  # the counts of several processes add up; see profile.run.Part
 
-    def __init__(self, gates: tuple[Gate, ...], num_neurons: int) -> None:
+    def __init__(
+        self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = ()
+    ) -> None:
         self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
+        self.limits = tuple(limits) or (LayerLimits(),) * len(gates)
         self._count: dict[int, Tensor] = {}  # i64 [F] a layer
         self._histogram: dict[int, Tensor] = {}  # i64 [B] a layer
         self._has_nan: Tensor | None = None  # bool []
 
     def wants(self, name: str, layer: int | None) -> bool:
+        if name == "ffn_hidden":
+            assert layer is not None
+            return self.limits[layer].hidden_F is not None
         return name == "ffn_gate" or (name == "layer_out" and layer == len(self.gates) - 1)
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
@@ -44,6 +56,9 @@ class Counter:
             return
         if layer not in self._count:
             self._start(layer, tensor.device)
+        if name == "ffn_hidden":
+            self._add_fired(layer, above(tensor, _limit(self.limits[layer].hidden_F, tensor)))
+            return
         self._add(layer, tensor)
         if layer == 0:
             self.num_tokens += len(tensor)
@@ -57,18 +72,40 @@ class Counter:
         count_F, histogram_B = self._count[layer], self._histogram[layer]
         # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
+        if self.limits[layer].has_neurons:
+            self._add_limited(layer, value_TF)
+            return
         if gate_TF.device.type == "cpu":
             if is_magnitude and gate.threshold > 0:
                 self._count_native(value_TF, gate.threshold, True, count_F, _no_bins())
-                self._count_native(value_TF, -1.0, True, torch.zeros_like(count_F), histogram_B)
+                self._add_magnitudes(layer, value_TF)
             else:
                 threshold = gate.threshold if is_magnitude else gate.opens_above
                 self._count_native(value_TF, threshold, is_magnitude, count_F, histogram_B)
             return
         active_TF, fires_TF = gate.act(gate_TF, is_dense=False)
         histogram_B += histogram(value_TF if is_magnitude else active_TF)
+        self._add_fired(layer, fires_TF)
+
+    def _add_limited(self, layer: int, value_TF: Tensor) -> None:
+        """Adds SiLU's or GELU's values of a layer with limits of neurons. If hidden values have
+        limits, they decide who fires."""
+        limits = self.limits[layer]
+        if value_TF.device.type == "cpu":
+            self._add_magnitudes(layer, value_TF)
+        else:
+            self._histogram[layer] += histogram(value_TF)
+        if limits.hidden_F is None:
+            self._add_fired(layer, above(value_TF, _limit(limits.gate_F, value_TF)))
+
+    def _add_fired(self, layer: int, fires_TF: Tensor) -> None:
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
-            count_F += part_TF.sum(dim=0, dtype=torch.uint8)
+            self._count[layer] += part_TF.sum(dim=0, dtype=torch.uint8)
+
+    def _add_magnitudes(self, layer: int, value_TF: Tensor) -> None:
+        """Adds every |value| to the histogram alone."""
+        none_F = torch.zeros_like(self._count[layer])
+        self._count_native(value_TF, -1.0, True, none_F, self._histogram[layer])
 
     def _count_native(
         self,
@@ -125,6 +162,11 @@ def histogram(value: Tensor) -> Tensor:
     for part in bins_A.split(1 << 24):  # histc counts in f32
         total_B += torch.histc(part.float(), NUM_BINS, 0, NUM_BINS).long()
     return total_B
+
+
+def _limit(limit_F: np.ndarray | None, like: Tensor) -> Tensor:
+    assert limit_F is not None
+    return torch.tensor(limit_F, device=like.device)
 
 
 def _no_bins() -> Tensor:

@@ -31,6 +31,7 @@ from sparkinfer.profile.selection import Candidate, Quality, Tally, Target, byte
 from sparkinfer.profile.training import Agree, Batch, LowRank, whole
 from sparkinfer.runtime.model.feed_forward import Gate
 from sparkinfer.runtime.weights.matrix import Matrix
+from sparkinfer.runtime.weights.neuron_block import above
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512
@@ -71,9 +72,13 @@ class LayerTrainer:
         sizes: LayerBytes,
         choices: Choices,
         gate_bias_F: Tensor | None = None,
+        gate_limit_F: Tensor | None = None,
+        hidden_limit_F: Tensor | None = None,
         is_own_input: bool = True,
     ) -> None:
+        """With limits, gates and hidden values must come from mode exact."""
         self.gate, self.down, self.sizes, self.choices = gate, down, sizes, choices
+        self.gate_limit_F, self.hidden_limit_F = gate_limit_F, hidden_limit_F
         self.down_norm_F = row_norms(down)
         self.num_neurons, self.width = gate_FD.shape
         self.device = gate_FD.device
@@ -108,9 +113,16 @@ class LayerTrainer:
         take(x_TD, gate_TF, hidden_TF)
 
     def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
-        _, fires_TF = self.gate.act(gate_TF, is_dense=False)
+        fires_TF = self.fires(gate_TF, hidden_TF)
         given_TF = hidden_TF.abs() * self.down_norm_F * fires_TF
         return Batch(x_TD=x_TD, fires_TF=fires_TF, given_TF=given_TF)
+
+    def fires(self, gate_TF: Tensor, hidden_TF: Tensor) -> Tensor:
+        """bool [T, F]: the labels of the predictor."""
+        _, fires_TF = self.gate.act(gate_TF, is_dense=False, limit=self.gate_limit_F)
+        if self.hidden_limit_F is None:
+            return fires_TF
+        return fires_TF & above(hidden_TF, self.hidden_limit_F)
 
     def _add_moments(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         self.moments.add(x_TD, gate_TF)
@@ -129,7 +141,7 @@ class LayerTrainer:
         if "whole" in self.choices.forms:
             for kind in self._kinds(self.start.map_FD.shape[1]):
                 if kind != "f16":  # in f16 it has as many bytes as the gate itself
-                    made = whole(self.start, kind, self.gate)
+                    made = whole(self.start, kind, self.gate, self.gate_limit_F)
                     self.candidates.append(Candidate(predictor=made, is_trained=False))
         if "low-rank" in self.choices.forms:
             self._begin_low_rank(num_steps, agree)
@@ -185,7 +197,7 @@ class LayerTrainer:
         self.candidates, self.tallies = [], []
 
     def _examine(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        _, fires_TF = self.gate.act(gate_TF, is_dense=False)
+        fires_TF = self.fires(gate_TF, hidden_TF)
         for examiner in self.examiners:
             examiner.add(x_TD, fires_TF, hidden_TF, self.down_norm_F)
 
@@ -220,7 +232,9 @@ class LayerTrainer:
         return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
 
     def _low_rank(self, rank: int) -> LowRank:
-        return LowRank(self.start, rank, self.gate, has_bias=self.choices.has_bias)
+        return LowRank(
+            self.start, rank, self.gate, self.gate_limit_F, has_bias=self.choices.has_bias
+        )
 
     def _kinds(self, *widths: int) -> list[str]:
         return [k for k in self.choices.kinds if all(is_whole_blocks(w, k) for w in widths)]

@@ -78,6 +78,7 @@ def needs_of(
     model: ModelFile, *, window: int, context_length: int, choices: Choices | None
 ) -> Needs:
     """`window` tokens are run at a time; `choices` are those of predictors to train, if any."""
+    model = model.row_major
     shape, layers = model.shape, model.shape.num_layers
     whole = dict(bytes_on_one_side(model, context_length), predictor=0)  # predictors are not run
     lasting, passing = (

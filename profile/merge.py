@@ -34,8 +34,8 @@ class MergeReport:
 def merge(config: MergeConfig) -> MergeReport:
     """Writes the sum.
 
-    Raises SparkinferError for profiles of different models, sizes or thresholds, and, unless
-    `force`, if two have a text in common: a profile does not record which places of a text it
+    Raises SparkinferError for profiles of different models, sizes, thresholds or limits, and,
+    unless `force`, if two have a text in common: a profile does not record which places of a text it
     counted, so some of them may be in both."""
     check_output(config.output, force=config.force, inputs=config.profiles)
     loaded = [(path, Profile.load(path)) for path in config.profiles]
@@ -67,6 +67,10 @@ def _check_alike(path_a: Path, a: Profile, path_b: Path, b: Profile) -> None:
         raise SparkinferError(
             f"{pair}: profiles of two models ({a.model_id[:12]}, {b.model_id[:12]});"
             " only those of one model add up"
+        )
+    if a.limits != b.limits:
+        raise SparkinferError(
+            f"{pair}: counted by different limits; profile again with one model file"
         )
     for layer, thresholds in enumerate(zip(a.threshold_L, b.threshold_L, strict=True)):
         if thresholds[0] != thresholds[1]:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.counting import gates_of
 from sparkinfer.profile.verify import text_token_ids
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Gate, Predictor
+from sparkinfer.runtime.model.feed_forward import Mode, Predictor
 from sparkinfer.runtime.model.loader import load_predictors
 
 # (recall - predicted share) / (1 - predicted share): 1 is perfect, 0 is random.
@@ -69,7 +70,10 @@ def check_predictors(path: Path) -> PredictorCheck | None:
 
 def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
     """Each layer on a short text: its input [T, D], and which neurons fire, bool [T, F]."""
-    gates = [Gate(activation=model.activation, threshold=t) for t in model.threshold_L]
+    gates = gates_of(model, model.threshold_L)
+    # With limits, a neuron fires if its hidden value is not 0 in mode exact.
+    mode: Mode
+    mode, fired = ("exact", "ffn_hidden") if model.has_limits else ("dense", "ffn_gate")
     inputs: list[Tensor] = []
     fires: list[Tensor] = []
 
@@ -77,14 +81,16 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
         assert layer is not None
         if name == "ffn_norm":
             inputs.append(tensor.clone())
+        elif name == "ffn_hidden":
+            fires.append(tensor != 0)
         else:
             fires.append(gates[layer].act(tensor, is_dense=False)[1])
 
     ids = text_token_ids(model)
     with Engine.load(
-        model.path, mode="dense", device="cpu", context_length=len(ids), is_resident=False
+        model.path, mode=mode, device="cpu", context_length=len(ids), is_resident=False
     ) as engine:
-        with engine.observe(observe, lambda name, layer: name in ("ffn_norm", "ffn_gate")):
+        with engine.observe(observe, lambda name, layer: name in ("ffn_norm", fired)):
             engine.hidden(ids)
     return inputs, fires
 

@@ -39,6 +39,8 @@ def layer_trainer(
         gate=gate,
         gate_FD=block.gate.weight.rows(block.id_N),
         gate_bias_F=block.gate.bias_N,
+        gate_limit_F=block.gate_limit_N,
+        hidden_limit_F=block.hidden_limit_N,
         down=block.down,
         sizes=layer_bytes(model, index),
         choices=predictor_choices(config.predictors, model),
@@ -140,4 +142,7 @@ def _together(finished: Sequence[Finished], model: ModelFile, config: ProfileCon
         input_layer_offset=config.input_layer_offset,
         density_L=tuple(q.chosen.predicted_density for q in quality),
     )
-    return Predictors(model_id=model.model_id, info=info, layers=weights), quality
+    predictors = Predictors(
+        model_id=model.model_id, info=info, layers=weights, limits=model.limits.sha256
+    )
+    return predictors, quality

@@ -1,4 +1,4 @@
-"""Reports on a profile's predictors and thresholds: a few lines, JSON, and Markdown.
+"""Reports on a profile's predictors, thresholds and limits: a few lines, JSON, and Markdown.
 
 Shares are measured on held-out text, except those of a layer's candidates, which are measured on
 the text that the choice was made on.
@@ -32,7 +32,19 @@ def report_paths(output: Path) -> tuple[Path, Path]:
 
 
 def short_lines(report: "ProfileReport") -> list[str]:
-    """Lines for the terminal about predictors and thresholds, if there are any."""
+    """Lines for the terminal about predictors, thresholds and limits, if there are any."""
+    return [*_of_limits(report), *_of_trained(report)]
+
+
+def _of_limits(report: "ProfileReport") -> list[str]:
+    if report.limits is None:
+        return []
+    return [
+        f"a neuron fires above the file's limits (sha256 {report.limits[:12]}); counted in mode exact"
+    ]
+
+
+def _of_trained(report: "ProfileReport") -> list[str]:
     if not report.quality_L:
         return [_of_model(report.quality), *warnings(report)] if report.quality else []
     forms = [q.chosen.name for q in report.quality_L]
@@ -136,6 +148,8 @@ def markdown(report: "ProfileReport") -> str:
         f"Model {report.model_id[:12]}, {report.num_tokens:,} tokens, {report.seconds:.0f} s.",
         "",
     ]
+    for line in _of_limits(report):
+        lines += [f"{line[:1].upper()}{line[1:]}.", ""]
     if report.quality is not None:
         lines += [f"On text that nothing was fitted to, {_of_model(report.quality)}.", ""]
         lines += ["± is half of the 95 % confidence interval.", ""]
@@ -149,7 +163,8 @@ def markdown(report: "ProfileReport") -> str:
     ]
     columns = zip(report.density_L, report.hottest_fifth_L, report.threshold_L, strict=True)
     lines += [
-        f"| {layer} | {density:.2%} | {fifth:.1%} | {threshold:.4g} |"
+        f"| {layer} | {density:.2%} | {fifth:.1%} |"
+        f" {'limits' if report.limits else f'{threshold:.4g}'} |"
         for layer, (density, fifth, threshold) in enumerate(columns)
     ]
     if report.quality_L:

@@ -10,7 +10,9 @@ to the output, |h_j| |down_j|, so that the neurons missed are the least importan
 early once the loss on held-out tokens no longer falls, and keeps the best weights.
 
 SiLU and GELU neurons fire on both sides of zero, which no linear logit can express; their predictor
-imitates the gate, and its score is |act(estimate)|.
+imitates the gate, and its score is |act(estimate)|. All neurons of a layer share one threshold of
+the score. If each has a limit of its own, the predictor imitates multiples of the gates, such that
+|act| of each reaches its neuron's limit where the score reaches the layer's median limit (`Level`).
 
 Letters: T tokens, D model width, F neurons, R rank."""
 
@@ -31,6 +33,7 @@ LEARNING_RATE = 0.01  # relative to a tensor's RMS; 0.003 and 0.03 are no better
 LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in units of the mean contribution
 CHECKS = 16  # checks of the held-out loss
+MOST_STRETCH = 8.0  # of a gate by its limit
 PATIENCE = 4  # checks without a better loss before training stops
 Agree = Callable[[Tensor], None]
 
@@ -50,15 +53,53 @@ class Batch:
         return torch.where(self.fires_TF, share_TF.float(), 1.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """The score at which neurons fire, and the multiples of the gates, f32 [F], that share it."""
+
+    score: float
+    stretch_F: Tensor
+
+    @classmethod
+    def of(cls, gate: Gate, limit_F: Tensor | None, like_F: Tensor) -> "Level":
+        """Without limits, the gate's threshold and the gates themselves."""
+        if limit_F is None or not (score := limit_F.median().item()):
+            return cls(score=gate.threshold, stretch_F=torch.ones_like(like_F))
+        edges_F = _inverse(gate, torch.cat([limit_F, limit_F.new_tensor([score])]).double())
+        stretch_F = (edges_F[-1] / edges_F[:-1]).clamp(1 / MOST_STRETCH, MOST_STRETCH)
+        return cls(score=score, stretch_F=stretch_F.float())
+
+
+def _inverse(gate: Gate, value_N: Tensor) -> Tensor:
+    """The positive x with act(x) = value, by bisection: x - act(x) is between 0 and 0.3."""
+    low_N, high_N = value_N.clone(), value_N + 0.3
+    for _ in range(60):
+        middle_N = (low_N + high_N) / 2
+        is_above_N = gate.smooth(middle_N) > value_N
+        low_N = torch.where(is_above_N, low_N, middle_N)
+        high_N = torch.where(is_above_N, middle_N, high_N)
+    return (low_N + high_N) / 2
+
+
 class LowRank:
     """z = up (right whiten x) + bias; `is_trained` is true if training improved the held-out
     loss."""
 
-    def __init__(self, start: Start, rank: int, gate: Gate, *, has_bias: bool = True) -> None:
+    def __init__(
+        self,
+        start: Start,
+        rank: int,
+        gate: Gate,
+        limit_F: Tensor | None = None,
+        *,
+        has_bias: bool = True,
+    ) -> None:
         self.start, self.gate, self.rank = start, gate, rank
         self.is_smooth, self.has_bias = gate.activation in SMOOTH, has_bias
         self.scale_F = LOGISTIC / start.residual_F(rank)
-        unit_F = torch.ones_like(self.scale_F) if self.is_smooth else self.scale_F
+        self.level = Level.of(gate, limit_F, self.scale_F)
+        self.scale_F = self.scale_F / self.level.stretch_F
+        unit_F = self.level.stretch_F if self.is_smooth else self.scale_F
         shift = gate.threshold if gate.activation == "fatrelu" else 0.0
         bias_F = (start.bias_F - shift) * unit_F if has_bias else torch.zeros_like(unit_F)
         self.right_RD = nn.Parameter(start.right_RD[:rank].clone())
@@ -74,7 +115,7 @@ class LowRank:
     def loss(self, batch: Batch) -> Tensor:
         logit_TF = self.scores(batch.x_TD)
         if self.is_smooth:
-            logit_TF = (logit_TF - self.gate.threshold) * self.scale_F
+            logit_TF = (logit_TF - self.level.score) * self.scale_F
         return F.binary_cross_entropy_with_logits(
             logit_TF, batch.fires_TF.float(), weight=batch.weight_TF
         )
@@ -214,15 +255,17 @@ class LowRank:
         return loss.item()
 
 
-def whole(start: Start, kind: str, gate: Gate) -> Predictor:
-    """A predictor that is the whole map, nearly the gate itself, in one matrix of `kind`; it is not
-    trained."""
+def whole(start: Start, kind: str, gate: Gate, limit_F: Tensor | None = None) -> Predictor:
+    """A predictor that is the whole map, nearly the gate itself (with limits, its multiples), in one
+    matrix of `kind`; it is not trained."""
+    stretch_F = Level.of(gate, limit_F, start.bias_F).stretch_F
+    bias_F = start.bias_F * stretch_F
     return Predictor(
         kind="gate" if gate.activation in SMOOTH else "linear",
         down=None,
         up=Linear(
-            weight=rounded(start.map_FD, kind, start.moment_DD),
-            bias_N=start.bias_F if start.bias_F.any() else None,
+            weight=rounded(start.map_FD * stretch_F[:, None], kind, start.moment_DD),
+            bias_N=bias_F if bias_F.any() else None,
         ),
         threshold=0.0,
         gate=gate,

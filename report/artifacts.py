@@ -5,6 +5,7 @@ from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import sha256_of
+from sparkinfer.limits import check_made_with
 from sparkinfer.machine_file import Machine
 from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import FILE_NAME, Predictors
@@ -17,6 +18,8 @@ from sparkinfer.profile_file import Profile
 from sparkinfer.report.config import ReportConfig
 from sparkinfer.solver.verify import verify
 from sparkinfer.split_file import Split
+
+_AGAIN = "give files of one model file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Artifacts:
 
 
 def load_artifacts(config: ReportConfig) -> Artifacts:
-    """Loads the files. Raises SparkinferError for a file that is damaged or of another model, and
+    """Loads the files. Raises SparkinferError for a file that is damaged or of another model or limits, and
     for a plan made from another profile or machine."""
     model = ModelFile.load(config.model)
     profile = None if config.profile is None else Profile.load(config.profile)
@@ -57,10 +60,12 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
     if config.profile is not None and profile is not None:
         _check_model(model, config.profile, profile.model_id)
         _check_shape(config.profile, profile.active_count_LF.shape, shape)
+        check_made_with(profile.limits, config.profile, model.limits, model.path, _AGAIN)
     if predictors_path is not None and predictors is not None:
         _check_model(model, predictors_path, predictors.model_id)
         found = (len(predictors.layers), predictors.layers[0].up.shape[0])
         _check_shape(predictors_path, found, shape)
+        check_made_with(predictors.limits, predictors_path, model.limits, model.path, _AGAIN)
     for path, found_eval in zip(config.evals, evals, strict=True):
         _check_model(model, path, found_eval.model_id)
     split = None if config.split is None else _load_split(config, model, profile, machine)

@@ -16,6 +16,7 @@ from sparkinfer.budget import (
 from sparkinfer.cache_types import CacheTypes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.key_selection import KeySelection
+from sparkinfer.limits import check_made_with
 from sparkinfer.longer_texts import with_rope_scaling
 from sparkinfer.machine_file import Figure, Gpu, Machine
 from sparkinfer.mode_choice import mode_meant
@@ -140,11 +141,6 @@ def load_inputs(
     """Raises SparkinferError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
     files = (file, Profile.load(profile), Machine.load(machine))
-    if files[0].has_limits:
-        raise SparkinferError(
-            f"{model}: has limits, which so far run only on the CPU and which the solver does not"
-            " model; run it without a plan, or solve for a file without them"
-        )
     inputs = Inputs(
         model=files[0],
         profile=files[1],
@@ -159,9 +155,23 @@ def load_inputs(
         num_sequences=num_sequences,
         kv_offload=kv_offload,
     )
+    _check_limits(inputs)
     _check_profile(inputs)
     _check_machine(inputs)
     return replace(inputs, workspace=workspace(inputs.model, inputs.pass_context, inputs.mode))
+
+
+def _check_limits(inputs: Inputs) -> None:
+    """Raises SparkinferError for limits that the solver does not model, and for a profile that was
+    counted with other limits."""
+    limits, (model, profile, _) = inputs.model.limits, inputs.paths
+    if any(layer.has_inputs or layer.hidden_F is not None for layer in limits.layers):
+        raise SparkinferError(
+            f"{model}: has limits of hidden values or inputs; the solver models only those of gates:"
+            " run it without a plan, or solve for a file without them"
+        )
+    again = "run sparkinfer profile on this model"
+    check_made_with(inputs.profile.limits, profile, limits, model, again)
 
 
 def _check_profile(inputs: Inputs) -> None:

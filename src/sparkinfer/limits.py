@@ -6,6 +6,7 @@ multiplied by are not read. NaN counts as above its limit. Specified in docs/for
 
 Letters: L layers, D model width, F neurons, H values of all heads together."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -66,6 +67,11 @@ class LayerLimits:
         """True if inputs are silenced, not only neurons."""
         return any(limit is not None for limit in (self.qkv_D, self.output_H, self.ffn_D))
 
+    @property
+    def has_neurons(self) -> bool:
+        """True if neurons are silenced: their gates, or their hidden values."""
+        return self.gate_F is not None or self.hidden_F is not None
+
     def arrays(self, layer: int) -> dict[str, np.ndarray]:
         """A layer's limits by their names in a model file."""
         return {f"blk.{layer}.{PLACES[name].tensor}": v for name, v in self.present.items()}
@@ -86,6 +92,19 @@ class Limits:
     @property
     def has_inputs(self) -> bool:
         return any(layer.has_inputs for layer in self.layers)
+
+    @property
+    def has_neurons(self) -> bool:
+        return any(layer.has_neurons for layer in self.layers)
+
+    @property
+    def sha256(self) -> str | None:
+        """Digest of the limits' names and values, in the order of names; None if there are none."""
+        found = hashlib.sha256()
+        for name, limit in sorted(self.arrays().items()):
+            found.update(f"{name} {len(limit)}\n".encode())
+            found.update(limit.astype("<f4").tobytes())
+        return found.hexdigest() if self else None
 
     @classmethod
     def load(cls, path: Path) -> "Limits":
@@ -154,6 +173,18 @@ class Limits:
                     f"{source}: {name} is {list(limit.shape)}, wanted {list(size)}; make the"
                     " limits for this model"
                 )
+
+
+def check_made_with(
+    sha256: str | None, path: Path, limits: Limits, source: Path, again: str
+) -> None:
+    """Raises SparkinferError unless `sha256`, which an artifact at `path` names (None: no limits), is
+    that of the limits of a model file at `source`; `again` says what to do."""
+    if sha256 == limits.sha256:
+        return
+    made = "without limits" if sha256 is None else f"with limits {sha256[:12]}"
+    has = f"limits {str(limits.sha256)[:12]}" if limits else "no limits"
+    raise SparkinferError(f"{path}: made {made}, but {source} has {has}; {again}")
 
 
 def limit_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

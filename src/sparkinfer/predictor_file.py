@@ -162,14 +162,17 @@ class Predictors:
     # Of the model with these predictors, and of mode exact with the same thresholds; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which they were trained; None: unknown
+    # Limits.sha256 of the limits by which the neurons fired that they predict; None: there were none.
+    limits: str | None = None
 
     @classmethod
     def load(cls, path: Path) -> "Predictors":
         """Raises SparkinferError for anything but a whole, valid file."""
         keys = {"model_id", "info", "matrix_kind_L"}
         metadata, arrays = load_arrays(
-            path, FORMAT, VERSION, keys, optional=frozenset({"quality", "arithmetic"}), older=OLDER
-        )
+            path, FORMAT, VERSION, keys, older=OLDER,
+            optional=frozenset({"quality", "arithmetic", "limits"}),
+        )  # fmt: skip
         try:
             read = Fields(metadata)
             info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))
@@ -185,6 +188,7 @@ class Predictors:
                 layers=tuple(layers),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
                 arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
+                limits=read.line("limits") if "limits" in metadata else None,
             )
             predictors.validate()
         except (SparkinferError, KeyError) as error:  # KeyError: a layer has no predictor
@@ -206,6 +210,8 @@ class Predictors:
             metadata["quality"] = quality_values(self.quality)
         if self.arithmetic is not None:
             metadata["arithmetic"] = self.arithmetic
+        if self.limits is not None:
+            metadata["limits"] = self.limits
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:

@@ -44,6 +44,8 @@ class Profile:
     # Of the model with these thresholds, and with the predictors of the same run; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which firings were counted; None: unknown
+    # Limits.sha256 of the model file's limits, by which neurons fired; None: it had none.
+    limits: str | None = None
 
     @property
     def frequency_LF(self) -> np.ndarray:
@@ -64,11 +66,12 @@ class Profile:
     def merge(self, other: "Profile") -> "Profile":
         """The profile of both texts, without quality, which cannot be added.
 
-        Raises SparkinferError for different models or thresholds."""
-        if (self.model_id, self.threshold_L) != (other.model_id, other.threshold_L):
+        Raises SparkinferError for different models, thresholds or limits."""
+        rules = [(each.model_id, each.threshold_L, each.limits) for each in (self, other)]
+        if rules[0] != rules[1]:
             raise SparkinferError(
-                f"profiles of two models or thresholds cannot be added: model {self.model_id[:12]}"
-                f" and {other.model_id[:12]}"
+                "profiles of two models, thresholds or limits cannot be added: model"
+                f" {self.model_id[:12]} and {other.model_id[:12]}"
             )
         return Profile(
             model_id=self.model_id,
@@ -78,6 +81,7 @@ class Profile:
             active_count_LF=self.active_count_LF + other.active_count_LF,
             gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
             arithmetic=_of_both(self.arithmetic, other.arithmetic),
+            limits=self.limits,
         )
 
     @classmethod
@@ -85,8 +89,9 @@ class Profile:
         """Raises SparkinferError for anything but a whole, valid profile."""
         names = {"model_id", "num_tokens", "threshold_L", "corpora"}
         metadata, arrays = load_arrays(
-            path, FORMAT, VERSION, names, optional=frozenset({"quality", "arithmetic"}), older=OLDER
-        )
+            path, FORMAT, VERSION, names, older=OLDER,
+            optional=frozenset({"quality", "arithmetic", "limits"}),
+        )  # fmt: skip
         if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
             raise SparkinferError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
         read = Fields(metadata)
@@ -105,6 +110,7 @@ class Profile:
                 ),
                 quality=read_quality(metadata.get("quality", {}), "quality"),
                 arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
+                limits=read.line("limits") if "limits" in metadata else None,
                 **arrays,
             )
             profile.validate()
@@ -118,7 +124,7 @@ class Profile:
 
     def save(self, path: Path) -> None:
         self.validate()
-        metadata = {
+        metadata: dict[str, object] = {
             "model_id": self.model_id,
             "num_tokens": self.num_tokens,
             "threshold_L": list(self.threshold_L),
@@ -126,6 +132,8 @@ class Profile:
             "quality": quality_values(self.quality),
             "arithmetic": self.arithmetic,
         }
+        if self.limits is not None:
+            metadata["limits"] = self.limits
         arrays = {
             "active_count_LF": self.active_count_LF,
             "gate_histogram_LB": self.gate_histogram_LB,

@@ -16,8 +16,18 @@ from sparkinfer.profile_file import Profile
 def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
     """The model with a profile's thresholds, at or below which |act(gate)| counts as zero.
 
-    Raises SparkinferError for another model's profile, and like `replace_thresholds`."""
+    Raises SparkinferError for another model's profile, for limits, and like `replace_thresholds`."""
     profile = Profile.load(path)
+    if profile.limits is not None:
+        raise SparkinferError(
+            f"{path}: firings were counted by the limits of a model file, so there are no thresholds"
+            " to take; leave it out"
+        )
+    if any(layer.gate_F is not None for layer in model.limits.layers):
+        raise SparkinferError(
+            f"{path}: thresholds are for a model without limits of gates, which {model.path} has; leave"
+            " the profile out, or give the model that it was made from"
+        )
     if profile.model_id != model.model_id:
         raise SparkinferError(
             f"{path}: a profile of model {profile.model_id[:12]}, this is {model.model_id[:12]};"

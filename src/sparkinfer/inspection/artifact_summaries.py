@@ -34,6 +34,7 @@ class ProfileSummary:
     hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest fifth
     never_fired_L: tuple[int, ...]  # neurons
     threshold_L: tuple[float, ...]
+    limits: str | None  # sha256 of the limits by which neurons fired; None: by thresholds alone
     arithmetic: str | None  # used for the counts
 
     @classmethod
@@ -53,6 +54,7 @@ class ProfileSummary:
             hottest_fifth_L=tuple(profile.hottest_share_L(HOTTEST).tolist()),
             never_fired_L=tuple((count_LF == 0).sum(axis=1).tolist()),
             threshold_L=profile.threshold_L,
+            limits=profile.limits,
             arithmetic=profile.arithmetic,
         )
 

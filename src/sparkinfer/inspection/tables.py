@@ -164,6 +164,7 @@ def _profile_facts(summary: ProfileSummary) -> list[Row]:
         ("model id", summary.model_id),
         ("tokens", f"{summary.num_tokens:,}"),
         ("counted with", summary.arithmetic or "unknown"),
+        *([("limits", f"of a model file, sha256 {summary.limits[:12]}")] if summary.limits else []),
         *corpora,
         ("layers", summary.num_layers),
         ("neurons a layer", f"{summary.num_neurons:,}"),

@@ -1,0 +1,386 @@
+"""Profiles, predictors and plans of model files with limits.
+
+Firings are counted again from transformers' activations in float64, which silence what is at or
+below its limit. Letters: L layers, T tokens, F neurons."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_llama
+from forked import run_command
+from models import make_machine
+from sparsify_runs import make_inputs, tiny_config
+from test_profile_run import stopped_at
+from transformers import AutoModelForCausalLM
+
+from sparkinfer import Engine
+from sparkinfer.budget import plan_bytes
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.limits import LayerLimits, Limits
+from sparkinfer.model_file import ModelFile
+from sparkinfer.predictor_file import Predictors
+from sparkinfer.profile import memory, streaming
+from sparkinfer.profile.collect import profile
+from sparkinfer.profile.config import ProfileConfig
+from sparkinfer.profile.corpus import read_windows
+from sparkinfer.profile.layer_trainer import LayerTrainer, phases
+from sparkinfer.profile.merge import MergeConfig, merge
+from sparkinfer.profile.predictor_check import check_predictors
+from sparkinfer.profile.predictor_options import PredictorOptions
+from sparkinfer.profile.training import Level
+from sparkinfer.profile_file import Profile
+from sparkinfer.runtime.model.feed_forward import Gate
+from sparkinfer.runtime.prefill.workspace import measure_workspace
+from sparkinfer.solver.solve import SolveConfig, solve
+from sparkinfer.sparsify.run import sparsify
+
+L, D, F = 3, 96, 160
+ROOT = Path(__file__).parent.parent
+NEURONS, ALL = ("gate_F", "hidden_F"), ("gate_F", "hidden_F", "qkv_D", "output_H", "ffn_D")
+SIZES = {"gate_F": F, "hidden_F": F, "qkv_D": D, "output_H": D, "ffn_D": D}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A random SiLU checkpoint `hf`, as a model file `m.gguf`, and a text `t.txt`."""
+    folder = tmp_path_factory.mktemp("limits")
+    sizes = {"hidden_size": D, "intermediate_size": F, "num_hidden_layers": L}
+    random_llama(folder / "hf", hidden_act="silu", **sizes)
+    convert(ConvertConfig(source=folder / "hf", output=folder / "m.gguf", outtype="f32"))
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "def", "return")
+    order = np.random.default_rng(0).choice(words, 9000)
+    (folder / "t.txt").write_text("\n".join(" ".join(line) for line in order.reshape(-1, 9)))
+    return folder
+
+
+@torch.no_grad()
+def scales(folder: Path) -> list[dict[str, float]]:
+    """The median magnitude of each value, by layer and field of LayerLimits."""
+    seen: list[dict[str, float]] = [{} for _ in range(L)]
+    model = hooked(folder, lambda layer, name, value: seen[layer].setdefault(
+        name, float(value.abs().median())))  # fmt: skip
+    model(torch.arange(3, 120)[None])
+    return seen
+
+
+def limits_of(folder: Path, *fields: str, seed: int = 0, layers: tuple[int, ...] = (0, 1, 2)):
+    """Limits that silence about half of the values of these fields, different for each value."""
+    random = np.random.default_rng(seed)
+    found = []
+    for layer, scale in enumerate(scales(folder)):
+        own = {f: (scale[f] * random.uniform(0.5, 1.6, SIZES[f])).astype("f4") for f in fields}
+        found.append(LayerLimits(**own) if layer in layers else LayerLimits())
+    return Limits(model_id=None, layers=tuple(found), is_trained=True)
+
+
+def with_limits(folder: Path, limits: Limits, to: Path) -> Path:
+    """The checkpoint as a model file with these limits."""
+    limits.save(to.with_suffix(".limits"))
+    convert(ConvertConfig(source=folder / "hf", output=to, outtype="f32",
+                          limits=to.with_suffix(".limits")))  # fmt: skip
+    return to
+
+
+def hooked(folder: Path, change) -> torch.nn.Module:
+    """transformers' model in float64, whose values are what `change(layer, field, value)` returns, or
+    stay if that is None or a number."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64).eval()
+
+    def told(layer: int, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        found = change(layer, name, value)
+        return found if isinstance(found, torch.Tensor) else None
+
+    def before(module: torch.nn.Module, layer: int, name: str) -> None:
+        module.register_forward_pre_hook(
+            lambda module, args: None if (v := told(layer, name, args[0])) is None else (v,)
+        )
+
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn.register_forward_hook(
+            lambda module, args, out, index=index: told(index, "gate_F", out)
+        )
+        before(layer.mlp.down_proj, index, "hidden_F")
+        before(layer.self_attn.o_proj, index, "output_H")
+        for name in ("q_proj", "k_proj", "v_proj"):
+            before(getattr(layer.self_attn, name), index, "qkv_D")
+        for name in ("gate_proj", "up_proj"):
+            before(getattr(layer.mlp, name), index, "ffn_D")
+    return model
+
+
+@torch.no_grad()
+def counted_again(folder: Path, limits: Limits, windows) -> np.ndarray:
+    """Firings i64 [L, F]: by hidden values where those have limits, else by gates."""
+    count_LF = np.zeros((L, F), np.int64)
+
+    def change(layer: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        own = limits.layers[layer]
+        limit = getattr(own, name)
+        passes = value.abs() > (-1.0 if limit is None else torch.from_numpy(limit).double())
+        if name == ("gate_F" if own.hidden_F is None else "hidden_F"):
+            count_LF[layer] += passes[0].sum(0).numpy()
+        return value * passes
+
+    model = hooked(folder, change)
+    for ids_T in windows:
+        model(ids_T[None])
+    return count_LF
+
+
+def config_of(folder: Path, model: Path, output: Path, **options) -> ProfileConfig:
+    options = {"max_tokens": 1500} | options
+    return ProfileConfig(model=model, corpora=(folder / "t.txt",), output=output, **options)
+
+
+def windows_of(folder: Path, model: Path, max_tokens: int = 1500):
+    with Engine.load(model) as engine:
+        return read_windows([folder / "t.txt"], engine.codec, context_length=128,
+                            max_tokens=max_tokens, seed=0).ids  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields, layers",
+    [(("gate_F",), (0, 1, 2)), (("hidden_F",), (0, 2)), (NEURONS, (0, 1)), (ALL, (0, 1, 2)),
+     (ALL[2:], (0, 1, 2))],
+)  # fmt: skip
+def test_counts_equal_those_of_transformers_with_the_same_limits(tmp_path, made, fields, layers):
+    limits = limits_of(made, *fields, layers=layers)
+    model = with_limits(made, limits, tmp_path / "m.gguf")
+    report = profile(config_of(made, model, tmp_path / "p"))
+    found, windows = Profile.load(tmp_path / "p"), windows_of(made, model)
+    want_LF = counted_again(made, limits, windows)
+    # A value within rounding of its limit may fall to the other side, and so may a few values of
+    # later layers: one in 10,000.
+    assert np.abs(found.active_count_LF - want_LF).sum() <= 1e-4 * 1500 * L * F
+    assert found.limits == report.limits == limits.sha256 and found.limits is not None
+    for layer, own in enumerate(limits.layers):
+        share = found.density_L[layer]
+        assert share == 1.0 if not own.has_neurons else 0.15 < share < 0.7, (layer, share)
+    # the check notices limits that are ignored, and those of another layer
+    none = Limits(model_id=None, layers=(LayerLimits(),) * L)
+    turned = dataclasses.replace(limits, layers=limits.layers[1:] + limits.layers[:1])
+    for wrong in (none, turned) if set(fields) & set(NEURONS) else ():
+        error_LF = found.active_count_LF - counted_again(made, wrong, windows)
+        assert np.abs(error_LF).sum() > 0.05 * want_LF.sum()
+    quality = report.record["exact"]
+    assert quality.kl_mean > 1e-4
+    assert (quality.bytes_per_token < quality.dense_bytes_per_token) == limits.has_neurons
+
+
+def test_a_streamed_profile_counts_the_same(tmp_path, made, monkeypatch):
+    model = with_limits(made, limits_of(made, *ALL[:4]), tmp_path / "m.gguf")
+    options = {"train_predictors": tmp_path / "whole", "predictors": PredictorOptions(rank=32)}
+    whole = profile(config_of(made, model, tmp_path / "p", max_tokens=2500, **options))
+    needs = memory.needs_of
+    monkeypatch.setattr(
+        streaming, "needs_of", lambda *a, **k: dataclasses.replace(needs(*a, **k), whole_bytes=1 << 60)
+    )  # fmt: skip
+    options["train_predictors"] = tmp_path / "parts"
+    parts = profile(config_of(made, model, tmp_path / "q", max_tokens=2500, **options))
+    one, other = Profile.load(tmp_path / "p"), Profile.load(tmp_path / "q")
+    assert (one.active_count_LF == other.active_count_LF).all() and one.limits == other.limits
+    assert whole.record["exact"].kl_mean == pytest.approx(parts.record["exact"].kl_mean, rel=1e-6)
+    densities = [[q.chosen.density for q in each.quality_L] for each in (whole, parts)]
+    assert densities[0] == densities[1] and max(densities[0]) < 0.6
+
+
+def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monkeypatch):
+    """One checkpoint, hence one model_id, and files of one size."""
+    for name, seed in (("a.gguf", 0), ("b.gguf", 1)):
+        with_limits(made, limits_of(made, "gate_F", seed=seed), tmp_path / name)
+    a, b, plain = tmp_path / "a.gguf", tmp_path / "b.gguf", made / "m.gguf"
+    make_machine().save(tmp_path / "machine.json")
+    options = {"train_predictors": tmp_path / "pred", "predictors": PredictorOptions(rank=32)}
+    profile(config_of(made, a, tmp_path / "p", max_tokens=2500, **options))
+    profile(config_of(made, plain, tmp_path / "plain"))
+    profile(config_of(made, b, tmp_path / "q", seed=1))
+
+    def solved(model: Path, counted: str) -> SolveConfig:
+        return SolveConfig(
+            model=model, profile=tmp_path / counted, machine=tmp_path / "machine.json",
+            output=tmp_path / "plan", vram_budget_bytes=(0,), force=True,
+        )  # fmt: skip
+
+    def workspace(*about) -> int:
+        return 1 << 20
+
+    assert solve(solved(a, "p"), workspace).mode == "exact"
+    for model, counted, words in (
+        (b, "p", "made with limits .*, but .*b.gguf has limits .*profile on this model"),
+        (a, "plain", "made without limits, but .*a.gguf has limits"),
+        (plain, "p", "made with limits .*, but .*m.gguf has no limits"),
+    ):
+        with pytest.raises(SparkinferError, match=words):
+            solve(solved(model, counted), workspace)
+    with pytest.raises(SparkinferError, match="counted by different limits"):
+        merge(MergeConfig(profiles=(tmp_path / "p", tmp_path / "q"), output=tmp_path / "sum"))
+
+    def added(model: Path) -> ConvertConfig:
+        return ConvertConfig(source=model, output=tmp_path / "full", predictors=tmp_path / "pred",
+                             force=True)  # fmt: skip
+
+    for model in (b, plain):
+        with pytest.raises(SparkinferError, match="train predictors for this model file"):
+            convert(added(model))
+    convert(added(a))
+    assert ModelFile.load(tmp_path / "full").quality.keys() == {"exact", "predicted"}
+    with pytest.raises(SparkinferError, match="no thresholds"):
+        convert(ConvertConfig(source=plain, output=tmp_path / "x", thresholds=tmp_path / "p"))
+    stopped_at(monkeypatch, 5)
+    with pytest.raises(Interrupted):
+        profile(config_of(made, a, tmp_path / "cut"))
+    assert a.stat().st_size == b.stat().st_size
+    b.rename(a)
+    with pytest.raises(SparkinferError, match="begun with limits of the model"):
+        profile(config_of(made, a, tmp_path / "cut"))
+
+
+def test_what_limits_rule_out_is_refused(tmp_path, made):
+    gates = with_limits(made, limits_of(made, "gate_F"), tmp_path / "gates.gguf")
+    inputs = with_limits(made, limits_of(made, "qkv_D"), tmp_path / "inputs.gguf")
+    hidden = with_limits(made, limits_of(made, "hidden_F"), tmp_path / "hidden.gguf")
+    for options in ({"target_sparsity": 0.5}, {"perplexity_budget": 0.01}):
+        with pytest.raises(SparkinferError, match="has limits, by which its firings are counted"):
+            profile(config_of(made, gates, tmp_path / "p", **options))
+    with pytest.raises(SparkinferError, match="which leaves nothing to predict"):
+        profile(config_of(made, inputs, tmp_path / "p", train_predictors=tmp_path / "pred"))
+    profile(config_of(made, made / "m.gguf", tmp_path / "t", target_sparsity=0.5))
+    with pytest.raises(SparkinferError, match="without limits of gates"):
+        convert(ConvertConfig(source=gates, output=tmp_path / "x", thresholds=tmp_path / "t"))
+    make_machine().save(tmp_path / "machine.json")
+    for model in (inputs, hidden):
+        profile(config_of(made, model, tmp_path / "p", force=True))
+        config = SolveConfig(model=model, profile=tmp_path / "p", output=tmp_path / "plan",
+                             machine=tmp_path / "machine.json", vram_budget_bytes=(0,))  # fmt: skip
+        with pytest.raises(SparkinferError, match="models only those of gates"):
+            solve(config, lambda *about: 1 << 20)
+
+
+@pytest.mark.parametrize("fields", [("gate_F",), NEURONS])
+def test_predictors_learn_the_firings_by_limits(tmp_path, made, fields, monkeypatch):
+    """The labels equal those of transformers; and predictors that name all change nothing."""
+    limits = limits_of(made, *fields)
+    model = with_limits(made, limits, tmp_path / "m.gguf")
+    labels = [np.zeros(F, np.int64) for _ in range(L)]
+    trainers: list[LayerTrainer] = []
+    plain = LayerTrainer._examine
+
+    def examine(self, x_TD, gate_TF, hidden_TF):
+        trainers.append(self) if self not in trainers else None
+        labels[trainers.index(self)] += self.fires(gate_TF, hidden_TF).sum(0).numpy()
+        plain(self, x_TD, gate_TF, hidden_TF)
+
+    monkeypatch.setattr(LayerTrainer, "_examine", examine)
+    report = profile(config_of(made, model, tmp_path / "p", max_tokens=4000,
+                               train_predictors=tmp_path))  # fmt: skip
+    windows = windows_of(made, model, 4000)
+    windows = windows[phases(len(windows))["examine"]]
+    want_LF = counted_again(made, limits, windows)
+    assert np.abs(np.stack(labels) - want_LF).sum() <= 1e-3 * want_LF.sum()
+    for quality in (each.chosen for each in report.quality_L):
+        assert quality.contribution > 0.985 and quality.precision > quality.density + 0.05
+        assert quality.predicted_density < 0.9
+    full = tmp_path / "full.gguf"
+    convert(ConvertConfig(source=model, output=full, predictors=tmp_path))
+    check = check_predictors(full)
+    assert check is not None and not check.is_near_chance and check.recall > 0.9
+    file = ModelFile.load(full)
+    every = dataclasses.replace(file.predictor, threshold_L=(-np.inf,) * L)
+    dataclasses.replace(file, predictor=every, path=tmp_path / "all.gguf").save(
+        tmp_path / "all.gguf"
+    )
+    ids_T = torch.arange(3, 100)
+    logits = {}
+    for path, mode in ((model, "exact"), (tmp_path / "all.gguf", "predicted"), (full, "predicted")):
+        with Engine.load(path, mode=mode) as engine:
+            logits[path.name] = engine.logits(ids_T)
+    assert torch.equal(logits["m.gguf"], logits["all.gguf"])
+    assert not torch.equal(logits["m.gguf"], logits["full.gguf"])
+    assert Predictors.load(tmp_path / "predictors.safetensors").limits == limits.sha256
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_a_stretched_gate_reaches_the_common_score_where_its_neuron_starts_to_fire(activation):
+    gate = Gate(activation=activation, threshold=0.0)
+    limit_F = torch.tensor([0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 0.0])
+    level = Level.of(gate, limit_F, limit_F)
+    assert level.score == pytest.approx(0.3)
+    x_NF = torch.linspace(0.01, 3, 500, dtype=torch.float64)[:, None]
+    fires_NF = gate.smooth(x_NF) > limit_F
+    found_NF = gate.smooth(x_NF * level.stretch_F) > level.score
+    differs_F = (fires_NF != found_NF)[:, :6].sum(0)
+    assert differs_F.max() <= 1 and level.stretch_F[6] == 8.0
+    same = Level.of(gate, torch.full((3,), 0.2), limit_F[:3])
+    assert torch.equal(same.stretch_F, torch.ones(3)) and same.score == pytest.approx(0.2)
+
+
+def half_of_the_neurons(path: Path) -> str:
+    """A VRAM budget for all of a model but half of its neurons."""
+    model = ModelFile.load(path)
+    count, context = model.shape.num_layers, model.shape.context_length
+    whole, _ = plan_bytes(model, context_length=context, num_hot=[model.shape.num_neurons] * count,
+                          dense_on_gpu=[True] * count, head_on_gpu=True)  # fmt: skip
+    whole |= {"workspace": measure_workspace(model, context, "exact")}
+    return f"{sum(whole.values()) - whole['neurons'] // 2}B"
+
+
+def test_a_trained_model_goes_through_every_command(tmp_path):
+    """From sparsify to generation by a plan. transformers computes what mode dense computes, to 1e-5,
+    and a plan and predictors that name all give what mode exact gives."""
+    inputs = make_inputs(tmp_path)
+    made = sparsify(tiny_config(inputs, tmp_path)).record.made[0]
+    text = inputs[1]
+    make_machine(launch_s=1e-8, round_trip_s=1e-8, copy_latency_s=1e-8, cpu_gb_per_s=1.0).save(
+        tmp_path / "machine.json"
+    )
+    steps = [
+        ("convert", made.checkpoint, "-o", "base.gguf", "--outtype", "f32"),
+        ("profile", "base.gguf", "--corpus", text, "-o", "p.safetensors", "--tokens", 4000,
+         "--train-predictors", "pred", "--predictor-rank", 32),
+        ("convert", "base.gguf", "-o", "m.gguf", "--predictors", "pred"),
+        ("solve", "m.gguf", "--profile", "p.safetensors", "--machine", "machine.json", "-vb",
+         "HALF", "-o", "m.split.gguf", "--mode", "exact"),
+        ("generate", "m.gguf", "--split", "m.split.gguf", "-p", "the quick", "-n", 5, "--temp", 0),
+        ("eval", "m.gguf", "--mode", "exact", "--corpus", text, "--tokens", 300),
+        ("eval", "m.gguf", "--mode", "predicted", "--corpus", text, "--tokens", 300),
+        ("run", "m.gguf", "-p", "the quick", "-n", 5, "--temp", 0),
+        ("bench", "m.gguf", "-p", 16, "-n", 8, "-r", 2),
+    ]  # fmt: skip
+    reports = []
+    for step in steps:
+        if step[0] == "solve":
+            half = half_of_the_neurons(tmp_path / "m.gguf")
+            step = tuple(half if word == "HALF" else word for word in step)
+        done = run_command(*step, "--json", cwd=tmp_path)
+        assert done.returncode == 0, (step, done.stderr)
+        reports.append(json.loads(done.stdout))
+    profiled, solved, exact, predicted = reports[1], reports[3], reports[5], reports[6]
+    assert 0.3 < np.mean(profiled["density_L"]) < 0.5
+    assert profiled["limits"] == ModelFile.load(tmp_path / "m.gguf").limits.sha256
+    assert "above the file's limits" in (tmp_path / "p.report.md").read_text()
+    assert any("run only on the CPU" in note for note in solved["notes"])
+    assert 0 < solved["num_hot"] < solved["num_neurons"]
+    assert reports[4]["mode"] == "exact" and reports[7]["mode"] != "dense"
+    assert 0.3 < np.mean(exact["hidden_share_L"]) < 0.5
+    assert predicted["mode"] == "predicted" and 0 < predicted["kl_mean"]
+    done = run_command("report", "m.gguf", "--profile", "p.safetensors", "--split", "m.split.gguf",
+                       "--predictors", "pred", "-o", "page.html", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ids_T = torch.randint(1, 257, (40,), generator=torch.Generator().manual_seed(0))
+    logits = {}
+    for mode, split in (("dense", None), ("exact", None), ("exact", tmp_path / "m.split.gguf")):
+        with Engine.load(tmp_path / "m.gguf", split=split, mode=mode) as engine:
+            logits[mode, split is not None] = engine.logits(ids_T).double()
+    model = AutoModelForCausalLM.from_pretrained(made.checkpoint, dtype=torch.float32).eval()
+    with torch.no_grad():
+        want_TV = model(ids_T[None]).logits[0].double()
+    assert (logits["dense", False] - want_TV).norm() < 1e-5 * want_TV.norm()
+    assert (logits["exact", False] - want_TV).norm() > 1e-2 * want_TV.norm()
+    exact_TV = logits["exact", False]
+    assert (logits["exact", True] - exact_TV).norm() < 1e-5 * exact_TV.norm()
