@@ -67,6 +67,14 @@ class AdviseConfig:
         if not 0 <= self.max_loss < 10:
             raise SparkinferError(f"max loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")
 
+    def check_text(self, num_tokens: int) -> None:
+        """Raises SparkinferError for a text that is too short to tell points apart."""
+        if num_tokens < MIN_TOKENS:
+            raise SparkinferError(
+                f"{self.corpora[0]}: {num_tokens} tokens, wanted {MIN_TOKENS} or more; give a longer"
+                " text"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
@@ -87,10 +95,7 @@ class Adviser:
                 f"{config.model}: sparse by itself ({self.model.activation}): mode exact loses"
                 " nothing, so no rule is needed; train predictors with sparkinfer profile"
             )
-        if self.model.has_limits:
-            raise SparkinferError(
-                f"{config.model}: has limits already; give the model that it was made from"
-            )
+        assert not self.model.has_limits, "see advise_own_limits"
         self.bytes_of = Bytes.of(self.model)
         self.dense_bytes: dict[str, int] = {}  # by type
         self.engine = Engine.of(self.model, mode="exact", device="cpu")
@@ -105,11 +110,7 @@ class Adviser:
             self.config.corpora, self.engine.codec, context_length=self.engine.context_length,
             max_tokens=self.config.max_tokens, seed=self.config.seed,
         )  # fmt: skip
-        if windows.num_tokens < MIN_TOKENS:
-            raise SparkinferError(
-                f"{self.config.corpora[0]}: {windows.num_tokens} tokens, wanted {MIN_TOKENS} or"
-                " more; give a longer text"
-            )
+        self.config.check_text(windows.num_tokens)
         self.text_sha256 = windows.sha256
         cut = max(1, len(windows.ids) // 3)
         check = fitting(windows.ids[cut:], self.model.shape.vocab_size)
@@ -165,7 +166,7 @@ class Adviser:
             close = self.meter.measure(self.meter.no_limits, engine)
         points = [Point(type=kind, rule="dense", share=0.0, bytes_per_token=total, close=close)]
         if engine is not self.engine:
-            self.say(_line(points[-1]))
+            self.say(line_of(points[-1]))
             if close.perplexity_increase > self.config.max_loss:
                 self.say(f"{kind} costs more than {self.config.max_loss:.1%} of perplexity by itself,"
                          " so no rule is tried on it")  # fmt: skip
@@ -188,7 +189,7 @@ class Adviser:
                       bytes_per_token=total - round(choice.saved_share * total),
                       is_whole=close.num_tokens == self.meter.num_tokens)
             )  # fmt: skip
-            self.say(_line(points[-1]))
+            self.say(line_of(points[-1]))
             if points[-1].least_increase > max(HOPELESS, self.config.max_loss):
                 break
         return points
@@ -200,7 +201,7 @@ class Adviser:
         with Engine.load(file, mode="exact", device="cpu") as engine:
             close = self.meter.measure(limits.layers, engine)
         found = replace(point, close=close, is_whole=True)
-        self.say(_line(found))
+        self.say(line_of(found))
         return found
 
 
@@ -292,7 +293,8 @@ def seconds_in_turns(files: Sequence[tuple[Path, Mode]]) -> list[float]:
     return [median(row[number] for row in rounds) for number in range(len(engines))]
 
 
-def _line(point: Point) -> str:
+def line_of(point: Point) -> str:
+    """A point's quality, for the user."""
     close = point.close
     return (
         f"{point.name}: KL {close.kl:.4f} (95 %: {close.kl_error:.4f}), perplexity"

@@ -27,7 +27,7 @@ from sparkinfer.outputs import check_outputs
 if TYPE_CHECKING:
     from sparkinfer.convert.options import Outtype
     from sparkinfer.limits import Limits
-    from sparkinfer.profile.advise import Advice
+    from sparkinfer.profile.advise import Advice, AdviseConfig
 
 SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q4_0"),
            "q8_0": ("q4_0",)}  # fmt: skip
@@ -48,6 +48,9 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
               help="Largest rise in perplexity that you accept; 0.01 is 1 %.")  # fmt: skip
 @click.option("--limits", "limits_path", type=OUTPUT,
               help="Write the limits of the advised rule to this file, for convert --limits.")  # fmt: skip
+@click.option("--dense", type=FILE,
+              help="For a model that was trained to be sparse: the model that it was trained from,"
+                   " to compare with. [default: its own mode dense]")  # fmt: skip
 @click.option("--plot", type=OUTPUT, help="Write a picture (PNG) of everything that was measured.")
 @click.option(
     "--work", type=FOLDER, help="Folder for temporary model files. [default: the system's own]"
@@ -58,17 +61,20 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
 @json_option
 def advise(
     model: Path, corpora: tuple[Path, ...], types: tuple[str, ...], max_tokens: int, max_loss: float,
-    limits_path: Path | None, plot: Path | None, work: Path | None, seed: int,
+    limits_path: Path | None, dense: Path | None, plot: Path | None, work: Path | None, seed: int,
     threads: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure which type, and which sparsity rule if any, suit a model.
 
     Rules silence neurons and inputs that contribute little, without training. Each is compared with
-    the unchanged dense model on your text, and with the same model in smaller types."""
+    the unchanged dense model on your text, and with the same model in smaller types. A file that has
+    limits already, such as one of sparkinfer sparsify, is compared as it is."""
+    from sparkinfer.model_file import ModelFile
     from sparkinfer.profile.advise import AdviseConfig
-    from sparkinfer.profile.advise import advise as run
     from sparkinfer.runtime.kernels.threads import use_threads
 
+    has_limits = ModelFile.load(model).has_limits
+    _check_options(model, limits_path, dense, has_limits=has_limits)
     outputs = [path for path in (limits_path, plot) if path is not None]
     check_outputs(outputs, force=force, inputs=texts_and_model(model, corpora))
     use_threads(threads)
@@ -77,12 +83,8 @@ def advise(
     )
     kinds = _types(model, types)
     with temporary_folder("sparkinfer-advise-", work) as folder:
-        files = _Files(model, folder)
-        advice, adviser = run(config, files.of_type, files.with_limits, kinds, say)
-    lines = _lines(advice)
-    limits = None
-    if advice.best.rule != "dense":
-        limits = adviser.limits_of(advice.best)
+        advice, limits = _advice(config, folder, kinds, dense, has_limits=has_limits)
+    lines = _lines(advice, _compared_with(model, dense, has_limits=has_limits))
     if limits_path is not None and limits is not None:
         limits.save(limits_path)
         lines.append(f"wrote {limits_path}")
@@ -91,7 +93,52 @@ def advise(
 
         draw(advice, plot)
         lines.append(f"wrote {plot}")
-    finish(advice, as_json, [*lines, *_next(model, advice, limits_path)])
+    if has_limits:
+        finish(advice, as_json, [*lines, *_next_of_trained(model, dense, advice)])
+    else:
+        finish(advice, as_json, [*lines, *_next(model, advice, limits_path)])
+
+
+def _check_options(
+    model: Path, limits_path: Path | None, dense: Path | None, *, has_limits: bool
+) -> None:
+    if has_limits and limits_path is not None:
+        raise SparkinferError(
+            f"{model}: has limits already, so there are none to write; leave --limits out"
+        )
+    if dense is not None and not has_limits:
+        raise SparkinferError(
+            f"{model}: has no limits and is itself the dense model to compare with; leave --dense out"
+        )
+
+
+def _advice(
+    config: "AdviseConfig",
+    folder: Path,
+    kinds: Sequence[str],
+    dense: Path | None,
+    *,
+    has_limits: bool,
+) -> "tuple[Advice, Limits | None]":
+    """The advice, and the limits of the rule that it recommends unless the file has them."""
+    from sparkinfer.profile.advise import advise as run
+    from sparkinfer.profile.advise_own_limits import advise_own_limits
+
+    files = _Files(config.model, folder)
+    if has_limits:
+        return advise_own_limits(config, dense, files.in_type, kinds, say), None
+    advice, adviser = run(config, files.of_type, files.with_limits, kinds, say)
+    return advice, None if advice.best.rule == "dense" else adviser.limits_of(advice.best)
+
+
+def _compared_with(model: Path, dense: Path | None, *, has_limits: bool) -> str:
+    if not has_limits:
+        return "the unchanged dense model"
+    if dense is not None:
+        return f"{dense}, run densely"
+    return (
+        f"{model} in mode dense, which is not the model that it was trained from: --dense names it"
+    )
 
 
 class _Files:
@@ -103,16 +150,22 @@ class _Files:
     def of_type(self, kind: str) -> Path:
         return self._make(f"{kind}.gguf", kind, None)
 
+    def in_type(self, model: Path, kind: str) -> Path:
+        """A file, with its own limits if it has any, in another type."""
+        role = "own" if model == self.model else "dense"
+        return self._make(f"{role}-{kind}.gguf", kind, None, model)
+
     def with_limits(self, kind: str, limits: "Limits") -> Path:
         path = self.folder / "limits.safetensors"
         limits.save(path)
         return self._make(f"{kind}-limits.gguf", kind, path)
 
-    def _make(self, name: str, kind: str, limits: Path | None) -> Path:
+    def _make(self, name: str, kind: str, limits: Path | None, source: Path | None = None) -> Path:
         from sparkinfer.convert.convert import convert
         from sparkinfer.convert.options import ConvertConfig
 
-        free, wanted = shutil.disk_usage(self.folder).free, self.model.stat().st_size
+        source = source or self.model
+        free, wanted = shutil.disk_usage(self.folder).free, source.stat().st_size
         if free < wanted:
             raise SparkinferError(
                 f"{self.folder}: {free / 2**30:.1f} GiB free, up to {wanted / 2**30:.1f} GiB"
@@ -121,7 +174,7 @@ class _Files:
         output = self.folder / name
         convert(
             ConvertConfig(
-                source=self.model,
+                source=source,
                 output=output,
                 outtype=cast("Outtype", kind),
                 limits=limits,
@@ -135,7 +188,7 @@ def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
     """The model's own type and smaller ones."""
     from sparkinfer.model_file import ModelFile
 
-    own = ModelFile.load(model).tensors["blk.0.attn_output.weight"].kind
+    own = ModelFile.load(model).row_major.tensors["blk.0.attn_output.weight"].kind
     if own not in SMALLER:
         raise SparkinferError(
             f"{model}: is in {own}, in which rules cannot be tried; give the model in f16 or q8_0"
@@ -143,7 +196,7 @@ def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
     return (own, *(kind for kind in SMALLER[own] if not asked or kind in asked))
 
 
-def _lines(advice: "Advice") -> list[str]:
+def _lines(advice: "Advice", compared_with: str) -> list[str]:
     head = ("", "bytes/token", "KL", "+-", "perplexity", "same top", "tokens/s", "")
     rows = [head]
     for point in sorted(advice.points, key=lambda p: p.seconds, reverse=True):
@@ -156,7 +209,7 @@ def _lines(advice: "Advice") -> list[str]:
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
-    return [*table, f"on {advice.num_tokens:,} tokens, against the unchanged dense model",
+    return [*table, f"on {advice.num_tokens:,} tokens, against {compared_with}",
             f"advice: {advice.why}"]  # fmt: skip
 
 
@@ -168,3 +221,14 @@ def _next(model: Path, advice: "Advice", limits: Path | None) -> list[str]:
     if limits is None:
         return ["next: the same command with --limits FILE, which writes the rule's limits"]
     return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type} --limits {limits}"]
+
+
+def _next_of_trained(model: Path, dense: Path | None, advice: "Advice") -> list[str]:
+    """The next command to type for a file that has limits."""
+    best = advice.best
+    if best.rule != "dense":
+        return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type}, unless it is"
+                " of that type; mode exact is its default"]  # fmt: skip
+    if dense is None:
+        return ["next: the same command with --dense FILE, the model that it was trained from"]
+    return [f"next: sparkinfer convert {dense} -o out.gguf --outtype {best.type}"]

@@ -33,6 +33,7 @@ SOLVE = _examples(
 ADVISE = _examples(
     "sparkinfer advise model.gguf --corpus text.txt",
     "sparkinfer advise model.gguf --corpus text.txt --limits limits.safetensors --plot points.png",
+    "sparkinfer advise trained.gguf --dense model.gguf --corpus text.txt",
 )
 SPARSIFY = _examples(
     "sparkinfer sparsify CHECKPOINT --corpus text.txt -o sparse.gguf",

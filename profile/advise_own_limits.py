@@ -1,0 +1,128 @@
+"""Advises on a model file that has limits already, such as one that `sparsify` trained.
+
+The file runs in mode exact, in its own type and in smaller ones; the alternative is a dense model in
+the same types: the one that it was trained from or, if nobody names that, the file's own mode dense.
+Everything is measured on the whole text, since nothing is fitted to it, and timed beside the dense
+model of its type. The choice is that of profile.advice_choice."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import Tensor
+
+from sparkinfer.budget import head_bytes
+from sparkinfer.errors import SparkinferError
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.advice_choice import Point, Trial, choose, timed_points, with_front
+from sparkinfer.profile.advise import Advice, AdviseConfig, line_of, seconds_in_turns
+from sparkinfer.profile.corpus import read_windows
+from sparkinfer.profile.limit_meter import LimitMeter, fitting
+from sparkinfer.profile.limit_search import Bytes
+from sparkinfer.runtime.engine import Engine
+
+RULE = "limits"
+COUNTED_TOKENS = 128  # whose bytes are counted, one token at a time
+FileOf = Callable[[Path, str], Path]  # a model file in another type
+
+
+def advise_own_limits(
+    config: AdviseConfig,
+    dense: Path | None,
+    file_of: FileOf,
+    types: Sequence[str],
+    say: Callable[[str], None] = lambda line: None,
+) -> Advice:
+    """Measures and advises. `dense` is the model that the file was trained from, in its largest type
+    (None: the file's own mode dense); `types` begins with the file's own type.
+
+    Raises SparkinferError for a dense model with another vocabulary or with limits."""
+    reference = config.model if dense is None else dense
+    own = _own_type(reference)
+    _check_reference(config.model, reference)
+    sparse = {kind: config.model if kind == types[0] else file_of(config.model, kind)
+              for kind in types}  # fmt: skip
+    alike = dict.fromkeys((own, *types))  # the types of the dense model
+    files = {kind: reference if kind == own else file_of(reference, kind) for kind in alike}
+    points: list[Point] = []
+    with Engine.load(reference, mode="dense", device="cpu") as engine:
+        windows = _windows(config, engine)
+        meter = LimitMeter(engine, windows)
+        whole = {kind: Bytes.of(ModelFile.load(file)).total for kind, file in files.items()}
+        for kind, file in files.items():
+            with Engine.load(file, mode="dense", device="cpu") as other:
+                close = meter.measure_itself() if kind == own else meter.measure(None, other)
+            points.append(Point(type=kind, rule="dense", share=0.0, bytes_per_token=whole[kind],
+                                close=close))  # fmt: skip
+            say(line_of(points[-1]))
+        for kind, file in sparse.items():
+            with Engine.load(file, mode="exact", device="cpu") as other:
+                close, count = meter.measure(None, other), _bytes_per_token(other, windows[0])
+            share = max(0.0, 1 - count / whole[kind])
+            points.append(Point(type=kind, rule=RULE, share=share, bytes_per_token=round(count),
+                                close=close))  # fmt: skip
+            say(line_of(points[-1]))
+    points = _timed(points, files, sparse, say)
+    best, why = choose(points, config.max_loss)
+    points = with_front(points)
+    best = next(point for point in points if point.trial == best.trial)
+    return Advice(points=tuple(points), best=best, why=why, num_tokens=meter.num_tokens)
+
+
+def _timed(
+    points: Sequence[Point],
+    files: dict[str, Path],
+    sparse: dict[str, Path],
+    say: Callable[[str], None],
+) -> list[Point]:
+    """The points with their seconds, each file with limits timed beside the dense one of its
+    type."""
+    seconds = seconds_in_turns([(path, "dense") for path in files.values()])
+    dense_s = dict(zip(files, seconds, strict=True))
+    dense_bytes = {point.type: point.bytes_per_token for point in points if point.rule == "dense"}
+    ratios: dict[Trial, float] = {}
+    for point in (point for point in points if point.rule == RULE):
+        pair = seconds_in_turns([(files[point.type], "dense"), (sparse[point.type], "exact")])
+        ratios[point.trial] = pair[1] / pair[0]
+        say(
+            f"{point.name}: {pair[0] / pair[1] - 1:+.1%} tokens/s over dense, reads"
+            f" {point.bytes_per_token / dense_bytes[point.type]:.0%} of its bytes"
+        )
+    return timed_points(points, dense_s, ratios)
+
+
+def _own_type(path: Path) -> str:
+    return ModelFile.load(path).row_major.tensors["blk.0.attn_output.weight"].kind
+
+
+def _check_reference(path: Path, dense: Path) -> None:
+    model, other = ModelFile.load(path), ModelFile.load(dense)
+    if dense != path and other.has_limits:
+        raise SparkinferError(
+            f"{dense}: has limits; --dense is the model that {path} was trained from"
+        )
+    if other.shape.vocab_size != model.shape.vocab_size:
+        raise SparkinferError(
+            f"{dense}: a vocabulary of {other.shape.vocab_size:,}, {path} has"
+            f" {model.shape.vocab_size:,}; give the model that it was trained from"
+        )
+
+
+def _windows(config: AdviseConfig, engine: Engine) -> list[Tensor]:
+    windows = read_windows(
+        config.corpora, engine.codec, context_length=engine.context_length,
+        max_tokens=config.max_tokens, seed=config.seed,
+    )  # fmt: skip
+    config.check_text(windows.num_tokens)
+    return fitting(windows.ids, engine.model.shape.vocab_size)
+
+
+def _bytes_per_token(engine: Engine, ids_T: Tensor) -> float:
+    """Weight bytes that a decode step reads, on the first tokens of a text."""
+    ids = ids_T[:COUNTED_TOKENS].tolist()
+    before = asdict(engine.traffic)
+    for position, token in enumerate(ids):
+        engine._step(token, position)
+    read = sum(count - before[part] for part, count in asdict(engine.traffic).items())
+    norms = sum(e.num_bytes for n, e in engine.model.tensors.items() if n.startswith("output_norm"))
+    return read / len(ids) + head_bytes(engine.model) - norms

@@ -1,0 +1,106 @@
+"""`sparkinfer advise` on files that have limits already, such as those of `sparsify`."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from advice_models import chain, every_neuron_works, most_neurons_idle
+from click.testing import CliRunner
+
+from sparkinfer.commands.all_commands import cli
+from sparkinfer.limits import LayerLimits, Limits
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile import advise_own_limits as module
+from sparkinfer.profile.limit_search import Bytes
+from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """`m.gguf`, of whose neurons seven in ten are idle; `own.gguf` with limits that silence them and
+    some that work; and a text."""
+    model = most_neurons_idle(tmp_path / "m.gguf")
+    count = model.shape.num_neurons
+    limit_F = np.where(np.arange(count) % 70 == 0, 10.0, 0.1).astype(np.float32)
+    limits = Limits(model_id=None, layers=(LayerLimits(gate_F=limit_F),), is_trained=True)
+    own = model.with_limits(limits, "here")
+    dataclasses.replace(own, path=tmp_path / "own.gguf").save(tmp_path / "own.gguf")
+    (tmp_path / "t.txt").write_text(chain(8192))
+    return tmp_path
+
+
+def timed(monkeypatch, exact_over_dense: float) -> None:
+    """Dense steps take as long as reading their bytes; exact ones, that many times as long."""
+
+    def seconds(files):
+        return [
+            Bytes.of(ModelFile.load(path)).total * (exact_over_dense if mode == "exact" else 1.0)
+            for path, mode in files
+        ]
+
+    monkeypatch.setattr(module, "seconds_in_turns", seconds)
+
+
+def run(*words):
+    return CliRunner().invoke(cli, ["advise", *map(str, words)], catch_exceptions=True)
+
+
+def advice_of(made, *words):
+    done = run(made / "own.gguf", "--corpus", made / "t.txt", "--tokens", 6144, "--json", *words)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_limits_that_pay_are_advised_and_what_is_said_is_found_again(made, monkeypatch):
+    timed(monkeypatch, 0.5)
+    advice = advice_of(made, "--max-loss", 0.5)
+    best = advice["best"]
+    assert (best["type"], best["rule"], best["is_whole"]) == ("f16", "limits", True), advice["why"]
+    found = evaluate(EvalConfig(model=made / "own.gguf", corpora=(made / "t.txt",), mode="exact",
+                                max_tokens=6144))  # fmt: skip
+    assert found.kl_mean > 1e-4
+    assert best["close"]["kl"] == pytest.approx(found.kl_mean, rel=0.2)
+    assert best["bytes_per_token"] == pytest.approx(found.bytes_per_token, rel=0.01)
+    assert best["bytes_per_token"] < 0.7 * found.dense_bytes_per_token
+    rules = {(p["type"], p["rule"]) for p in advice["points"]}
+    assert rules == {(t, r) for t in ("f16", "q8_0", "q4_0") for r in ("dense", "limits")}
+
+
+def test_limits_that_gain_less_than_their_bytes_say_are_not_advised(made, monkeypatch):
+    timed(monkeypatch, 0.9)
+    advice = advice_of(made, "--max-loss", 0.5, "--type", "q8_0")
+    assert advice["best"]["rule"] == "dense" and "where its bytes say" in advice["why"]
+
+
+def test_the_model_before_training_is_what_counts_if_it_is_named(made, monkeypatch):
+    """Other dense weights: the file's own dense mode is close to its limits, these are not."""
+    timed(monkeypatch, 0.5)
+    other = most_neurons_idle(made / "before.gguf")
+    down = other.tensors["blk.0.ffn_down_t.weight"]
+    half = dataclasses.replace(down, read_rows=lambda a, b: down.read_rows(a, b) / 2)
+    tensors = other.tensors | {"blk.0.ffn_down_t.weight": half}
+    dataclasses.replace(other, tensors=tensors, path=made / "half.gguf").save(made / "half.gguf")
+    near = advice_of(made, "--max-loss", 0.5, "--type", "q8_0")
+    far = advice_of(made, "--max-loss", 0.5, "--type", "q8_0", "--dense", made / "half.gguf")
+    kl = [next(p["close"]["kl"] for p in each["points"] if (p["type"], p["rule"]) == ("f16", "limits"))
+          for each in (near, far)]  # fmt: skip
+    assert kl[1] > 5 * kl[0]
+    plain = run(made / "own.gguf", "--corpus", made / "t.txt", "--tokens", 6144, "--type", "q8_0")
+    assert "--dense names it" in plain.stderr or "--dense names it" in plain.output
+
+
+def test_what_makes_no_sense_is_refused_in_one_line(made):
+    every_neuron_works(made / "other.gguf")
+    text = ("--corpus", made / "t.txt")
+    for words, line in (
+        ((made / "own.gguf", *text, "--limits", made / "l"), "has limits already"),
+        ((made / "m.gguf", *text, "--dense", made / "other.gguf"), "leave --dense out"),
+        ((made / "own.gguf", *text, "--dense", made / "own2.gguf"), "own2.gguf"),
+        ((made / "own.gguf", *text, "--tokens", 100), "wanted 2048 or more"),
+    ):
+        done = run(*words)
+        assert done.exit_code != 0 and line in (done.output + str(done.exception)), done.output
