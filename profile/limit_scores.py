@@ -120,7 +120,7 @@ class LayerScores:
 class _Sample:
     """An observer that keeps some tokens of the tensors that a layer's rules apply to."""
 
-    every: int
+    every: int  # not the first of a text, whose inputs have no limits
     values: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
     def wants(self, name: str, layer: int | None) -> bool:
@@ -128,7 +128,9 @@ class _Sample:
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        self.values.setdefault((name, layer), []).append(tensor[:: self.every].float().cpu())
+        self.values.setdefault((name, layer), []).append(
+            tensor[self.every - 1 :: self.every].float().cpu()
+        )
 
     def take(self, name: str, layer: int) -> Tensor:
         value = torch.cat(self.values.pop((name, layer)))

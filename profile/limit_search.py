@@ -6,9 +6,9 @@ The loss of a choice is modelled as a sum over layers and rules,
     KL = sum_l s_l,neurons * energy(gate_l, hidden_l) + sum_l sum_r s_l,r * energy_r(share_l,r)
 
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
-the whole model from its dense self with limits in one part of one layer (neurons; both inputs of
-attention; the feed-forward's input), scaled by one probe with the rule in all layers. This takes
-three probes per layer and one per rule, and no gradients. Silencing inputs of the feed-forward
+the whole model from its dense self with limits in one part of one layer (its neurons, or one of its
+inputs), scaled by one probe with the rule in all layers. This takes four probes per layer and one
+per rule, and no gradients. Silencing inputs of the feed-forward
 needs gate and up stored by columns, and silencing gates needs the rows of up, so a layer has at
 most one of these two rules. A choice for a number of saved bytes is found by a price per byte: each
 layer minimises its loss minus the price times the bytes saved, and the price is bisected. The true
@@ -37,7 +37,8 @@ RULES = {
     "inputs": ("qkv", "output", "ffn"),
     "mixed": ("gate", "hidden", "qkv", "output", "ffn"),
 }
-ATTENTION = ("qkv", "output")  # probed together
+ATTENTION = ("qkv", "output")
+PARTS = {"neurons": ("gate", "hidden")} | {name: (name,) for name in INPUTS}  # of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,29 +115,27 @@ class Allocation:
         self.neurons_price_L = np.ones(self.num_layers)
         self.inputs_price_L = {name: np.ones(self.num_layers) for name in INPUTS}
 
-    def energy_L(self, *kinds: str) -> np.ndarray:
-        """f64 [L]: the energy that probes lose, of the neurons or of these kinds of inputs."""
-        if kinds == ("neurons",):
+    def energy_L(self, part: str) -> np.ndarray:
+        """f64 [L]: the energy that probes of a part (neurons, or one of INPUTS) lose."""
+        if part == "neurons":
             return self.neurons_LAA[:, _place("gate"), _place("hidden")]
-        return np.sum([self.inputs_LA[name][:, _place(name)] for name in kinds], axis=0)
+        return self.inputs_LA[part][:, _place(part)]
 
     def calibrate(
-        self, part_kl_L: Mapping[str, Sequence[float]], rule_kl: Mapping[str, float]
+        self, part_kl_L: Mapping[str, Sequence[float]], whole_kl: Mapping[str, float]
     ) -> None:
-        """Sets the sensitivities from the KL divergences of the probes: `part_kl_L` with limits in
-        one part (neurons, attention, ffn) of one layer, `rule_kl` with a rule (neurons, or one of
-        INPUTS) in all layers; each at the shares of PROBE."""
+        """Sets the sensitivities from the KL divergences of the probes, by part (neurons, or one of
+        INPUTS): `part_kl_L` with limits in one layer, `whole_kl` in all layers; each at the shares
+        of PROBE."""
 
-        def price_L(part: str, kinds: tuple[str, ...], rule: str) -> np.ndarray:
+        def price_L(part: str) -> np.ndarray:
             alone = np.maximum(LEAST_KL, np.array(part_kl_L[part]))
-            found = alone / np.maximum(1e-30, self.energy_L(*kinds))
-            whole = max(LEAST_KL, rule_kl[rule])
-            return found * whole / max(1e-30, float(found @ self.energy_L(rule)))
+            found = alone / np.maximum(1e-30, self.energy_L(part))
+            whole = max(LEAST_KL, whole_kl[part])
+            return found * whole / max(1e-30, float(found @ self.energy_L(part)))
 
-        self.neurons_price_L = price_L("neurons", ("neurons",), "neurons")
-        for name in ATTENTION:
-            self.inputs_price_L[name] = price_L("attention", ATTENTION, name)
-        self.inputs_price_L["ffn"] = price_L("ffn", ("ffn",), "ffn")
+        self.neurons_price_L = price_L("neurons")
+        self.inputs_price_L = {name: price_L(name) for name in INPUTS}
 
     def best(self, rule: str, saved_share: float) -> Choice | None:
         """The choice at the lowest price that saves this share of all bytes: none that saves as much
@@ -216,7 +215,7 @@ def _place(kind: str) -> int:
 
 
 def num_probes(num_layers: int) -> int:
-    return 3 * num_layers + 1 + len(INPUTS)
+    return (num_layers + 1) * len(PARTS)
 
 
 def allocate(
@@ -228,7 +227,7 @@ def allocate(
     nats per token of the whole model with given limits. Deterministic."""
     allocation = Allocation(scores, bytes_of)
 
-    def probe(*kinds: str) -> list[LayerLimits]:
+    def probe(kinds: Sequence[str]) -> list[LayerLimits]:
         gate, hidden = (PROBE[k] if k in kinds else 0.0 for k in ("gate", "hidden"))
         inputs = {name: PROBE[name] for name in INPUTS if name in kinds}
         return [layer.limits(gate, hidden, inputs) for layer in scores]
@@ -239,10 +238,7 @@ def allocate(
             kl_of(tuple(limits_L[n] if n == layer else none for n in number)) for layer in number
         ]
 
-    neurons_L = probe("gate", "hidden")
-    rule_kl = {"neurons": kl_of(tuple(neurons_L))}
-    rule_kl |= {name: kl_of(tuple(probe(name))) for name in INPUTS}
-    part_kl_L = {"neurons": alone_L(neurons_L), "attention": alone_L(probe(*ATTENTION)),
-                 "ffn": alone_L(probe("ffn"))}  # fmt: skip
-    allocation.calibrate(part_kl_L, rule_kl)
+    limits_L = {part: probe(kinds) for part, kinds in PARTS.items()}
+    whole_kl = {part: kl_of(tuple(own_L)) for part, own_L in limits_L.items()}
+    allocation.calibrate({part: alone_L(own_L) for part, own_L in limits_L.items()}, whole_kl)
     return allocation

@@ -21,7 +21,7 @@ from sparkinfer.profile.advice_choice import (
 )
 from sparkinfer.profile.limit_meter import Closeness, _closeness, _compare
 from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores, Ranks
-from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, num_probes
+from sparkinfer.profile.limit_search import PARTS, RULES, Allocation, Bytes, allocate, num_probes
 
 
 def ranks(rng: np.random.Generator, tokens: int, size: int, scale: float = 1.0) -> Ranks:
@@ -103,7 +103,7 @@ def test_cats_has_one_limit_for_all_neurons() -> None:
 def with_prices(seed: int) -> Allocation:
     rng = np.random.default_rng(seed)
     allocation = Allocation([scores(rng), scores(rng, 3.0)], sizes())
-    part_kl = {part: rng.uniform(0.01, 0.2, 2).tolist() for part in ("neurons", "attention", "ffn")}
+    part_kl = {part: rng.uniform(0.01, 0.2, 2).tolist() for part in PARTS}
     allocation.calibrate(part_kl, {"neurons": 0.3, "qkv": 0.1, "output": 0.05, "ffn": 0.2})
     return allocation
 
@@ -159,7 +159,7 @@ def test_sensitivities_make_the_sum_equal_the_probes() -> None:
         return loss
 
     allocation = allocate(layers, sizes(), kl_of)
-    assert len(seen) == num_probes(2) == 3 * 2 + 4
+    assert len(seen) == num_probes(2) == 4 * 2 + 4
     neurons = allocation.energy_L("neurons")
     planted = [1e-3 * 2, 4 * 2e-3 * 2]
     assert allocation.neurons_price_L * neurons == pytest.approx(planted, rel=1e-6)

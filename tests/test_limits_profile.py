@@ -123,6 +123,8 @@ def counted_again(folder: Path, limits: Limits, windows) -> np.ndarray:
         own = limits.layers[layer]
         limit = getattr(own, name)
         passes = value.abs() > (-1.0 if limit is None else torch.from_numpy(limit).double())
+        if name not in NEURONS:
+            passes[:, 0] = True  # the inputs of the first token
         if name == ("gate_F" if own.hidden_F is None else "hidden_F"):
             count_LF[layer] += passes[0].sum(0).numpy()
         return value * passes

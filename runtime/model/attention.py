@@ -18,7 +18,7 @@ from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
-from sparkinfer.runtime.weights.neuron_block import above
+from sparkinfer.runtime.weights.neuron_block import active_inputs
 
 # Takes queries, keys and values [T, Q]: appends keys and values to the cache, and returns the
 # heads' output [T, H * W].
@@ -219,7 +219,8 @@ def _attend_two(
 class Attention:
     """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all.
 
-    An input whose magnitude is at or below its limit counts as 0; mode "dense" has no limits."""
+    An input whose magnitude is at or below its limit counts as 0, except those of the first token
+    of a text (`active_inputs`); mode "dense" has no limits."""
 
     inputs: tuple[Linear, ...]
     output: Linear
@@ -250,14 +251,15 @@ class Attention:
         the cache, which must have room and may be on another device than the weights. `attend`, if
         given, appends and attends instead of torch. `on_heads` receives
         the heads' output, [T, H * W]."""
-        joined_TQ = self._project(self.inputs, x_TD, self.input_limit_D).to(self.cache.device)
+        joined_TQ = self._project(self.inputs, x_TD, self.input_limit_D, start)
+        joined_TQ = joined_TQ.to(self.cache.device)
         if attend is None:
             heads_TH = self._attend(joined_TQ, sequence, start, turn)
         else:
             heads_TH = attend(joined_TQ)
         heads_TH = heads_TH.to(x_TD.device)
         on_heads(heads_TH)
-        return self._project((self.output,), heads_TH, self.output_limit_H)
+        return self._project((self.output,), heads_TH, self.output_limit_H, start)
 
     def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
         """The heads' output [T, H * W] for queries, keys and values [T, Q]; appends to the
@@ -288,11 +290,13 @@ class Attention:
             heads_TH = turn_by_hadamard(heads_TH.unflatten(-1, (-1, width))).flatten(-2)
         return heads_TH
 
-    def _project(self, linears: tuple[Linear, ...], x_TD: Tensor, limit_D: Tensor | None) -> Tensor:
+    def _project(
+        self, linears: tuple[Linear, ...], x_TD: Tensor, limit_D: Tensor | None, start: int
+    ) -> Tensor:
         """Concatenated outputs of matrices with the same input, f32 [T, N]."""
         num_active = None
         if limit_D is not None:
-            passes_TD = above(x_TD, limit_D)
+            passes_TD = active_inputs(x_TD, limit_D, start)
             x_TD = torch.where(passes_TD, x_TD, 0.0)
             num_active = int(passes_TD.any(dim=0).sum())
         if not gpu_products.is_gpu(x_TD.device):

@@ -34,7 +34,13 @@ from sparkinfer.runtime.model.native_neurons import add_neurons
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear
-from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock, above, without_silent
+from sparkinfer.runtime.weights.neuron_block import (
+    Gate,
+    Mode,
+    NeuronBlock,
+    above,
+    active_inputs,
+)
 
 # If several tokens need more than this share of a block's neurons, all rows are used: selecting
 # neurons copies the tokens' values of those chosen.
@@ -122,14 +128,20 @@ class FeedForward:
     cold: ColdNeurons | None = field(default=None, repr=False)
 
     def forward(
-        self, x_TD: Tensor, named_TF: Tensor | None = None, *, observers: Observers
+        self,
+        x_TD: Tensor,
+        named_TF: Tensor | None = None,
+        *,
+        start: int,
+        observers: Observers,
     ) -> Tensor:
-        """Output [T, D] for normed input; in mode "predicted", of the neurons in `named_TF`. The
-        hot block comes first, so that a GPU computes it while the CPU computes the cold one."""
+        """Output [T, D] for the normed input of tokens at positions from `start`; in mode
+        "predicted", of the neurons in `named_TF`. The hot block comes first, so that a GPU computes
+        it while the CPU computes the cold one."""
         is_watched = any(observers.want(name, self.layer) for name in _SHOWN)
         cold = None if observers.active else self.cold  # observers need every value
         if self.input_limit_D is not None:
-            x_TD = without_silent(x_TD, self.input_limit_D)
+            x_TD = torch.where(active_inputs(x_TD, self.input_limit_D, start), x_TD, 0.0)
         results = []
         for block in self.blocks:
             if cold is not None and self._is_streamed(cold, block, len(x_TD)):

@@ -169,6 +169,17 @@ def above(value: Tensor, limit: Tensor) -> Tensor:
     return ~(value.abs() <= limit)
 
 
+def active_inputs(x_TN: Tensor, limit_N: Tensor, start: int) -> Tensor:
+    """bool [T, N]: the inputs that count, of tokens at positions from `start`.
+
+    The limits of the first token of a text count as 0: later tokens attend to it whatever it is (an
+    attention sink, arXiv 2309.17453), and most of its inputs are small."""
+    passes_TN = above(x_TN, limit_N)
+    if start == 0 and len(x_TN):
+        passes_TN[0] = x_TN[0] != 0
+    return passes_TN
+
+
 def without_silent(value: Tensor, limit: Tensor) -> Tensor:
     """The same values, with those at or below their limit set to zero; NaN stays."""
     return torch.where(above(value, limit), value, 0.0)

@@ -6,10 +6,22 @@
 
 #include "row_sums.h"
 
-// True if an input is active; if `limit` is null, all are. NaN always is.
-inline bool passes(float value, const float* limit, int64_t i) {
-    return !limit || !(std::fabs(value) <= limit[i]);
-}
+// Limits of one token's inputs, times `scale`. An input is active if its magnitude is above its limit or
+// NaN; if `value` is null, all are.
+struct TokenLimits {
+    const float* value;
+    float scale = 1.0f;
+
+    bool pass(float x, int64_t i) const { return !value || !(std::fabs(x) <= value[i] * scale); }
+};
+
+// Limits of several tokens' inputs. Those of tokens in `is_exempt` count as 0; null: no token is exempt.
+struct InputLimits {
+    const float* value;
+    const bool* is_exempt = nullptr;
+
+    TokenLimits of(int64_t t) const { return {value, is_exempt && is_exempt[t] ? 0.0f : 1.0f}; }
+};
 
 class SparseInputs {
   public:
@@ -24,16 +36,18 @@ class SparseInputs {
 
     // y [T, stride] of `count` matrices with equal numbers of rows, outputs concatenated; x [T, rows].
     // Returns the weight bytes read.
-    int64_t run(const SparkMatrix* matrix, int count, const float* x, const float* limit, int64_t T,
+    int64_t run(const SparkMatrix* matrix, int count, const float* x, const InputLimits& limits, int64_t T,
                 float* y, int64_t stride) {
-        return T == 1 ? run_one(matrix, count, x, limit, y) : run_many(matrix, count, x, limit, T, y, stride);
+        return T == 1 ? run_one(matrix, count, x, limits.of(0), y)
+                      : run_many(matrix, count, x, limits, T, y, stride);
     }
 
   private:
     // ---- one token ------------------------------------------------------------------------------
 
-    int64_t run_one(const SparkMatrix* matrix, int count, const float* x, const float* limit, float* y) {
-        const int64_t inputs = matrix->num_rows, num_active = list(x, limit, inputs);
+    int64_t run_one(const SparkMatrix* matrix, int count, const float* x, const TokenLimits& limits,
+                    float* y) {
+        const int64_t inputs = matrix->num_rows, num_active = list(x, limits, inputs);
         const int64_t chunk = groups_of_chunk(inputs) * SUM_ROWS, chunks = (inputs + chunk - 1) / chunk;
         int64_t bytes = 0;
         for (int m = 0; m < count; ++m) bytes += num_active * row_bytes(matrix[m]);
@@ -61,12 +75,12 @@ class SparseInputs {
     }
 
     // Lists the active inputs in active_ and active_x_, ascending; returns their number.
-    int64_t list(const float* x, const float* limit, int64_t inputs) {
+    int64_t list(const float* x, const TokenLimits limits, int64_t inputs) {
         int64_t n = 0;
         for (int64_t i = 0; i < inputs; ++i) {
             active_[n] = static_cast<int32_t>(i);
             active_x_[n] = x[i];
-            n += passes(x[i], limit, i);
+            n += limits.pass(x[i], i);
         }
         return n;
     }
@@ -169,14 +183,14 @@ class SparseInputs {
 
     // ---- several tokens -------------------------------------------------------------------------
 
-    int64_t run_many(const SparkMatrix* matrix, int count, const float* x, const float* limit,
+    int64_t run_many(const SparkMatrix* matrix, int count, const float* x, const InputLimits& limits,
                      int64_t T, float* y, int64_t stride) {
         const int64_t inputs = matrix->num_rows;
         const Coefficients c = {many_.value, many_.mask, groups_of(inputs)};
         split(T * inputs * 4, c.groups, 1, 4, [&](int64_t g0, int64_t g1) {
             for (int64_t t = 0; t < T; ++t)
                 for (int64_t g = g0; g < g1; ++g)
-                    c.mask[t * c.groups + g] = mask(x + t * inputs, limit, g * SUM_ROWS, inputs,
+                    c.mask[t * c.groups + g] = mask(x + t * inputs, limits.of(t), g * SUM_ROWS, inputs,
                                                     c.value + t * c.stride());
         });
         int64_t row = 0;
@@ -192,11 +206,11 @@ class SparseInputs {
 
     // A mask of the active inputs of the group at place p0; writes their values to `values`, and 0 for
     // the others.
-    static uint64_t mask(const float* x, const float* limit, int64_t p0, int64_t inputs,
+    static uint64_t mask(const float* x, const TokenLimits limits, int64_t p0, int64_t inputs,
                          float* values) {
         uint64_t bits = 0;
         for (int64_t p = p0; p < std::min(p0 + SUM_ROWS, inputs); ++p) {
-            const bool is_active = passes(x[p], limit, p);
+            const bool is_active = limits.pass(x[p], p);
             bits |= static_cast<uint64_t>(is_active) << (p - p0);
             values[p] = is_active ? x[p] : 0.0f;
         }

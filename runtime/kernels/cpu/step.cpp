@@ -335,18 +335,23 @@ class Step {
             s.attention_bytes += matrix[m].num_rows * row_bytes(matrix[m]);
     }
 
-    const float* applied(const float* limit) const { return s.mode == MODE_DENSE ? nullptr : limit; }
+    // Limits of this step's inputs. The first token of a text is exempt: later tokens attend to it whatever
+    // it is (an attention sink, arXiv 2309.17453), and most of its inputs are small.
+    InputLimits applied(const float* limit) const {
+        return {s.mode == MODE_DENSE ? nullptr : limit, w.attention.is_first()};
+    }
 
     // The same vectors with zeros for silent inputs.
     Operand& without_silent(Operand& x, const float* limit) {
-        limit = applied(limit);
-        if (!limit) return x;
+        const InputLimits limits = applied(limit);
+        if (!limits.value) return x;
         w.masked.size = x.size;
         w.masked.changed();
         rows(2 * x.size, [&](int64_t t) {
             const float* from = x.row(t);
             float* to = w.masked.row(t);
-            for (int64_t i = 0; i < x.size; ++i) to[i] = passes(from[i], limit, i) ? from[i] : 0.0f;
+            const TokenLimits own = limits.of(t);
+            for (int64_t i = 0; i < x.size; ++i) to[i] = own.pass(from[i], i) ? from[i] : 0.0f;
         });
         return w.masked;
     }

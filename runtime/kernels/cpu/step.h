@@ -85,7 +85,8 @@ struct SparkLayer {
     SparkMatrix predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
     // Limits of the inputs of query, key and value [D], of the output projection [H * W], and of gate and
-    // up [D]: an input whose magnitude is at or below its limit counts as 0. Null: no limits.
+    // up [D]: an input whose magnitude is at or below its limit counts as 0, unless its token is the first of its
+    // text. Null: no limits.
     const float *input_limit, *output_limit, *ffn_limit;
     uint8_t *key, *value;    // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
     // Only with a selection, see select.h; B: key blocks in a block of the cache.

@@ -15,12 +15,12 @@ class TransposedNeurons {
     // Writes the output of the predicted neurons (all, if `named` is null) for T tokens x [T, D] to out
     // [T, D]; sets the bits of those whose row of `down` is read.
     void run(SparseInputs& inputs, const SparkBlock& block, const Gate& gate, const Named* named,
-             const float* x, const float* limit, int64_t T, float* out, NeuronBytes& read,
-             Fired fired) {
+             const float* x, const InputLimits& input_limits, int64_t T, float* out,
+             NeuronBytes& read, Fired fired) {
         const SparkMatrix both[] = {block.gate, block.up};
         const int count = block.up.data ? 2 : 1;
         const int64_t D = block.down.num_columns;
-        const int64_t bytes = inputs.run(both, count, x, limit, T, value_, 2 * F);
+        const int64_t bytes = inputs.run(both, count, x, input_limits, T, value_, 2 * F);
         const int64_t gate_row = row_bytes(block.gate);
         const int64_t row = gate_row + (block.up.data ? row_bytes(block.up) : 0);
         read.gate += bytes / row * gate_row;
@@ -32,9 +32,9 @@ class TransposedNeurons {
         if (!limits.has_hidden()) std::fill_n(no_limit_, F, 0.0f);
         const float* silent = limits.has_hidden() ? limits.hidden : no_limit_;
         if (gate.mode == MODE_DENSE) silent = nullptr;
-        read.down += inputs.run(&block.down, 1, value_, silent, T, out, D);
+        read.down += inputs.run(&block.down, 1, value_, {silent}, T, out, D);
         for (int64_t i = 0; fired.bits && i < T * F; ++i)
-            if (!silent || passes(value_[i], silent, i % F)) fired.set(i / F, i % F);
+            if (TokenLimits{silent}.pass(value_[i], i % F)) fired.set(i / F, i % F);
     }
 
   private:
