@@ -48,8 +48,8 @@ class Artifacts:
 
 
 def load_artifacts(config: ReportConfig) -> Artifacts:
-    """Loads the files. Raises SparkinferError for a file that is damaged or of another model or limits, and
-    for a plan made from another profile or machine."""
+    """Loads the files. Raises SparkinferError for a file that is damaged or of another model or
+    limits, and for a plan made from another profile or machine."""
     model = ModelFile.load(config.model)
     profile = None if config.profile is None else Profile.load(config.profile)
     machine = None if config.machine is None else Machine.load(config.machine)
@@ -96,8 +96,7 @@ def _load_split(
     assert config.split is not None
     split = Split.load(config.split)
     split.check_against(model.row_major, config.split)
-    if config.profile is not None:
-        split.check_files(config.split, profile=config.profile, machine=config.machine)
+    split.check_files(config.split, profile=config.profile, machine=config.machine)
     if profile is not None and machine is not None:
         verify(split, model=model.row_major, profile=profile, machine=machine)
     return split

@@ -177,7 +177,8 @@ def plot_map(split: Split, profile: Profile) -> Plot:
             "map", figure,
             alt=f"{hot:.1%} of the neurons, with {hot_fired:.1%} of the firings, are on a GPU;"
             f" so are the dense blocks of {sum(split.dense_on_gpu)} of {num_layers} layers.",
-            caption="A dense block is the attention, norms, predictor and KV cache of a layer.",
+            caption="A dense block is the attention, norms and predictor of a layer"
+            + (", with its KV cache." if split.kv_offload is None else "; the KV cache is in main memory."),
         )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def _inputs(model: Path, profile: Path, machine: Path, split: Split | None) -> I
         host_budget=split.host_budget_bytes or None, context_length=split.context_length,
         mode=split.mode, workspace=lambda *asked: workspace,
         swapped_rows=split.cache.most_rows if split.cache else 0,
-        num_sequences=split.num_sequences,
+        num_sequences=split.num_sequences, kv_offload=split.kv_offload,
     )  # fmt: skip
 
 

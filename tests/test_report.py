@@ -183,6 +183,19 @@ def test_the_firing_curves_match_the_counts(folder):
         assert row_N[50] == pytest.approx(first.sum() / count_F.sum())
 
 
+def test_the_speeds_of_a_plan_with_keys_in_main_memory(folder, tmp_path):
+    config = config_of(folder, tmp_path / "r.html", evals=(), split=tmp_path / "plan.gguf")
+    solved = solve(SolveConfig(
+        model=config.model, profile=config.profile, machine=config.machine, mode="exact",
+        vram_budget_bytes=2500 << 10, context_length=64, output=tmp_path / "plan.gguf",
+        kv_offload="block=16,sinks=0,window=16,top=16"))  # fmt: skip
+    speeds = speeds_of(config, load_artifacts(config))
+    for name in ("cpu_only_s", "layer_split_s", "limit_s", "fits_from_bytes"):
+        assert getattr(speeds.advice, name) == pytest.approx(getattr(solved.advice, name))
+    drawn = plot_map(Split.load(config.split), Profile.load(config.profile))
+    assert "in main memory" in drawn.caption
+
+
 def test_the_map_shows_the_plan(folder):
     """The area drawn in the GPU's colour, against the columns that the plan gives it."""
     split, profile = Split.load(folder / "plan.gguf"), Profile.load(folder / "p.safetensors")
@@ -268,6 +281,7 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
         ({"evals": (tmp_path / "unknown.json",)}, "'more' is unknown"),
         ({"evals": (tmp_path / "old.json",)}, "wanted a comparison"),
         ({"machine": tmp_path / "machine.json"}, "was made from another machine file"),
+        ({"machine": tmp_path / "machine.json", "profile": None}, "another machine file"),
         ({"output": compared, "force": True}, "is read by this command"),
         ({"output": folder / "p.report.json", "force": True}, "is read by this command"),
     ):

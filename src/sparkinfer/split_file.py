@@ -231,19 +231,23 @@ class Split:
             cache_types=self.cache_types(model),
         )
 
-    def check_files(self, plan: Path, *, profile: Path, machine: Path | None = None) -> None:
-        """Raises SparkinferError if a file is not the one that the plan was made from."""
-        files = [("profile", profile, self.profile_sha256)]
-        files += [("machine file", machine, self.machine_sha256)] if machine else []
+    def check_files(self, plan: Path, *, profile: Path | None, machine: Path | None = None) -> None:
+        """Raises SparkinferError if a file that is given is not the one that the plan was made
+        from."""
+        files = (
+            ("profile", profile, self.profile_sha256),
+            ("machine file", machine, self.machine_sha256),
+        )
         for what, path, known in files:
-            if known != UNKNOWN and sha256_of(path) != known:
+            if path is not None and known != UNKNOWN and sha256_of(path) != known:
                 raise SparkinferError(
                     f"{plan}: was made from another {what} than {path}, or it has changed since;"
                     " run sparkinfer solve again"
                 )
 
     def check_against(self, model: ModelFile, path: Path) -> None:
-        """Raises SparkinferError if the plan is of another model or its bytes are wrong."""
+        """Raises SparkinferError if the plan is of another model, its context is too long for it, or
+        its bytes are wrong."""
         if self.model_id != model.model_id:
             raise SparkinferError(
                 f"{path}: made for model {self.model_id[:12]}, but {model.path} is"
@@ -355,7 +359,7 @@ def _selection(read: Fields) -> KeySelection | None:
 
 
 def _sizes(read: Fields) -> tuple[int, ...]:
-    """The GPUs' budgets, stored as decimal strings because lists of integers are read as int32."""
+    """The GPUs' budgets, which are stored as decimal strings."""
     found = []
     for text in read.items("gpu_budget_bytes"):
         if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) < 20):
