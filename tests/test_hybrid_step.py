@@ -198,6 +198,27 @@ def test_each_layer_with_cold_neurons_takes_one_round_trip(tmp_path):
         assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS
 
 
+def test_norms_of_heads_are_counted_with_attention(tmp_path):
+    folder = random_model(tmp_path / "hf", CASES["qwen3-biases-tied"])
+    save_tokenizer(folder, 320)
+    model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
+    assert "blk.0.attn_q_norm.weight" in model.tensors
+    num_layers, neurons = model.shape.num_layers, np.arange(model.shape.num_neurons)
+    split = make_split(
+        model, [neurons] * num_layers, dense_on_gpu=[1] * num_layers, head_on_gpu=True
+    )
+    split.save(tmp_path / "s.gguf")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
+        device = FakeDevice()
+        step = hybrid(engine, split, device.backend(reference_kernels()))
+        device.log.clear()
+        step.run(IDS[0], 0)
+    counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(num_layers))
+    counted += num_layers * (HOT_KERNELS - 1) + HEAD_KERNELS
+    counted += 1 - num_layers  # the tied embedding is read there, and appends as above
+    assert sum(o.name == "kernel" for o in device.log) == counted
+
+
 def test_tied_weights_are_embedded_on_the_heads_gpu(tmp_path):
     model = make(tmp_path, is_tied=True)
     model.save(model.path)

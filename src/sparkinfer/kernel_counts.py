@@ -1,13 +1,13 @@
 """The number of kernels that a token launches on a GPU; plans are priced with these counts.
 
 A step on a GPU is a captured graph, in which every kernel waits for the one before it and costs
-`Gpu.launch_s` in addition to its bytes. Each matrix product is one kernel, each norm is one (which
-also adds the residual), and the groups below have as many as stated."""
+`Gpu.launch_s` in addition to its bytes. Each matrix product is one kernel, each norm of a block is
+one (which also adds the residual), and the groups below have as many as stated."""
 
 from sparkinfer.budget import is_dense, is_predictor, layer_tensors
 from sparkinfer.model_file import ModelFile
 
-# Rotate and append keys; attention over parts of the cache; combine the parts.
+# Norm and rotate heads, append keys and values; attention over parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
 # At most: gate and up rows with the activation; down rows; sum of the parts, which the next norm on
 # the same GPU computes if there is one.
@@ -26,7 +26,8 @@ def dense_kernels(
     for name, entry in layer_tensors(model, layer).items():
         is_matrix = len(entry.shape) == 2
         if is_dense(name):
-            count += is_matrix or ("norm" in name and name.endswith(".weight"))
+            is_norm = name.startswith(("attn_norm", "ffn_norm")) and name.endswith(".weight")
+            count += is_matrix or is_norm
         elif is_predictor(name):
             count += is_matrix and has_predictor
     return count
