@@ -406,7 +406,7 @@ def test_input_that_is_not_text_is_refused(tmp_path, codec_model):
         in run(codec_model, "-p", "-", stdin=b"a\xff", code=1).stderr.decode()
     )
     for content, message in (("", "has no prompts"), ("{}\n", 'an object with a "prompt"'),
-                             ("{\n", "line 1: not JSON")):  # fmt: skip
+                             ("{\n", "line 1: not JSON"), ('"a"\n\n{\n', "line 3: not JSON")):  # fmt: skip
         (tmp_path / "p.jsonl").write_text(content)
         done = run(codec_model, "--prompts", tmp_path / "p.jsonl", code=1)
         assert message in done.stderr.decode()

@@ -42,9 +42,11 @@ def _stdin() -> str:
 
 
 def _lines_of(path: Path) -> list[str]:
-    lines = [line for line in read_text(path, "file of prompts").splitlines() if line.strip()]
+    text = read_text(path, "file of prompts")
+    numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [line for _, line in numbered]
     if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in enumerate(lines, 1)]
+        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in numbered]
     if not lines:
         raise SparkinferError(f"{path}: has no prompts; write one per line")
     if len(lines) > MOST_PROMPTS:
