@@ -33,7 +33,8 @@ class ReportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSummary:
-    """A summary of the written page. `missing` are the sections that lack an input."""
+    """A summary of the written page. `missing` are the sections with neither a plot nor a
+    table."""
 
     output: str
     model_id: str

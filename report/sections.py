@@ -2,7 +2,7 @@
 
 A section whose input is missing names the command that makes it.
 
-Letters: L layers."""
+Letters: L layers, F neurons of a layer, N plotted shares of the neurons."""
 
 from collections.abc import Sequence
 
@@ -230,7 +230,7 @@ def _predictor_table(found: Artifacts) -> Table:
 
 
 def _stored_predictors(found: Artifacts) -> Table | None:
-    """The predictors of their file or of the model, for which no quality is recorded."""
+    """The predictors of their file or of the model, for a page without a report on their quality."""
     if found.predictors is not None:
         info = found.predictors.info
         sizes = [sum(matrix.data.nbytes for matrix in layer.matrices(n).values())

@@ -26,7 +26,7 @@ from sparkinfer.run.keys import STAGES, digest
 
 FORMAT, VERSION = "sparkinfer.cache-entry", 1
 ENTRY, LOCK = "entry.json", "lock"
-# Opens neither through a symbolic link nor waits for a named pipe.
+# Does not follow a symbolic link, and does not block on a named pipe.
 LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 Say = Callable[[str], None]
 # Makes an artifact in a folder; the returned mapping is stored in the entry as facts.

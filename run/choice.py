@@ -26,7 +26,8 @@ from sparkinfer.system_memory import memory_limit_bytes
 # From nearly lossless to the smallest useful type.
 BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
 LARGE = ("f32", "f16", "bf16")
-# Shares of available memory given to a model; the rest is for the process and the page cache.
+# Shares of memory given to a model: of all that the process may use, and of what is free on a GPU.
+# The rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
 STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that the next run gets the same
 # A predictor's bytes relative to its layer's neurons: 9.4 % in f16 (docs/predictors.md), 18 % in
@@ -126,7 +127,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
 
 
 def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
-    """Drops GPUs whose budget would hold nothing but the temporaries of a pass."""
+    """Drops all GPUs if the smallest budget would hold nothing but the temporaries of a pass."""
     if not room.gpus or min(room.gpus) > SURELY * workspace_bytes(model, context_of(model, wishes)):
         return room
     least = measure_workspace(model, context_of(model, wishes), "dense")
@@ -160,8 +161,9 @@ def run_bytes(model: ModelFile, context_length: int) -> int:
 
 
 def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | None, str]:
-    """The type that loses least among those with which the model fits a GPU, or else all memories
-    together; and why. None stands for a GGUF's own types."""
+    """The first type with which the model fits the first GPU, or else all memories together; and
+    why. The order is: the source's own types (None), unless they are large and have to be
+    converted anyway; then BY_QUALITY. If none fits, the smallest."""
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
     own = source.own or (None if source.own_type in LARGE else source.draft(None))

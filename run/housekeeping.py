@@ -54,7 +54,8 @@ def list_cache(cache: Path) -> tuple[Shelved, ...]:
 
 def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -> Cleared:
     """Removes artifacts: all, or those with these names (of a folder, a kind or a source), and with
-    `stale_only` only stale and unfinished ones.
+    `stale_only` only stale and unfinished ones. Removing all includes the results of GPU checks and
+    the rates.
 
     Raises SparkinferError for a name that matches nothing."""
     shelved = list_cache(cache)

@@ -90,7 +90,8 @@ def _slices(model: ModelFile) -> Iterator[tuple]:
 
 
 def unpack_values_per_s() -> float:
-    """Values per second that one thread unpacks from q8_0, which is most of a verification."""
+    """Values per second that one thread unpacks from q8_0; verifying is estimated in multiples of
+    this."""
     rows = quantize(
         np.random.default_rng(0).standard_normal((64, N)).astype(np.float32), type_of("q8_0")
     )

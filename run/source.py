@@ -1,6 +1,6 @@
 """The source given to `sparkinfer run`: a checkpoint folder, a name on the hub, or any GGUF.
 
-Only headers are read here."""
+A name on the hub is downloaded; of a local source only headers and samples of bytes are read."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,7 @@
 """The stages of `sparkinfer run`, each of which makes an artifact in the cache.
 
-Each stage does the work of the command of that name; its key has everything that determines the
-artifact. `prepare` decides which stages run, and in which order."""
+Each stage does the work of a command (convert, profile, calibrate or solve); its key has everything
+that determines the artifact. `prepare` decides which stages run, and in which order."""
 
 import platform
 import time
@@ -248,7 +248,8 @@ def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
 
 
 def flop_per_token(model: ModelFile) -> float:
-    """Floating-point operations per token: two per element of all matrices but the embedding."""
+    """Floating-point operations per token: two per element of all matrices, but of the embedding
+    only if it is also the head."""
     sizes = [
         entry.shape[0] * entry.shape[1]
         for name, entry in model.tensors.items()

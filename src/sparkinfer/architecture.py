@@ -1,9 +1,9 @@
 """The supported architectures: the graph and the tensors of each.
 
-Names are llama.cpp's if it has one. Optional parts of a model (biases, a second norm) are detected
-from the tensors of its file.
+Architectures and tensors have llama.cpp's names where it has them. Optional parts of a
+model (biases, a second norm) are detected from the tensors of its file.
 
-Letters: D model width, F feed-forward neurons of a layer, R predictor rank, W head width."""
+Letters: D model width, F feed-forward neurons of a layer."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -61,7 +61,7 @@ ARCHITECTURES = {
             is_gated=False,
             has_fused_qkv=True,
             is_parallel=True,
-            # llama.cpp computes the tanh form for both; transformers computes the exact one.
+            # llama.cpp computes the tanh form for both; transformers computes gelu exactly.
             stock_activations=("gelu", "gelu_tanh"),
             stock_options=frozenset(("attn_norm_2.weight", "attn_norm_2.bias")),
         ),

@@ -17,7 +17,7 @@ Items = dict[str, int]
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
 # Maximum tokens per forward pass. Weights are unpacked once per pass, and longer matrix products
 # are faster: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes of 256 and 13
-# in one (docs/log.md). Passes are short under a plan, where their workspace counts against the
+# in one (docs/log/prefill.md). Passes are short under a plan, where their workspace counts against the
 # GPU's budget, and while observed, when each pass is a batch of predictor training.
 PREFILL_CHUNK = 512
 SHORT_CHUNK = 128
@@ -54,8 +54,8 @@ def part_neurons(width: int, num_tokens: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
-    """Bytes of one layer: attention (its matrices and all norms), the predictor, one neuron.
-    `attention` includes `head_norms`, the norms of single heads, which are stored on the device that
+    """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
+    block (see `is_dense`) and includes `head_norms`, the norms of single heads, which are stored on the device that
     holds the keys and values.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
@@ -164,8 +164,8 @@ def embedding_bytes(model: ModelFile) -> int:
 def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = True) -> int:
     """Bytes of the temporaries of a forward pass over a prefill chunk, all in f32.
 
-    The hidden state and its copies (8 TD), gate, up and product of all neurons (of a part of them
-    in a long, unobserved pass), the unpacked keys and values of the whole context, the attention
+    The hidden state and its copies (8 TD), values of all neurons (4 TF; of a part of them in a
+    long, unobserved pass), the unpacked keys and values of the whole context, the attention
     mask (TC), logits, and the tile that weights are unpacked into. A native step takes about as
     much or less (Work in step.cpp)."""
     shape = model.shape
@@ -332,7 +332,7 @@ def plan_bytes_of_gpus(
     `home` names the GPU of each layer and of the head; () for a single GPU. `workspace` is counted
     for the CPU and for every GPU that holds anything; by default it is `workspace_bytes`. The
     embedding matrix is only read one row per token, so an untied one stays on the CPU. With key
-    selection, so do all keys and values."""
+    selection, all keys and values are on the CPU, and so are the norms of single heads."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)

@@ -2,7 +2,7 @@
 
 `convert` writes the name as `tokenizer.ggml.pre`, and `runtime` builds a tokenizer from it. Only
 those that split text in the same way in `tokenizers` and in llama.cpp are listed. (llama.cpp has
-the tables of Unicode 15, `tokenizers` those of Unicode 16: the 4,382 letters and digits that were
+the tables of Unicode 15.1, `tokenizers` those of Unicode 16: the 4,382 letters and digits that were
 added in between are symbols to llama.cpp.)"""
 
 from dataclasses import dataclass

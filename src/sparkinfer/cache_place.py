@@ -10,8 +10,8 @@ VARIABLE = "SPARKINFER_CACHE"
 
 
 def cache_folder() -> Path:
-    """$SPARKINFER_CACHE, or the user's cache folder by the XDG specification. Raises
-    SparkinferError for a user without a home folder."""
+    """$SPARKINFER_CACHE, or the folder `sparkinfer` in the user's cache folder by the XDG
+    specification. Raises SparkinferError if a home folder is needed and there is none."""
     own = os.environ.get(VARIABLE)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative one must be ignored
     try:

@@ -27,8 +27,8 @@ _TIMES = ("hot_s", "hot_row_s", "cold_s", "cold_row_s", "copy_row_s", "gather_ro
 class CachePlan:
     """The section. Raises SparkinferError for values that no cache can have.
 
-    most_rows: most neurons swapped in a step. frequency: how often a token reads each neuron
-    according to the profile, f32 [F] for each layer, by neuron id."""
+    most_rows: most neurons swapped in a step. frequency: the share of tokens that read each
+    neuron according to the profile, f32 [F] for each layer, by neuron id."""
 
     most_rows: int
     costs: CacheCosts

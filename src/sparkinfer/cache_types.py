@@ -1,8 +1,8 @@
 """Storage types of keys and values in the cache: their names and sizes.
 
     f32 f16 bf16           values of that type
-    q8_0 q4_0              blocks of 32 as in a model file, of keys and values rotated by the
-                           Hadamard matrix (runtime/kernels/cpu/cache_rows.h)
+    q8_0 q4_0              blocks of 32 as in a model file; rows are multiplied by a Hadamard
+                           matrix first (runtime/kernels/cpu/cache_rows.h)
     q8_0-plain q4_0-plain  the same blocks without the rotation, for comparison
 
 The cache itself is in runtime.cache."""

@@ -1,7 +1,7 @@
 """The command line: `sparkinfer`, or `python -m sparkinfer`.
 
-This module imports nothing, so that Ctrl-C prints one line from its first line on. Exit codes are
-in top_level, commands in commands.all_commands."""
+This module imports nothing before `main`, so that Ctrl-C prints one line even during the imports.
+Exit codes are in top_level, commands in commands.all_commands."""
 
 
 def main(argv: list[str] | None = None) -> int:

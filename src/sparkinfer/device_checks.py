@@ -99,7 +99,7 @@ def read_checks(path: Path) -> Checks | None:
 
 def _record(kind: type[R], values: dict[str, Any]) -> R:
     """A record of these values. Raises TypeError or ValueError for missing, unknown or mistyped
-    ones, and for texts of several lines."""
+    ones, and for texts that are not printable."""
     made = kind(**values)
     for each in fields(kind):
         value = getattr(made, each.name)

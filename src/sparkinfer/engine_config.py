@@ -86,8 +86,8 @@ class EngineConfig:
     limits: a limits file (sparkinfer.limits) that replaces the limits of a SiLU or GELU model; mode
     "dense" uses none.
 
-    cache_type_k, cache_type_v: storage types of keys and values (sparkinfer.cache_types), on the
-    CPU only; None takes f32 for a model in f32 and f16 for others, and for values the type of the
+    cache_type_k, cache_type_v: storage types of keys and values (sparkinfer.cache_types), where
+    the CPU holds them: on device cpu without a plan, or with cpu_ffn and kv_offload; None takes f32 for a model in f32 and f16 for others, and for values the type of the
     keys.
 
     kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long text reads only the

@@ -28,7 +28,7 @@ def put_folder(partial: Path, path: Path) -> None:
         except OSError as error:
             if old.exists() and not path.exists():
                 old.replace(path)
-            # Meanwhile another run has put its own folder there, or removed it.
+            # With these errors, another run has put its own folder there meanwhile, or removed it.
             if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise
     raise SparkinferError(f"{path}: other runs keep replacing it; give another name")

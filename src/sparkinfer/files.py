@@ -63,7 +63,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """A new folder in `parent` (None: the system's place for temporary files), which is removed at
-    the end of the block and when a signal ends the process."""
+    the end of the block, and by `remove_unfinished`."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
         folder = Path(name)
         _unfinished.add(folder)

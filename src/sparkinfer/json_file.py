@@ -1,4 +1,4 @@
-"""Reads third-party JSON files, or refuses them with a one-line error."""
+"""Reads text and JSON files from outside, or refuses them with a one-line error."""
 
 import json
 import re

@@ -4,7 +4,7 @@ training.
 A value whose magnitude is at or below its limit counts as zero, and the weights that it would be
 multiplied by are not read. NaN counts as above its limit. Specified in docs/formats.md.
 
-Letters: L layers, D model width, F neurons, H values of all heads together."""
+Letters: D model width, F neurons, H values of all heads together."""
 
 import hashlib
 from collections.abc import Mapping
@@ -147,7 +147,8 @@ class Limits:
         return found
 
     def validate(self) -> None:
-        """Raises SparkinferError unless each is a vector of f32, finite and at least 0."""
+        """Raises SparkinferError unless there are layers, and each limit is a vector of f32, not
+        empty, finite and at least 0."""
         if not self.layers:
             raise SparkinferError("limits of no layers")
         for name, limit in self.arrays().items():

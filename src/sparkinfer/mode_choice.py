@@ -2,9 +2,10 @@
 nothing.
 
 A mode is allowed by default if it cannot change the output (dense, and exact if neurons are zero by
-themselves), if the model was trained to run in it, or if by the file's own record (mode_quality) it
-costs no more than a given share of the perplexity. Of those, the one that reads the fewest bytes per token is chosen, with a line that
-explains the choice if it is not the expected one.
+themselves), if the model was trained to run in it (exact), or if by the file's own record
+(mode_quality) it costs no more than a given share of the perplexity; so are predictors of a ReLU
+model without a record. Of those, the mode that reads the fewest bytes per token is chosen, with a
+line that explains the choice if it is not the expected one.
 
 The solver chooses by seconds instead."""
 

@@ -1,8 +1,8 @@
 """The measured quality of a mode compared with the same model run densely, and the bytes that it
 reads.
 
-`profile` measures it and writes it into the profile and the predictors, `convert` puts it into the
-model file; mode_choice uses it."""
+`profile` measures it and writes it into the profile and the predictors, `advise` into its limits;
+`convert` puts it into the model file, and mode_choice uses it."""
 
 import math
 from collections.abc import Mapping

@@ -80,11 +80,13 @@ class ModelFile:
     model_id: str
     shape: ModelShape
     activation: Activation
-    threshold_L: tuple[float, ...]  # a neuron fires above it: gate > t, or |silu(gate)| > t
+    threshold_L: tuple[
+        float, ...
+    ]  # a neuron fires above it: gate > t, or |act(gate)| > t if smooth
     predictor: PredictorInfo | None
     tensors: dict[str, TensorEntry]
     extra_keys: dict[str, Value]  # tokenizer, name and the like, kept as they are
-    # The measured quality of modes with these thresholds and predictors; {}: unknown.
+    # The measured quality of modes with these thresholds, limits and predictors; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     is_trained_sparse: bool = False  # see limits.Limits.is_trained
 
@@ -311,7 +313,8 @@ class ModelFile:
     @property
     def row_major(self) -> "ModelFile":
         """The model with every matrix under its untransposed name and shape, for counting bytes;
-        its values must not be read."""
+        its values must not be read. A matrix whose rows would then not be whole blocks keeps its
+        shape."""
         usual = dict(self.tensors)
         for layer in range(self.shape.num_layers):
             for names in transposable(self.graph).values():
@@ -397,7 +400,7 @@ def compute_model_id(
     """An id of the weights: sha256 over the config and each tensor's name, shape and sampled bytes.
 
     `convert` computes it once, from the checkpoint, so that all types and layouts made from one
-    checkpoint share it. It is cheap even for 100 GB."""
+    checkpoint share it; for a third-party GGUF it is computed at load. It is cheap even for 100 GB."""
     volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
     stable = {key: value for key, value in config.items() if key not in volatile}
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
@@ -408,7 +411,7 @@ def compute_model_id(
 
 
 def sample_bytes(raw: np.ndarray) -> bytes:
-    """4 KiB from the start, the middle and the end of a tensor's bytes."""
+    """Up to 4 KiB each from the start, the middle and the end of a tensor's bytes."""
     flat = raw.reshape(-1).view(np.uint8)
     middle = len(flat) // 2
     return b"".join(flat[a : a + 4096].tobytes() for a in (0, middle, max(0, len(flat) - 4096)))

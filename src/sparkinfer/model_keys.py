@@ -39,7 +39,7 @@ NORM_EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
 }
-# Keys of an architecture that are redundant with the shape or the graph.
+# Keys of an architecture that are accepted with any value, since they change nothing here.
 SILENT_KEYS = {
     "tensor_data_layout",
     "use_parallel_residual",

@@ -97,8 +97,8 @@ class CacheCosts:
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
     read), and a step takes the sum over its layers plus `rest_s`. A swap takes gather_row_s of the
     CPU's time, which is free while the CPU waits for the GPU, and copy_row_s of the link's, which
-    is free while the step runs; `copy_s` is the link's fixed cost of a step's swaps. Gathering does
-    not start if the step leaves no time for it."""
+    is free while the step runs; `copy_s` is the link's fixed cost of a step's swaps. A swap that
+    would not fit into either of these times is not made."""
 
     hot_s_L: np.ndarray
     hot_row_s_L: np.ndarray
@@ -124,7 +124,7 @@ class CacheCosts:
         return len(self.hot_s_L)
 
     def scaled(self, *, link: float = 1.0, cpu: float = 1.0) -> "CacheCosts":
-        """The same costs with a link and a CPU that are faster by these factors."""
+        """The same costs with a link and a CPU that move and compute rows faster by these factors."""
         if not (0 < link < math.inf and 0 < cpu < math.inf):
             raise SparkinferError(f"link={link:g}, cpu={cpu:g}; wanted finite factors above 0")
         return replace(

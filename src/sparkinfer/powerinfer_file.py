@@ -1,6 +1,6 @@
 """Translates PowerInfer's model files to our keys and names.
 
-The container is GGUF except for its first four bytes. Names and meanings are those of PowerInfer's
+The container is GGUF except for its first four bytes and three type numbers (gguf_reader). Names and meanings are those of PowerInfer's
 convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation, which the file does not
 state, is that of PowerInfer's graphs."""
 
@@ -25,7 +25,8 @@ def adopt(
 ) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     """Keys and tensors as in a model file of the sparse layout.
 
-    Raises SparkinferError, without the file's name, for an unknown architecture."""
+    Raises SparkinferError, without the file's name, for an unknown architecture, a threshold that
+    is not a number, and an OPT without learned positions."""
     found = str(keys.get("general.architecture", "none"))
     if found not in ACTIVATIONS:
         raise SparkinferError(

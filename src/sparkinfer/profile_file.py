@@ -1,6 +1,7 @@
 """model.profile.safetensors: counts of each neuron's firings, and histograms of gate magnitudes.
 
-Specified in docs/formats.md. Two profiles of one model can be added.
+Specified in docs/formats.md. Two profiles of one model, with the same thresholds and limits, can be
+added.
 
 Letters: L layers, F neurons, B histogram bins."""
 
@@ -37,11 +38,11 @@ class Corpus:
 class Profile:
     model_id: str
     num_tokens: int
-    threshold_L: tuple[float, ...]  # a neuron fired if its activation was above it
+    threshold_L: tuple[float, ...]  # a neuron fired above it, as in model_file
     corpora: tuple[Corpus, ...]
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
-    # Of the model with these thresholds, and with the predictors of the same run; {}: unknown.
+    # Of the model with these thresholds or limits, and with the predictors of the same run; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which firings were counted; None: unknown
     # Limits.sha256 of the model file's limits, by which neurons fired; None: it had none.

@@ -60,9 +60,9 @@ class Advance:
 @contextmanager
 def progress(label: str, total: float | None, unit: str) -> Iterator[Advance]:
     """Yields a function to call with the amount just done. If stderr is not a terminal, it prints a
-    line every half minute.
+    line at most every half minute.
 
-    A `total` of None is set later by `Advance.set_total`."""
+    `Advance.set_total` sets the total later if it is None at first; it may stay unknown."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

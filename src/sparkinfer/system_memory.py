@@ -75,7 +75,7 @@ def _limit(group: Path, limit_name: str) -> int | None:
 
 
 def _left(group: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:
-    """None: no limit here."""
+    """None: no limit here, or its use is unknown."""
     limit = _limit(group, limit_name)
     if limit is None:
         return None

@@ -168,8 +168,8 @@ def _forget_stdout() -> None:
 
 @contextmanager
 def _nothing_printed(arguments: list[str]) -> Iterator[None]:
-    """Disables Python's own tracebacks at exit: of threads, of unraisable errors, and of characters
-    that stdout cannot encode."""
+    """Prevents Python's own tracebacks: of threads, whose errors become one line, of unraisable
+    errors, and of characters that stdout cannot encode."""
 
     def of_thread(found: threading.ExceptHookArgs) -> None:
         if found.exc_value is not None and not isinstance(found.exc_value, SystemExit):

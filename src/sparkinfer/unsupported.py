@@ -25,7 +25,7 @@ _BY_NAME = (
 )  # fmt: skip
 _EXPERTS = "mixtures of experts are not supported"
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "expert_count")
-# The end of a GGUF's key -> why a file with it is not run.
+# A key of a GGUF, without its architecture -> why a file with it is not run.
 _BY_KEY = {
     "expert_count": _EXPERTS,
     "expert_used_count": _EXPERTS,

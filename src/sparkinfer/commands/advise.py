@@ -53,7 +53,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
                    " to compare with. [default: its own mode dense]")  # fmt: skip
 @click.option("--plot", type=OUTPUT, help="Write a picture (PNG) of everything that was measured.")
 @click.option(
-    "--work", type=FOLDER, help="Folder for temporary model files. [default: the system's own]"
+    "--work", type=FOLDER, help="Folder for temporary model files. [default: the system's]"
 )
 @click.option("--seed", default=0, show_default=True)
 @threads_option

@@ -1,9 +1,9 @@
 """All commands: `sparkinfer`, or `python -m sparkinfer`.
 
-Commands are thin wrappers: each builds the config of one stage, runs the stage and prints its
-report. A stage is imported inside its command, so that `sparkinfer --help` needs no torch. People
-read stderr, programs read stdout: the text of `generate`, or one JSON object with --json. Errors
-are reported by top_level."""
+Commands are thin wrappers: most build the config of one stage, run the stage and print its report.
+A stage is imported inside its command, so that `sparkinfer --help` needs no torch. Notes and short
+reports go to stderr; generated text, tables to look at, and with --json one object go to stdout.
+Errors are reported by top_level."""
 
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,12 @@ cli.add_command(sparsify)
 @click.option("-o", "--output", type=output(".gguf"), required=True,
               help="The model file to write.")  # fmt: skip
 @click.option("--outtype", type=OUTTYPE,
-              help="Type of the matrices; f16 for a checkpoint, the file's own for a GGUF.")  # fmt: skip
+              help="Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]")  # fmt: skip
 @click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
               show_default=True, help="stock is the layout that llama.cpp loads.")  # fmt: skip
 @click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",
-              help="Another type for tensors whose name contains NAME; may be repeated.")  # fmt: skip
+              help="Another type for matrices whose name matches NAME, a regular expression; may be"
+                   " repeated.")  # fmt: skip
 @click.option("--activation", metavar="NAME",
               help="The activation, which other programs' GGUF files do not record: relu, drelu,"
                    " fatrelu=0.01, ...")  # fmt: skip
@@ -96,10 +97,12 @@ cli.add_command(sparsify)
               help="Predictors to add: predictors.safetensors, or a folder with it or with"
                    " model_0.pt, model_1.pt, ...")  # fmt: skip
 @click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
-              help="The input that they read: 0 for their own layer's, 1 for that of the layer"
-                   " before.")  # fmt: skip
-@click.option("--thresholds", type=FILE, help="A profile whose SiLU thresholds to add.")
-@click.option("--limits", type=FILE, help="Limits to add, made by sparkinfer advise.")
+              help="The input that the predictors read: 0 for their own layer's, 1 for that of the"
+                   " layer before.")  # fmt: skip
+@click.option(
+    "--thresholds", type=FILE, help="A profile whose thresholds to add, for SiLU and GELU models."
+)
+@click.option("--limits", type=FILE, help="A limits file to add, made by sparkinfer advise.")
 @click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
               help="Compare the file's logits with the source's before keeping it.")  # fmt: skip
 @force_option
@@ -259,7 +262,10 @@ cli.add_command(report)
 )
 @click.argument("file", type=FILE)
 @click.option(
-    "--tensors", "all_tensors", is_flag=True, help="List all tensors, not only those of one layer."
+    "--tensors",
+    "all_tensors",
+    is_flag=True,
+    help="List the tensors of all layers, not only of the first.",
 )
 @click.option(
     "--graph",

@@ -12,7 +12,8 @@ _TAKEN = ("model", "split", "text", "neuron_cache", "cache_tokens", "cache_plot"
 
 
 def check_replay(ctx: click.Context) -> None:
-    """Raises UsageError if options of a replay are mixed with those of a measurement."""
+    """Raises UsageError if options of a replay are mixed with those of a measurement, or if a
+    replay lacks its plan or text."""
     given = {
         name
         for name in ctx.params

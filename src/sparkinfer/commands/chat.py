@@ -290,7 +290,7 @@ def _path_of(command: str, text: str) -> Path:
     try:
         path = Path(text).expanduser()
         path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or an unknown user
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, an unknown user
         raise SparkinferError(
             f"/{command} {text[:60]!r}: not a file name ({error})"[:200]
         ) from error

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sparkinfer.runtime.generate.constraints import Constraint
     from sparkinfer.runtime.text.codec import TextCodec
 
-MAX_BYTES = 4 << 20  # of a schema or grammar
+MAX_CHARACTERS = 4 << 20  # of a schema or grammar in a file
 LARK_SUFFIX = ".lark"
 NAMES = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex")
 
@@ -24,7 +24,7 @@ _OPTIONS = (
     click.option("-jf", "--json-schema-file", type=FILE, help="The same, from a file."),
     click.option("--grammar", metavar="TEXT", help="Grammar (GBNF or Lark) for the output."),
     click.option(
-        "--grammar-file", type=FILE, help="The same, from a file; Lark if its name ends in .lark."
+        "--grammar-file", type=FILE, help="The same, from a file; one named .lark is always Lark."
     ),
     click.option("--regex", metavar="TEXT", help="Regex that the whole output must match."),
 )
@@ -55,7 +55,7 @@ def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def constraint_of(options: ConstraintOptions, codec: "TextCodec") -> "Constraint | None":
     """The constraint that the options ask for; None if they ask for none.
 
-    Raises SparkinferError for a file that cannot be read and for syntax errors in it."""
+    Raises SparkinferError for a file that cannot be read and for syntax errors."""
     from sparkinfer.runtime.generate import constraints
 
     if options.json_schema is not None:
@@ -92,8 +92,8 @@ def _looks_like_lark(text: str) -> bool:
 
 def _read(path: Path, what: str) -> str:
     text = read_text(path, what)
-    if len(text) > MAX_BYTES:
-        raise SparkinferError(f"{path}: has over {MAX_BYTES} characters; wanted a {what}")
+    if len(text) > MAX_CHARACTERS:
+        raise SparkinferError(f"{path}: has over {MAX_CHARACTERS} characters; wanted a {what}")
     if not text.strip():
         raise SparkinferError(f"{path}: is empty; wanted a {what}")
     return text

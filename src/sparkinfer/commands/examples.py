@@ -1,4 +1,4 @@
-"""Examples at the end of each command's help. A test parses every line."""
+"""Examples at the end of the help of most commands. A test parses every line."""
 
 _HEAD = "\b\nExamples:"
 

@@ -201,7 +201,7 @@ def check_output_options(
     num_logprobs: int | None, *, is_json: bool, is_chat: bool, system: str | None,
     template: str | None,
 ) -> None:  # fmt: skip
-    """Raises click's UsageError for options that go with others which are missing."""
+    """Raises click's UsageError for an option given without the one that it needs."""
     if num_logprobs is not None and not is_json:
         raise click.UsageError("--logprobs goes with --json or --json-lines.")
     if not is_chat and (system is not None or template is not None):
@@ -334,7 +334,7 @@ def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
 
 
 def _save(engine: "Engine", sequence: Any, num_prompt: int, wanted: Wanted) -> None:
-    """Saves the prompt's state, unless the file has it already."""
+    """Saves the prompt's state, unless the file has it already or a context shift has dropped it."""
     from sparkinfer.runtime.generate.prompt_cache import save_prompt
 
     assert wanted.prompt_cache is not None

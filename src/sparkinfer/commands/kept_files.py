@@ -41,8 +41,8 @@ def report_line(model: Path, output: Path, given: set[str]) -> str | None:
 
 
 def bench_line(model: Path) -> str | None:
-    """A note with the command that measures the model as `run` would run it; None if that is this
-    very command."""
+    """A note with the command that measures the model as `run` would run it; None if no cached file
+    makes a difference."""
     from sparkinfer.run.kept import kept_for
 
     kept = kept_for(model)

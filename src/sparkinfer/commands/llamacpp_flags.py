@@ -14,7 +14,7 @@ import click
 Values = Literal["none", "one", "optional"]
 TEXT_COMMANDS = ("generate", "chat", "run", "serve")
 MODEL_COMMANDS = (*TEXT_COMMANDS, "eval", "profile", "advise", "bench")
-WORDS = ("on", "off", "auto", "all", "0", "1", "-1")  # values that mark an optional value
+WORDS = ("on", "off", "auto", "all", "0", "1", "-1")  # taken as the value if one is optional
 ALL_LAYERS = 99  # the number of layers that conventionally means "everything on the GPU"
 
 
@@ -22,8 +22,8 @@ ALL_LAYERS = 99  # the number of layers that conventionally means "everything on
 class Flag:
     """An option of llama.cpp, known in the commands listed.
 
-    "same": it is already what we do. "note": it affects only speed or memory, and is dropped with a
-    note. "refuse": `text` says what to do instead. "rename": `text` is our spelling; if it is
+    "same": it is already what we do. "note": it does not change the generated text, and is dropped
+    with a note. "refuse": `text` says what to do instead. "rename": `text` is our spelling; if it is
     empty, the value becomes an argument. "layers": a number of GPU layers. "device": a device
     name."""
 
@@ -31,10 +31,6 @@ class Flag:
     values: Values = "none"
     commands: tuple[str, ...] = TEXT_COMMANDS
     text: str = ""
-
-
-def _flags(names: str, flag: Flag) -> dict[str, Flag]:
-    return dict.fromkeys(names.split(), flag)
 
 
 def _same(values: Values = "none", commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
@@ -128,7 +124,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
 
 
 def flag_of(name: str, command: str) -> Flag | None:
-    """The meaning of llama.cpp's option in a command."""
+    """The meaning of llama.cpp's option in a command; None if it has none."""
     for names, flag in TABLE:
         if name in names.split() and command in flag.commands:
             return flag

@@ -23,7 +23,9 @@ from sparkinfer.sizes import format_bytes
 @click.option(
     "-o", "--output", type=output(".html"), required=True, help="The page (HTML) to write."
 )
-@click.option("--profile", type=FILE, help="The profile, with its .report.json on predictors.")
+@click.option(
+    "--profile", type=FILE, help="The profile; a .report.json next to it tells of the predictors."
+)
 @click.option("--split", type=FILE, help="The plan.")
 @click.option("--machine", type=FILE, help="The machine file that the plan was solved for.")
 @click.option("--predictors", type=FILE, help="predictors.safetensors, or its folder.")

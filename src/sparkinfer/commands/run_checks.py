@@ -28,7 +28,8 @@ def has_prompt(options: dict[str, Any]) -> bool:
 
 
 def check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: bool) -> None:
-    """Checks the options without the model, and reads the prompt, possibly from stdin."""
+    """Checks the options without the model; fills in the default of -n and reads the prompt,
+    possibly from stdin."""
     from sparkinfer.runtime.engine_options import device_of
 
     take_sampling_options(dict(options))

@@ -56,7 +56,9 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
                    " [default: as many as --parallel]")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
               help="Requests that may wait; more are refused with 429.")  # fmt: skip
-@context_option("Context length of a request in tokens. [default: the model's, up to 4,096]")
+@context_option(
+    "Context length of a request in tokens. [default: the plan's, or the model's up to 4,096]"
+)
 @click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
               help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
 @click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,

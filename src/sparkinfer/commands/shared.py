@@ -24,7 +24,7 @@ from sparkinfer.steady import reading
 
 
 class OutputPath(click.Path):
-    """A file that the command writes; every other path is an input. With `endings`, names with the
+    """A file that the command writes; every other path but a FolderPath is an input. With `endings`, names with the
     ending of another kind of file are refused."""
 
     endings: tuple[str, ...] = ()
@@ -136,7 +136,10 @@ cpu_ffn_option = engine_option(
     help="Without a plan: all neurons on the CPU, the rest on the GPU.",
 )
 thresholds_option = engine_option(
-    "thresholds", "--thresholds", type=FILE, help="A profile whose SiLU thresholds to run with."
+    "thresholds",
+    "--thresholds",
+    type=FILE,
+    help="A profile whose thresholds to run with, for SiLU and GELU models.",
 )
 mode_option = engine_option(
     "mode",

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SpeculationOptions()
-# docs/measured.md: in q8_0, rewriting a file with changes is 2.6 times as fast, and prose is at most
-# 2 % slower.
+# docs/measured.md: rewriting a file with changes is 2.6 times as fast in q8_0; prose is at most 2 %
+# slower in q8_0 and q4_0.
 _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
     click.option(
@@ -57,8 +57,8 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
     """Removes the options and the draft model's file from a command's keyword arguments and returns
     them.
 
-    Raises SparkinferError for an invalid value, click's UsageError for two that exclude each
-    other."""
+    Raises SparkinferError for an invalid value, click's UsageError for a combination that cannot
+    work."""
     model_draft: Path | None = arguments.pop("model_draft")
     spec_type: SpecType | None = arguments.pop("spec_type")
     is_optional = spec_type is None and model_draft is None
@@ -82,7 +82,8 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
 def speculating(
     engine: "Engine", options: SpeculationOptions, model_draft: Path | None = None
 ) -> "Iterator[Speculation | None]":
-    """Drafts for a Generation, or for many; None if none are wanted. The draft model is loaded at
+    """Drafts for a Generation, or for many; None if none are wanted, or if the default could change
+    the text. The draft model is loaded at
     the beginning of the block and closed at its end.
 
     Raises SparkinferError if speculation could change the text, and for a draft model of another
@@ -106,7 +107,7 @@ def speculating(
 
 
 def _draft_engine(engine: "Engine", path: Path) -> "Engine":
-    """The draft model on the CPU, with the model's context or its own maximum."""
+    """The draft model on the CPU, with the model's context or its own maximum if that is less."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.generate.draft_model import check_vocabulary

@@ -1,4 +1,4 @@
-"""Formats `generate`'s output about its texts: events per token, a report, a line for the user."""
+"""Formats `generate`'s output about its texts: events per token, a report, lines for the user."""
 
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Runs tests that may crash in child processes.
+"""Runs, in child processes, tests that may crash.
 
 A child is a module of this package. It prints JSON objects, one per line: {"at": "..."} before each
 thing that it tries, and {"done": {...}} at the end."""
@@ -80,7 +80,7 @@ class Child:
     def _output(self, limit_s: float) -> tuple[bytes, bytes]:
         """The child's output (stdout, stderr) up to its end or the limit. READ_S is always granted:
         the child may have ended before its limit, while another one was waited for. The timeout
-        also serves for a child that has ended but left a process that keeps the pipes open."""
+        also ends the wait for a child that has ended but left a process that holds the pipes open."""
         try:
             return self._process.communicate(timeout=max(READ_S, limit_s))
         except subprocess.TimeoutExpired as error:

@@ -1,5 +1,5 @@
-"""Examines this machine. Everything that may crash or take long runs in child processes, in
-parallel."""
+"""Examines this machine. Everything that may crash or take long runs in child processes: first the
+probes of kernels, torch, Triton and the driver, in parallel, then the check of GPUs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

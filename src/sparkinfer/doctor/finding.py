@@ -25,7 +25,7 @@ HIDDEN = "(hidden)"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line: its subject, its state, and what to do unless the state is ok."""
+    """One line: its subject, its state, its text, and what to do about it, if anything."""
 
     about: str
     state: State

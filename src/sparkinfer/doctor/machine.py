@@ -1,4 +1,4 @@
-"""Findings on the processor, its kernels, and memory."""
+"""Findings on the system, the processor and its kernels, memory, and the cache folder."""
 
 import os
 import platform

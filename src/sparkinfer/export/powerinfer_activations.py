@@ -23,7 +23,7 @@ def is_activation_file(name: str) -> bool:
 
 
 def write_activations(profile: Profile, folder: Path) -> int:
-    """Fills `folder` (which must be empty), whole or not at all; returns its bytes."""
+    """Writes `folder`, whole or not at all, replacing an existing one; returns its bytes."""
     with partial_folder(folder) as partial:
         for layer, count_F in enumerate(profile.active_count_LF):
             data = BytesIO()  # torch itself reports a full disk verbosely, or not at all

@@ -80,7 +80,8 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GgufSummary:
-    """`keys` are those not covered by `model`; long values are cut, arrays counted."""
+    """`keys` are those not covered by `model` (all without it); long values are cut, arrays
+    counted."""
 
     kind: str  # "model file", or "GGUF" if the runtime refuses it
     path: Path

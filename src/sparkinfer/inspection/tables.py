@@ -382,7 +382,7 @@ _TEXTS = ("type", "shape", "part", "device", "operation", "reads", "writes")
 
 
 def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
-    """The first column is left-aligned, numbers are right-aligned."""
+    """The first column and those in _TEXTS are left-aligned, all others right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE)
     for number, column in enumerate(columns):
         is_text = number == 0 or column in _TEXTS

@@ -1,6 +1,6 @@
 // A mapped file that is truncated while it is read ends the process with SIGBUS, in whichever
 // thread and library touches the page. This handler prints the file's name in one line, removes
-// what the process was writing, and ends it. It reads the file's name from /proc/self/maps and
+// the files (not the folders) that the process was writing, and ends it. It reads the file's name from /proc/self/maps and
 // calls only async-signal-safe functions.
 
 #include <atomic>
@@ -93,8 +93,8 @@ extern "C" __attribute__((visibility("default"))) int32_t spark_guard_mapped_fil
     return sigaction(SIGBUS, &action, nullptr);
 }
 
-// Sets the files that are removed when the process ends this way: `count` names, each terminated by
-// a zero byte.
+// Sets the files that are removed when the process ends this way, at most MAX_UNFINISHED: `count` names,
+// each terminated by a zero byte.
 extern "C" __attribute__((visibility("default"))) void spark_set_unfinished(const char* names,
                                                                            int64_t count) {
     num_unfinished = 0;
