@@ -333,8 +333,8 @@ def half_of_the_neurons(path: Path) -> str:
 
 
 def test_a_trained_model_goes_through_every_command(tmp_path):
-    """From sparsify to generation by a plan. transformers computes what mode dense computes, to 1e-5,
-    and a plan and predictors that name all give what mode exact gives."""
+    """A model goes from sparsify to generation by a plan. transformers computes what mode dense
+    computes, to 1e-5, and a plan and predictors that name all give what mode exact gives."""
     inputs = make_inputs(tmp_path)
     made = sparsify(tiny_config(inputs, tmp_path)).record.made[0]
     text = inputs[1]
