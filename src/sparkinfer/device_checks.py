@@ -2,7 +2,7 @@
 
     CACHE/device-checks/0123456789abcdef01234567.json   one file per key (DeviceKey)
 
-A verdict is about one part: the device itself, a kernel in one variant, or the graph of a plan's
+A verdict is about one part, such as pinned memory, a kernel in one variant, or the graph of a plan's
 step. Before a part is tried, its name is stored as `started`; the verdict removes it. A name that
 is found while no process holds the file's lock was left by a process that died during the check, so
 its part counts as failed. A damaged file, or one of another format, version or key, is ignored and

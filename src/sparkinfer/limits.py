@@ -1,8 +1,9 @@
 """limits.safetensors: limits on the values of each layer, a form of sparsity that can do without
 training.
 
-A value whose magnitude is at or below its limit counts as zero, and the weights that it would be
-multiplied by are not read. NaN counts as above its limit. Specified in docs/formats.md.
+A value whose magnitude is at or below its limit counts as zero, and the weights that only such values
+would be multiplied by need not be read. NaN counts as above its limit. The first token of a text is
+exempt from limits on inputs. Specified in docs/formats.md.
 
 Letters: D model width, F neurons, H values of all heads together."""
 

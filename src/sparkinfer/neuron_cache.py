@@ -92,7 +92,8 @@ class CacheOptions:
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
     """The times in seconds on which the cache bases decisions: of a step's layers (f64 [L]) and of
-    swaps. A "row" stands for one neuron: its gate, up and down rows together.
+    swaps. A "row" is one neuron: of a hot or cold one what a step reads of it (in mode exact up and
+    down, since all gates are read anyway), in a swap all of its rows.
 
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
     read), and a step takes the sum over its layers plus `rest_s`. A swap takes gather_row_s of the

@@ -205,7 +205,7 @@ def calibrate(as_json: bool, **options: Any) -> None:
               help="Instead of a plan, compute the speed over a range of budgets, e.g."
                    " 2GiB:24GiB.")  # fmt: skip
 @click.option(
-    "--sweep-points", default=23, show_default=True, help="Number of budgets in that range."
+    "--sweep-points", default=23, show_default=True, help="Number of budgets for --sweep."
 )
 @click.option("--check", "is_check", is_flag=True,
               help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip

@@ -96,7 +96,7 @@ TABLE: tuple[tuple[str, Flag], ...] = (
     ("--no-perf --perf --show-timings", _note("speeds are in the closing line")),
     ("-co --color --simple-io --log-disable --log-colors --log-prefix --log-timestamps",
      _note(_LOG)),
-    ("--warmup", _note("there is no warm-up run")),
+    ("--warmup", _note("only bench has warm-ups, and always")),
     ("-lv --verbosity", _note(_LOG, "one")),
     ("-e --escape", _refuse("write the characters themselves: -p $'a\\nb' or -f FILE")),
     ("-mli --multiline-input", _refuse("Alt-Enter, or a backslash before Enter, makes a new line")),

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
               help="Two thin matrices, or the whole gate matrix; auto chooses by measuring.")  # fmt: skip
 @click.option("--predictor-type", type=click.Choice(["auto", "f16", "q8_0", "q4_0"]),
               default="auto", show_default=True,
-              help="Type of their matrices; auto chooses by measuring.")  # fmt: skip
+              help="Type of the predictors' matrices; auto chooses by measuring.")  # fmt: skip
 @click.option("--predictor-format", type=click.Choice(["sparkinfer", "dejavu"]),
               default="sparkinfer", show_default=True,
               help="dejavu writes model_N.pt, which PowerInfer and SparkInfer load.")  # fmt: skip

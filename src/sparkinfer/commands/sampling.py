@@ -69,7 +69,7 @@ _GROUPS = {
         _option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
         _option("--dynatemp-range", "dynatemp_range",
                 "Temperature moves by up to N with the entropy; 0: fixed."),
-        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy in that."),
+        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for --dynatemp-range."),
     ),
     "Which tokens are candidates": (
         _option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),

@@ -47,7 +47,10 @@ if TYPE_CHECKING:
 @click.option("--check-tokens", default=4_096, show_default=True,
               help="Tokens of the first held-out text to measure during training.")  # fmt: skip
 @click.option(
-    "--checks", default=12, show_default=True, help="Number of such measurements, for each share."
+    "--checks",
+    default=12,
+    show_default=True,
+    help="Number of measurements during training, per share.",
 )
 @click.option("--activation", "rule", default="threshold", show_default=True,
               type=click.Choice(["threshold", "relu", "fatrelu", "drelu"]),

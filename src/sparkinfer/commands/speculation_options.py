@@ -23,7 +23,7 @@ _OPTIONS = (
     click.option(
         "--speculate", "--spec-type", "spec_type", type=click.Choice(get_args(SpecType)),
         help="Draft tokens and verify several in one step; the text stays the same. ngram drafts"
-        " from the text, ngram-mod from a table of earlier texts, draft with a smaller model"
+        " from the text, ngram-mod from a table of all texts so far, draft with a smaller model"
         f" (-md).  [default: {_UNLESS_TOLD} on the CPU with native steps; draft with -md]",
     ),
     click.option(
