@@ -22,11 +22,13 @@ from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import array_entry
 from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.device.streams import HostNode
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 from sparkinfer.runtime.model.feed_forward import Traffic
+from sparkinfer.runtime.model.native_structs import NotNative
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step import hybrid_builder
 from sparkinfer.runtime.step.batch import LogitsMemory
@@ -430,3 +432,25 @@ def test_triton_kernels_give_the_references_logits(tmp_path):
         want = steps(hybrid(engine, split, plain_backend(reference_kernels())), IDS[:1])
         got = steps(hybrid(engine, split, plain_backend(triton_kernels())), IDS[:1])
         assert rel_error(got, want) < BOUNDS["q4_0"]
+
+
+@pytest.mark.parametrize("name", ["gate_F", "hidden_F"])
+def test_limits_of_neurons_on_a_gpu_are_refused_rather_than_ignored(tmp_path, name):
+    """Where all neurons with limits are on the CPU, the step follows them."""
+    made = make(tmp_path, activation="silu", threshold=0.0)
+    tensors = {n: e for n, e in made.tensors.items() if "ffn_pred_" not in n}
+    model = dataclasses.replace(made, predictor=None, tensors=tensors)
+    limits = tuple(LayerLimits(**{name: np.full(F, 0.02, np.float32)}) for _ in range(L))
+    model.with_limits(Limits(model_id=None, layers=limits), "here").save(model.path)
+    for plan, is_refused in (("random", True), ("no neuron on the GPU", False)):
+        split = planned(tmp_path, ModelFile.load(model.path), plan)
+        with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
+            if is_refused:
+                with pytest.raises(NotNative, match="no limits of neurons"):
+                    hybrid(engine, split, plain_backend(reference_kernels()))
+                continue
+            want = stepped(engine)
+            step = hybrid(engine, split, plain_backend(reference_kernels()))
+            assert rel_error(steps(step), want) < BOUNDS["f32"]
+        with Engine.load(model.path, mode="dense") as dense:
+            assert rel_error(stepped(dense), want) > 1e-3

@@ -21,6 +21,7 @@ from sparkinfer.runtime.kernels.gpu.ranges import down_parts
 from sparkinfer.runtime.model.feed_forward import Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
+from sparkinfer.runtime.model.native_structs import NotNative
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.step.batch import LogitsMemory
@@ -111,6 +112,8 @@ class _Builder:
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
         hot, cold = by_role(layer.ffn.blocks)
+        if hot is not None and not (hot.gate_limit_N is None and hot.hidden_limit_N is None):
+            raise NotNative("the GPU kernels have no limits of neurons")
         native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
         if self.cache is not None:
             hot_bits = self.cache.hot_bits(index)

@@ -74,6 +74,9 @@ class ModelFacts:
     shape: ModelShape
     activation: Activation
     threshold_L: tuple[float, ...]
+    limits: (
+        str | None
+    )  # sha256 of the limits, as profiles and predictors name it; None: it has none
     predictor: PredictorInfo | None
     is_tied: bool
 
@@ -141,6 +144,7 @@ def _model_facts(model: ModelFile) -> ModelFacts:
         shape=model.shape,
         activation=model.activation,
         threshold_L=model.threshold_L,
+        limits=model.limits.sha256,
         predictor=model.predictor,
         is_tied=model.is_tied,
     )

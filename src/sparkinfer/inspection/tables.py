@@ -93,6 +93,7 @@ def _gguf_facts(summary: GgufSummary) -> list[Row]:
             ("layout", m.layout),
             ("activation", m.activation),
             ("thresholds", _span(m.threshold_L)),
+            *([("limits", f"sha256 {m.limits[:12]}")] if m.limits else []),
             ("layers", s.num_layers),
             ("width", f"{s.width:,}"),
             ("neurons a layer", f"{s.num_neurons:,}"),
