@@ -7,11 +7,14 @@ import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("q8_0", "q4_0", "f16")
+RULES = "rules-amd-epyc-family-26"
 SPARSIFY = "sparsify-smollm2-amd-epyc-family-26"
+TRAINED_SPEED = "trained-speed-smollm2-amd-epyc-family-26"
 SPARSIFY_CONTINUED = "sparsify-smollm2-continued-amd-epyc-family-26"
 
 
@@ -66,6 +69,24 @@ def rules() -> str:
     return markdown(header, rows)
 
 
+def rules_all() -> str:
+    """KL and perplexity of every rule, share and type of the later run; "-" where a rule cannot save
+    that much."""
+    found = result(RULES)
+    rows = []
+    for kind, measured in found["types"].items():
+        points = {(p["rule"], p["share"]): p for p in measured["points"]}
+        for share in found["shares"]:
+            cells = [points.get((rule, share)) for rule in ("cats", *found["rules"])]
+            rows.append([kind, percent(share), *map(_cost, cells)])
+    header = ["type", "bytes not read", "CATS", *found["rules"]]
+    return markdown(header, rows)
+
+
+def _cost(point: Any) -> str:
+    return "-" if point is None else f"{point['kl']:.4f}, {signed(point['perplexity_increase'])}"
+
+
 def silu_thresholds() -> str:
     found = result("silu-thresholds-intel-xeon-processor-2.50ghz")["rows"]
     rows = []
@@ -96,6 +117,29 @@ def sparsify_quality() -> str:
                          percent(after["same_top"], 1), f"{after['num_tokens']:,}"])  # fmt: skip
     header = ["silent", "trained on", "text", "KL untrained", "KL trained", "same top token",
               "tokens"]  # fmt: skip
+    return markdown(header, rows)
+
+
+def in_turns(runs: Any, name: str, other: str) -> float:
+    """Median over the rounds of the seconds of `name` over those of `other`."""
+    pairs = zip(runs[name]["round_s"], runs[other]["round_s"], strict=True)
+    return median(one / two for one, two in pairs)
+
+
+def trained_speed() -> str:
+    """Each trained file, beside its own mode dense and the untrained q8_0."""
+    found = result(TRAINED_SPEED)
+    runs, losses = found["speed"]["runs"], found["loss"]["runs"]
+    rows = []
+    for name in (name for name in runs if name.endswith(" exact")):
+        file, run, loss = name.removesuffix(" exact"), runs[name], losses[name]
+        kind, own = file.rsplit("-", 1)[1], f"{file} dense"
+        saved = runs[own]["bytes"] / run["bytes"]
+        rows.append([kind, percent(run["silent_share"]), f"{loss['kl']:.3f} ± {loss['kl_error']:.3f}",
+                     f"{run['bytes'] / 1e6:.0f} MB of {runs[own]['bytes'] / 1e6:.0f}", times(saved),
+                     times(in_turns(runs, own, name)), times(in_turns(runs, "q8_0 dense", name))])  # fmt: skip
+    header = ["type", "silent", "KL from the untrained f16", "bytes a token", "dense over exact: bytes",
+              "time", "untrained q8_0 over exact: time"]  # fmt: skip
     return markdown(header, rows)
 
 
@@ -276,9 +320,11 @@ def fair_share() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "rules": rules,
+    "rules-all": rules_all,
     "silu-thresholds": silu_thresholds,
     "sparsify-quality": sparsify_quality,
     "sparsify-curve": sparsify_curve,
+    "trained-speed": trained_speed,
     "predictors": predictors,
     "kv-selection": kv_selection,
     "kv-tasks": kv_tasks,

@@ -3,7 +3,18 @@ the expectation rests on. The numbers of both are the same by construction."""
 
 from dataclasses import dataclass
 
-from table_contents import SPARSIFY, TYPES, markdown, percent, result, rules_points, signed, times
+from table_contents import (
+    SPARSIFY,
+    TRAINED_SPEED,
+    TYPES,
+    in_turns,
+    markdown,
+    percent,
+    result,
+    rules_points,
+    signed,
+    times,
+)
 from table_speed import ZEN_4, ZEN_5, chat
 
 PLANTED = (f"decode-{ZEN_5}", f"decode-{ZEN_4}", "decode-intel-xeon-processor-2.50ghz")
@@ -26,7 +37,7 @@ class Words:
     no_faster: str
     cost: str
     trained: str
-    unmeasured: str
+    of_q8_0: str
     divergence: str
     relu: str
     unknown_loss: str
@@ -51,7 +62,7 @@ ENGLISH = Words(
     no_faster="no faster yet",
     cost="{perplexity} perplexity for {share} fewer bytes",
     trained="the same, trained to be {share} silent",
-    unmeasured="not measured",
+    of_q8_0="q8_0: {own} its dense mode, {plain} the untrained model",
     divergence="KL {kl} from dense: too much to recommend",
     relu="ReLU model, a tenth of the neurons fire, q8_0",
     unknown_loss="unknown: the weights mean nothing",
@@ -75,7 +86,7 @@ CHINESE = Words(
     no_faster="目前没有更快",
     cost="少读 {share} 字节时困惑度 {perplexity}",
     trained="同上，训练到 {share} 的神经元静默",
-    unmeasured="未测量",
+    of_q8_0="q8_0：自身 dense 模式的 {own}，未训练模型的 {plain}",
     divergence="与 dense 的 KL 为 {kl}：损失过大，不推荐",
     relu="ReLU 模型，十分之一的神经元激活，q8_0",
     unknown_loss="未知：权重没有意义",
@@ -117,7 +128,11 @@ def expected(words: Words) -> str:
     row = result(SPARSIFY)["rows"][0]["trained"]["held-out.txt"]
     trained = words.trained.format(share=percent(row["silent_share"]))
     divergence = words.divergence.format(kl=f"{row['kl']:.2f}")
-    rows.append([trained, words.real, words.unmeasured, divergence])
+    runs = result(TRAINED_SPEED)["speed"]["runs"]
+    exact = "trained-60-q8_0 exact"
+    own, plain = (in_turns(runs, name, exact) for name in ("trained-60-q8_0 dense", "q8_0 dense"))
+    speed = words.of_q8_0.format(own=times(own), plain=times(plain))
+    rows.append([trained, words.real, speed, divergence])
     rows.append([words.relu, words.synthetic, planted(words, "predicted"), words.unknown_loss])
     ratio = result("decode-small-intel-xeon-processor-2.50ghz")["predicted"]["times_torch"]
     best = result("predictors-intel-xeon-processor-2.50ghz")["results"]["ours, lost norm 0.02"]

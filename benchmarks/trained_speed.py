@@ -9,7 +9,9 @@ file runs in mode dense, its trained weights without limits, and in mode exact, 
 
 Loss: KL of every file and mode from the reference on the same windows of held-out text, with a 95 %
 interval. Speed: decode steps over the same text, STEPS at a time, all files and modes in turn within
-a round; a ratio is the median over the rounds of two times of one round. Bytes are weights that a
+a round; a ratio is the median over the rounds of two times of one round. The rounds of earlier
+sessions in the JSON are kept: on a machine with other work, several short sessions say more than a
+long one. Bytes are weights that a
 step reads, head included, as the runtime counts them while it is timed."""
 
 import argparse
@@ -86,9 +88,10 @@ class Timed:
         for part, count in asdict(self.engine.traffic).items():
             self.read[part] = self.read.get(part, 0) + count - before[part]
 
-    def result(self) -> dict[str, Any]:
+    def result(self, earlier: dict[str, Any]) -> dict[str, Any]:
+        """With the rounds of earlier sessions."""
         count = sum(map(len, self.rounds)) + STEPS  # with those that warmed up
-        steps = sorted(seconds for times in self.rounds for seconds in times)
+        round_s = [*earlier.get("round_s", ()), *(sum(t) / len(t) for t in self.rounds)]
         model = self.engine.model
         layers, shape = model.row_major, model.shape
         whole_up = sum(
@@ -98,12 +101,16 @@ class Timed:
         return {
             "bytes": head_bytes(model) + sum(self.read.values()) / count,
             "silent_share": 1 - self.read["up"] / count / whole_up,
-            "shortest_s": steps[0], "median_s": median(steps),
-            "round_s": [sum(times) / len(times) for times in self.rounds],
+            "shortest_round_s": min(round_s), "median_s": median(round_s), "round_s": round_s,
         }  # fmt: skip
 
 
-def speeds(runs: Sequence[Run], text: Path, num_rounds: int) -> dict[str, Any]:
+def speeds(
+    runs: Sequence[Run], text: Path, num_rounds: int, earlier: dict[str, Any]
+) -> dict[str, Any]:
+    """Raises SystemExit if the rounds of earlier sessions are of other files or modes."""
+    if earlier and list(earlier) != list(map(name_of, runs)):
+        raise SystemExit(f"earlier rounds are of {list(earlier)}; give another --output")
     with Engine.load(runs[0][0], mode="dense", device="cpu", is_resident=False) as engine:
         windows = read_windows(
             [text], engine.codec, context_length=WINDOW, max_tokens=WINDOW, seed=1
@@ -115,7 +122,7 @@ def speeds(runs: Sequence[Run], text: Path, num_rounds: int) -> dict[str, Any]:
         order = list(timed.values())
         for each in order if number % 2 else reversed(order):
             each.step_through(places[number % len(places)])
-    return {name: each.result() for name, each in timed.items()}
+    return {name: each.result(earlier.get(name, {})) for name, each in timed.items()}
 
 
 def main() -> None:
@@ -126,7 +133,7 @@ def main() -> None:
     parser.add_argument("--trained", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens for KL")
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", default="loss,speed", help="others stay as they are in the file")
     parser.add_argument("--output", type=Path)
@@ -146,7 +153,9 @@ def main() -> None:
         if part == "loss":
             found = losses(arguments.dense[0], runs, arguments.text, arguments.tokens)
         else:
-            found = speeds(runs, arguments.text, arguments.rounds)
+            known = result.get("speed", {})
+            about["sessions"] = [*known.get("sessions", ()), about["time"]]
+            found = speeds(runs, arguments.text, arguments.rounds, known.get("runs", {}))
         result |= {"benchmark": "trained-speed"}
         result[part] = {**about, "runs": found}
         with partial_file(output) as partial:

@@ -40,7 +40,8 @@ def _of_limits(report: "ProfileReport") -> list[str]:
     if report.limits is None:
         return []
     return [
-        f"a neuron fires above the file's limits (sha256 {report.limits[:12]}); counted in mode exact"
+        f"a neuron fires above the file's limits (sha256 {report.limits[:12]}); counted in mode exact,"
+        " and compared with the file without them"
     ]
 
 

@@ -371,6 +371,8 @@ def test_a_trained_model_goes_through_every_command(tmp_path):
     assert reports[4]["mode"] == "exact" and reports[7]["mode"] != "dense"
     assert 0.3 < np.mean(exact["hidden_share_L"]) < 0.5
     assert predicted["mode"] == "predicted" and 0 < predicted["kl_mean"]
+    done = run_command("eval", "m.gguf", "--corpus", text, "--tokens", 300, cwd=tmp_path)
+    assert "dense is this file without its limits" in done.stdout + done.stderr
     done = run_command("report", "m.gguf", "--profile", "p.safetensors", "--split", "m.split.gguf",
                        "--predictors", "pred", "-o", "page.html", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr

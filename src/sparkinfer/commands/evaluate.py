@@ -98,6 +98,7 @@ def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> N
 
 
 def _on_text(options: dict[str, Any], as_json: bool) -> None:
+    from sparkinfer.model_file import ModelFile
     from sparkinfer.profile.eval_file import eval_content
     from sparkinfer.profile.quality import EvalConfig
     from sparkinfer.profile.quality import evaluate as run
@@ -116,6 +117,11 @@ def _on_text(options: dict[str, Any], as_json: bool) -> None:
     if sum(found) < config.max_tokens:
         lines.insert(0, f"note: {sum(found):,} tokens of text, fewer than the"
                         f" {config.max_tokens:,} of --tokens")  # fmt: skip
+    if ModelFile.load(config.model).is_trained_sparse:
+        lines.append(
+            "dense is this file without its limits, not the model that it was trained from:"
+            " sparkinfer advise --dense compares with that"
+        )
     lines.append("± is half of the 95 % confidence interval")
     finish(eval_content(report), as_json, lines)
 
