@@ -24,7 +24,7 @@ from sparkinfer.sizes import format_bytes
     "-o", "--output", type=output(".html"), required=True, help="The page (HTML) to write."
 )
 @click.option(
-    "--profile", type=FILE, help="The profile; a .report.json next to it tells of the predictors."
+    "--profile", type=FILE, help="The profile; a .report.json next to it describes the predictors."
 )
 @click.option("--split", type=FILE, help="The plan.")
 @click.option("--machine", type=FILE, help="The machine file that the plan was solved for.")

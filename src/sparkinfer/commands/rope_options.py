@@ -15,7 +15,8 @@ def rope_options(command: Command) -> Command:
     """Adds the options, under the names of EngineConfig."""
     scale = engine_option(
         "rope_scale", "--rope-scale", type=float, metavar="N",
-        help="Allow texts N times as long as in training. [default: what --context needs]",
+        help="Allow texts N times as long as in training. [default with --rope-scaling:"
+        " what --context needs]",
     )  # fmt: skip
     scaling = engine_option(
         "rope_scaling", "--rope-scaling", type=click.Choice(KINDS),

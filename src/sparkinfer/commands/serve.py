@@ -50,10 +50,11 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     "--port", default=8080, show_default=True, help="Port to listen on; 0 picks a free one."
 )
 @click.option("-np", "--parallel", type=int, default=4, show_default=True,
-              help="Requests processed at a time, each with a whole --context.")  # fmt: skip
+              help="Requests processed at a time, each with a whole --context; with a plan, by default no"
+                   " more than it has room for.")  # fmt: skip
 @click.option("--kept", type=int,
               help="Number of further texts whose KV cache is kept for requests with the same prefix."
-                   " [default: as many as --parallel]")  # fmt: skip
+                   " [default: as many as --parallel; with a plan, all that it has room for]")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
               help="Requests that may wait; more are refused with 429.")  # fmt: skip
 @context_option(
