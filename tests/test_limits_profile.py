@@ -33,6 +33,7 @@ from sparkinfer.profile.layer_trainer import LayerTrainer, phases
 from sparkinfer.profile.merge import MergeConfig, merge
 from sparkinfer.profile.predictor_check import check_predictors
 from sparkinfer.profile.predictor_options import PredictorOptions
+from sparkinfer.profile.quality import EvalConfig, evaluate
 from sparkinfer.profile.training import Level
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.model.feed_forward import Gate
@@ -241,6 +242,26 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
     b.rename(a)
     with pytest.raises(SparkinferError, match="begun with limits of the model"):
         profile(config_of(made, a, tmp_path / "cut"))
+
+
+@pytest.mark.parametrize("fields", [("gate_F",), ("hidden_F",), NEURONS])
+def test_the_bytes_that_a_profile_records_are_those_that_steps_read(tmp_path, made, fields):
+    """By the runtime's own counters, one token at a time; the rest of the model as in mode dense."""
+    model = with_limits(made, limits_of(made, *fields), tmp_path / "m.gguf")
+    options = {"model": model, "corpora": (made / "t.txt",), "max_tokens": 400}
+    found = evaluate(EvalConfig(**options, mode="exact"))
+    read = {}
+    for mode in ("dense", "exact"):
+        with Engine.load(model, mode=mode) as engine:
+            before, count = engine.traffic.total, 0
+            for ids_T in windows_of(made, model, 400):
+                for position, token in enumerate(ids_T.tolist()):
+                    engine._step(token, position)
+                    count += 1
+            read[mode] = (engine.traffic.total - before) / count
+    saved = found.dense_bytes_per_token - found.bytes_per_token
+    assert saved == pytest.approx(read["dense"] - read["exact"], rel=2e-3)
+    assert 0.1 * read["dense"] < saved < 0.6 * read["dense"]
 
 
 def test_what_limits_rule_out_is_refused(tmp_path, made):
