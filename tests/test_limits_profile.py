@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import random_llama
 from forked import run_command
-from models import make_machine
+from models import make_machine, make_model, make_profile, make_shape
 from sparsify_runs import make_inputs, tiny_config
 from test_profile_run import stopped_at
 from transformers import AutoModelForCausalLM
@@ -326,6 +326,33 @@ def test_predictors_learn_the_firings_by_limits(tmp_path, made, fields, monkeypa
     assert torch.equal(logits["m.gguf"], logits["all.gguf"])
     assert not torch.equal(logits["m.gguf"], logits["full.gguf"])
     assert Predictors.load(tmp_path / "predictors.safetensors").limits == limits.sha256
+
+
+def test_a_profile_keeps_the_digest_of_its_limits(tmp_path, made):
+    """It depends on every limit's name, layer and values, and on nothing else."""
+    limits = limits_of(made, *NEURONS)
+    limits.save(tmp_path / "l")
+    assert Limits.load(tmp_path / "l").sha256 == limits.sha256
+    first, *others = limits.layers
+    other_F = first.gate_F.copy()
+    other_F[7] = np.nextafter(other_F[7], np.float32(1))
+    for layers in (
+        (dataclasses.replace(first, gate_F=other_F), *others),
+        (dataclasses.replace(first, gate_F=first.hidden_F, hidden_F=first.gate_F), *others),
+        (*others, first),
+        (LayerLimits(), *others),
+    ):
+        assert Limits(model_id=None, layers=layers).sha256 != limits.sha256
+    model = make_model(shape=make_shape())
+    profile_ = dataclasses.replace(make_profile(model), limits=limits.sha256)
+    profile_.save(tmp_path / "p")
+    assert Profile.load(tmp_path / "p").limits == limits.sha256
+    make_profile(model).save(tmp_path / "q")
+    assert Profile.load(tmp_path / "q").limits is None
+    for wrong in (5, ["a"], {}):
+        dataclasses.replace(make_profile(model), limits=wrong).save(tmp_path / "w")
+        with pytest.raises(SparkinferError, match="limits"):
+            Profile.load(tmp_path / "w")
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
