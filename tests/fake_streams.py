@@ -33,7 +33,8 @@ class Operation:
 
 @dataclass
 class FakeDevice:
-    """Makes streams, and runs what is on all of them when one is waited for."""
+    """Makes streams. When one is waited for, only what certainly comes before its end is run; the
+    rest stays for later, and is compared with what is submitted then."""
 
     seed: int = 0
     dropped: int | None = None  # the index of a wait that is ignored
@@ -58,20 +59,24 @@ class FakeDevice:
             slot_kernels=plain.slot_kernels,
         )
 
-    def drain(self) -> None:
-        """Runs everything, each time a random one of the runnable operations."""
-        operations = [operation for queue in self.queues for operation in queue]
-        check_races(operations)
+    def drain(self, limits: dict[int, int] | None = None) -> None:
+        """Runs the operations whose numbers are below their stream's limit (None: all operations),
+        each time a random one of those that can run."""
+        check_races([operation for queue in self.queues for operation in queue])
+        queues = [
+            [o for o in queue if limits is None or o.number < limits.get(stream, 0)]
+            for stream, queue in enumerate(self.queues)
+        ]
         chooser = random.Random(self.seed)
         self.seed += 1
-        done = [queue[0].number if queue else 0 for queue in self.queues]
-        heads = [0] * len(self.queues)
+        done = [queue[0].number if queue else 0 for queue in queues]
+        heads = [0] * len(queues)
         while True:
             ready = [
                 queue[head]
-                for queue, head in zip(self.queues, heads, strict=True)
+                for queue, head in zip(queues, heads, strict=True)
                 if head < len(queue)
-                and all(done[s] >= n for s, n in queue[head].clock.items() if self.queues[s])
+                and all(done[s] >= n for s, n in queue[head].clock.items() if queues[s])
             ]
             if not ready:
                 break
@@ -80,9 +85,9 @@ class FakeDevice:
             self.log.append(operation)
             heads[operation.stream] += 1
             done[operation.stream] = operation.number + 1
-        assert all(h == len(q) for h, q in zip(heads, self.queues, strict=True)), "a deadlock"
-        for queue in self.queues:
-            queue.clear()
+        assert all(h == len(q) for h, q in zip(heads, queues, strict=True)), "a deadlock"
+        for queue, head in zip(self.queues, heads, strict=True):
+            del queue[:head]
 
 
 class FakeStream:
@@ -116,7 +121,11 @@ class FakeStream:
         self.follows = True
 
     def finish(self) -> None:
-        self.device.drain()
+        limits = {**self.clock, self.number: self.count}
+        for operation in self.device.queues[self.number]:
+            for stream, count in operation.clock.items():
+                limits[stream] = max(limits.get(stream, 0), count)
+        self.device.drain(limits)
         self.follows = False
 
     def _submit(self, name, run, reads, writes) -> None:

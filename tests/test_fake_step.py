@@ -106,7 +106,7 @@ def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
         ) as engine:  # fmt: skip
             got = stepped(engine, TOKENS)
             assert engine.neuron_cache.num_swaps > 5
-            engine.neuron_cache.before_step()
+            engine.neuron_cache.complete()
             for number in range(2):
                 torch.cuda.synchronize(number)
             engine.neuron_cache.slots.check()

@@ -352,7 +352,7 @@ def followed(tmp_path, ids, options=None, mode="exact"):
         tmp_path / "m.gguf", tmp_path / "s.gguf", mode=mode, neuron_cache=options
     ) as engine:
         logits, cache = decoded(engine, ids), engine.neuron_cache
-        cache.before_step()  # completes what the last step began
+        cache.complete()  # what the last step began
         cache.slots.check()
         row_bytes = sum(m.row_bytes for m in matrices_of(engine.layers[0].ffn.blocks[0]))
         assert cache.num_bytes == cache.num_swaps * row_bytes

@@ -81,7 +81,6 @@ class Cached:
 
     def static(self):
         """A step without a cache, with the same placement of neurons, keys and values."""
-        self.cache.before_step()
         residency = self.cache.residency
         hot = tuple(
             residency.id_N(layer).copy() if residency.num_slots_L[layer] else ids
@@ -232,18 +231,76 @@ def test_every_event_is_needed(tmp_path, mode):
 
 
 def test_copies_run_beside_a_step(tmp_path):
-    """No operation of the step waits for the copies that run meanwhile."""
+    """No operation of the step waits for the copies that run meanwhile, nor they for it."""
     device = FakeDevice()
     cached = Cached.of(tmp_path, backend=device.backend(reference_kernels()))
     cached.step.run(IDS[0], 0)
     device.log.clear()
     cached.step.run(IDS[1], 1)
     gathered = [o for o in device.log if o.stream == 2]
-    kernels = [o for o in device.log if o.name == "kernel" and o.stream == 0]
-    scatter = kernels[0]
-    assert [o.name for o in gathered] == ["host", "copy"]
+    *step, scatter = [o for o in device.log if o.stream != 2]
+    assert [o.name for o in gathered] == ["host", "copy"] and scatter.name == "kernel"
     assert all(o.is_before(scatter) for o in gathered)
-    assert sum(o.name == "host" for o in device.log) == 1 + L  # one gather, and the cold neurons
+    assert sum(o.name == "host" for o in step) == L  # the cold neurons
+    for o in step:
+        assert not any(o.is_before(other) or other.is_before(o) for other in gathered)
+
+
+def test_a_step_reads_the_old_neurons_while_others_arrive(tmp_path):
+    """The swaps decided after step t are made after step t + 1, none earlier and none later."""
+    device = FakeDevice()
+    cached = Cached.of(tmp_path, backend=device.backend(reference_kernels()))
+    residency, policy = cached.cache.residency, cached.cache.policy
+    first = residency.id.copy()
+    for position, token in enumerate(IDS):
+        before = residency.id.copy()
+        cached.cache.before_step()
+        assert (residency.id == before).all()
+        due = policy.pending.copy()
+        cached.step.run(token, position)
+        residency.check()
+        cached.cache.slots.check()
+        after = residency.id.copy()
+        place = residency.first_L[due["layer"]] + due["slot"]
+        before[place] = due["in"]
+        assert (after == before).all() and (position or not len(due))
+    assert (residency.id != first).any()
+
+
+def test_an_interrupted_step_leaves_its_swaps_to_the_next(tmp_path):
+    cached = Cached.of(tmp_path)
+    for position, token in enumerate(IDS[:3]):
+        cached.step.run(token, position)
+    due, count = cached.cache._num_pending, cached.cache.num_swaps
+    submit = cached.step._submit
+    cached.step._submit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        cached.step.run(IDS[3], 3)
+    assert due and cached.cache._num_pending == due and cached.cache.num_swaps == count
+    cached.step._submit = submit
+    for position, token in enumerate(TOKENS[3:6], 3):
+        static, _ = cached.static()
+        want = static.run(token, position).clone()
+        assert torch.equal(cached.step.run(token, position), want)
+        cached.cache.slots.check()
+
+
+def interrupted(*arguments):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["finish", "start"])
+def test_an_interrupted_move_is_not_computed_with(tmp_path, monkeypatch, where):
+    """Tables and slots may disagree then, so the next step is refused."""
+    cached = Cached.of(tmp_path)
+    cached.step.run(IDS[0], 0)
+    assert cached.cache._num_pending
+    monkeypatch.setattr(cached.cache.slots, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cached.step.run(IDS[1], 1)
+    monkeypatch.undo()
+    with pytest.raises(SparkinferError, match="was interrupted while it moved neurons"):
+        cached.step.run(IDS[2], 2)
 
 
 def test_a_new_step_takes_over_what_the_old_one_began(tmp_path):
@@ -292,7 +349,7 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
     cached.step = cached.built(plain_backend(reference_kernels(), triton_slot_kernels()))
     for position, token in enumerate([3, 7, 1]):
         cached.step.run(token, position)
-    cached.cache.before_step()
+    cached.cache.complete()
     cached.cache.slots.check()
     assert cached.cache.num_swaps > 5
     ids = cached.cache.residency.id_N(0)

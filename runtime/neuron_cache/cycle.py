@@ -1,19 +1,22 @@
 """The cycle of the neuron cache: one decode step's bits decide which neurons are copied during the
 next step.
 
-    after step t     the policy observes the bits of its rows and decides on swaps; gathering of the
-                     incoming neurons' rows from main memory into staging begins
-    during t + 1     the rows arrive in staging; each slot still holds its old neuron before t + 2
-    staged rows are moved to their slots, and the tables of hot and cold neurons change
+    after step t      the policy observes the bits of its rows and decides on swaps; gathering of the
+                      incoming neurons' rows from main memory into staging begins
+    during t + 1      the rows arrive in staging; each slot still holds its old neuron
+    after step t + 1  staged rows are moved to their slots, and the tables of hot and cold neurons
+                      change; step t + 2 is the first that uses them
 
 Nothing is written back: main memory holds every row of a layer that has slots. Results do not
-depend on timing: a step waits for the copies that are due. The policy decides on swaps; `Slots`
-moves rows.
+depend on timing: slots and tables change only between steps, each time by the swaps of the step
+before, and the caller waits if their copies took longer than a step. The policy decides on swaps;
+`Slots` moves rows.
 
 Letters: T rows of a step, R those that the policy observes, L layers, W words of 32 bits, S
 swaps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Protocol
 
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.neuron_cache.policy import CacheReport
 from sparkinfer.runtime.neuron_cache.residency import Residency
 from sparkinfer.sizes import format_bytes
@@ -48,11 +52,12 @@ class Slots(Protocol):
     """Moves neurons. The two implementations are JoinedSlots and DeviceSlots."""
 
     def start(self, swaps_S: np.ndarray) -> int:
-        """Starts copying the rows of the incoming neurons in the background; returns their
-        bytes."""
+        """Starts copying the rows of the incoming neurons to staging in the background; returns
+        their bytes. Slots and tables stay as they are. Called when no copies are under way."""
 
     def finish(self) -> None:
-        """Waits for the copies, moves the rows to their slots and changes the tables."""
+        """Waits for the copies, moves the rows to their slots and changes the tables. Called
+        between steps; when it returns, all of that is done."""
 
 
 class NeuronCache:
@@ -64,7 +69,8 @@ class NeuronCache:
         self.slots: Slots | None = None
         self.num_swaps = 0  # done so far
         self.num_bytes = 0  # of the rows copied so far
-        self._num_pending = 0
+        self._num_pending = 0  # swaps whose rows are being copied
+        self._is_changing = False  # also after an exception in the middle of a change
         self._bits_TLW = np.zeros((0, 0, 0), np.uint32)
 
     @property
@@ -79,7 +85,7 @@ class NeuronCache:
 
     def use(self, slots: Slots) -> None:
         """Moves neurons with these slots from now on."""
-        self.before_step()  # completes copies that the previous slots have started
+        self.complete()  # what the previous slots have started
         self.slots = slots
 
     def attach(self, bits_TLW: Tensor) -> None:
@@ -87,18 +93,40 @@ class NeuronCache:
         assert bits_TLW.dtype == torch.int32 and bits_TLW.is_contiguous()
         self._bits_TLW = bits_TLW.numpy().view(np.uint32)
 
-    def before_step(self) -> None:
-        """Moves the neurons that arrived during the last step to their slots."""
+    def complete(self) -> None:
+        """Makes the swaps whose copies are under way. Not during a step."""
         if not self._num_pending:
             return
         assert self.slots is not None
-        self.slots.finish()
-        self.num_swaps += self._num_pending
-        self._num_pending = 0
+        with self._change():
+            self.slots.finish()
+            self.num_swaps += self._num_pending
+            self._num_pending = 0
+
+    def before_step(self) -> None:
+        """Raises SparkinferError if an interrupt or an error has left slots and tables
+        half-changed. Copies that are under way need not be done: the step does not read them."""
+        if self._is_changing:
+            raise SparkinferError(
+                "the neuron cache was interrupted while it moved neurons; load the model again"
+            )
 
     def after_step(self, is_decoded_T: Sequence[bool]) -> None:
-        """Passes the step's rows to the policy and starts the swaps that it decides on. From rows
-        of a prompt the policy learns, without a decision."""
+        """Makes the swaps whose copies ran during the step, passes the step's rows to the policy
+        and starts the copies of the swaps that it decides on. From rows of a prompt the policy
+        learns, without a decision."""
+        self.complete()
+        with self._change():
+            self._observe(is_decoded_T)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Marks a change of slots, tables and policy, which must agree."""
+        self._is_changing = True
+        yield
+        self._is_changing = False
+
+    def _observe(self, is_decoded_T: Sequence[bool]) -> None:
         bits_TLW = self._bits_TLW[: len(is_decoded_T)]
         if not all(is_decoded_T):
             is_decoded = np.array(is_decoded_T)

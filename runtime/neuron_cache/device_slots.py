@@ -1,11 +1,12 @@
 """Slots on GPUs, with all rows of their layers in main memory.
 
-    start    copier   gather rows into pinned staging | copy it to the device |
-    finish   main                                          wait | scatter to the slots
+    start    copier   gather rows into pinned staging | copy it to the device     beside a step
+    finish   main     wait for the copier | scatter to the slots                  between steps
 
 The scatter changes a slot's rows, its neuron's id and, if the device packs bits, the slot of each
 neuron, on the stream of the decode steps but outside their graphs, whose addresses do not change.
-The CPU's list of cold neurons is updated in place before the step is submitted.
+The CPU's list of cold neurons is updated in place at the same time. The caller of `finish` waits for
+the scatter, since prompts read the slots on another stream, and the next `start` overwrites staging.
 
 Letters: L layers, F neurons of a layer, N slots, S swaps, M tensors of a block, C copies, B bytes
 of staging."""
@@ -82,7 +83,7 @@ class SlotDevice:
         self._node: HostNode | None = None  # keeps the last host function alive until it has run
 
     def start(self, swaps_S: np.ndarray) -> int:
-        """Starts the copies; called after a step, when the staging buffers are no longer in use."""
+        """Starts the copies; `finish` has waited until the staging buffers are no longer in use."""
         assert self._pending is None
         copies_C4, gathered, used = self._prepared(swaps_S)
         node = HostNode(
@@ -146,6 +147,7 @@ class SlotDevice:
         return np.array(address, np.int64), np.array(value, np.int64)
 
     def finish(self) -> None:
+        """The residency has changed already."""
         if self._pending is None:
             return
         (swaps_S, num_copies, event), self._pending = self._pending, None
@@ -160,6 +162,7 @@ class SlotDevice:
         )
         for layer in np.unique(swaps_S["layer"]).tolist():
             self.layers[layer].cold.id_N.numpy()[:] = self._residency.cold(layer)
+        self._main.finish()
 
 
 class DeviceSlots:

@@ -44,7 +44,7 @@ class StepCache:
                 "the neuron cache needs Triton's kernels on a GPU, found none: pip install triton, or"
                 " leave --neuron-cache out"
             )
-        cache.before_step()  # completes swaps that another step began
+        cache.complete()  # what another step began
         self.cache, self._backend, self._placement = cache, backend, placement
         self.is_exact = weights.layers[0].ffn.mode == "exact"
         num_layers, num_neurons = cache.residency.slot_LF.shape
