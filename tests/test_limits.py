@@ -24,6 +24,7 @@ from sparkinfer.gguf_file import TensorEntry, array_entry, type_of
 from sparkinfer.limits import LayerLimits, Limits, transposed_by, transposed_name
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.runtime.step import native_step
 from sparkinfer.runtime.step.batch import rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -409,6 +410,31 @@ def test_transposed_floats_give_the_product_by_rows(tmp_path):
         ) as by_inputs,
     ):
         assert rel_error(by_inputs.logits(IDS), by_rows.logits(IDS)) < BOUNDS["f32"]
+
+
+@pytest.mark.parametrize("mode", ["exact", "dense"])
+def test_transposed_neurons_of_drelu_rectify_their_ups(tmp_path, mode):
+    """No file has such neurons, since limits are for SiLU and GELU, but the kernels take them."""
+    by_rows, by_inputs = model_of(activation="drelu"), stored(model_of(), STORED["all"])
+    with (
+        Engine.load(saved(by_rows, tmp_path), mode=mode) as plain,
+        Engine.load(saved(by_inputs, tmp_path, "t"), mode=mode) as transposed,
+    ):
+        live = transposed._live
+        layers = tuple(
+            dataclasses.replace(
+                layer,
+                ffn=dataclasses.replace(
+                    layer.ffn, gate=dataclasses.replace(layer.ffn.gate, activation="drelu")
+                ),
+            )
+            for layer in live.weights.layers
+        )
+        weights = dataclasses.replace(live.weights, layers=layers)
+        native = native_step.build(weights, live.input_layer_offset, transposed.traffic)
+        transposed._sequences.decoder = dataclasses.replace(live, weights=weights, native=native)
+        assert rel_error(transposed.logits(IDS), plain.logits(IDS)) < BOUNDS["f32"]
+        assert rel_error(one_by_one(transposed, IDS[:5]), plain.logits(IDS[:5])) < BOUNDS["f32"]
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])

@@ -43,7 +43,9 @@ class TransposedNeurons {
     void hidden(const SparkBlock& block, const Gate& gate, const Named* named, float* values,
                 float* to) const {
         const NeuronLimits limits(block, gate);
-        const float* up = values + F;
+        float* up = values + F;
+        const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+        for (int64_t j = 0; is_drelu && j < F; ++j) up[j] = up[j] < 0.0f ? 0.0f : up[j];
         gate.smooth(values, F);
         for (int64_t j = 0; j < F; ++j) {
             float value = values[j];
