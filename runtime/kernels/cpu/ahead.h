@@ -13,11 +13,6 @@ class Ahead {
         step_ = is_one ? 64 * ROWS : 64;
     }
 
-    // For a loop that calls ask() `steps` times; prefetches the rest of `bytes` now.
-    Ahead(const uint8_t* const* rows, int64_t bytes, int64_t steps) : Ahead(rows, bytes) {
-        for (int64_t left = (bytes + 63) / 64 - steps; left > 0; --left) ask();
-    }
-
     inline void ask() {
         for (int r = 0; r < ROWS; ++r) __builtin_prefetch(first_[r] + at_);
         at_ += step_, asked_ += 64;
