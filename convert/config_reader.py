@@ -124,7 +124,7 @@ class ConfigReader:
         return heads, kv_heads, head_width
 
     def check_size(self, shape: ModelShape, num_positions: int = 0) -> None:
-        """Raises SparkinferError for a matrix with more rows than any tensor of the checkpoint has.
+        """Raises SparkinferError for a size above the largest dimension of the checkpoint's tensors.
         Called before anything of that size is allocated."""
         sizes = {
             "hidden_size": shape.width,
@@ -136,8 +136,8 @@ class ConfigReader:
         name, size = max(sizes.items(), key=lambda item: item[1])
         if size > self.max_rows:
             raise SparkinferError(
-                f"{self.path}: {name} is {size}, but the largest tensor has {self.max_rows} rows;"
-                " config and weights belong to different models"
+                f"{self.path}: {name} is {size}, but the largest dimension of a tensor is"
+                f" {self.max_rows}; config and weights belong to different models"
             )
 
     def with_rope(
@@ -219,7 +219,7 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
     """The shape with YaRN's constants (transformers, modeling_rope_utils.py) and with the context
     length that they extend the original one to, unless it is longer already."""
     for key in ("mscale", "mscale_all_dim"):
-        rope.refuse(key, None, 0, 0.0)
+        rope.refuse(key, 0)
     rope.refuse("truncate", True)
     if shape.rope_theta <= 1.0:
         raise SparkinferError(

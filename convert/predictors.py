@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -149,7 +149,7 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
 
 
 def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> PredictorSource:
-    """Reads every layer once to check it; each is read again for every piece that is written."""
+    """Reads every layer once to check it, and again to write it: the last one read is kept."""
     found = {path.name for path in folder.glob("*.pt")}
     wanted = [f"model_{layer}.pt" for layer in range(shape.num_layers)]
     if found != set(wanted):
@@ -163,7 +163,7 @@ def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> Predict
     config = read_object(path, "predictors' config.json") if path.exists() else {}
     threshold = _dejavu_threshold(path, config)
     offset, notes = _dejavu_offset(path, config, stated)
-    read = partial(_read_dejavu, folder, shape)
+    read = lru_cache(maxsize=1)(partial(_read_dejavu, folder, shape))
     ranks = tuple(read(layer).rank for layer in range(shape.num_layers))
     info = PredictorInfo(
         kind="relu",

@@ -356,7 +356,9 @@ CONFIGS = {
     "ffn_down.bias": {"mlp_bias": True},
     "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
     "truncate is False": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}},
-    "mscale is 0.7": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
+    "mscale is 0.7, wanted 0: the graph": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}
+    },
     "wants above 1": {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "type 'dynamic'": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "rope_scaling.factor is missing": {"rope_scaling": {"type": "linear"}},
@@ -377,7 +379,7 @@ CONFIGS = {
     "tie_word_embeddings is None": {"tie_word_embeddings": None},
     "attention_bias is None": {"attention_bias": None},
     "layer_types has 'chunked_attention'": {"layer_types": ["chunked_attention"] * 3},
-    "the largest tensor has 320 rows": {"head_dim": 10**9},
+    "but the largest dimension of a tensor is 320; config": {"head_dim": 10**9},
     "the width of the feed-forward layers is 1000": {"intermediate_size": 10**9},
 }
 

@@ -17,6 +17,7 @@ from test_families import FALCON, GATED, IDS, converted, transformers_logits
 from transformers import FalconConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from sparkinfer import Engine, gguf_file
+from sparkinfer.convert import predictors
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.gguf_source import _transposed_rows
 from sparkinfer.convert.options import ConvertConfig
@@ -98,6 +99,23 @@ def test_predictors_of_twelve_layers_are_read_in_the_order_of_their_numbers(tmp_
         want = torch.load(tmp_path / "p" / f"model_{layer}.pt")["fc2.weight"].numpy()
         got = model.tensors[f"blk.{layer}.ffn_pred_up.weight"].read()
         assert (got == want.astype(np.float16)).all(), layer
+
+
+def test_a_file_of_predictors_is_not_read_again_for_every_piece(tmp_path, monkeypatch):
+    folder, read = random_llama(tmp_path / "hf", has_tokenizer=False), []
+    random_dejavu(tmp_path / "p", has_biases=True)
+    load = predictors.read_state_dict
+
+    def counted(path):
+        read.append(path.name)
+        return load(path)
+
+    monkeypatch.setattr(predictors, "read_state_dict", counted)
+    monkeypatch.setattr(gguf_file, "PIECE_VALUES", 200)
+    config = ConvertConfig(source=folder, output=tmp_path / "m.gguf", predictors=tmp_path / "p")
+    convert(config)
+    # To check it, for its shapes, to write it, and to compare what was written.
+    assert len(read) <= 4 * 3 and read.count("model_1.pt") <= 4, read
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "sub/other.safetensors", "/{}"])
