@@ -20,6 +20,7 @@ from sparkinfer.runtime.step import hybrid_builder
 from sparkinfer.runtime.step.batch import Row, rows_of
 from sparkinfer.runtime.step.plain_backend import plain_backend
 from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.split_file import Split
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, ROOM = 80, 8
@@ -42,6 +43,34 @@ def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=No
     )  # fmt: skip
     engine._sequences.decoder = dataclasses.replace(decoder, native=step)
     return engine
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("length", [0, 5])
+def test_a_step_built_again_spares_an_open_text(tmp_path, num_sequences, length):
+    """Building tries the step at position 0; new thresholds build it while texts are open."""
+    model = saved(tmp_path)
+    with (
+        loaded(tmp_path, model, "every kind of layer", num_sequences) as engine,
+        engine.sequence() as text,
+    ):
+        if length:
+            text.extend(list(range(3, 3 + length)))
+        weights, table = engine._live.weights, engine._live.weights.cache.table
+        caches = [layer.attention.cache for layer in weights.layers]
+        before = [(c.key_BKPX.clone(), c.value_BKPX.clone()) for c in caches]
+        blocks = table.block_SN.clone()
+        split = Split.load(tmp_path / "s.gguf")
+        placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
+        hybrid_builder.build(
+            weights, placement, engine._live.input_layer_offset, engine.traffic,
+            plain_backend(reference_kernels()),
+        )  # fmt: skip
+        assert torch.equal(table.block_SN, blocks)
+        used = slice(0, length if num_sequences > 1 else None)
+        for cache, (key, value) in zip(caches, before, strict=True):
+            for got, want in ((cache.key_BKPX, key), (cache.value_BKPX, value)):
+                assert torch.equal(got[0, :, used], want[0, :, used])
 
 
 def saved(tmp_path, **options):

@@ -296,18 +296,19 @@ class _Builder:
 @contextmanager
 def _spared(weights: Weights) -> Iterator[None]:
     """Lets a trial step write to the first position of the first sequence, and restores its keys and
-    values afterwards, unless the cache is a single block, which is still unused at that time."""
+    values afterwards: a step may be built again (for new thresholds) while texts are open."""
     table = weights.cache.table
-    if table.is_whole:
-        yield
-        return
     if int(table.block_SN[0, 0]) == NO_BLOCK:
         weights.cache.reserve(0, 0, 1)
-        yield
-        table.shrink(0, 0)
+        try:
+            yield
+        finally:
+            table.shrink(0, 0)
         return
     caches = [layer.attention.cache for layer in weights.layers]
     kept = [each.read(0, 0, 1) for each in caches]
-    yield
-    for each, rows in zip(caches, kept, strict=True):
-        each.write(0, 0, *rows)
+    try:
+        yield
+    finally:
+        for each, rows in zip(caches, kept, strict=True):
+            each.write(0, 0, *rows)
