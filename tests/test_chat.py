@@ -246,8 +246,10 @@ def test_the_oldest_turns_are_dropped_on_request(engine):
         assert roles(chat) == "ua" * 12 and chat.num_dropped >= 10
         chat.undo()
         text_of(chat.say("x"))
+        dropped = chat.num_dropped
         with pytest.raises(SparkinferError, match="tokens for a context"):
             text_of(chat.say("x" * 600))
+        assert chat.num_dropped == dropped
 
 
 def test_messages_that_the_template_rejects_are_removed(engine):

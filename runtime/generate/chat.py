@@ -211,12 +211,12 @@ class Conversation:
     def _prompt(self) -> list[int]:
         """Tokens of the messages, except dropped turns, and of the answer's header. Raises
         SparkinferError if they leave no room for an answer."""
-        rendered = self._render(self.num_dropped)
+        dropped, context = self.num_dropped, self.context_length
+        rendered = self._render(dropped)
         ids = self._codec.encode_rendered(rendered)
-        context = self.context_length
         if self.options.drops_oldest and len(ids) > context - context // 4:
             for first in self._turns()[1:]:
-                self.num_dropped = first
+                dropped = first
                 rendered = self._render(first)
                 ids = self._codec.encode_rendered(rendered)
                 if len(ids) <= context - context // 4:
@@ -228,7 +228,7 @@ class Conversation:
                 f"the conversation has {len(ids)} tokens for a context of {context}: begin another"
                 " (/reset), take messages back (/undo), or load with a longer context (-c)"
             )
-        self.is_reasoning_open = opens_reasoning(rendered)
+        self.num_dropped, self.is_reasoning_open = dropped, opens_reasoning(rendered)
         return ids
 
     def _turns(self) -> list[int]:
