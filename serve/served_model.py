@@ -2,22 +2,21 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from threading import Lock
 
 from tokenizers import pre_tokenizers
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.dry import Breakers, dry_breakers
+from sparkinfer.runtime.generate.drawing import chain_of
+from sparkinfer.runtime.generate.dry import BreakerSets
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.text.chat_template import ChatTemplate, Message
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.serve.api_error import ApiError, wrong
 
 LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
-MAX_BREAKER_SETS = 16  # cached, because finding one searches the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +35,6 @@ class ServedModel:
     longest_token: int  # in characters
     defaults: SamplingOptions
     max_tokens: int
-    _breakers: dict[tuple[str, ...], Breakers] = field(default_factory=dict, compare=False)
-    _lock: Lock = field(default_factory=Lock, compare=False, repr=False)
 
     def check_length(self, text: str, param: str) -> None:
         """Refuses, before tokenising, a text that cannot fit into the context."""
@@ -102,18 +99,11 @@ class ServedModel:
             raise wrong("messages", str(error)) from error
 
     def chain(self, sampling: SamplingOptions) -> SamplerChain:
-        breakers = None
-        if sampling.dry_multiplier and sampling.dry_sequence_breakers:
-            breakers = self._breakers_of(sampling.dry_sequence_breakers)
-        return SamplerChain(sampling, self.vocab_size, breakers)
+        return chain_of(sampling, self._breaker_sets, self.vocab_size)
 
-    def _breakers_of(self, texts: tuple[str, ...]) -> Breakers:
-        with self._lock:
-            if texts not in self._breakers:
-                while len(self._breakers) >= MAX_BREAKER_SETS:
-                    del self._breakers[next(iter(self._breakers))]
-                self._breakers[texts] = dry_breakers(self.codec, texts)
-            return self._breakers[texts]
+    @cached_property
+    def _breaker_sets(self) -> BreakerSets:
+        return BreakerSets(self.codec)
 
     def chat_codec(self) -> tuple[TextCodec, tuple[str, ...]]:
         """(codec whose end tokens end an answer, strings that also end it)."""

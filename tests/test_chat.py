@@ -15,8 +15,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate import chat as chat_module
+from sparkinfer.runtime.generate import dry
 from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
 from sparkinfer.runtime.generate.drawing import chain_of
+from sparkinfer.runtime.generate.dry import BreakerSets
 from sparkinfer.runtime.generate.generation import GenerationOptions
 from sparkinfer.runtime.generate.reasoning import (
     ReasoningSplitter,
@@ -66,7 +68,7 @@ def talk(engine, template: str | ChatTemplate = CHATML, sampling=GREEDY, **more)
     if isinstance(template, str):
         template = replace(chat_template_of(engine.model, engine.codec), text=template)
     options = more.pop("options", ChatOptions(generation=SAID))
-    draws = chain_of(sampling, engine.codec, engine.model.shape.vocab_size)
+    draws = chain_of(sampling, BreakerSets(engine.codec), engine.model.shape.vocab_size)
     return Conversation(
         engine.sequence(), engine.codec, template, engine.traffic, draws, options=options, **more
     )
@@ -250,6 +252,23 @@ def test_the_oldest_turns_are_dropped_on_request(engine):
         with pytest.raises(SparkinferError, match="tokens for a context"):
             text_of(chat.say("x" * 600))
         assert chat.num_dropped == dropped
+
+
+def test_the_vocabulary_is_read_once_for_breakers(tmp_path, monkeypatch):
+    read, find = [], dry.dry_breakers
+
+    def counted(codec, texts):
+        read.append(texts)
+        return find(codec, texts)
+
+    monkeypatch.setattr(dry, "dry_breakers", counted)
+    sampling = SamplingOptions(temperature=0.0, dry_multiplier=0.8)
+    with Engine.load(chat_model(tmp_path / "m.gguf")) as engine:
+        for _ in range(3):
+            list(engine.generate("ab", max_tokens=2, sampling=sampling))
+            with engine.chat(template="chatml", sampling=sampling) as chat:
+                text_of(chat.say("x"))
+    assert read == [sampling.dry_sequence_breakers]
 
 
 def test_messages_that_the_template_rejects_are_removed(engine):

@@ -19,8 +19,8 @@ from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.gguf_file import type_of
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.generate.chain import SamplerChain
 from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
-from sparkinfer.runtime.generate.drawing import chain_of
 from sparkinfer.runtime.generate.generation import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.kernels.cpu import library
@@ -124,7 +124,7 @@ def conversation(engine: Engine, length: int = LENGTH) -> Conversation:
         engine.codec,
         chat_template_of(engine.model, engine.codec),
         engine.traffic,
-        chain_of(SamplingOptions(temperature=0.0), engine.codec, engine.model.shape.vocab_size),
+        SamplerChain(SamplingOptions(temperature=0.0), engine.model.shape.vocab_size),
         options=ChatOptions(generation=GenerationOptions(max_tokens=length)),
     )
 

@@ -11,6 +11,7 @@ from models import byte_level_keys, make_model, make_shape
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.drawing import chain_of
+from sparkinfer.runtime.generate.dry import BreakerSets
 from sparkinfer.runtime.generate.generation import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.kernels.cpu import library
@@ -52,7 +53,8 @@ class Bench:
         given = {name: more.pop(name) for name in ("deadline", "reuses", "mask") if name in more}
         options = GenerationOptions(**{"max_tokens": 20, **more})
         codec = self.engine.codec
-        draws = draws or chain_of(sampling, codec, self.engine.model.shape.vocab_size)
+        size = self.engine.model.shape.vocab_size
+        draws = draws or chain_of(sampling, BreakerSets(codec), size)
         job = Job(ids=ids, codec=codec, draws=draws, options=options, **given)
         self.said[key], self.tokens[key] = "", []
 

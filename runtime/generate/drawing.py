@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.dry import dry_breakers
+from sparkinfer.runtime.generate.dry import BreakerSets
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.text.codec import TextCodec
 
 
 def sampling_of(
@@ -20,9 +19,9 @@ def sampling_of(
     return found if seed is None else replace(found, seed=seed)
 
 
-def chain_of(sampling: SamplingOptions, codec: TextCodec, vocab_size: int) -> SamplerChain:
+def chain_of(sampling: SamplingOptions, sets: BreakerSets, vocab_size: int) -> SamplerChain:
     """Builds the chain. Raises SparkinferError for a bias on a token that the model lacks."""
     breakers = None
     if sampling.dry_multiplier and sampling.dry_sequence_breakers:
-        breakers = dry_breakers(codec, sampling.dry_sequence_breakers)
+        breakers = sets.of(sampling.dry_sequence_breakers)
     return SamplerChain(sampling, vocab_size, breakers)

@@ -5,6 +5,7 @@ pull request 982) and llama_sampler_init_dry."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from threading import Lock
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from sparkinfer.runtime.text.codec import TextCodec
 # Token sequences that end a repetition: first token -> the tokens after it, () for a single token.
 Breakers = Mapping[int, Sequence[tuple[int, ...]]]
 
+MAX_BREAKER_SETS = 16
 _MAX_BREAKER_LENGTH = 40  # characters; in llama.cpp this many bytes
 _MAX_TAIL = 20
 _FLOAT_MAX_LOG = 88.7228391  # base ** length stays below float32's largest number
@@ -27,7 +29,7 @@ def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
     These are, as in llama.cpp, each token whose text contains the breaker, and each token whose
     text ends with a prefix of the breaker, followed by the tokens of the remainder. The breaker's
     own tokens are added for characters whose bytes are split over several tokens. Reads the whole
-    vocabulary, so call it once per model rather than per chain."""
+    vocabulary; `BreakerSets` keeps the results."""
     tokenizer = codec.tokenizer
     wanted = [breaker[:_MAX_BREAKER_LENGTH] for breaker in breakers if breaker]
     if not wanted:
@@ -52,6 +54,23 @@ def dry_breakers(codec: TextCodec, breakers: Sequence[str]) -> Breakers:
                 if word.endswith(breaker[:n]):
                     found[token_id][tail] = None
     return {token_id: tuple(tails) for token_id, tails in found.items()}
+
+
+class BreakerSets:
+    """The results of `dry_breakers` for one codec: the last MAX_BREAKER_SETS. Thread-safe."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._found: dict[tuple[str, ...], Breakers] = {}
+        self._lock = Lock()
+
+    def of(self, texts: tuple[str, ...]) -> Breakers:
+        with self._lock:
+            if texts not in self._found:
+                while len(self._found) >= MAX_BREAKER_SETS:
+                    del self._found[next(iter(self._found))]
+                self._found[texts] = dry_breakers(self._codec, texts)
+            return self._found[texts]
 
 
 def dry(

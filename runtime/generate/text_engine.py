@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -9,8 +10,10 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
+from sparkinfer.runtime.generate.chain import SamplerChain
 from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
 from sparkinfer.runtime.generate.drawing import chain_of, sampling_of
+from sparkinfer.runtime.generate.dry import BreakerSets
 from sparkinfer.runtime.generate.generation import (
     Drafts,
     Generation,
@@ -53,6 +56,13 @@ class TextEngine:
         if self._codec is None:
             self._codec = TextCodec.of(self.model)
         return self._codec
+
+    @cached_property
+    def _breaker_sets(self) -> BreakerSets:
+        return BreakerSets(self.codec)
+
+    def _chain(self, sampling: SamplingOptions) -> SamplerChain:
+        return chain_of(sampling, self._breaker_sets, self.model.shape.vocab_size)
 
     @out_of_memory_as_error()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
@@ -126,7 +136,7 @@ class TextEngine:
                 " wanted at most half of it"
             )
         ids_T = self._ids(self.codec.encode(prompt) if isinstance(prompt, str) else prompt)
-        chain = chain_of(sampling, self.codec, self.model.shape.vocab_size)
+        chain = self._chain(sampling)
         return lambda text: Generation(
             text, ids_T.tolist(), self.codec, chain, options, self.traffic, constraint, drafts
         )
@@ -187,7 +197,7 @@ class TextEngine:
         found = chat_template_of(self.model, self.codec, template)
         if drafts is not None:
             check_rows(self._live)
-        chain = chain_of(sampling or SamplingOptions(), self.codec, self.model.shape.vocab_size)
+        chain = self._chain(sampling or SamplingOptions())
         return Conversation(
             self.sequence(), self.codec, found, self.traffic, chain,
             system=system, options=options, new_mask=new_constraint, drafts=drafts,
