@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 
 import pytest
 from chat_templates import (
@@ -209,6 +211,45 @@ def test_an_interrupted_render_does_not_answer_the_next(process, monkeypatch):
         template("{{ 'old' }}", process).render([USER])
     monkeypatch.undo()
     assert template("{{ 'new' }}", process).render([USER]) == "new"
+
+
+def test_a_worker_that_does_not_read_is_ended(process, monkeypatch):
+    process.close()
+    monkeypatch.setattr(template_process, "WALL_S", 0.3)
+    monkeypatch.setattr(template_process, "_START", "import time; time.sleep(60)")
+    began = time.monotonic()
+    with pytest.raises(SparkinferError, match="takes too long"):
+        template("{{ 1 }}", process).render([{"role": "user", "content": "x" * (1 << 20)}])
+    assert time.monotonic() - began < 30
+    monkeypatch.undo()
+    assert template("{{ 'new' }}", process).render([USER]) == "new"
+
+
+def test_a_long_message_is_written_in_pieces(process):
+    text = "x" * (5 << 20)
+    said = template("{{ messages[0].content }}", process).render([{**USER, "content": text}])
+    assert said == text
+
+
+def test_close_waits_for_a_rendering(process, monkeypatch):
+    process.render("it", "", {})
+    ask, asked, may_go = template_process._ask, Event(), Event()
+
+    def late(*given):
+        asked.set()
+        assert may_go.wait(30)
+        return ask(*given)
+
+    monkeypatch.setattr(template_process, "_ask", late)
+    with ThreadPoolExecutor(2) as pool:
+        text = pool.submit(process.render, "it", "{{ 1 }}", {})
+        assert asked.wait(30)
+        closed = pool.submit(process.close)
+        is_early = bool(wait([closed], timeout=0.2).done)
+        may_go.set()
+        assert text.result(30) == "1" and not is_early
+        closed.result(30)
+    assert process._process is None
 
 
 def test_the_process_ends_with_its_owner():

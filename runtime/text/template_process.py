@@ -57,7 +57,12 @@ class TemplateProcess:
         )
 
     def close(self) -> None:
-        """Ends the process; the next rendering starts a new one."""
+        """Ends the process, after a rendering in another thread; the next rendering starts a new
+        one."""
+        with self._lock:
+            self._stop()
+
+    def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             _end(process)
@@ -67,11 +72,11 @@ class TemplateProcess:
         try:
             line = _ask(process, request)
         except BaseException:  # an unread answer must not be taken for the next one
-            self.close()
+            self._stop()
             raise
         if line:
             return json.loads(line)
-        self.close()
+        self._stop()
         raise SparkinferError(
             f"{name} {_reason(process.returncode)}; see --chat-template for another"
         )
@@ -88,7 +93,7 @@ def _start() -> subprocess.Popen[bytes]:
     Ctrl-C does not reach it."""
     places = [_folder_of(package) for package in _PACKAGES]
     here = str(Path(_file_of("sparkinfer.runtime.text.template_worker")).parent)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _START, here, *dict.fromkeys(places)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -97,6 +102,9 @@ def _start() -> subprocess.Popen[bytes]:
         start_new_session=True,
         bufsize=0,
     )
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)  # a worker that does not read blocks nobody
+    return process
 
 
 def _file_of(module: str) -> str:
@@ -114,24 +122,37 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     """The answer's line; empty if the process has ended or was killed at the time limit."""
     assert process.stdin is not None and process.stdout is not None
     deadline = time.monotonic() + WALL_S
-    try:
-        rest = memoryview(request)
-        while rest:
-            rest = rest[os.write(process.stdin.fileno(), rest) :]
-    except BrokenPipeError:
-        return b""
-    pieces: list[bytes] = []
+    rest, pieces = memoryview(request), list[bytes]()
     with selectors.DefaultSelector() as selector:
+        selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
         while not (pieces and pieces[-1].endswith(b"\n")):
-            if not selector.select(max(0.0, deadline - time.monotonic())):
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
                 process.kill()
                 return b""
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
-                return b""
-            pieces.append(piece)
+            for key, _ in ready:
+                if key.fileobj is process.stdin:
+                    rest = rest[_written(process.stdin.fileno(), rest) :]
+                    if not rest:
+                        selector.unregister(process.stdin)
+                    continue
+                piece = os.read(process.stdout.fileno(), 1 << 16)
+                if not piece:
+                    return b""
+                pieces.append(piece)
     return b"".join(pieces)
+
+
+def _written(file: int, content: memoryview) -> int:
+    """The number of bytes that the pipe has taken; all if nobody reads it any more, in which case
+    there is no answer either."""
+    try:
+        return os.write(file, content)
+    except BlockingIOError:  # less room than the least that is written at once
+        return 0
+    except BrokenPipeError:
+        return len(content)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
