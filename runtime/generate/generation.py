@@ -53,7 +53,9 @@ class Run:
 
     @property
     def prefill_per_s(self) -> float:
-        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
+        """Of the tokens that were computed, without `cached_tokens`."""
+        computed = self.prefill_tokens - self.cached_tokens
+        return computed / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_per_s(self) -> float:
