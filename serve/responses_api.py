@@ -33,7 +33,7 @@ async def responses(service: Service, request: Request) -> Response:
     assert said.report is not None
     for _ in answer.take(Delta(content=said.content, reasoning=said.reasoning, calls=said.calls)):
         pass  # the events matter only in a stream
-    for _ in answer.end():
+    for _ in answer.end(said.report):
         pass
     return JsonResponse(answer.whole(said.report))
 
@@ -71,7 +71,7 @@ class _Answer:
             yield self._event("error", code=error.code, message=error.message, param=error.param)
             return
         assert report is not None
-        yield b"".join(self.end())
+        yield b"".join(self.end(report))
         whole = self.whole(report)
         yield self._event(f"response.{whole['status']}", response=whole)
 
@@ -85,13 +85,14 @@ class _Answer:
             yield from self.end()
             yield from self._call(call)
 
-    def end(self) -> Iterator[bytes]:
-        """Closes the open item, if there is one, and yields the events for that."""
+    def end(self, report: Report | None = None) -> Iterator[bytes]:
+        """Closes the open item, if there is one, and yields the events for that. `report` is given
+        at the end of the answer, which may have cut the item off."""
         if not self._is_open:
             return
         self._is_open = False
         item, place = self._items[-1], self._place()
-        item["status"] = "completed"
+        item["status"] = "completed" if report is None else _status(report)
         part: Body = {"type": "reasoning_text", "text": self._text}
         if item["type"] == "message":
             part = {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
@@ -109,9 +110,8 @@ class _Answer:
     def whole(self, report: Report) -> Body:
         """The complete response, after its last item."""
         self._service.report(self._request, [report])
-        is_whole = report.stopped_by in ("end of text", "stop string")
-        body = self._body("completed" if is_whole else "incomplete")
-        if not is_whole:
+        body = self._body(_status(report))
+        if body["status"] == "incomplete":  # OpenAI has this reason for a full context, too
             body["incomplete_details"] = {"reason": "max_output_tokens"}
         usage = usage_of([report])
         body["usage"] = {
@@ -179,3 +179,9 @@ class _Answer:
     def _event(self, kind: str, **content: object) -> bytes:
         self._number += 1
         return sse({"type": kind, "sequence_number": self._number, **content}, event=kind)
+
+
+def _status(report: Report) -> str:
+    """Of a response and of its last item."""
+    is_whole = report.stopped_by in ("end of text", "stop string")
+    return "completed" if is_whole else "incomplete"

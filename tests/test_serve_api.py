@@ -293,6 +293,8 @@ def test_responses_by_openais_client(client, engine):
     expected = alone(engine, "system: Be brief\nuser: Hello\nassistant: ", 8, temperature=0.0)
     assert answer.output_text == expected
     assert answer.status == "incomplete" and answer.usage.output_tokens == 8
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert [item.status for item in answer.output] == ["incomplete"]
     events = list(
         client.responses.create(
             model="any", input=[{"role": "user", "content": "Hello"}], instructions="Be brief",
@@ -306,6 +308,7 @@ def test_responses_by_openais_client(client, engine):
                           "response.output_item.done", "response.incomplete"]  # fmt: skip
     deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
     assert "".join(deltas) == expected == events[-1].response.output_text
+    assert events[-2].item.status == events[-1].response.output[-1].status == "incomplete"
     assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
@@ -314,6 +317,8 @@ def test_responses_with_tools(client):
     given = {"model": "any", "tools": [tool], "extra_body": {"grammar": CALL}}
     first = client.responses.create(input="Hello", **given)
     text, call = first.output
+    assert (first.status, text.status, call.status) == ("completed",) * 3
+    assert first.incomplete_details is None
     assert (text.type, call.type, call.name, call.arguments) == (
         "message", "function_call", "f", '{"a": 1}',
     )  # fmt: skip
