@@ -24,6 +24,7 @@ from sparkinfer.profile.comparison import (
     perplexity_of,
 )
 from sparkinfer.profile.corpus import read_windows
+from sparkinfer.rope import check_scaling
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
@@ -42,6 +43,10 @@ class EvalConfig:
     chat_template: str | None = None
     device: str | None = None
     seed: int = 0
+    context_length: int | None = None  # also of the pieces of the text
+    # For both models, as in EngineConfig
+    rope_scaling: str | None = None
+    rope_scale: float | None = None
     # Types of keys and values (sparkinfer.cache_types); the dense model keeps its own
     cache_type_k: str | None = None
     cache_type_v: str | None = None
@@ -54,6 +59,7 @@ class EvalConfig:
             raise SparkinferError(f"tokens is {self.max_tokens}, wanted 2 or more")
         if self.seed < 0:
             raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
+        check_scaling(self.rope_scaling, self.rope_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +150,15 @@ def evaluate(
 
     `on_total` is called once with the number of tokens, which may be fewer than asked for."""
     with (
-        Engine.load(config.model, mode="dense", device=config.device, is_resident=False) as dense,
+        Engine.load(
+            config.model,
+            mode="dense",
+            device=config.device,
+            is_resident=False,
+            context_length=config.context_length,
+            rope_scaling=config.rope_scaling,
+            rope_scale=config.rope_scale,
+        ) as dense,
         Engine.load(
             config.model,
             split=config.split,
@@ -153,6 +167,9 @@ def evaluate(
             thresholds=config.thresholds,
             is_resident=False,  # whole windows only, no decode steps
             max_loss=math.inf,  # no limit: it is about to be measured
+            context_length=config.context_length,
+            rope_scaling=config.rope_scaling,
+            rope_scale=config.rope_scale,
             cache_type_k=config.cache_type_k,
             cache_type_v=config.cache_type_v,
             kv_offload=config.kv_offload,

@@ -11,6 +11,7 @@ from typing import Any
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_quality import RunMode
+from sparkinfer.rope import check_scaling
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.engine_options import device_of
 from sparkinfer.typed import one_line, shown
@@ -31,6 +32,9 @@ class TasksConfig:
     thresholds: Path | None = None
     device: str | None = None
     seed: int = 0
+    context_length: int | None = None
+    rope_scaling: str | None = None  # as in EngineConfig
+    rope_scale: float | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks or not all(self.tasks) or len(set(self.tasks)) < len(self.tasks):
@@ -42,6 +46,7 @@ class TasksConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SparkinferError(f"{name} is {value}, wanted {least} or more")
+        check_scaling(self.rope_scaling, self.rope_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +156,8 @@ def _load(config: TasksConfig, num_texts: int) -> Engine:
     return Engine.load(
         config.model, split=config.split, mode=config.mode, device=config.device,
         thresholds=config.thresholds, num_sequences=num_texts,
+        context_length=config.context_length, rope_scaling=config.rope_scaling,
+        rope_scale=config.rope_scale,
     )  # fmt: skip
 
 

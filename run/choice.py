@@ -13,9 +13,11 @@ from sparkinfer.budget import bytes_on_one_side, head_bytes, layer_bytes, worksp
 from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.key_selection import KeySelection
+from sparkinfer.longer_texts import with_rope_scaling
 from sparkinfer.mode_choice import can_silence, is_smooth
 from sparkinfer.mode_quality import MAX_LOSS, RunMode
 from sparkinfer.model_file import ModelFile
+from sparkinfer.rope import check_scaling
 from sparkinfer.run.source import Source
 from sparkinfer.runtime.engine_options import cache_types_of, device_of
 from sparkinfer.runtime.engine_options import context_of as longest_text
@@ -60,6 +62,8 @@ class Wishes:
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
+    rope_scaling: str | None = None  # as in EngineConfig
+    rope_scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in get_args(RunMode):
@@ -68,6 +72,11 @@ class Wishes:
             raise SparkinferError(f"max loss is {self.max_loss}, wanted 0 or more")
         if self.tokens is not None and self.tokens < 1:
             raise SparkinferError(f"tokens is {self.tokens}, wanted 1 or more")
+        check_scaling(self.rope_scaling, self.rope_scale)
+
+    @property
+    def rope(self) -> tuple[str | None, float | None]:
+        return self.rope_scaling, self.rope_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +144,9 @@ def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
 
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
-    """The context length to use. Raises SparkinferError for more than the model supports."""
+    """The context length to use. Raises SparkinferError for more than the model supports with the
+    scaling of rotary embeddings that is asked for, or if it cannot be scaled."""
+    model = with_rope_scaling(model, *wishes.rope, wishes.context_length)
     selection = None if wishes.kv_offload is None else KeySelection.parse(wishes.kv_offload)
     return longest_text(model, None, wishes.context_length, selection)
 

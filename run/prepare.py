@@ -133,10 +133,11 @@ def prepare(job: Job, planned: Estimate) -> Ready:
         raise Interrupted(
             f"interrupted{where}; the same command continues from there", number
         ) from error
-    choice = job.choice
+    choice, wishes = job.choice, job.wishes
+    is_planned = split is not None and not any(wishes.rope)  # a scaling may follow from the context
     return Ready(
-        model=model, split=split, mode=None if split else job.wishes.mode, device=choice.device,
-        context_length=None if split else job.wishes.context_length,
+        model=model, split=split, mode=None if split else wishes.mode, device=choice.device,
+        context_length=None if is_planned else wishes.context_length,
         seconds=time.perf_counter() - began, made=tuple(steps.made),
     )  # fmt: skip
 

@@ -101,6 +101,7 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
         "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
         "kv_offload": job.wishes.kv_offload, "budgets": job.choice.budgets, "context": job.choice.context_length,
         "mode": job.wishes.mode, "max loss": job.wishes.max_loss,
+        **({"rope": job.wishes.rope} if any(job.wishes.rope) else {}),
     }  # fmt: skip
 
 
@@ -225,7 +226,8 @@ def make_plan(
         model=model, profile=profiled, machine=machine, output=folder / PLAN,
         vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
         mode=job.wishes.mode, max_loss=job.wishes.max_loss, force=True,
-        kv_offload=job.wishes.kv_offload,
+        kv_offload=job.wishes.kv_offload, rope_scaling=job.wishes.rope_scaling,
+        rope_scale=job.wishes.rope_scale,
     )  # fmt: skip
     with reading(model, profiled, machine):
         report = solve(config, measure_workspace)

@@ -157,6 +157,36 @@ def test_the_command_line_says_what_it_did(model, capfd):
     assert "rotary embeddings: YaRN, 2 times the 128 tokens of its training" in done.output
 
 
+def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, capsys):
+    """A piece of a corpus is as long as the context that the scaling allows."""
+    from sparkinfer.cli import main
+    from sparkinfer.profile.quality import EvalConfig, evaluate
+
+    text = tmp_path / "t.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
+    config = EvalConfig(
+        model=model.path, corpora=(text,), mode="exact", max_tokens=600, device="cpu",
+        context_length=512, rope_scaling="yarn",
+    )  # fmt: skip
+    totals, pieces = [], []
+    report = evaluate(config, pieces.append, totals.append)
+    assert max(pieces) > TRAINED and sum(pieces) == sum(totals)
+    assert report.perplexity == pytest.approx(report.dense_perplexity, rel=1e-3)
+    plain = evaluate(dataclasses.replace(config, context_length=None, rope_scaling=None))
+    linear = evaluate(dataclasses.replace(config, rope_scaling="linear"))
+    assert len({each.dense_perplexity for each in (report, plain, linear)}) == 3
+    words = ["eval", str(model.path), "--corpus", str(text), "--mode", "exact", "--tokens", "300"]
+    assert main([*words, "--device", "cpu", "-c", "512", "--rope-scaling", "yarn"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert "rotary embeddings: YaRN, 4 times the 128 tokens of its training" in lines
+    assert main([*words, "--device", "cpu"]) == 0
+    assert "rotary" not in capsys.readouterr().err
+    assert main([*words, "--rope-scaling", "yarn"]) == 1
+    assert "needs a factor, --rope-scale" in capsys.readouterr().err
+    with pytest.raises(SparkinferError, match="rope scale 0.5"):
+        dataclasses.replace(config, rope_scale=0.5)
+
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64, "rope_theta": 1e4,

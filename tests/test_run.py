@@ -136,6 +136,24 @@ def test_a_dense_model_that_does_not_fit_gets_a_plan_from_a_short_look(capsys, s
     assert made(report) == ["model", "look", "machine", "plan"] and report["mode"] == "dense"
 
 
+@pytest.mark.parametrize("vram", ["0", "3000KiB"])
+def test_longer_texts_by_another_scaling_of_positions(capsys, silu, text, gpu, vram):
+    """The plan, too, is for the longer context."""
+    more = (silu, "--corpus", text, "--no-verify", "--vram", vram, "-c", 512)
+    line = refused(capsys, *more, "-p", "the", "-n", 3)
+    assert "--rope-scaling yarn stretches it" in line
+    report = run(capsys, *more, "--rope-scaling", "yarn")
+    assert report["run"]["context_length"] == 512
+    assert ("plan" in made(report)) == (vram != "0")
+    again = run(capsys, *more, "--rope-scaling", "yarn")
+    assert made(again) == [] and again["text"] == report["text"]
+    other = run(capsys, *more, "--rope-scaling", "linear")
+    assert made(other) == (["plan"] if vram != "0" else [])
+    words = ["run", *map(str, more), "-p", "the", "-n", "3", "--rope-scale", "8"]
+    assert main(words) == 0
+    assert "rotary embeddings: YaRN, 8 times the" in capsys.readouterr().err
+
+
 # ---- interrupted --------------------------------------------------------------------------------
 
 

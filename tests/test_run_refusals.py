@@ -26,6 +26,8 @@ pytest_plugins = ("run_fixtures",)
         ("-p the --json-schema {", "the JSON schema is not JSON"),
         ("-p the --regex (", "regex"),
         ("-p the --top-p 7", "top_p is 7.0, wanted a number from 0 to 1"),
+        ("-p the --rope-scaling yarn", "--rope-scaling yarn needs a factor, --rope-scale"),
+        ("-p the --rope-scale 0.5", "rope scale 0.5, wanted 1 to 10,000"),
         ("-p the -md none.gguf", "none.gguf: no such file or folder"),
         ("--json", "--json and --json-lines are for a text"),
         ("", "has no chat template"),

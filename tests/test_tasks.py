@@ -17,7 +17,7 @@ from sparkinfer.cli import main
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.tasks import Score, TasksConfig, TasksReport
+from sparkinfer.profile.tasks import Score, TasksConfig, TasksReport, _load
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -208,6 +208,17 @@ def test_unavailable_tasks_give_one_line(here, capsys, monkeypatch):
         assert main([str(word) for word in words]) == 1
         lines = [line for line in capsys.readouterr().err.splitlines() if "sparkinfer:" in line]
         assert len(lines) == 1 and match in lines[0], (more, lines)
+
+
+def test_tasks_run_under_a_scaling_of_positions(here):
+    config = TasksConfig(
+        model=here / "m.gguf", tasks=("x",), device="cpu", mode="dense", rope_scaling="yarn",
+        rope_scale=4.0,
+    )  # fmt: skip
+    with _load(config, 1) as engine:
+        assert engine.model.shape.rope_scaling.words.startswith("YaRN, 4 times the")
+    with pytest.raises(SparkinferError, match="rope scaling 'x' is unknown"):
+        dataclasses.replace(config, rope_scaling="x", rope_scale=None)
 
 
 def test_without_lm_eval_the_command_says_what_to_install(here, capsys, monkeypatch):

@@ -3,15 +3,17 @@ tasks."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sparkinfer.commands import examples
 from sparkinfer.commands.cache_options import cache_type_options
+from sparkinfer.commands.rope_options import rope_options, scaling_lines
 from sparkinfer.commands.shared import (
     FILE,
     FileCommand,
+    context_option,
     device_option,
     finish,
     json_option,
@@ -20,6 +22,10 @@ from sparkinfer.commands.shared import (
     threads_option,
     thresholds_option,
 )
+
+if TYPE_CHECKING:
+    from sparkinfer.profile.quality import EvalConfig
+    from sparkinfer.profile.tasks import TasksConfig
 
 ONLY_TEXT = (
     "corpora", "max_tokens", "chat_template", "cache_type_k", "cache_type_v", "kv_offload",
@@ -60,6 +66,8 @@ class Names(click.ParamType):
 )
 @click.option("--task-folder", type=FILE, help="Folder of your own tasks (YAML).")
 @click.option("--seed", default=0, show_default=True)
+@context_option("Context length in tokens. [default: the model's, up to 4,096]")
+@rope_options
 @cache_type_options
 @thresholds_option
 @mode_option
@@ -123,6 +131,7 @@ def _on_text(options: dict[str, Any], as_json: bool) -> None:
             " sparkinfer advise --dense compares with that"
         )
     lines.append("± is half of the 95 % confidence interval")
+    lines += _scaling_lines(config)
     finish(eval_content(report), as_json, lines)
 
 
@@ -136,4 +145,10 @@ def _by_tasks(options: dict[str, Any], tasks: tuple[str, ...], as_json: bool) ->
     config = TasksConfig(tasks=tasks, folder=folder, **options)
     with progress("answering", None, "requests") as advance:
         report = run_tasks(config, advance)
-    finish(report, as_json, report.lines)
+    finish(report, as_json, [*report.lines, *_scaling_lines(config)])
+
+
+def _scaling_lines(config: "EvalConfig | TasksConfig") -> list[str]:
+    return scaling_lines(
+        config.model, config.rope_scaling, config.rope_scale, config.context_length
+    )

@@ -56,8 +56,8 @@ _MEMORY = "weights are copied into memory if they fit, and stay in the mapped fi
 _PASS = "the number of tokens in a pass is chosen automatically"
 _LOG = "messages go to stderr, the text to stdout"
 _ROPE = (
-    "rotary embeddings are computed as the model file says; generate, chat and serve can change that"
-    " with --rope-scaling and --rope-scale"
+    "rotary embeddings are computed as the model file says; --rope-scaling and --rope-scale change"
+    " that"
 )
 _TALKS = ("chat", "run")
 # A name may appear several times, for different commands; the first match counts.
@@ -105,7 +105,6 @@ TABLE: tuple[tuple[str, Flag], ...] = (
      _refuse("fetch and convert it first: sparkinfer convert ORG/NAME -o model.gguf")),
     ("--lora --lora-scaled --control-vector",
      _refuse("adapters are not supported; merge them into the checkpoint and convert that")),
-    ("--rope-scaling --rope-scale", _refuse(_ROPE, ("run",))),
     ("--rope-freq-base --rope-freq-scale --yarn-orig-ctx"
      " --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast", _refuse(_ROPE)),
     ("--tfs --tfs-z", _refuse("there is no tail-free sampling (llama.cpp has dropped it, too);"

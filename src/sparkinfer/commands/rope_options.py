@@ -1,6 +1,7 @@
 """The options of rotary embeddings, with llama.cpp's names."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -24,3 +25,15 @@ def rope_options(command: Command) -> Command:
         " [default with --rope-scale: yarn]",
     )  # fmt: skip
     return scaling(scale(command))
+
+
+def scaling_lines(
+    model: Path, kind: str | None, factor: float | None, context_length: int | None
+) -> list[str]:
+    """The line that says how the model's positions are scaled with these options, if they are."""
+    from sparkinfer.longer_texts import with_rope_scaling
+    from sparkinfer.model_file import ModelFile
+
+    file = with_rope_scaling(ModelFile.load(model), kind, factor, context_length)
+    scaling = file.shape.rope_scaling
+    return [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]

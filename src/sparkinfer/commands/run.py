@@ -15,6 +15,7 @@ from sparkinfer.commands.chat import talk
 from sparkinfer.commands.constraint_options import constraint_options
 from sparkinfer.commands.generate import text_options, write
 from sparkinfer.commands.outtype import OUTTYPE
+from sparkinfer.commands.rope_options import rope_options
 from sparkinfer.commands.run_checks import check_model, check_options, has_prompt
 from sparkinfer.commands.sampling import sampling_options
 from sparkinfer.commands.shared import (
@@ -94,6 +95,7 @@ def _own_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @sampling_options
 @constraint_options
 @speculation_options
+@rope_options
 @cache_type_options
 @mode_option
 @max_loss_option
@@ -119,7 +121,7 @@ def run(
 
     use_threads(options["threads"])
     names = ("context_length", "mode", "max_loss", "device", "cache_type_k", "cache_type_v",
-             "kv_offload")  # fmt: skip
+             "kv_offload", "rope_scaling", "rope_scale")  # fmt: skip
     wishes = Wishes(
         vram=vram or None, outtype=outtype, tokens=tokens, **{n: options[n] for n in names}
     )
