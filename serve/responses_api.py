@@ -182,6 +182,6 @@ class _Answer:
 
 
 def _status(report: Report) -> str:
-    """Of a response and of its last item."""
+    """The status of a response and of its last item."""
     is_whole = report.stopped_by in ("end of text", "stop string")
     return "completed" if is_whole else "incomplete"

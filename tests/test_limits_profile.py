@@ -246,7 +246,7 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
 
 @pytest.mark.parametrize("fields", [("gate_F",), ("hidden_F",), NEURONS])
 def test_the_bytes_that_a_profile_records_are_those_that_steps_read(tmp_path, made, fields):
-    """By the runtime's own counters, one token at a time; the rest of the model as in mode dense."""
+    """The runtime's own counters agree, one token at a time; the rest is as in mode dense."""
     model = with_limits(made, limits_of(made, *fields), tmp_path / "m.gguf")
     options = {"model": model, "corpora": (made / "t.txt",), "max_tokens": 400}
     found = evaluate(EvalConfig(**options, mode="exact"))

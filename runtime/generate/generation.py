@@ -53,7 +53,7 @@ class Run:
 
     @property
     def prefill_per_s(self) -> float:
-        """Of the tokens that were computed, without `cached_tokens`."""
+        """The rate of the computed tokens; `cached_tokens` do not count."""
         computed = self.prefill_tokens - self.cached_tokens
         return computed / self.prefill_s if self.prefill_s else 0.0
 
