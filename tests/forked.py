@@ -136,7 +136,8 @@ def _run(
     cwd: Path | None = None, env: Mapping[str, str] | None = None, text: bool = True,
     timeout: float = 120.0, server: str | None = None,
 ) -> subprocess.CompletedProcess:  # fmt: skip
-    """`stdin` is text for a pipe, or a file; bytes of the output that are not text are replaced."""
+    """`stdin` is bytes for a pipe, or a file's descriptor; bytes of the output that are not text are
+    replaced."""
     arguments = [os.fspath(word) if isinstance(word, Path) else str(word) for word in words]
     read, write = os.pipe()
     if isinstance(stdin, bytes):

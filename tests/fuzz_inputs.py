@@ -105,7 +105,7 @@ def predictors_of(model: ModelFile, **changes: object) -> Predictors:
 
 
 def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.01) -> Limits:
-    """The same limit for gates, hidden values and inputs."""
+    """The same limit for gates, hidden values and the feed-forward's inputs."""
     sizes = {name: size for name, (size,) in limit_shapes(model.shape).items()}
     layer = LayerLimits(
         gate_F=np.full(sizes["ffn_gate.limit"], limit, np.float32),

@@ -1,4 +1,4 @@
-"""Two files that do not belong together: each is whole, the pair must be refused.
+"""Two whole files that do not belong together: the pair must be refused where anything shows it.
 
 Models: `base`, with the artifacts made for it, and others, which differ in one thing. An artifact
 is tried with each of them as it is, and with the other model's id put into it, so that a check of

@@ -147,8 +147,8 @@ def family_model(
 
 
 def decided_predictors(num_layers, num_neurons):
-    """Biases for a model's predictors that keep all scores, millions of them, away from zero, so that
-    rounding selects no other neurons."""
+    """Biases for a model's predictors that keep all scores away from zero, so that rounding
+    selects no other neurons."""
     random = np.random.default_rng(3)
     return {
         f"blk.{layer}.ffn_pred_up.bias": array_entry(

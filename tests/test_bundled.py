@@ -1,4 +1,4 @@
-"""The bundled trained model: the README's claims, checked on text it was not trained on."""
+"""The bundled trained model: the claims of its README, checked on text it was not trained on."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def made(tmp_path_factory):
         ConvertConfig(source=folder / "base.gguf", output=folder / "model.gguf", predictors=folder)
     )
     # Fixed figures, so that the plan does not depend on the machine's load. Kernels are assumed to
-    # launch in no time: at 4 us each, so small a layer could gain nothing.
+    # launch in 0.1 us: at 4 us each, so small a layer could gain nothing.
     make_machine(
         gpu_gb_per_s=272, cpu_gb_per_s=20, round_trip_s=2.5e-5, launch_s=1e-7, copy_latency_s=1e-6
     ).save(folder / "machine.json")

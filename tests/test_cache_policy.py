@@ -157,7 +157,8 @@ def test_a_link_that_is_too_slow_for_one_row_is_not_used():
 
 
 def test_swapping_stops_and_the_plan_returns_where_it_does_not_pay():
-    """Every step reads other neurons than the previous ones, so earlier reads predict nothing."""
+    """Six steps each read other neurons than the one before, then six those of the plan, again and
+    again: what was read lately is not what is read next for long enough to pay."""
     num_neurons, random = 64, np.random.default_rng(5)
     options = CacheOptions(decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9)
     policy = CachePolicy.of([np.arange(16)], np.zeros((1, num_neurons)), make_costs(1), options)

@@ -23,7 +23,7 @@ from sparkinfer.runtime.step.sequences import Part
 
 IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PAIRS = (*((name, name) for name in NAMES), ("q8_0", "q4_0"), ("f16", "q8_0"), ("q4_0", "bf16"))
-# The possible effect of rounding keys and values in between, relative to the largest logit: a value
+# The possible effect of rounding keys and values in between, relative to the logits' norm: a value
 # near the boundary of two quants may be rounded differently by torch and by C++.
 BOUNDS = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q4_0": 0.2}
 

@@ -58,8 +58,8 @@ def test_threads_share_the_work(measured):
     """Bounds that hold on a busy machine too, where a thread may have to share its processor.
 
     Two threads, one of them at half speed, may take as long as a lucky single one, and their reads
-    disturb each other: 0.55 of its rate was seen. Nor can two read more than twice as much as
-    one."""
+    disturb each other: 0.55 of its rate was seen. Nor do n threads read more than n times as much
+    as one; the half allowed on top is for a single thread that was disturbed."""
     machine, *_ = measured
     for figures in (machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s):
         one = figures[1].best

@@ -43,7 +43,7 @@ def several_rows(monkeypatch):
 
 
 def hidden_bound(gate, gate_bias, up, up_bias, x, hidden):
-    """Activations have slopes below 1.13, so the error of act(g) u is du |act(g)| + 1.13 dg |u|."""
+    """Activations have slopes below 1.2, so the error of act(g) u is at most du |g| + 1.2 dg |u|."""
     gate_off = 1.2 * product_bound(gate, x, gate_bias) + 8 * EPS
     gate_size = sizes(gate) @ x.double().abs() + (0 if gate_bias is None else gate_bias.abs())
     if up is None:

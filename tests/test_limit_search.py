@@ -151,7 +151,7 @@ def test_sensitivities_make_the_sum_equal_the_probes() -> None:
     seen: list[tuple[LayerLimits, ...]] = []
 
     def kl_of(limits_L: tuple[LayerLimits, ...]) -> float:
-        """A planted loss: the second layer is four times as sensitive."""
+        """A planted loss: the second layer is eight times as sensitive."""
         seen.append(limits_L)
         loss = 0.0
         for layer, (limits, weight) in enumerate(zip(limits_L, (1.0, 4.0), strict=True)):

@@ -41,7 +41,7 @@ SECTIONS = ("speed", "placement", "bytes", "firings", "predictors", "quality", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The artifacts of a pipeline: model, profile with predictors, machine, two plans, comparison."""
+    """The artifacts of a pipeline: model, profile with predictors, machine, two plans."""
     here = tmp_path_factory.mktemp("report")
     keys, vocab_size = byte_level_keys()
     keys |= {"general.name": f"tiny {HOSTILE} & co"}

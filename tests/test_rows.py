@@ -158,7 +158,7 @@ def test_rows_out_of_the_model_are_refused(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_text_a_hundred_times(tmp_path, restore_library):
-    """On a busy machine, with any number of threads."""
+    """On a busy machine, with one, two and three threads."""
     model = model_of(tmp_path, "q4_0")
     is_over = threading.Event()
 

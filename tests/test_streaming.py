@@ -310,7 +310,7 @@ profile(
 
 @pytest.fixture(scope="module")
 def big_folder(tmp_path_factory):
-    """A model file of 420 MiB in f16: 16 layers of 27 MiB; random weights that rows share."""
+    """A model file of 417 MiB in f16: 16 layers of 26 MiB; random weights that rows share."""
     made = tmp_path_factory.mktemp("big")
     shape = make_shape(num_layers=16, width=1024, num_neurons=3072, num_heads=8, num_kv_heads=8,
                        vocab_size=320, context_length=512)  # fmt: skip

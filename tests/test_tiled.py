@@ -59,7 +59,8 @@ def test_tiles_hold_the_rows_of_the_file(kind, width):
 
 
 def test_the_bytes_of_a_small_tile():
-    """Three blocks of row r: scales r, 16 + r and 32 + r, quants 64 r + the number in the block."""
+    """Three blocks of row r: scales r, 16 + r and 32 + r; quants 64 r + the number in the block,
+    modulo 256."""
     rows = torch.zeros(TILE_ROWS, 3, 34, dtype=torch.uint8)
     for r in range(TILE_ROWS):
         for b in range(3):

@@ -44,7 +44,7 @@ def long_model(tmp_path):
 
 @pytest.fixture
 def large_model(tmp_path):
-    """200 MB of weights: torch's allocator cannot enforce a budget for less."""
+    """200 MB of weights, since torch's allocator cannot enforce a budget below 128 MiB."""
     shape = make_shape(
         num_layers=6, width=1024, num_neurons=4096, num_heads=8, num_kv_heads=8, vocab_size=512,
         context_length=256,

@@ -1,8 +1,9 @@
 """Our files in llama.cpp, and files of its quantiser in our runtime, give the same numbers.
 
-Both engines continue the same prompts greedily; the logits before every token are compared. If
-llama.cpp rounds activations (to 16 bits for f16 matrices, to 8 for quantised ones, ours never), the
-two best tokens may be closer than that noise: such a step is *open*, and counted."""
+Both engines continue the same prompts greedily; the logits before every token are compared. llama.cpp
+rounds activations to f16 for f16 matrices and to 8-bit integers for quantised ones, where ours keeps
+f32 and 16-bit integers. The two best tokens may be closer than that noise: such a step is *open*, and
+counted."""
 
 import shutil
 import time

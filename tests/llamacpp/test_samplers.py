@@ -305,7 +305,7 @@ def test_the_default_chain_equals_that_of_llama_cpp(tmp_path):
 
 
 def random_options(draw: np.random.Generator) -> SamplingOptions:
-    """Every sampler on in half of the cases, in llama.cpp's order or any other."""
+    """Most samplers on in half of the cases each, in llama.cpp's order or any other."""
 
     def maybe(value: float, off: float) -> float:
         return f32(value) if draw.random() < 0.5 else off
