@@ -12,6 +12,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("q8_0", "q4_0", "f16")
+RULES = "rules-amd-epyc-family-26"
 SPARSIFY = "sparsify-smollm2-amd-epyc-family-26"
 TRAINED_SPEED = "trained-speed-smollm2-amd-epyc-family-26"
 SPARSIFY_CONTINUED = "sparsify-smollm2-continued-amd-epyc-family-26"
@@ -45,7 +46,7 @@ def signed(share: float, digits: int = 1) -> str:
 
 
 def rules_points(rule: str) -> list[Any]:
-    points = result("rules-smollm2-amd-epyc")["types"]["f16"]["points"]
+    points = result(RULES)["types"]["f16"]["points"]
     return [point for point in points if point["rule"] == rule]
 
 
@@ -66,6 +67,24 @@ def rules() -> str:
         "same top token",
     ]
     return markdown(header, rows)
+
+
+def rules_all() -> str:
+    """KL and perplexity of every rule, share and type of the later run; "-" where a rule cannot save
+    that much."""
+    found = result(RULES)
+    rows = []
+    for kind, measured in found["types"].items():
+        points = {(p["rule"], p["share"]): p for p in measured["points"]}
+        for share in found["shares"]:
+            cells = [points.get((rule, share)) for rule in ("cats", *found["rules"])]
+            rows.append([kind, percent(share), *map(_cost, cells)])
+    header = ["type", "bytes not read", "CATS", *found["rules"]]
+    return markdown(header, rows)
+
+
+def _cost(point: Any) -> str:
+    return "-" if point is None else f"{point['kl']:.4f}, {signed(point['perplexity_increase'])}"
 
 
 def silu_thresholds() -> str:
@@ -301,6 +320,7 @@ def fair_share() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "rules": rules,
+    "rules-all": rules_all,
     "silu-thresholds": silu_thresholds,
     "sparsify-quality": sparsify_quality,
     "sparsify-curve": sparsify_curve,
