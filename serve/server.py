@@ -68,7 +68,8 @@ class Server:
         self._uvicorn = _Uvicorn(_uvicorn_config(self.config, self.service))
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        thread = threading.Thread(target=self._run_engine, args=(listener,), name="engine")
+        url = _url(self.config, listener)  # now, since uvicorn closes the socket when it stops
+        thread = threading.Thread(target=self._run_engine, args=(url,), name="engine")
         thread.start()
         try:
             await self._uvicorn.serve(sockets=[listener])
@@ -77,7 +78,7 @@ class Server:
             self._stop_scheduler()
             await asyncio.to_thread(thread.join)
 
-    def _run_engine(self, listener: socket.socket) -> None:
+    def _run_engine(self, url: str) -> None:
         """The body of the engine's thread: loads the model and runs the scheduler."""
         try:
             with self._open_engine() as engine:
@@ -89,7 +90,7 @@ class Server:
                 self._scheduler = scheduler
                 if self.service.is_stopping:  # signalled while the model was loading
                     scheduler.stop()
-                self._tell(lambda: self._begin(served, scheduler, _url(self.config, listener)))
+                self._tell(lambda: self._begin(served, scheduler, url))
                 scheduler.run()
         except BaseException as error:
             self._error = error

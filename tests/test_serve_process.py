@@ -7,12 +7,16 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from serving import Served, leave, save_model
 
 from sparkinfer.cli import main
+from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.kernels.cpu import library
+from sparkinfer.serve.config import ServeConfig
+from sparkinfer.serve.server import Server
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
@@ -33,6 +37,13 @@ def narrow(model):
     if served.process.poll() is None:
         served.process.kill()
         served.process.wait()
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def in_background(served, body, found):
@@ -93,6 +104,31 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(model):
     assert "loading" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
+
+
+def test_a_model_loaded_only_after_the_port_is_closed_ends_quietly(model, caplog):
+    """A signal while the model is loaded closes the port before the model is there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    is_ready = []
+
+    def is_open() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        except ConnectionRefusedError:
+            return False
+        return True
+
+    def open_engine() -> Engine:
+        wait_until(is_open)
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: not is_open())
+        return Engine.load(model, device="cpu", num_sequences=2)
+
+    config = ServeConfig(model=model, port=port, parallel=1, kept=1)
+    Server(config, 2, open_engine, lambda *_: is_ready.append(True)).run()
+    assert not is_ready and not [each for each in caplog.records if each.name == "asyncio"]
 
 
 @pytest.mark.slow
