@@ -70,6 +70,8 @@ class Estimate:
 
     @property
     def line(self) -> str:
+        if not self.works:
+            return "nothing to prepare before the first token"
         parts = ", ".join(
             f"{work.label} {words(work.seconds, work.at_most)}" for work in self.works
         )
@@ -91,7 +93,7 @@ class Estimate:
 def words(seconds: float, at_most: bool = False) -> str:
     about = "up to" if at_most else "about"
     if seconds < 10:
-        return "seconds"
+        return "a few seconds"
     if seconds < 100:
         return f"{about} {10 * round(seconds / 10)} s"
     if seconds < 5400:

@@ -303,3 +303,10 @@ def test_a_dry_run_makes_nothing(capsys, relu, cache):
     plan = json.loads(capsys.readouterr().out)
     assert [work["kind"] for work in plan["stages"]] == ["model", "look", "profile", "full"]
     assert plan["num_bytes"] > 0 < plan["seconds"] and housekeeping.list_cache(cache) == ()
+
+
+def test_a_dry_run_without_stages_says_that_there_is_nothing_to_prepare(capsys, silu, tmp_path):
+    assert main(["convert", str(silu), "-o", str(tmp_path / "m.gguf")]) == 0
+    capsys.readouterr()
+    assert main(["run", str(tmp_path / "m.gguf"), "--dry-run"]) == 0
+    assert capsys.readouterr().err.endswith("\nnothing to prepare before the first token\n")

@@ -147,7 +147,7 @@ def test_rates_are_kept_for_the_next_time(relu):
 
 
 @pytest.mark.parametrize("seconds, text", [
-    (3, "seconds"), (31, "about 30 s"), (130, "about 2 min"), (7200, "about 2.0 h"),
+    (3, "a few seconds"), (31, "about 30 s"), (130, "about 2 min"), (7200, "about 2.0 h"),
 ])  # fmt: skip
 def test_times_in_words(seconds, text):
     assert estimate.words(seconds) == text
