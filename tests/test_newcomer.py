@@ -61,6 +61,7 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
         (["rum"], "no such command 'rum', did you mean run?; see sparkinfer --help"),
         (["quantize"], "no such command 'quantize'; see sparkinfer --help"),
         (["convert"], "missing argument 'SOURCE'; see sparkinfer convert --help"),
+        (["doctor", "m"], "got unexpected extra argument (m); see sparkinfer doctor --help"),
         (["generate", "m", "--tfx"], "no such option '--tfx'; see sparkinfer generate --help"),
         (["generate", "m", "--top-kk"], "did you mean --top-k?; see sparkinfer generate --help"),
         (["generate", "m", "-nab"], "no such option '-nab'; see sparkinfer generate --help"),
@@ -402,7 +403,9 @@ def test_a_checkpoint_folder_is_inspected(tmp_path, capsys):
     assert main(["inspect", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "refused by convert" in shown and "mixtures of experts are not supported" in shown
-    assert "is a folder; wanted a model" in line_of(capsys, ["inspect", tmp_path], 1)
+    assert "is a folder without config.json; wanted a model" in line_of(
+        capsys, ["inspect", tmp_path], 1
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 

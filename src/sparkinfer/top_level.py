@@ -89,7 +89,8 @@ def usage_line(error: "click.ClickException") -> str:
     if close:
         message += f", did you mean {close[0]}?"
     message = message[:1].lower() + message[1:] if message[1:2].islower() else message
-    has_hint = type(error).__name__ != "UsageError"  # ours say what to do
+    is_from_click = message.startswith("got unexpected extra argument")
+    has_hint = is_from_click or type(error).__name__ != "UsageError"  # ours say what to do
     return f"{command}: {message}" + (f"; see {command} --help" if has_hint else "")
 
 

@@ -31,6 +31,8 @@ KNOWN = (
 
 def inspect_file(path: Path) -> Summary:
     """Raises SparkinferError for a file that is incomplete, unreadable or of no known kind."""
+    if path.is_dir():
+        raise SparkinferError(f"{path}: is a folder without config.json; wanted a {KNOWN}")
     require_file(path, KNOWN)
     try:
         with path.open("rb") as file:
