@@ -25,7 +25,7 @@
 #include "work.h"
 
 constexpr int64_t LINE = 64;  // bytes of a cache line
-constexpr int64_t AHEAD = 8;  // blocks whose codes are prefetched
+constexpr int64_t TOUCHED = 8;  // blocks whose codes are loaded together
 constexpr int64_t TOGETHER = 256;  // blocks that are scored at a time
 constexpr float SUMMARY_LARGEST = 63.0f, QUERY_LARGEST = 127.0f, CODE_STEP = 0.9957f;
 
@@ -284,19 +284,30 @@ class Selector {
         }
         for (int64_t i = 0; i < n; i += TOGETHER) {
             const int64_t m = std::min(TOGETHER, n - i);
+            for (int64_t j = i; j < i + m; ++j) touch(room.row[j], Ws);
             kernels().dot_bytes({room.row.data() + i, m, Ws, G, m, room.query.data(), room.dot.data()});
             kernels().scale_dots({room.dot.data(), m, G, n, 0, 1, room.offset.data(),
                                   room.unit.data() + i, room.by.data(), nullptr, score.data() + i});
         }
     }
 
-    // Chosen blocks are scattered, so the processor cannot tell which codes are read next.
-    void prefetch_codes(const SparkLayer& l, int64_t at) const {
+    // Loads all cache lines of `bytes` from an aligned address on, so that their misses overlap. On a Zen 5,
+    // prefetching one scattered block at a time, eight ahead, took three times as long.
+    static void touch(const void* from, int64_t bytes) {
+        const uint8_t* p = static_cast<const uint8_t*>(from);
+        for (int64_t i = 0; i < bytes; i += LINE) {
+            const uint8_t byte = p[i];
+            asm volatile("" ::"r"(byte));
+        }
+    }
+
+    // Codes and factors of the blocks `at` [n].
+    void touch_codes(const SparkLayer& l, const int64_t* at, int64_t n) const {
         const int64_t B = rule.block, length = B * (Wp / 4);
-        const char* code = reinterpret_cast<const char*>(l.code + at * length);
-        for (int64_t i = 0; i < length; i += LINE) __builtin_prefetch(code + i);
-        const char* factor = reinterpret_cast<const char*>(l.code_factor + at * B);
-        for (int64_t i = 0; i < B * 4; i += LINE) __builtin_prefetch(factor + i);
+        for (int64_t i = 0; i < n; ++i) {
+            touch(l.code + at[i] * length, length);
+            touch(l.code_factor + at[i] * B, B * static_cast<int64_t>(sizeof(float)));
+        }
     }
 
     // Computes attention scores, room.score [G, num_best * B], from the codes of the chosen blocks' keys.
@@ -316,7 +327,7 @@ class Selector {
             room.by[g] = 0.5f * unit * scale;
         }
         for (int64_t c = 0; c < num_best; ++c) {
-            prefetch_codes(l, room.at[std::min(c + AHEAD, num_best - 1)]);
+            if (c % TOUCHED == 0) touch_codes(l, room.at.data() + c, std::min(TOUCHED, num_best - c));
             const uint8_t* code = l.code + room.at[c] * B * (Wp / 4);
             kernels().dot_codes({&code, B, Wp, G, B, room.query.data(), room.dot.data()});
             kernels().scale_dots({room.dot.data(), B, G, m, num_best, 2, room.offset.data(),
