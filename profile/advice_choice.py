@@ -1,9 +1,9 @@
-"""Chooses among measured points: their seconds, the front, and the advice.
+"""Computes the seconds of measured points, marks their Pareto front, and chooses the one to advise.
 
-A point is a weight type, dense or with a rule that saves a share of the bytes. Its quality is
-measured against the given model run dense, so that types and rules are comparable. The Pareto front
-has the points that no other beats in both quality and speed. Measurements are left to
-profile.advise."""
+A point is a weight type, dense or with a rule that saves a share of the bytes. The quality of all
+points is measured against one dense model, so that types and rules are comparable. A point is on
+the Pareto front unless another is at least as good in both KL and speed, and better in one.
+Measurements are left to profile.advise and profile.advise_own_limits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from sparkinfer.profile.limit_meter import Closeness
 
 LEAST_GAIN = 0.03  # smallest gain in speed that is worth a rule's loss
-LEAST_SPEED = 0.9  # of what its bytes say: something else limits a slower rule
+LEAST_SPEED = 0.9  # a rule's least speed, relative to what the bytes that it saves promise
 Trial = tuple[str, str, float]  # type, rule, share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
     type: str
-    rule: str  # "dense" or one of limit_search.RULES
-    share: float  # target share of the weight bytes to save
+    rule: str  # "dense", one of limit_search.RULES, or "limits" for those of the file
+    share: float  # of the weight bytes that it saves: the target, or for "limits" as measured
     bytes_per_token: int  # of weights
     close: Closeness
     seconds: float = 0.0  # per token
@@ -44,7 +44,7 @@ class Point:
         return self.close.perplexity_increase - error
 
     def gain_by_bytes(self, dense: "Point") -> float:
-        """In speed, over the dense point of its type."""
+        """The relative gain in speed over `dense`, if speed followed the bytes."""
         return dense.bytes_per_token / self.bytes_per_token - 1
 
 
@@ -99,8 +99,8 @@ def with_front(points: Sequence[Point]) -> list[Point]:
 def choose(points: Sequence[Point], max_loss: float) -> tuple[Point, str]:
     """The recommended point, and the reason in a sentence or two.
 
-    It is the fastest of those whose perplexity rises by no more than `max_loss`: a dense one, unless
-    a rule is faster by more than LEAST_GAIN, and about as fast as its bytes say."""
+    It is the fastest of those whose `least_increase` is within `max_loss`: a dense one, unless a rule
+    is faster than it by more than LEAST_GAIN and has LEAST_SPEED of the speed that its bytes say."""
     dense_of = {point.type: point for point in points if point.rule == "dense"}
     allowed = [p for p in points if p.least_increase <= max_loss]
     dense = min((p for p in allowed if p.rule == "dense"), key=lambda p: p.seconds)
@@ -121,7 +121,7 @@ def choose(points: Sequence[Point], max_loss: float) -> tuple[Point, str]:
         rule, own = rules[0], dense_of[rules[0].type]
         said = (
             f"the fastest rule within {limit}, {rule.name}, gains"
-            f" {dense.seconds / rule.seconds - 1:+.0%} over it, and"
+            f" {dense.seconds / rule.seconds - 1:+.0%} over {dense.name}, and"
             f" {own.seconds / rule.seconds - 1:+.0%} over {own.name}, where its bytes say"
             f" {rule.gain_by_bytes(own):+.0%}"
         )

@@ -9,8 +9,9 @@ from sparkinfer.profile.plots import load_pyplot
 if TYPE_CHECKING:
     from sparkinfer.profile.advise import Advice
 
-MARKS = {"dense": "s", "gates": "^", "hidden": "v", "neurons": "D", "inputs": "<", "mixed": "o"}
-LEAST_KL = 1e-4  # on a logarithmic axis: the position of the dense model itself
+MARKS = {"dense": "s", "gates": "^", "hidden": "v", "neurons": "D", "inputs": "<", "mixed": "o",
+         "limits": "P"}  # fmt: skip
+LEAST_KL = 1e-4  # the axis is logarithmic: smaller divergences, such as 0, are drawn here
 
 
 def draw(advice: "Advice", path: Path) -> None:

@@ -65,7 +65,9 @@ class AdviseConfig:
                 " rules apart"
             )
         if not 0 <= self.max_loss < 10:
-            raise SparkinferError(f"max loss is {self.max_loss}, wanted 0 or more, e.g. 0.01")
+            raise SparkinferError(
+                f"max loss is {self.max_loss}, wanted 0 or more and less than 10, e.g. 0.01"
+            )
 
     def check_text(self, num_tokens: int) -> None:
         """Raises SparkinferError for a text that is too short to tell points apart."""
@@ -78,7 +80,7 @@ class AdviseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    points: tuple[Point, ...]  # by type, then by rule and share
+    points: tuple[Point, ...]  # all that were measured
     best: Point
     why: str
     num_tokens: int
@@ -105,7 +107,8 @@ class Adviser:
         self.allocation = self._allocate(tune)
 
     def _texts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """A third of the text, to choose limits on, and the rest, to report on."""
+        """A third of the text, to choose limits on, and as much of the rest as fits into memory, to
+        report on."""
         windows = read_windows(
             self.config.corpora, self.engine.codec, context_length=self.engine.context_length,
             max_tokens=self.config.max_tokens, seed=self.config.seed,
@@ -157,8 +160,9 @@ class Adviser:
         return replace(limits, quality={"exact": quality} if is_recordable(quality) else {})
 
     def points_of(self, kind: str, engine: Engine, rules: Sequence[str]) -> list[Point]:
-        """Points of one type: dense, on the whole text, and each rule at each share, on a part.
-        `engine` is in mode exact."""
+        """Points of one type: dense, on the whole text, and each rule at each share, on a part, up to
+        a share that costs too much; dense alone if a smaller type costs more than `max_loss` by
+        itself. `engine` is in mode exact."""
         total = self.dense_bytes[kind] = Bytes.of(engine.model).total
         if engine is self.engine:
             close = self.meter.measure_itself()

@@ -1,9 +1,9 @@
 """Advises on a model file that has limits already, such as one that `sparsify` trained.
 
 The file runs in mode exact, in its own type and in smaller ones; the alternative is a dense model in
-the same types: the one that it was trained from or, if nobody names that, the file's own mode dense.
-Everything is measured on the whole text, since nothing is fitted to it, and timed beside the dense
-model of its type. The choice is that of profile.advice_choice."""
+the same types: the one that it was trained from or, if that is not given, the file's own mode dense.
+Quality is measured on the whole text, since nothing is fitted to it, and each file with limits is
+timed beside the dense model of its type. The choice is that of profile.advice_choice."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -36,7 +36,8 @@ def advise_own_limits(
     """Measures and advises. `dense` is the model that the file was trained from, in its largest type
     (None: the file's own mode dense); `types` begins with the file's own type.
 
-    Raises SparkinferError for a dense model with another vocabulary or with limits."""
+    Raises SparkinferError for a dense model with another vocabulary or with limits, and for a text
+    that is too short."""
     reference = config.model if dense is None else dense
     own = _own_type(reference)
     _check_reference(config.model, reference)
@@ -118,7 +119,7 @@ def _windows(config: AdviseConfig, engine: Engine) -> list[Tensor]:
 
 
 def _bytes_per_token(engine: Engine, ids_T: Tensor) -> float:
-    """Weight bytes that a decode step reads, on the first tokens of a text."""
+    """Mean weight bytes that a decode step reads, over the first COUNTED_TOKENS of a text."""
     ids = ids_T[:COUNTED_TOKENS].tolist()
     before = asdict(engine.traffic)
     for position, token in enumerate(ids):

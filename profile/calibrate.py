@@ -3,8 +3,8 @@
 Each figure is the best of several rounds, with their spread: a plan needs the speed of the machine
 undisturbed, and the spread shows whether it was.
 
-CPU bandwidth is measured for each number of threads, with the runtime's own row products over an
-f16 matrix and with torch's sum; both read a buffer larger than the caches. The costs that plans are
+CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over an
+f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The costs that plans are
 priced with are measured in `calibrate_cpu`."""
 
 import os
@@ -24,7 +24,7 @@ from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.system_memory import free_memory_bytes, memory_bytes
 
-BUFFER_BYTES = 256 << 20  # or twice the last cache, if that is known and larger
+BUFFER_BYTES = 256 << 20  # or twice the third-level caches, if they are known and larger
 MAX_BUFFER_BYTES = 1 << 30
 ROW_VALUES = 4096
 CPU_LIMIT_S, COSTS_LIMIT_S, GPU_LIMIT_S = (
@@ -219,7 +219,8 @@ def num_cores() -> int:
 
 
 def buffer_bytes() -> int:
-    """More than the caches hold, and at most an eighth of the free memory."""
+    """Twice the third-level caches, but BUFFER_BYTES to MAX_BUFFER_BYTES; at most an eighth of the free
+    memory, but 8 MiB or more."""
     wanted = min(max(BUFFER_BYTES, 2 * last_cache_bytes()), MAX_BUFFER_BYTES)
     return max(8 << 20, min(wanted, free_memory_bytes() // 8))
 

@@ -1,6 +1,6 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
-Rows of every type are read as the runtime reads them: all of them by a matrix product, and the
+Rows of every type are read as the runtime reads them: all of them by a product with a vector, and the
 gate, up and down rows of a tenth of the neurons by the native call for a block of neurons. Fixed
 costs per layer and per token come from decode steps of two models of FEW and MANY layers, run by
 the engine; they are so small that their weights stay in a cache. The cost of reading keys and

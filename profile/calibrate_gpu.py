@@ -1,7 +1,7 @@
 """Calibrates a CUDA device: memory bandwidth, copies to it, and the cost of synchronising with it.
 
-Kernels and asynchronous copies are timed by CUDA events, on the device's own clock, so that
-Python's launch time is not included. Fixed costs are those inside a captured graph, since that is
+Kernels and asynchronous copies are timed by CUDA events, on the device's own clock, which leaves
+out the synchronisation with the host. Fixed costs are those inside a captured graph, since that is
 how a decode step runs: the time of a hundred nodes in sequence, divided by a hundred.
 
 The round trip is two captured graphs with the CPU between them: the first copies a hidden state to

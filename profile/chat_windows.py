@@ -32,10 +32,11 @@ def read_chat_windows(
     max_tokens: int,
     seed: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(token ids, whether each is part of a paragraph), int64 and bool [T] per window, up to
-    `max_tokens` paragraph tokens in all. Paragraphs of less than MIN_WINDOW tokens are skipped.
+    """(token ids, whether each is counted), int64 and bool [T] per window. The tokens of paragraphs
+    are counted, up to `max_tokens` in all; paragraphs of less than MIN_WINDOW tokens are skipped.
 
-    Raises SparkinferError for a model without a template, and for a corpus without paragraphs."""
+    Raises SparkinferError for a model without a template, for a template that changes messages, and
+    for a corpus without a paragraph that is long enough."""
     length = min(WINDOW, context_length)
     windows, counted, left = list[Tensor](), list[Tensor](), max_tokens
     found = chat_template_of(model, codec, template)

@@ -61,8 +61,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
     """Results of a profile. `quality_L` is the quality of the predictors, if any were trained, and
-    `quality` that of the model with predictors or thresholds: None without either, and if there was
-    no room for the hidden states."""
+    `quality` that of the model with predictors, thresholds or limits: None without any of them, and
+    if there was no room for the hidden states."""
 
     output: Path
     model_id: str
@@ -141,8 +141,10 @@ def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | Non
 def _stream_plan(
     config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
 ) -> StreamPlan | None:
-    """The plan for streaming, None for a model that fits. Raises SparkinferError for several
-    processes, and for limits that do not run on the device."""
+    """The plan for streaming, None for a model that fits.
+
+    Raises SparkinferError for limits that do not run on the device, and if a model with gates stored
+    by inputs, or a run of several processes, would have to be streamed."""
     check_rules(model, None, device_of(device))
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(

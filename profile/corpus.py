@@ -64,8 +64,8 @@ def read_windows(
     `-` is standard input. Only as many blocks are read and tokenised as needed; files that tokens
     came from are read through once for their sha256.
 
-    Raises SparkinferError for a file that is missing or not UTF-8 text, for a corpus of less than
-    MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens`), for tokens at or above
+    Raises SparkinferError for a file that is missing or not UTF-8 text, for a corpus
+    without a stretch of MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens` tokens), for tokens at or above
     `vocab_size`, and for a context of one token."""
     if context_length < 2:
         raise SparkinferError("the model has a context of one token, which no text fits into")
@@ -110,7 +110,7 @@ def draw(sources: Sequence[Source], seed: int) -> Iterator[tuple[int, str]]:
     """(index of the source, stretch of text) until all text is drawn."""
     first = np.cumsum([0, *(source.num_blocks for source in sources)])
     total = int(first[-1])
-    # 4 bytes per block of 8 KiB: 64 MB for 128 GiB of text.
+    # 4 bytes per block of 8 KiB: 64 MiB for 128 GiB of text.
     order = np.random.default_rng(seed).permutation(np.arange(total, dtype=np.uint32))
     for turn in count():
         most = 0
@@ -161,7 +161,7 @@ def _check_ids(ids: list[int], vocab_size: int | None, codec: TextCodec, source:
 def _check_enough(files: Sequence[Path], found: int, wanted: int, must_fill: bool) -> None:
     name = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     if not found:
-        raise SparkinferError(f"{name}: fewer than {MIN_WINDOW} tokens in all; give a longer text")
+        raise SparkinferError(f"{name}: no text of {MIN_WINDOW} tokens or more; give a longer one")
     if must_fill and found < wanted:
         raise SparkinferError(
             f"{name}: {found:,} tokens in all, --tokens asks for {wanted:,};"

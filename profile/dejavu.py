@@ -40,8 +40,8 @@ def check_dejavu_output(folder: Path, num_layers: int) -> None:
 def save_dejavu(predictors: Predictors, folder: Path) -> float:
     """Writes f32 state dicts and config.json; returns the sparse_threshold.
 
-    Raises SparkinferError for what the form cannot express: a bias, a single matrix, thresholds of
-    both signs or infinite ones."""
+    Raises SparkinferError for what the form cannot express: a bias, a single matrix, and thresholds
+    that are of both signs, infinite or almost 0."""
     info = predictors.info
     if info.kind != "linear" or 0 in info.rank_L:
         raise SparkinferError(
@@ -71,12 +71,12 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
 
 
 def _common_threshold(threshold_L: tuple[float, ...]) -> float:
-    """The threshold of largest magnitude, so that matrices are only scaled up, which loses nothing
-    in f16."""
+    """The threshold of largest magnitude, so that matrices are only scaled up: no value becomes too
+    small for a reader that converts them to f16."""
     signs = {math.copysign(1.0, t) for t in threshold_L}
     if len(signs) > 1 or not all(math.isfinite(t) and abs(t) > 1e-6 for t in threshold_L):
         raise SparkinferError(
             f"thresholds {[round(t, 3) for t in threshold_L]} cannot be made one sparse_threshold,"
-            " which needs them finite and of one sign; train with another --target-contribution"
+            " which needs them finite, of one sign and not 0; train with another --target-contribution"
         )
     return max(threshold_L, key=abs)

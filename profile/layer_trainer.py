@@ -7,7 +7,7 @@ The text is divided among five phases:
 - keep: sets a few hundred tokens aside, for early stopping and for choosing the rank to train.
 - train: trains one low-rank predictor, of that rank (profile.training).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
-  trained or not, and the whole gate in blocks. The choice follows (profile.selection).
+  trained or not, and the whole gate in quantised types. The choice follows (profile.selection).
 - examine: measures the chosen predictor, its threshold fixed, on held-out text.
 
 Only the kept tokens' activations are stored.
@@ -140,7 +140,7 @@ class LayerTrainer:
         self.held_out, self.kept = joined(self.kept), []
         if "whole" in self.choices.forms:
             for kind in self._kinds(self.start.map_FD.shape[1]):
-                if kind != "f16":  # in f16 it has as many bytes as the gate itself
+                if kind != "f16":  # in f16 it is no smaller than a gate in f16
                     made = whole(self.start, kind, self.gate, self.gate_limit_F)
                     self.candidates.append(Candidate(predictor=made, is_trained=False))
         if "low-rank" in self.choices.forms:

@@ -2,7 +2,7 @@
 
 The dense log probabilities are kept, so that a measurement is one pass.
 
-Letters: T tokens, V vocabulary."""
+Letters: T tokens, V vocabulary, W windows, S sums of a window."""
 
 import math
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ..
 
 
 def _closeness(sums_WS: Tensor) -> Closeness:
-    """Means over windows of the sums of `_compare`. The intervals are those of a ratio of sums over
+    """Means per token, from the sums of `_compare` for each window. The intervals are those of a ratio of sums over
     windows treated as drawn independently (Cochran 1977, section 2.11)."""
     kl_W, loss_W, dense_W, same_W, count_W = sums_WS.unbind(1)
     count = count_W.sum()

@@ -14,7 +14,8 @@ of the squares of the dropped products: what the layer's output loses if they ar
 A value's limit is the threshold on its rank divided by its factor, so that the runtime only
 compares magnitudes.
 
-Letters: T tokens of the sample, F neurons, D inputs, A shares."""
+Letters: T tokens of the sample, F neurons, D inputs, N values that a rule ranks (neurons or inputs),
+A shares."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from sparkinfer.runtime.model.layers import Layer
 from sparkinfer.runtime.weights.matrix import Matrix
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0: no limit
-SAMPLE_TOKENS = 512  # of all windows, evenly spaced; 20 MB per layer of a 7 B model
+SAMPLE_TOKENS = 512  # about, of all windows, evenly spaced; 70 MB per layer of a 7 B model
 # Rules on inputs: the tensor each applies to.
 INPUTS = {"qkv": "attn_norm", "output": "attn_heads", "ffn": "ffn_norm"}
 _SEEN = (*INPUTS.values(), "ffn_gate", "ffn_hidden")
@@ -120,7 +121,7 @@ class LayerScores:
 class _Sample:
     """An observer that keeps some tokens of the tensors that a layer's rules apply to."""
 
-    every: int  # not the first of a text, whose inputs have no limits
+    every: int  # keeps the last of each `every` tokens: above 1 not a text's first, which has no limits
     values: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
     def wants(self, name: str, layer: int | None) -> bool:

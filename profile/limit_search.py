@@ -7,8 +7,8 @@ The loss of a choice is modelled as a sum over layers and rules,
 
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
 the whole model from its dense self with limits in one part of one layer (its neurons, or one of its
-inputs), scaled by one probe with the rule in all layers. This takes four probes per layer and one
-per rule, and no gradients. Silencing inputs of the feed-forward
+inputs), scaled by one probe with limits in that part of all layers. With four parts (PARTS), this
+takes four probes per layer and four more, and no gradients. Silencing inputs of the feed-forward
 needs gate and up stored by columns, and silencing gates needs the rows of up, so a layer has at
 most one of these two rules. A choice for a number of saved bytes is found by a price per byte: each
 layer minimises its loss minus the price times the bytes saved, and the price is bisected. The true

@@ -191,8 +191,7 @@ def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, Gener
     temperature = float(asked.get("temperature", 0.0) or 0.0)
     is_greedy = asked.get("do_sample") is False or temperature <= 0
     own = {name: asked[name] for name in ("top_k", "top_p", "min_p") if name in asked}
-    # Options that a task does not name are off: lm-eval's sampling is transformers', not
-    # llama.cpp's.
+    # Samplers that a task does not name are off; the defaults of SamplingOptions are llama.cpp's.
     chosen = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **own}
     sampling = SamplingOptions(temperature=0.0 if is_greedy else temperature, seed=seed, **chosen)
     return sampling, GenerationOptions(max_tokens=int(limit), stops=tuple(s for s in stops if s))

@@ -38,7 +38,7 @@ class Room:
     """Memory of a device that a profile may take, beyond what this process has taken already."""
 
     num_bytes: int
-    taken_bytes: int  # on the CPU; torch does not know what CUDA itself takes
+    taken_bytes: int  # by this process, on the CPU under a limit; otherwise 0
     says: str  # the reason for the limit, for errors
 
 

@@ -1,7 +1,7 @@
 """Checks that a model file's predictors do better than chance, and belong to the stated layer.
 
 A predictor that reads the layer before but is run as one that reads its own layer (or the other way
-round) selects neurons at random, and nothing else reveals it.
+round) selects neurons at random, without any error.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -24,7 +24,7 @@ CHANCE = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorCheck:
-    """Quality over all layers on a short text, with the file's offset and with the other one."""
+    """Quality on a short text, with the file's offset and with the other one."""
 
     offset: int
     recall: float
@@ -52,7 +52,8 @@ class PredictorCheck:
 
 
 def check_predictors(path: Path) -> PredictorCheck | None:
-    """Checks predictors; None for a model without any, or if too many neurons fire to judge."""
+    """Checks predictors; None for a model without any, or if more than 95 % of the neurons fire or are
+    predicted: then there is nothing to judge by."""
     model = ModelFile.load(path)
     if model.predictor is None:
         return None
@@ -98,7 +99,8 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
 def _quality(
     predictors: tuple[Predictor, ...], inputs: list[Tensor], fires: list[Tensor], offset: int
 ) -> tuple[float, float, float]:
-    """(recall, predicted share, gain over chance) of all layers; layer 0 takes its own input."""
+    """(recall, predicted share, gain over chance) of all layers but layer 0, whose predictor reads its
+    own input for either offset; of layer 0 if it is the only one."""
     first = 1 if len(predictors) > 1 else 0
     caught = fired = named = pairs = 0
     with torch.inference_mode():

@@ -13,7 +13,7 @@ PredictorForm = Literal["auto", "low-rank", "whole"]
 PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
 PredictorFormat = Literal["sparkinfer", "dejavu"]
 BLOCK = 32  # ranks are whole blocks, so that every type can hold them
-# Shares of the width. Half of it in q4_0 is two thirds of the whole gate in q4_0, for F = 4 D.
+# Shares of the width. With half of it, a predictor has five eighths of the gate's values, for F = 4 D.
 RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 

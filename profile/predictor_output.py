@@ -1,4 +1,5 @@
-"""Measures how predictors and thresholds change the model, and writes the predictors' files."""
+"""Measures how predictors, thresholds and limits change the model, and writes the predictors'
+files."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

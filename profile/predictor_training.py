@@ -1,6 +1,7 @@
 """Trains the predictors of all layers, with the model in memory or streamed.
 
-Both ways run the same phases on the same windows in the same order, and give the same predictors.
+Both ways run the same phases on the same windows in the same order, and in one process give the same
+predictors.
 
 Letters: T tokens of a chunk, F neurons of a layer."""
 
@@ -53,7 +54,7 @@ def train_whole(
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
-    Only sums and weights are saved; a resumed run derives everything else from them again."""
+    Only sums, kept tokens and weights are saved; a resumed run derives everything else from them again."""
     model, ranks = run.engine.model, run.ranks
     layers = [
         layer_trainer(model, index, layer, gate, config)
@@ -109,7 +110,7 @@ def train_streamed(
                 step.advance(piece.start, piece.stop)
         return trainer.finish()
 
-    # A function of its own, so that a layer's memory is freed before the next one is loaded.
+    # `train` is a function so that a layer's memory is freed before the next one is loaded.
     all_steps = stream.steps(windows, on_tokens, keeps_inputs=config.input_layer_offset == 1)
     return _together([train(step) for step in all_steps], stream.model, config)
 

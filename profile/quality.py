@@ -289,7 +289,7 @@ def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
 
 
 def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
-    """Half-width of bytes_read, in which only the predicted and open neurons vary by token."""
+    """Half-width of bytes_read: only the neurons that are predicted, fire and contribute vary by token."""
     if mode == "dense":
         return 0.0
     model = model.row_major
@@ -341,8 +341,8 @@ class ShareCounter:
         self.counts[name].setdefault(layer, []).append(counts_T)
 
     def per_token(self, name: str, layer: int) -> Tensor:
-        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted) or contribute
-        (ffn_hidden) for each token."""
+        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted), fire by their
+        gates (ffn_gate) or contribute (ffn_hidden) for each token."""
         return torch.cat(self.counts[name][layer]).double()
 
     def fired_per_token(self, layer: int) -> Tensor:
@@ -350,7 +350,7 @@ class ShareCounter:
         return self.per_token("ffn_gate" if layer in self.gate_limit else "ffn_hidden", layer)
 
     def mean_share(self, name: str) -> Estimate:
-        """Mean over layers and tokens; the half width is None if nothing was observed."""
+        """Mean over layers and tokens; the half-width is None if too little was observed."""
         layers = sorted(self.counts[name])
         if not layers:
             return Estimate(mean=0.0, half_width=None)

@@ -47,7 +47,7 @@ class Ranks:
     def device(self, asked: str | None) -> str | None:
         """The device for this process: a GPU of its own, unless another device is asked for.
 
-        Raises SparkinferError if there are fewer GPUs than processes of this machine."""
+        Raises SparkinferError for a process beyond the number of GPUs, unless there are none."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
         if self.size == 1 or asked not in (None, "cuda") or not count:
             return asked

@@ -1,7 +1,7 @@
 """Reports on a profile's predictors, thresholds and limits: a few lines, JSON, and Markdown.
 
-Shares are measured on held-out text, except those of a layer's candidates, which are measured on
-the text that the choice was made on.
+The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on the
+text that the choice was made on.
 
 Letters: L layers."""
 
@@ -105,7 +105,7 @@ def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
 def _of_model(quality: EvalReport | None) -> str:
     if quality is None:
         return "not compared with its dense self: no room for its hidden states"
-    return f"mode {quality.mode} on the end of the text: {quality.line}"
+    return f"mode {quality.mode} compared with dense: {quality.line}"
 
 
 def _untrained(quality_L: Sequence[LayerQuality]) -> str:

@@ -5,7 +5,7 @@ the error that rounding a column adds to the product, weighted by the input's se
 scale of a block is ggml's, the value of largest magnitude over -8, so that encoding the rounded
 values again gives the same bytes.
 
-Letters: N rows, M values of a row."""
+Letters: N rows, M values of a row, B values of a block."""
 
 import numpy as np
 import torch
@@ -62,8 +62,8 @@ def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
 
 
 def _damped_factor(moment_MM: Tensor) -> Tensor:
-    """The Cholesky factor of the moment with the least damping that makes it positive definite.
-    With fewer tokens than values, rounding can leave negative eigenvalues of 1 % of the
+    """The Cholesky factor of the moment with the least of three dampings that makes it positive
+    definite; if none does, that of its diagonal with damping. With fewer tokens than values, rounding can leave negative eigenvalues of 1 % of the
     diagonal."""
     eye_MM = torch.eye(len(moment_MM), dtype=moment_MM.dtype, device=moment_MM.device)
     unit = moment_MM.diagonal().mean().clamp(min=1e-30)

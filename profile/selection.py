@@ -13,7 +13,7 @@ in q4_0 for a model in q4_0.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
 orthogonal directions, so |sum lost h_j down_j|^2 is the sum of (h_j |down_j|)^2 to 1-3 %
-(docs/log.md).
+(docs/log/predictors.md).
 
 Letters: T tokens, F neurons, B histogram bins."""
 

@@ -2,7 +2,7 @@
 
 Each mode takes one pass over the weights, layer by layer; then the head runs for all of them.
 
-Letters: N tokens of all windows, D model width."""
+Letters: N tokens of all windows, T tokens at a time, D model width, V vocabulary."""
 
 from collections.abc import Sequence
 

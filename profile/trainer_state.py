@@ -17,7 +17,7 @@ from sparkinfer.profile.training import Batch, LowRank
 class Sums:
     """Sums of every layer, tensors that are updated in place; the processes' shares add up.
 
-    They are in f64, so that the total does not depend on the number of processes, up to
+    They are in f64 or int64, so that the total does not depend on the number of processes, up to
     rounding."""
 
     def __init__(self, sums_L: Sequence[dict[str, Tensor]]) -> None:

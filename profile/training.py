@@ -3,7 +3,7 @@
 It is initialised from the whitened SVD of profile.moments, with logits in units of each neuron's
 residual: for a normal residual of standard deviation s, P(gate > 0 | estimate) is close to a
 logistic function of 1.7 estimate / s. Without that scale, training begins by unlearning the
-initialisation (docs/log.md).
+initialisation (docs/log/predictors.md).
 
 Training is AdamW on a logistic loss, in which a neuron that fires is weighted by its contribution
 to the output, |h_j| |down_j|, so that the neurons missed are the least important ones. It stops
@@ -29,10 +29,11 @@ from sparkinfer.profile.rounding import rounded, values_of
 from sparkinfer.runtime.model.feed_forward import Gate, Predictor
 from sparkinfer.runtime.weights.matrix import Linear
 
-LEARNING_RATE = 0.01  # relative to a tensor's RMS; 0.003 and 0.03 are no better (docs/log.md)
+# Relative to a tensor's RMS; 0.003 and 0.03 are no better (docs/log/predictors.md).
+LEARNING_RATE = 0.01
 LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in units of the mean contribution
-CHECKS = 16  # checks of the held-out loss
+CHECKS = 16  # checks of the held-out loss, about
 MOST_STRETCH = 8.0  # of a gate by its limit
 PATIENCE = 4  # checks without a better loss before training stops
 Agree = Callable[[Tensor], None]

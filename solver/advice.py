@@ -9,7 +9,7 @@
 B_c is the highest rate at which any measured loop reads memory on this machine, so the limit is a
 lower bound on the seconds. Splits by whole layers are in `layer_split`.
 
-Letters: L layers, K GPUs, P prices, B budgets."""
+Letters: L layers, F neurons of a layer, I = L + 1 items (the head is the last), P prices."""
 
 from dataclasses import dataclass
 

@@ -5,10 +5,10 @@ memories, and which memories would suffice, depends on sums of bytes alone: a la
 of its neurons on the GPU or C_l to F of them, and a dense block or the head is on a GPU or not. All
 sums that a run of layers can have, up to the available room, are kept as the set bits of one
 integer, in units of the sizes' greatest common divisor; items of equal size are added together, by
-doubling. The searches for fast plans try only a few of these sums; where they find no plan that
-fits, the sums decide whether there is one.
+doubling. The searches for fast plans try only a few of these sums, so `optimise` first asks here
+whether any plan fits.
 
-Letters: K GPUs, L layers, I = L + 1 items (the head is the last)."""
+Letters: K GPUs, L layers, I = L + 1 items (the head is the last), C rows of cuts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -94,7 +94,7 @@ class Inputs:
 
     @property
     def kv_bytes(self) -> int:
-        """The keys and values of a layer, of all texts, where all are read."""
+        """Bytes of a layer's keys and values, of all texts, without key selection."""
         return kv_bytes_per_layer(self.model, kv_positions(self.context_length, self.num_sequences))
 
     @property

@@ -20,7 +20,8 @@ it takes 1-8 s and proves less than the Lagrangian search, whose gap there is 0.
 
 The memory that rounding up leaves unused is filled by `refine`.
 
-Letters: L layers, F neurons, O options of an item, R units of memory."""
+Letters: L layers, F neurons, N = F + 1 counts of hot neurons, C those that are allowed, O options of
+an item, R units of memory."""
 
 from dataclasses import dataclass
 

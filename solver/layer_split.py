@@ -9,7 +9,7 @@ Assumptions:
   for itself is counted for neither program.
 - There is no sparsity and there are no predictors: a token reads every weight, and half of the
   KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
-  matrices, plus the fixed cost of a layer.
+  matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
 - Nothing overlaps: V / B_g + (W - V) / B_c if V of W bytes are on GPUs, plus the launch of every
   kernel.
 - The hidden state is copied once to each GPU in use and once from it. If a GPU has the head, the

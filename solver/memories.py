@@ -70,10 +70,7 @@ def _context(inputs: Inputs, missing: int) -> int | None:
     if inputs.kv_offload is None:
         return None
     limit = inputs.offloaded_bytes - missing
-    low, high = (
-        0,
-        inputs.context_length,
-    )  # the first fits, as far as it matters, the second does not
+    low, high = 0, inputs.context_length  # `low` fits or is 0, `high` does not fit
     while high - low > 1:
         middle = (low + high) // 2
         fits = replace(inputs, context_length=middle).offloaded_bytes <= limit

@@ -1,8 +1,8 @@
 """Chooses a plan's mode: the fastest by the solver's own model, among those within the loss limit.
 
 The best plan in the same memories is found for each mode that the model file supports and whose
-recorded loss is within the limit (sparkinfer.mode_choice). Mode dense is always among them, and its
-plan is never slower than a split by whole layers, which is one of its own placements
+recorded loss is within the limit (sparkinfer.mode_choice). Mode dense is among them, unless a
+neuron cache is asked for, and its plan is never slower than a split by whole layers, which is one of its own placements
 (`layer_split`). The fastest wins; the others' times are reported."""
 
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
 class Alternative:
     """Another way to run the model in the same memories: seconds per token, or why there are none.
 
-    `is_unproven`: the search ended early, so its best plan may be faster than this one."""
+    `is_unproven`: the search ended early, so this mode may have a faster plan."""
 
     name: AlternativeName
     seconds: float | None
@@ -37,7 +37,8 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The plan and the inputs that it was found for; `others` are slower or not allowed."""
+    """The plan and the inputs that it was found for; `others` are not faster, not allowed, or do not
+    fit."""
 
     inputs: Inputs
     pipeline: Pipeline

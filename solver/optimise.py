@@ -2,7 +2,7 @@
 
 For one GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
 if it leaves a gap. For several GPUs, rows of cuts (`pipeline`) are tried in order of their bounds,
-until the rest cannot beat the best plan by more than CUT_GAP. The grouped integer program starts
+until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. The grouped integer program starts
 from there, and its answer is refined to single neurons. The fastest plan wins. The bound is that of
 the numpy methods, which can be recomputed by adding up; the integer program's own is only compared
 with it, since it depends on HiGHS's tolerances."""
@@ -49,7 +49,7 @@ CUT_GAP = 5e-4
 # opinion and runs for at most this long: for small models with large fixed costs it would run to
 # its limit.
 SECOND_OPINION_S = 3.0
-CUTS_S = 4.0  # time for rows of cuts; the first row is always tried
+CUTS_S = 4.0  # time for rows of cuts; goes on until one row has a plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Answer:
     """A plan, its seconds per token, and a lower bound on those of any placement.
 
     Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap), `time_limit`
-    (neither; the bound holds anyway), `fits` (everything is on the GPU), `cpu_only` (nothing
+    (neither; the bound holds anyway), `fits` (everything is on one GPU), `cpu_only` (nothing
     can be)."""
 
     status: Status

@@ -19,7 +19,8 @@ since the bytes of run k are at most room_k, and those of all runs at least `nee
 cannot hold. For a given r each run has its own best price. If need is 0, so is r. The problem of
 one run is solved by `lagrangian` and `knapsack`.
 
-Letters: K GPUs, L layers, I = L + 1 items (the head is the last), P prices."""
+Letters: K GPUs, L layers, I = L + 1 items (the head is the last), P prices, N rewards, C rows of
+cuts."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ from sparkinfer.solver.problem import (
 NUM_REWARDS = 60
 # The sums behind a bound have up to a few thousand terms in f64.
 ROUNDING = 1e-12
-MAX_CUTS = 3_000_000  # rows of cuts that are compared: 4 GPUs for 80 layers are 98,770
+MAX_CUTS = 3_000_000  # rows of cuts that are compared: 4 GPUs for 80 layers are 95,284
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +79,14 @@ class Pipeline:
 
     @cached_property
     def run_bound_NKII(self) -> np.ndarray:
-        """A lower bound on placements of the items start..stop-1 on GPU k with reward n for all of
-        their bytes; f64 [N, K, I + 1, I + 1]."""
+        """A lower bound on T - reward * bytes of the items start..stop-1 on GPU k, for each reward; f64 [N, K, I + 1, I + 1]."""
         runs = [_run_bounds(problem, self.rewards_N) for problem in self.problems]
         return np.stack(runs, axis=1)
 
     @cached_property
     def rewards_N(self) -> np.ndarray:
-        """The rewards r to try, in seconds per byte: 0, and those of or near `first_prices`."""
+        """The rewards r to try, in seconds per byte: 0, and about NUM_REWARDS of the positive
+        `first_prices`; 0 alone if need is 0."""
         if self.need_bytes == 0:
             return np.zeros(1)
         rising = first_prices(self.model)

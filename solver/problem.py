@@ -54,7 +54,8 @@ own, which is the same as at least `need_bytes` on the GPU.
 Ignored: the one row of the embedding matrix per token, and the bytes (not the fixed cost) that a
 round trip copies. Several GPUs are modelled in `pipeline`; the search is in `optimise`.
 
-Letters: L layers, F neurons of a layer. Neurons are addressed by rank: 0 is the hottest."""
+Letters: L layers, F neurons of a layer, N = F + 1 counts of hot neurons. Neurons are addressed by
+rank: 0 is the hottest."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -91,9 +92,7 @@ class Problem:
     touched_LF: np.ndarray  # f64, expected bytes a token touches, by rank: non-increasing
     neuron_bytes_L: np.ndarray  # int64
     min_hot_L: np.ndarray  # int64, C_l
-    dense_bytes_L: (
-        np.ndarray
-    )  # int64: attention, norms, predictor and KV cache, if it moves with them
+    dense_bytes_L: np.ndarray  # int64: attention, norms, predictor, and a KV cache on the GPU
     dense_gpu_s_L: np.ndarray  # D_l with the dense block on the GPU
     dense_cpu_s_L: np.ndarray
     head_bytes: int
@@ -210,9 +209,9 @@ def build_problem(
 ) -> Problem:
     """The numbers of a problem, with every byte count from `sparkinfer.budget`.
 
-        The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
-    `budget`. A token reads the keys and values of one of `num_sequences` texts. `cache_types` with a
-        selection put them into main memory; None is the model's own type."""
+    The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
+    estimate of `sparkinfer.budget`. A token reads the keys and values of one of `num_sequences`
+    texts. `cache_types` with a selection put them into main memory; None is the model's own type."""
     gpu = machine.gpus[0] if gpu is None else gpu
     gpu_s, shape = 1e-9 / gpu.bandwidth_gb_per_s.best, model.shape
     sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]

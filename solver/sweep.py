@@ -68,8 +68,11 @@ def sweep(
     num_budgets: int,
     workspace: Workspace | None = None,
 ) -> Sweep:
-    """Plans for evenly spaced budgets from `first` to `last`; a budget that is too small for
-    anything gets the plan of the CPU alone. Raises SparkinferError if no budget has a plan."""
+    """Plans for evenly spaced budgets from `first` to `last`. A budget that is too small for anything
+    gets the plan of the CPU alone; one with which main memory cannot hold the rest gets no point.
+
+    Raises SparkinferError if no budget has a plan, for a neuron cache, for a machine without a GPU,
+    and for fewer than two budgets."""
     if config.neuron_cache is not None:
         raise SparkinferError("a curve over budgets has no neuron cache: leave --neuron-cache out")
     inputs = inputs_of(config, workspace)

@@ -1,7 +1,8 @@
 """Checks a plan against the files it was made from, in plain numpy, neuron by neuron.
 
-It is independent of how plans are found: it shares only `budget` and `kernel_counts` of
-`sparkinfer` with the solver, since bytes and kernels must be the runtime's. The times are those in
+It is independent of how plans are found: it shares with the solver only the classes of the files,
+with the rates that they give, and `budget` and `kernel_counts` of `sparkinfer`, since bytes and
+kernels must be the runtime's. The times are those in
 the docstring of `sparkinfer.solver.problem`, implemented a second time."""
 
 from collections.abc import Sequence

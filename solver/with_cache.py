@@ -92,8 +92,9 @@ def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: flo
 def advice_line(
     inputs: Inputs, pipeline: Pipeline, placement: Placement, split: Split
 ) -> str | None:
-    """A line that says that there is room for a cache, and its bytes. None if either memory has no
-    room, or if no swap could make a token faster because no layer waits for the CPU."""
+    """A line that says that there is room for a cache, and its bytes. None if it would take more than
+    SMALL_SHARE on the GPU or more main memory than is free, and if no swap could make a token
+    faster, because no layer is divided or none waits for the CPU."""
     if len(inputs.budgets) > 1 or inputs.mode == "dense" or not _is_cached_L(placement).any():
         return None
     size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=inputs.mode == "exact")

@@ -29,7 +29,7 @@ class SparsifyConfig:
     held_out: tuple[Path, ...] = ()  # the first selects the best state
     held_out_tokens: int = 16_384  # per file, at the end of a share
     check_tokens: int = 4_096  # of the first file, at every check
-    checks: int = 12  # per share
+    checks: int = 12  # per share, about
     rule: Rule = "threshold"
     allocation: Allocation = "sensitivity"
     rank: int | None = None  # of low-rank updates; None trains whole matrices
@@ -73,7 +73,7 @@ class SparsifyConfig:
         if self.start_from is not None and (self.rule, self.rank) != ("threshold", None):
             raise SparkinferError(
                 "only whole matrices with thresholds can continue a trained checkpoint; leave"
-                " --start-from, --rank and --activation out"
+                " --start-from out, or --rank and --activation"
             )
         check_shares(self.targets)
         if not 0 < self.learning_rate < math.inf:

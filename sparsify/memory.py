@@ -1,6 +1,4 @@
-"""Memory that training takes in one process, checked and reported before it starts.
-
-Letters: T tokens of a pass, D model width, F neurons, V vocabulary, L layers."""
+"""Memory that training takes in one process, checked and reported before it starts."""
 
 from dataclasses import dataclass
 

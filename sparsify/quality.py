@@ -1,6 +1,6 @@
 """Measures the quality of the model in training against its dense self, on held-out windows.
 
-Letters: L layers, T tokens, V vocabulary."""
+Letters: L layers, W windows, B windows of a pass, T tokens, D model width, V vocabulary."""
 
 import math
 from collections.abc import Sequence

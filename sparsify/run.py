@@ -1,10 +1,10 @@
 """Makes a dense model sparse: trains it to match the predictions of its dense self with fewer
 neurons.
 
-    checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share, with limits
+    checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share
 
-The neurons' weights and first limits are measured on the first windows of the corpus; then every
-step trains on a batch while the silent share follows the schedule. From time to time the model is
+Under the rule "threshold", the neurons' weights and first limits are measured on the first windows
+of the corpus. Then every step trains on a batch while the silent share follows the schedule. From time to time the model is
 compared with its dense self on held-out text; the best state of every share is written.
 
 Model files are written by the command line, which calls convert."""
@@ -66,7 +66,8 @@ class Run:
         self.saved_at, self.save_s = time.monotonic(), 0.0
 
     def begin(self, position: Position) -> None:
-        """Continues from the position of an earlier run; without one, sets the first limits."""
+        """Continues from the position of an earlier run; without one, starts from a trained checkpoint if
+        one is given, or else sets the first limits."""
         if position.arrays:
             self.best, self.record = state.restore(self.trainer, position)
             self._set_first_share()

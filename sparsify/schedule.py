@@ -77,7 +77,7 @@ class Schedule:
 
 
 def check_shares(shares: tuple[float, ...]) -> None:
-    """Raises SparkinferError for shares that no layer can have, and for decreasing ones."""
+    """Raises SparkinferError for shares that no layer can have, and unless they ascend strictly."""
     wrong = [share for share in shares if not 0 < share < 1]
     if wrong or not shares:
         raise SparkinferError(

@@ -34,6 +34,11 @@ OUTER = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+HIDDEN_ACTS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+}  # transformers' names
 INNER = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -107,7 +112,8 @@ def _config(model: ModelFile) -> dict[str, object]:
         "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_width,
         # the value before it was stored in f32: 1e-05, not 9.999999747378752e-06
         "rms_norm_eps": float(str(np.float32(s.norm_epsilon))),
-        "max_position_embeddings": s.context_length, "hidden_act": "silu",
+        "max_position_embeddings": s.context_length,
+        "hidden_act": HIDDEN_ACTS[model.activation],
         "tie_word_embeddings": model.is_tied, "bos_token_id": codec.begin_id,
         "eos_token_id": sorted(codec.end_ids) or None, "dtype": "float32",
     }  # fmt: skip

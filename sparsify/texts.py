@@ -57,7 +57,7 @@ def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
 
 
 def up_to(windows: Sequence[Tensor], num_tokens: int) -> tuple[Tensor, ...]:
-    """The first windows, up to this many tokens; at least one."""
+    """The first windows that together have this many tokens or more; all if they have fewer."""
     found: list[Tensor] = []
     for window in windows:
         if found and sum(map(len, found)) >= num_tokens:

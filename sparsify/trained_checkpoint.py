@@ -1,8 +1,9 @@
-"""Writes and reads a trained checkpoint: a Hugging Face folder that also has the neurons' limits.
+"""Writes and reads a trained checkpoint, a Hugging Face folder. The trained matrices are f32, all
+others unchanged.
 
-transformers can load the folder, but ignores the limits and runs the trained weights densely. The
-limits are in limits.FILE_NAME, which convert reads. The trained matrices are f32, all others
-unchanged."""
+Under the rule "threshold" it also has the neurons' limits, in limits.FILE_NAME, which convert reads;
+transformers can load the folder, but ignores the limits and runs the trained weights densely. Under
+the other rules there are no limits: the config names the activation instead."""
 
 import json
 import shutil

@@ -70,6 +70,18 @@ def test_limits_that_pay_are_advised_and_what_is_said_is_found_again(made, monke
     assert rules == {(t, r) for t in ("f16", "q8_0", "q4_0") for r in ("dense", "limits")}
 
 
+def test_the_picture_shows_the_points_with_limits(made, monkeypatch):
+    from matplotlib.axes import Axes
+
+    labels = []
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, *args, **options: (
+        labels.append(options.get("label")), plot(self, *args, **options))[1])  # fmt: skip
+    timed(monkeypatch, 0.5)
+    advice_of(made, "--max-loss", 0.5, "--type", "q8_0", "--plot", made / "p.png")
+    assert {"f16 dense", "f16 limits", "q8_0 dense", "q8_0 limits"} <= set(labels)
+
+
 def test_limits_that_gain_less_than_their_bytes_say_are_not_advised(made, monkeypatch):
     timed(monkeypatch, 0.9)
     advice = advice_of(made, "--max-loss", 0.5, "--type", "q8_0")

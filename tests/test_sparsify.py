@@ -4,6 +4,7 @@ Models are tiny and random; benchmarks/sparsify.py measures a real one."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,6 +236,22 @@ def test_a_model_file_becomes_the_checkpoint_it_was_made_of(inputs, tmp_path, la
     ids_T = torch.arange(1, 30)
     logits = [
         AutoModelForCausalLM.from_pretrained(path)(ids_T[None]).logits for path in (folder, model)
+    ]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
+def test_a_model_file_keeps_its_activation_in_the_checkpoint(inputs, tmp_path, activation):
+    model, _ = inputs
+    source = shutil.copytree(model, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"hidden_act": activation}))
+    file = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=source, output=file, outtype="f32", layout="sparse"))
+    folder = as_checkpoint(file, tmp_path / "again")
+    ids_T = torch.arange(1, 30)
+    logits = [
+        AutoModelForCausalLM.from_pretrained(path)(ids_T[None]).logits for path in (folder, source)
     ]
     assert torch.equal(*logits)
 
