@@ -4,7 +4,7 @@ It imports nothing from sparkinfer; its source is passed with -c. Its argument i
 model, context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout describes
 llama.cpp and the model, or is {"error": ...}; then each line on stdin gets one on stdout:
     {"do": "depth", "ids": [...]}     fills the cache with these tokens: {}
-    {"do": "pp", "ids": [...]}        times a prompt after them, in one call: {"ns": ...}
+    {"do": "pp", "ids": [...]}        times a prompt after them, BATCH at a time: {"ns": ...}
     {"do": "tg", "ids": [...]}        times the tokens one by one: {"ns": ...}
 Times include the logits of the last token of each call; tests leave the cache unchanged."""
 

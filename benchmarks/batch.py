@@ -2,11 +2,11 @@
 
     python benchmarks/batch.py MODEL STOCK --rival path/to/venv/bin/python [--modes dense,predicted]
 
-MODEL is our model file, STOCK the same for llama.cpp (`make smollm2` or `decode.py` make both). A
-round computes one token of each of 1, 2, 4, 8 and 16 sequences, after prompts of 16 tokens each, on
-both sides with the same random token ids; a figure is the median of the rounds. llama.cpp is
-measured with and without its flash attention, and the faster counts. The cost of several rows
-relative to one is also the cost of drafts."""
+MODEL is our model file, STOCK the same for llama.cpp, made by `make smollm2`; `decode.py` makes a
+ReLU model and its SiLU twin. A round computes 16 steps with one token of each of 1, 2, 4, 8 and 16
+sequences, after prompts of 16 tokens each, on both sides with the same random token ids; a figure
+is the median of the rounds' mean steps. llama.cpp is measured with and without its flash attention,
+and the faster counts. The cost of several rows relative to one is also the cost of drafts."""
 
 import argparse
 import json

@@ -108,7 +108,7 @@ def _after_s(engine: Engine, product: torch.Tensor) -> float:
 
 
 def _beside_s(engine: Engine, product: torch.Tensor) -> float:
-    """Seconds of a step while another thread multiplies; half of the processors would be fair."""
+    """Seconds of a step while another thread multiplies all the time."""
     is_over = threading.Event()
 
     def multiply() -> None:

@@ -34,10 +34,10 @@ class RivalModel:
 
 
 def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
-    """The rival with the most layers whose buffers fit the budget; the embedding is never among
-    them.
+    """The rival with the most layers whose buffers fit the budget, of at most MOST_LOADS counts
+    tried; the embedding is never among them.
 
-    Raises ProcessError if it cannot be loaded."""
+    Raises ProcessError if it cannot be loaded, or if no count that was tried fits."""
     most, tried = rival.num_layers + 1, set[int]()
     count = min(most, budget_bytes // rival.layer_bytes)
     best: Rival | None = None

@@ -23,7 +23,7 @@ from sparkinfer.files import partial_file
 
 
 def ways_of(context: int) -> dict[str, str]:
-    """Selections whose sinks, window, top and block add up to the context."""
+    """Selections whose sinks, window, top and block add up to at most the context."""
     common = "block=16,sinks=16,positions=capped"
     half = f"{common},window={context // 2}"
     return {

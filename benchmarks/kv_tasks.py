@@ -60,7 +60,8 @@ class Way:
 
 
 ALL = 1_000_000
-# For some 7,000 tokens, these read 5 % and 10 % of the bytes of keys and values with head width 64.
+# A share in a name holds for some 7,000 tokens and head width 64: of the bytes of keys and values
+# that a token reads, tables included; "of the keys": without tables.
 WAYS = {
     "full attention": Way(num_documents=ALL),
     "full attention, lines in another order": Way(is_shuffled=True),

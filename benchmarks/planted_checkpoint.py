@@ -4,10 +4,11 @@ twin for engines without ReLU. Everything in it is synthetic: it answers nonsens
 Every token's embedding contains one common direction u, which stays in the hidden state because
 attention and feed-forward layers add little. With A [256, D] orthonormal, its first row u,
 
-    gate_j = b_j A + rest_j,      b_j . (A x) normal with mean -t_j and variance 1
+    gate_j = b_j A + rest_j,      gate_j . x normal with mean -t_j and variance 1
 
-so neuron j fires with probability P(normal > t_j), which falls as a power of its rank; a predictor
-of rank 256 (b and A) cannot see `rest_j`. Neurons are shuffled within their layer.
+over normed hidden states x, so neuron j fires with probability P(normal > t_j), which falls as a
+power of its rank; a predictor of rank 256 (b and A) cannot see `rest_j`. Neurons are shuffled
+within their layer.
 
     python planted_checkpoint.py FOLDER [NUM_LAYERS]
 

@@ -50,7 +50,7 @@ class Rival:
         return statistics.median(self._ask("deep", threads, flash, ids, depth=depth))
 
     def grown_s(self, threads: int, ids: list[int], depth: int) -> float:
-        """Measures `deep_s` with flash attention, after a text that was not computed whole."""
+        """Like `deep_s`, with flash attention, after repeated keys and values of a short text."""
         return statistics.median(self._ask("grown", threads, True, ids, depth=depth))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Measures what rules without training cost a model: KL from its dense self against bytes not read.
 
     python benchmarks/rules.py build/smollm2/f16.gguf build/smollm2/q8_0.gguf \\
-        --tune train.txt --check held-out.txt          # SmolLM2: about an hour on two cores
+        --tune train.txt --check held-out.txt
 
 Each type is compared with its own dense self, on held-out text. Shares are of all weight bytes that
 a token reads, the head included. Rules (profile/limit_scores.py):

@@ -3,9 +3,10 @@
     same_bits.py --hashes > before.json      with the Python of each build
     same_bits.py before.json after.json
 
-Each case runs one row per step, and many rows in one. Plans have both roles on the CPU, as two
-blocks of neurons and as a hybrid step. The models are those of tests/models.py. The second form
-names the cases that differ, and fails if there are any."""
+Each case runs one row per step, many rows in one step, and many rows layer by layer. Plans have
+both roles on the CPU, as two blocks of neurons and as a hybrid step. The models are those of
+tests/models.py and tests/test_limits.py. The second form names the cases that differ, and fails if
+there are any."""
 
 import dataclasses
 import hashlib

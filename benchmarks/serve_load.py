@@ -12,8 +12,8 @@ later. After a refusal because the queue is full, it waits and sends another one
 running and waiting texts are read from /metrics twice a second and checked against their bounds.
 Times to the first token include the wait in the queue.
 
-Resident memory of the server and its child process is sampled twice a second, once texts as long as
-the context have filled all places. Its growth is the mean of the last fifth of the samples over
+Resident memory of the server and its child process is sampled twice a second, after texts as long
+as the context have filled all places. Its growth is the mean of the last fifth of the samples over
 that of the second fifth. Clients run on the same processor."""
 
 import argparse

@@ -144,7 +144,7 @@ def _round(
     while any(not text.is_over for text in turn):
         for text in turn:
             text.go_on()
-        turn = [*turn[1:], turn[0]]  # so that none always follows the same one
+        turn = [*turn[1:], turn[0]]  # each begins a round in turn
     plain = texts.pop("none")
     found: dict[str, dict[str, float]] = {"none": {"seconds": plain.seconds}}
     for name, text in texts.items():

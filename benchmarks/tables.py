@@ -4,7 +4,7 @@
     python benchmarks/tables.py --check    exits with 1 where a block has drifted; writes nothing
 
 A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`. The files table_*.py
-define the names. So every number in a table comes from a JSON file in benchmarks/results."""
+define the names. The measurements in these tables come from JSON files in benchmarks/results."""
 
 import argparse
 import re

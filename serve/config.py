@@ -17,8 +17,9 @@ class ServeConfig:
     """Options of one server. Up to `parallel` texts are generated concurrently, `kept` finished
     ones stay in the cache for prompts with the same prefix, and `queue` texts may wait.
     `max_tokens` bounds every answer (-1: only the context does); a request may ask for fewer.
-    Limits in seconds: `timeout_s` for a request from its arrival, `drain_s` for running answers at
-    shutdown, `read_s` for a client to send its request, and to accept each piece of the answer."""
+    Limits in seconds: `timeout_s` for a request's texts from when they are queued, `drain_s` for
+    running answers at shutdown, `read_s` for a client to send a request's headers, to send its
+    body, and to accept each piece of the answer."""
 
     model: Path
     host: str = "127.0.0.1"
@@ -34,7 +35,7 @@ class ServeConfig:
     max_connections: int = 1024
     api_key: str | None = field(default=None, repr=False)
     origins: tuple[str, ...] = ()  # allowed by CORS
-    hosts: tuple[str, ...] = ()  # Host headers accepted besides localhost
+    hosts: tuple[str, ...] = ()  # Host headers accepted besides localhost and IP addresses
     alias: str | None = None
     template: str | None = None
     sampling: SamplingOptions = SamplingOptions()

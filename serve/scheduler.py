@@ -3,7 +3,7 @@
 A step computes the last token of every generating text and fills its remaining rows with pieces of
 prompts, so a long prompt does not stall other answers. A row's result is bit-identical whatever
 else is in the step, so every request gets the text that it would get alone. A text that shares a
-prefix with a prompt being computed waits for that prefix and reuses it."""
+long prefix with a prompt being computed waits for that prefix and reuses it."""
 
 import logging
 import threading
@@ -22,10 +22,12 @@ from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said
 log = logging.getLogger("sparkinfer.serve")
 
 Batch = list[tuple[Text, Event]]
-STEP_ROWS = 128  # most rows of a step; a native step reads each weight once for all of them
+# Most rows of a step, unless more than STEP_ROWS - LEAST_ROWS texts generate; a native step reads
+# each weight once for all of them.
+STEP_ROWS = 128
 LEAST_ROWS = 16  # prompt rows of a step, however many texts generate
 READ_S = 0.25  # time that prompt rows may add to a step in which texts generate
-WORTH_WAITING = 64  # reusable prompt tokens that make it worth waiting for another text
+WORTH_WAITING = 64  # more reusable prompt tokens make it worth waiting for another text
 
 
 class QueueFull(Exception):
@@ -186,7 +188,7 @@ class Scheduler:
 
     def _shares(self, rows: int) -> list[tuple[Text, int]]:
         """Divides the rows among prompts: half to the oldest, so that it always progresses, the
-        others to the shortest first, so that they do not wait for long ones."""
+        rest to the other prompts, shortest first, so that short ones do not wait for long ones."""
         reading = [text for text in self._running if not text.is_writing and self._has_begun(text)]
         if not reading:
             return []

@@ -23,7 +23,7 @@ MAX_RETRY_S = 60
 
 
 class Service:
-    """Used only on the event loop; the scheduler runs in a thread of its own."""
+    """Its attributes are set on the event loop alone; other threads only read them."""
 
     def __init__(self, config: ServeConfig, fingerprint: str = "sparkinfer") -> None:
         self.config, self.fingerprint = config, fingerprint
@@ -78,8 +78,8 @@ class Service:
         self.num_active += change
 
     async def fields(self, request: Request) -> Fields:
-        """The fields of a POST. Raises ApiError for a body that is too long, arrives too slowly or
-        is not a JSON object."""
+        """The fields of a POST. Raises ApiError for a wrong content type, and for a body that is
+        too long, arrives too slowly or is not a JSON object; Gone if the client disconnects."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             await drop_body(request.receive)
@@ -110,14 +110,14 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
     def exchange(self, jobs: Sequence[Job], *, is_stream: bool) -> Exchange:
-        """Submits the jobs. Raises ApiError if there is no room for them."""
+        """Submits the jobs. Raises ApiError if the queue has no room, or the server stops."""
         waiting = self.scheduler.num_waiting + 1
         retry_s = round(self._text_s * waiting / self.config.parallel)
         retry_s = max(1, min(MAX_RETRY_S, retry_s))
         return Exchange(self.scheduler, jobs, retry_s, is_stream=is_stream)
 
     def report(self, request: Request, reports: Sequence[Report]) -> None:
-        """Logs a request and updates the metrics, once its texts have ended."""
+        """Adds the texts of a request, all ended, to its log line and to the metrics."""
         line: RequestLine = request.scope["state"]["line"]
         for report in reports:
             self.metrics.text(report)

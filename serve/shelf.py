@@ -43,7 +43,8 @@ class Shelf:
         return self._nearest(ids)[1]
 
     def take(self, ids: Sequence[int], *, reuses: bool = True) -> TextSequence:
-        """A place with the longest known prefix of a prompt. Not all places may be in use."""
+        """A place with the longest known prefix of a prompt. At least one place must not be
+        in use."""
         assert len(self._used) < self.num_places, "every place is in use"
         found, count = self._nearest(ids) if reuses else (None, 0)
         if found is None:

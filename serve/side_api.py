@@ -24,7 +24,7 @@ MAX_TOKENS = 1 << 17  # in a /detokenize request
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 if the server accepts requests, 503 otherwise; with llama-server's messages."""
+    """200 if the server accepts requests, 503 while it loads the model or stops."""
     if service.state == "ready":
         return JsonResponse({"status": "ok"})
     word = "loading model" if service.state == "loading" else "stopping"

@@ -16,7 +16,7 @@ MAX_CALLS = 128
 class ToolCall:
     id: str
     name: str
-    arguments: str  # JSON, as the model wrote it
+    arguments: str  # JSON; parsed and written again unless the model wrote a string
 
     def body(self, index: int | None = None) -> dict[str, object]:
         """OpenAI's object; with an index, as a part of a stream."""

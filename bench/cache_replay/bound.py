@@ -10,13 +10,13 @@ for weights a, b, m >= 0 with a_l + b_l + m = 1 for every layer l
 which is linear in the hits and the copies. The limit of N slots per layer and step is relaxed with
 a price for each slot and step (Lagrangian relaxation). Then neurons are independent: a hit saves
 a_l cold_row_s - b_l hot_row_s, a copy costs m copy_row_s, and dynamic programming finds the best
-times for a neuron to be in a slot (native/bound.cpp). The sum is a lower bound for any weights and
-prices; a subgradient method searches for those that make it large. To keep the bound valid for
-every policy, it leaves out gathering, fixed times of copies, and the rule that a copy must begin a
-step before it is used. It holds for policies that compute neurons without a slot on the CPU, not
-for one that copies more neurons for a step than there are slots.
+times for a neuron to be in a slot (runtime/neuron_cache/native/bound.cpp). The sum is a lower bound
+for any weights and prices; a subgradient method searches for those that make it large. To keep the
+bound valid for every policy, it leaves out gathering, fixed times of copies, and the rule that a
+copy must begin a step before it is used. It holds for policies that compute neurons without a slot
+on the CPU, not for one that copies more neurons for a step than there are slots.
 
-Letters: T steps, L layers, F neurons of a layer, N slots of a layer."""
+Letters: T steps, L layers, F neurons of a layer, N slots of a layer, W words of F bits."""
 
 from dataclasses import dataclass
 

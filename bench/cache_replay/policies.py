@@ -1,9 +1,11 @@
 """Policies of the neuron cache: ours as it runs, and the published ones that it is compared with.
 
-All start with the plan's neurons in the slots. Neurons copied during a step are in the slots from
-the next step on, except in policies that copy misses before computing them.
+All start with the plan's neurons in the slots, except `hindsight` and `sparkinfer`, which start
+with the best neurons of the text and the best groups of the profile. Neurons copied during a step
+are in the slots from the next step on, except in policies that copy misses before computing them.
 
-Letters: T tokens, L layers, F neurons of a layer, N slots of a layer, G groups of neurons."""
+Letters: T tokens, L layers, F neurons of a layer, N slots of a layer, G groups of neurons,
+W words of F bits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -95,7 +95,8 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tensor:
 
 
 def batch(ids: Tensor, config: TrainConfig, step: int) -> Tensor:
-    """int64 [windows, length + 1], drawn from (seed, step) alone."""
+    """int64 [windows, length + 1]; the places are drawn from (seed, step) alone, `length` is
+    512, or 1,024 in the last part of the run."""
     is_long = step >= (1 - config.long_context_share) * config.steps
     length = 1024 if is_long else 512
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
@@ -137,7 +138,7 @@ def orthogonal(g: Tensor) -> Tensor:
 
 
 class GateWatch:
-    """Collects the mean activation and the firing counts of every layer's gate."""
+    """Collects the activated gates of every layer in each forward pass."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.gates: list[Tensor] = []
@@ -168,7 +169,8 @@ def schedule(config: TrainConfig, step: int, fresh_from: int) -> tuple[float, fl
 def evaluate(
     model: LlamaForCausalLM, watch: GateWatch, ids: Tensor, windows: int, length: int
 ) -> dict:
-    """Loss in nats a token, and how often each neuron fires, over windows of `length` tokens."""
+    """Loss in nats per token, perplexity, and for each layer the density and the share of firings
+    taken by the hottest fifth of neurons, over at most `windows` windows of `length` tokens."""
     model.eval()
     usable = (len(ids) - 1) // length
     loss_sum, num_tokens, counts = 0.0, 0, None
