@@ -3,6 +3,7 @@ it."""
 
 import math
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from sparkinfer.sparsify.student import dtype_of
 # Options that do not affect the results of a run, or are recorded in another form.
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
                 "save_checkpoint", "device", "force", "save_every_s")  # fmt: skip
+STATE, DENSE = "state.safetensors", "dense"  # in the work folder
 OURS = (".json", ".safetensors", ".model", ".txt", ".jinja", ".md")  # files of a checkpoint
 
 
@@ -69,7 +71,7 @@ class Plan:
 
     @property
     def state_path(self) -> Path:
-        return self.config.work_folder / "state.safetensors"
+        return self.config.work_folder / STATE
 
     @property
     def start_id(self) -> str | None:
@@ -107,7 +109,7 @@ class Plan:
 def check_outputs(config: SparsifyConfig) -> None:
     """Raises SparkinferError for outputs that exist or cannot be written; a resumed run may have
     some of its checkpoints."""
-    goes_on = (config.work_folder / "state.safetensors").exists()
+    goes_on = (config.work_folder / STATE).exists()
     read = [config.model, config.start_from, *config.corpora, *config.held_out]
     inputs = [path for path in read if path is not None]
     folders = [path for path in (config.model, config.start_from) if path and path.is_dir()]
@@ -129,15 +131,25 @@ def finish(config: SparsifyConfig) -> None:
     shutil.rmtree(config.work_folder, ignore_errors=True)
 
 
+def remove_unsaved(config: SparsifyConfig) -> None:
+    """Removes the dense checkpoint of a run that ended before it saved a state: there is nothing to
+    continue from."""
+    if (config.work_folder / STATE).exists():
+        return
+    shutil.rmtree(config.work_folder / DENSE, ignore_errors=True)
+    with suppress(OSError):  # other files in it
+        config.work_folder.rmdir()
+
+
 def dense_folder(config: SparsifyConfig) -> Path:
     """The dense checkpoint's folder: the model, or what `make_checkpoint` makes of a model file."""
-    return config.model if config.model.is_dir() else config.work_folder / "dense"
+    return config.model if config.model.is_dir() else config.work_folder / DENSE
 
 
 def make_checkpoint(config: SparsifyConfig) -> None:
     """Makes the dense checkpoint of a model file. Raises SparkinferError for a model that cannot be
     trained."""
-    folder = config.work_folder / "dense"
+    folder = config.work_folder / DENSE
     try:
         as_checkpoint(config.model, folder)
     except (OSError, SafetensorError) as error:

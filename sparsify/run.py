@@ -23,7 +23,7 @@ from sparkinfer.sparsify import state
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.feed_forward import matrix_names, whole_matrices
 from sparkinfer.sparsify.limits import Limits
-from sparkinfer.sparsify.plan import Plan, check_outputs, make_checkpoint
+from sparkinfer.sparsify.plan import Plan, check_outputs, make_checkpoint, remove_unsaved
 from sparkinfer.sparsify.quality import Quality, evaluate
 from sparkinfer.sparsify.record import Made, Point, Record
 from sparkinfer.sparsify.schedule import Schedule
@@ -237,17 +237,22 @@ def sparsify(
     raises Interrupted."""
     with Ranks() as ranks, Signals() as signals:
         ranks.first_only(lambda: check_outputs(config))
-        ranks.first_only(lambda: make_checkpoint(config))
-        plan = ranks.together(lambda: Plan.of(config, ranks))
-        if ranks.is_first:
-            say(f"training {plan.memory}")
-        found = ranks.first_only(
-            lambda: load_position(plan.state_path, plan.settings, force=config.force)
-        )
-        run = ranks.together(lambda: Run(plan, ranks, say, on_tokens))
-        run.begin(_in_all(found, ranks))
-        signals.train(ranks)
-        run.train(signals)
+        try:
+            ranks.first_only(lambda: make_checkpoint(config))
+            plan = ranks.together(lambda: Plan.of(config, ranks))
+            if ranks.is_first:
+                say(f"training {plan.memory}")
+            found = ranks.first_only(
+                lambda: load_position(plan.state_path, plan.settings, force=config.force)
+            )
+            run = ranks.together(lambda: Run(plan, ranks, say, on_tokens))
+            run.begin(_in_all(found, ranks))
+            signals.train(ranks)
+            run.train(signals)
+        except BaseException:
+            if ranks.is_first:
+                remove_unsaved(config)
+            raise
         return run.report()
 
 

@@ -57,9 +57,10 @@ class Stream:
                 num_given += whole // self.length
                 rest = rest[whole:]
             if num_given < least:
+                fewer = ", or hold out fewer tokens of it" if self.held_out else ""
                 raise SparkinferError(
                     f"{self.sources[0].path}: {num_given * self.length + len(rest):,} tokens to"
-                    f" train on, wanted {least * self.length:,} or more; give a longer text"
+                    f" train on, wanted {least * self.length:,} or more; give a longer text{fewer}"
                 )
 
     def _order(self, turn: int) -> np.ndarray:

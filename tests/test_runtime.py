@@ -301,6 +301,10 @@ def test_generate_stops_where_the_context_is_full(tmp_path, codec_model):
         assert engine.last_run.stopped_by == "context"
         with pytest.raises(SparkinferError, match="17 tokens for a context of 16"):
             list(engine.generate(list(range(17)), 1))
+        longest = engine.model.shape.context_length
+        advice = f"load with -c {longest} and shorten the text by 1$"
+        with pytest.raises(SparkinferError, match=advice):
+            engine.logits([1] * (longest + 1))
 
 
 def test_the_cache_has_one_user_at_a_time(tmp_path, codec_model):

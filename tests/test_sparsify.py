@@ -300,6 +300,17 @@ def test_a_short_corpus_is_refused(config, tmp_path):
         sparsify(replace(config, corpora=(path,)))
 
 
+def test_a_refused_run_leaves_no_dense_checkpoint(config, tmp_path):
+    """Of a model file, which is made into a checkpoint before the text is read."""
+    file, text = tmp_path / "m.gguf", tmp_path / "short.txt"
+    convert(ConvertConfig(source=config.model, output=file, outtype="f32"))
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
+    refused = replace(config, model=file, corpora=(text,))
+    with pytest.raises(SparkinferError, match=r"a longer text, or hold out fewer tokens of it$"):
+        sparsify(refused)
+    assert not refused.work_folder.exists()
+
+
 def test_models_that_are_sparse_by_themselves_are_refused(config, tmp_path):
     folder = random_llama(tmp_path / "relu", hidden_act="relu")
     with pytest.raises(SparkinferError, match="sparse by itself and needs no training"):

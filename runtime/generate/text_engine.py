@@ -252,8 +252,10 @@ class TextEngine:
         if len(ids_T) > self.context_length:
             longest = self.model.shape.context_length
             is_too_long = len(ids_T) > longest
+            load = f"load with -c {longest} and " if self.context_length < longest else ""
             step = (
-                f"the model reads {longest} at most: shorten the text by {len(ids_T) - longest}"
+                f"the model reads {longest} at most: {load}shorten the text by"
+                f" {len(ids_T) - longest}"
                 if is_too_long
                 else f"load with a longer context (-c), up to {longest}, or shorten the text"
             )
