@@ -1,7 +1,7 @@
 """Counts, while the model runs, how often each neuron fires and how large its gate is.
 
-The sums stay on the layer's device, in int64, and after a device's first pass nothing synchronises
-with it until they are read.
+The sums stay on the layer's device, in int64; without limits, nothing synchronises with it after
+its first pass until they are read.
 
 Letters: T tokens, L layers, F neurons, B histogram bins."""
 

@@ -437,3 +437,19 @@ def test_a_text_with_fewer_tokens_than_requested_is_noted(codec_model, tmp_path,
     arguments = ["eval", codec_model, "--corpus", tmp_path / "t.txt", "--tokens", 4000]
     first = lines_of(capsys, arguments, 0)[0]
     assert re.fullmatch(r"note: \d+ tokens of text, fewer than the 4,000 of --tokens", first)
+
+
+def test_a_profile_without_silent_neurons_says_what_to_do(tmp_path, codec_model, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("ab cd " * 200)
+    model = ModelFile.load(codec_model)
+    notes = {}
+    for activation in ("silu", "relu"):
+        path = tmp_path / f"{activation}.gguf"
+        dataclasses.replace(model, activation=activation).save(path)
+        output = tmp_path / f"{activation}.safetensors"
+        lines = lines_of(capsys, ["profile", path, "--corpus", text, "-o", output], 0)
+        notes[activation] = [line for line in lines if line.startswith("note: nearly every")]
+    (note,) = notes["silu"]
+    assert "--target-sparsity" in note and "advise" in note
+    assert not notes["relu"]

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sparkinfer.profile.collect import ProfileReport
     from sparkinfer.profile.config import ProfileConfig
 
+NEARLY_ALL = 0.99  # density above which a profile has nothing to place by
+
 
 @click.command(
     cls=FileCommand,
@@ -189,6 +191,12 @@ def _lines(report: "ProfileReport") -> list[str]:
             + f"): perplexity {found.perplexity_increase:+.2%} on {found.check_tokens:,} other"
             f" tokens (the same share for every layer: {found.uniform_increase:+.2%}),"
             f" {found.num_runs} measurements, {found.seconds:.0f} s"
+        )
+    if density > NEARLY_ALL:
+        lines.append(
+            "note: nearly every neuron fires, as in all SiLU and GELU models without thresholds, so"
+            " there are none to leave out: --target-sparsity chooses thresholds, and sparkinfer advise"
+            " measures what pays"
         )
     return lines + short_lines(report)
 
