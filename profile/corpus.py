@@ -161,7 +161,7 @@ def _check_ids(ids: list[int], vocab_size: int | None, codec: TextCodec, source:
 def _check_enough(files: Sequence[Path], found: int, wanted: int, must_fill: bool) -> None:
     name = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     if not found:
-        raise SparkinferError(f"{name}: no text of {MIN_WINDOW} tokens or more; give a longer one")
+        raise SparkinferError(f"{name}: no text of {MIN_WINDOW} tokens or more; give a longer text")
     if must_fill and found < wanted:
         raise SparkinferError(
             f"{name}: {found:,} tokens in all, --tokens asks for {wanted:,};"

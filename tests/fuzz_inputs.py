@@ -3,7 +3,7 @@ ones make them."""
 
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -90,8 +90,8 @@ def _checkpoints(folder: Path) -> None:
     (folder / "pt" / "config.json").write_text('{"sparse_threshold": 0.5, "input_layer_offset": 1}')
 
 
-def predictors_of(model: ModelFile, **changes: object) -> Predictors:
-    """Predictors of rank 4, all ones."""
+def predictors_of(model: ModelFile, limits: Limits | None = None, **changes: object) -> Predictors:
+    """Predictors of rank 4, all ones, for a model with these limits."""
     shape, num_layers = model.shape, model.shape.num_layers
     down, up = np.ones((4, shape.width), np.float32), np.ones((shape.num_neurons, 4), np.float32)
     info = {"kind": "linear", "rank_L": (4,) * num_layers, "threshold_L": (0.0,) * num_layers,
@@ -101,6 +101,7 @@ def predictors_of(model: ModelFile, **changes: object) -> Predictors:
         info=PredictorInfo(**(info | changes)),
         layers=(LayerPredictor.of(down_RD=down, up_FR=up),) * num_layers,
         quality={"exact": QUALITY, "predicted": QUALITY},
+        limits=None if limits is None else limits.sha256,
     )
 
 
@@ -128,8 +129,10 @@ def _model_files(folder: Path) -> None:
     convert(ConvertConfig(source=silu, output=folder / "stock" / "model.gguf", layout="stock"))
     convert(ConvertConfig(source=silu, output=folder / "silu.gguf"))
     model = ModelFile.load(folder / "silu.gguf")
-    limits_for(model).save(folder / "own.safetensors")
-    predictors_of(model, kind="gate").save(folder / "trained" / FILE_NAME)
+    limits = limits_for(model)
+    limits.save(folder / "own.safetensors")
+    trained = predictors_of(model, limits, kind="gate")
+    replace(trained, quality={}).save(folder / "trained" / FILE_NAME)
     convert(ConvertConfig(source=silu, output=folder / "run" / "model.gguf",
                           predictors=folder / "trained",
                           limits=folder / "own.safetensors"))  # fmt: skip
