@@ -246,7 +246,13 @@ def _from_model_file(config: ConvertConfig) -> Draft:
     """A draft from any GGUF: as it is, or in another layout or type."""
     model, notes = gguf_source.model_of_gguf(config)
     if config.limits is not None:
+        before = model.limits.sha256
         model = model.with_limits(Limits.load(config.limits), str(config.limits))
+        if model.predictor and not config.predictors and model.limits.sha256 != before:
+            raise SparkinferError(
+                f"{config.source}: its predictors were not trained with the limits of"
+                f" {config.limits}; give --predictors that were, or convert a file without any"
+            )
     if config.layout == "stock":
         optional = optional_layer_shapes(model.graph, model.shape, None)
         options = [name for name in optional if f"blk.0.{name}" in model.tensors]

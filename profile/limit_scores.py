@@ -121,7 +121,7 @@ class LayerScores:
 class _Sample:
     """An observer that keeps some tokens of the tensors that a layer's rules apply to."""
 
-    every: int  # keeps the last of each `every` tokens: above 1 not a text's first, which has no limits
+    every: int  # keeps one of so many tokens, but not a text's first, which has no limits
     values: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
     def wants(self, name: str, layer: int | None) -> bool:
@@ -130,7 +130,7 @@ class _Sample:
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
         self.values.setdefault((name, layer), []).append(
-            tensor[self.every - 1 :: self.every].float().cpu()
+            tensor[max(1, self.every - 1) :: self.every].float().cpu()
         )
 
     def take(self, name: str, layer: int) -> Tensor:

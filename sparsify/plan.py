@@ -133,7 +133,7 @@ def finish(config: SparsifyConfig) -> None:
 
 def remove_unsaved(config: SparsifyConfig) -> None:
     """Removes the dense checkpoint of a run that ended before it saved a state: there is nothing to
-    continue from."""
+    continue from. To be called by the process that made it."""
     if (config.work_folder / STATE).exists():
         return
     shutil.rmtree(config.work_folder / DENSE, ignore_errors=True)

@@ -4,8 +4,9 @@ neurons.
     checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share
 
 Under the rule "threshold", the neurons' weights and first limits are measured on the first windows
-of the corpus. Then every step trains on a batch while the silent share follows the schedule. From time to time the model is
-compared with its dense self on held-out text; the best state of every share is written.
+of the corpus. Then every step trains on a batch while the silent share follows the schedule. From
+time to time the model is compared with its dense self on held-out text; the best state of every
+share is written.
 
 Model files are written by the command line, which calls convert."""
 
@@ -23,7 +24,7 @@ from sparkinfer.sparsify import state
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.feed_forward import matrix_names, whole_matrices
 from sparkinfer.sparsify.limits import Limits
-from sparkinfer.sparsify.plan import Plan, check_outputs, make_checkpoint, remove_unsaved
+from sparkinfer.sparsify.plan import Plan, check_outputs, dense_folder, make_checkpoint, remove_unsaved
 from sparkinfer.sparsify.quality import Quality, evaluate
 from sparkinfer.sparsify.record import Made, Point, Record
 from sparkinfer.sparsify.schedule import Schedule
@@ -237,6 +238,7 @@ def sparsify(
     raises Interrupted."""
     with Ranks() as ranks, Signals() as signals:
         ranks.first_only(lambda: check_outputs(config))
+        makes_dense = ranks.is_first and not dense_folder(config).exists()
         try:
             ranks.first_only(lambda: make_checkpoint(config))
             plan = ranks.together(lambda: Plan.of(config, ranks))
@@ -250,7 +252,7 @@ def sparsify(
             signals.train(ranks)
             run.train(signals)
         except BaseException:
-            if ranks.is_first:
+            if makes_dense:
                 remove_unsaved(config)
             raise
         return run.report()

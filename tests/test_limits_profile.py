@@ -233,6 +233,9 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
             convert(added(model))
     convert(added(a))
     assert ModelFile.load(tmp_path / "full").quality.keys() == {"exact", "predicted"}
+    other = {"source": tmp_path / "full", "output": tmp_path / "x", "limits": tmp_path / "b.limits"}
+    with pytest.raises(SparkinferError, match="predictors were not trained with the limits"):
+        convert(ConvertConfig(**other))
     with pytest.raises(SparkinferError, match="no thresholds"):
         convert(ConvertConfig(source=plain, output=tmp_path / "x", thresholds=tmp_path / "p"))
     stopped_at(monkeypatch, 5)

@@ -301,6 +301,8 @@ def test_an_interrupted_move_is_not_computed_with(tmp_path, monkeypatch, where):
     monkeypatch.undo()
     with pytest.raises(SparkinferError, match="was interrupted while it moved neurons"):
         cached.step.run(IDS[2], 2)
+    with pytest.raises(SparkinferError, match="was interrupted while it moved neurons"):
+        cached.cache.complete()  # as a step that is built again does
 
 
 def test_a_new_step_takes_over_what_the_old_one_began(tmp_path):

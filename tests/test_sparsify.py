@@ -309,6 +309,17 @@ def test_a_refused_run_leaves_no_dense_checkpoint(config, tmp_path):
     with pytest.raises(SparkinferError, match=r"a longer text, or hold out fewer tokens of it$"):
         sparsify(refused)
     assert not refused.work_folder.exists()
+    dense = refused.work_folder / "dense"
+    dense.mkdir(parents=True)
+    (dense / "other.txt").write_text("kept")
+    with pytest.raises(SparkinferError):
+        sparsify(replace(refused, model=config.model))  # a folder, so `dense` is not this run's
+    assert (dense / "other.txt").read_text() == "kept"
+    shutil.rmtree(dense)
+    as_checkpoint(file, dense)  # of another run that still goes on
+    with pytest.raises(SparkinferError):
+        sparsify(refused)
+    assert (dense / "config.json").is_file()
 
 
 def test_models_that_are_sparse_by_themselves_are_refused(config, tmp_path):

@@ -94,7 +94,9 @@ class NeuronCache:
         self._bits_TLW = bits_TLW.numpy().view(np.uint32)
 
     def complete(self) -> None:
-        """Makes the swaps whose copies are under way. Not during a step."""
+        """Makes the swaps whose copies are under way. Not during a step. Raises SparkinferError as
+        `before_step` does."""
+        self._check()
         if not self._num_pending:
             return
         assert self.slots is not None
@@ -106,6 +108,9 @@ class NeuronCache:
     def before_step(self) -> None:
         """Raises SparkinferError if an interrupt or an error has left slots and tables
         half-changed. Copies that are under way need not be done: the step does not read them."""
+        self._check()
+
+    def _check(self) -> None:
         if self._is_changing:
             raise SparkinferError(
                 "the neuron cache was interrupted while it moved neurons; load the model again"
