@@ -24,7 +24,13 @@ from sparkinfer.sparsify import state
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.feed_forward import matrix_names, whole_matrices
 from sparkinfer.sparsify.limits import Limits
-from sparkinfer.sparsify.plan import Plan, check_outputs, dense_folder, make_checkpoint, remove_unsaved
+from sparkinfer.sparsify.plan import (
+    Plan,
+    check_outputs,
+    dense_folder,
+    make_checkpoint,
+    remove_unsaved,
+)
 from sparkinfer.sparsify.quality import Quality, evaluate
 from sparkinfer.sparsify.record import Made, Point, Record
 from sparkinfer.sparsify.schedule import Schedule
