@@ -301,7 +301,7 @@ def test_a_short_corpus_is_refused(config, tmp_path):
 
 
 def test_a_refused_run_leaves_no_dense_checkpoint(config, tmp_path):
-    """Of a model file, which is made into a checkpoint before the text is read."""
+    """A model file is made into a checkpoint before the text is read."""
     file, text = tmp_path / "m.gguf", tmp_path / "short.txt"
     convert(ConvertConfig(source=config.model, output=file, outtype="f32"))
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
