@@ -80,6 +80,11 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
         return
     is_silenced = any(model.threshold_L) or model.limits.has_neurons
     is_dense = model.activation in SMOOTH and not is_silenced
+    if is_dense and model.has_limits:
+        raise SparkinferError(
+            f"{model.path}: has limits of inputs and none of neurons, so every neuron fires, which"
+            " leaves nothing to predict; leave --train-predictors out"
+        )
     if is_dense and not config.chooses_thresholds:
         raise SparkinferError(
             f"{model.path}: every neuron of a {model.activation} model without thresholds"

@@ -10,7 +10,7 @@ from sparkinfer.mode_quality import RunMode
 from sparkinfer.profile.quality import EvalReport
 from sparkinfer.typed import Fields, shown
 
-FORMAT, VERSION = "sparkinfer.eval", 1
+FORMAT, VERSION = "sparkinfer.eval", 2
 MOST = 1e12  # largest plausible perplexity, divergence or width
 _WHAT = "comparison (sparkinfer eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
@@ -38,6 +38,7 @@ def load_eval(path: Path) -> EvalReport:
 def _report(read: Fields) -> EvalReport:
     return EvalReport(
         model_id=read.line("model_id"),
+        limits=read.line_or_none("limits"),
         mode=cast(RunMode, read.choice("mode", get_args(RunMode))),
         num_tokens=read.count("num_tokens", least=1),
         perplexity=_number(read, "perplexity", 1),

@@ -73,6 +73,7 @@ class EvalReport:
     increase comes from a paired comparison, token by token."""
 
     model_id: str
+    limits: str | None  # Limits.sha256 of the model file's limits; None: it has none
     mode: Mode
     num_tokens: int
     perplexity: float
@@ -246,6 +247,7 @@ def report_of(
     own, dense = perplexity_of(found.loss), perplexity_of(found.dense_loss)
     return EvalReport(
         model_id=model.model_id,
+        limits=model.limits.sha256,
         mode=mode,
         num_tokens=found.num_tokens,
         perplexity=own.mean,

@@ -68,6 +68,7 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
         check_made_with(predictors.limits, predictors_path, model.limits, model.path, _AGAIN)
     for path, found_eval in zip(config.evals, evals, strict=True):
         _check_model(model, path, found_eval.model_id)
+        check_made_with(found_eval.limits, path, model.limits, model.path, _AGAIN)
     split = None if config.split is None else _load_split(config, model, profile, machine)
     report_path = None if config.profile is None else report_paths(config.profile)[0]
     quality_L: tuple[LayerQuality, ...] = ()

@@ -183,7 +183,7 @@ def _artifacts(folder: Path) -> None:
 def _written_reports(folder: Path) -> None:
     """A comparison as eval prints it, and the part of profile's report that is read again."""
     comparison = EvalReport(
-        model_id="0" * 64, mode="exact", num_tokens=100, perplexity=5.1,
+        model_id="0" * 64, limits=None, mode="exact", num_tokens=100, perplexity=5.1,
         perplexity_own_half_width=0.5, dense_perplexity=5.0, dense_perplexity_half_width=0.5,
         perplexity_increase=0.02, perplexity_half_width=0.01, kl_mean=0.01, kl_half_width=0.001,
         kl_p99=0.1, kl_p99_interval=(0.05, 0.2), top1_agreement=0.97, top1_half_width=0.01,

@@ -29,6 +29,7 @@ from sparkinfer.profile import memory, streaming
 from sparkinfer.profile.collect import profile
 from sparkinfer.profile.config import ProfileConfig
 from sparkinfer.profile.corpus import read_windows
+from sparkinfer.profile.eval_file import eval_content
 from sparkinfer.profile.layer_trainer import LayerTrainer, phases
 from sparkinfer.profile.merge import MergeConfig, merge
 from sparkinfer.profile.predictor_check import check_predictors
@@ -36,6 +37,8 @@ from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile.quality import EvalConfig, evaluate
 from sparkinfer.profile.training import Level
 from sparkinfer.profile_file import Profile
+from sparkinfer.report.config import ReportConfig
+from sparkinfer.report.report import report
 from sparkinfer.runtime.model.feed_forward import Gate
 from sparkinfer.runtime.prefill.workspace import measure_workspace
 from sparkinfer.solver.solve import SolveConfig, solve
@@ -201,6 +204,16 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
     make_machine().save(tmp_path / "machine.json")
     options = {"train_predictors": tmp_path / "pred", "predictors": PredictorOptions(rank=32)}
     profile(config_of(made, a, tmp_path / "p", max_tokens=2500, **options))
+    compared = evaluate(
+        EvalConfig(model=a, corpora=(made / "t.txt",), mode="exact", max_tokens=200)
+    )
+    assert compared.limits == ModelFile.load(a).limits.sha256 != ModelFile.load(b).limits.sha256
+    (tmp_path / "e.json").write_text(json.dumps(eval_content(compared)))
+    page = {"output": tmp_path / "page.html", "evals": (tmp_path / "e.json",)}
+    assert "quality" not in report(ReportConfig(model=a, **page)).missing
+    for model, words in ((b, "made with limits .*b.gguf has limits"), (plain, "has no limits")):
+        with pytest.raises(SparkinferError, match=words):
+            report(ReportConfig(model=model, force=True, **page))
     profile(config_of(made, plain, tmp_path / "plain"))
     profile(config_of(made, b, tmp_path / "q", seed=1))
 
@@ -274,8 +287,9 @@ def test_what_limits_rule_out_is_refused(tmp_path, made):
     for options in ({"target_sparsity": 0.5}, {"perplexity_budget": 0.01}):
         with pytest.raises(SparkinferError, match="has limits, by which its firings are counted"):
             profile(config_of(made, gates, tmp_path / "p", **options))
-    with pytest.raises(SparkinferError, match="which leaves nothing to predict"):
+    with pytest.raises(SparkinferError, match="which leaves nothing to predict") as refused:
         profile(config_of(made, inputs, tmp_path / "p", train_predictors=tmp_path / "pred"))
+    assert "--target-sparsity" not in str(refused.value)  # refused for files with limits, too
     profile(config_of(made, made / "m.gguf", tmp_path / "t", target_sparsity=0.5))
     with pytest.raises(SparkinferError, match="without limits of gates"):
         convert(ConvertConfig(source=gates, output=tmp_path / "x", thresholds=tmp_path / "t"))

@@ -268,6 +268,8 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
     make_profile(other).save(tmp_path / "p.safetensors")
     found = json.loads(compared.read_text())
     (tmp_path / "other.json").write_text(json.dumps(found | {"model_id": "0" * 64}))
+    (tmp_path / "limited.json").write_text(json.dumps(found | {"limits": "a" * 64}))
+    (tmp_path / "before.json").write_text(json.dumps(found | {"version": 1}))
     (tmp_path / "broken.json").write_text(json.dumps(found | {"kl_mean": "much"}))
     (tmp_path / "huge.json").write_text(json.dumps(found | {"perplexity_increase": 1e300}))
     (tmp_path / "unknown.json").write_text(json.dumps(found | {"more": 1}))
@@ -276,6 +278,8 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
     for change, match in (
         ({"profile": tmp_path / "p.safetensors"}, "give files of one model"),
         ({"evals": (tmp_path / "other.json",)}, "give files of one model"),
+        ({"evals": (tmp_path / "limited.json",)}, "made with limits aaaaaaaaaaaa, but .* has no"),
+        ({"evals": (tmp_path / "before.json",)}, "version 1; wanted .* of version 2"),
         ({"evals": (tmp_path / "broken.json",)}, "kl_mean is 'much'"),
         ({"evals": (tmp_path / "huge.json",)}, "wanted -1 to 1e\\+12"),
         ({"evals": (tmp_path / "unknown.json",)}, "'more' is unknown"),
