@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparkinfer.budget import head_bytes
 from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import row_bytes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.advice_choice import Point, Trial, choose, timed_points, with_front
 from sparkinfer.profile.advise import Advice, AdviseConfig, line_of, seconds_in_turns
@@ -22,6 +23,7 @@ from sparkinfer.profile.limit_search import Bytes
 from sparkinfer.runtime.engine import Engine
 
 RULE = "limits"
+WHOLE_BLOCKS = 256  # values that are whole blocks in every type
 COUNTED_TOKENS = 128  # whose bytes are counted, one token at a time
 FileOf = Callable[[Path, str], Path]  # a model file in another type
 
@@ -36,8 +38,8 @@ def advise_own_limits(
     """Measures and advises. `dense` is the model that the file was trained from, in its largest type
     (None: the file's own mode dense); `types` begins with the file's own type.
 
-    Raises SparkinferError for a dense model with another vocabulary or with limits, and for a text
-    that is too short."""
+    Raises SparkinferError for a dense model with another vocabulary, with limits or in a smaller type
+    than the file, and for a text that is too short."""
     reference = config.model if dense is None else dense
     own = _own_type(reference)
     _check_reference(config.model, reference)
@@ -106,6 +108,13 @@ def _check_reference(path: Path, dense: Path) -> None:
         raise SparkinferError(
             f"{dense}: a vocabulary of {other.shape.vocab_size:,}, {path} has"
             f" {model.shape.vocab_size:,}; give the model that it was trained from"
+        )
+    own, kind = _own_type(path), _own_type(dense)
+    if row_bytes(WHOLE_BLOCKS, kind) < row_bytes(WHOLE_BLOCKS, own):
+        raise SparkinferError(
+            f"{dense}: is in {kind}, less precise than the {own} of {path}, so its rounding would"
+            f" count as a fault of that file; give the model that it was trained from in {own} or a"
+            " larger type"
         )
 
 

@@ -209,6 +209,14 @@ def test_a_model_that_is_sparse_by_itself_is_refused(files):
     )
 
 
+def test_a_model_with_predictors_is_refused_before_anything_is_measured(files):
+    """convert refuses limits that its predictors were not trained with."""
+    model = make_model(activation="silu", predictor_rank=8)
+    dataclasses.replace(model, path=files / "p.gguf").save(files / "p.gguf")
+    done = run(files / "p.gguf", "--corpus", files / "t.txt")
+    assert "give the model without them" in str(done.exception), done.output
+
+
 def test_trial_files_are_removed_when_a_signal_ends_the_process(tmp_path):
     """In native code no exception is raised, so a `with` block alone would not remove them."""
     code = (

@@ -2,13 +2,18 @@
 
 import dataclasses
 import json
+import shlex
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from advice_models import chain, every_neuron_works, most_neurons_idle
 from click.testing import CliRunner
 
+from sparkinfer.commands import advise as command
 from sparkinfer.commands.all_commands import cli
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile import advise_own_limits as module
@@ -103,6 +108,69 @@ def test_the_model_before_training_is_what_counts_if_it_is_named(made, monkeypat
     assert kl[1] > 5 * kl[0]
     plain = run(made / "own.gguf", "--corpus", made / "t.txt", "--tokens", 6144, "--type", "q8_0")
     assert "--dense names it" in plain.stderr or "--dense names it" in plain.output
+
+
+@pytest.fixture
+def files(made):
+    """`made` in other types: `q8.gguf` is the model, `own8.gguf` the one with limits; and `l`, limits
+    for the model."""
+    for source, name in (("m", "q8"), ("own", "own8")):
+        convert(ConvertConfig(source=made / f"{source}.gguf", output=made / f"{name}.gguf",
+                              outtype="q8_0"))  # fmt: skip
+    ModelFile.load(made / "own.gguf").limits.save(made / "l")
+    return made
+
+
+@pytest.mark.parametrize(
+    "model, dense, rule, kind, verb",
+    [
+        ("m", None, "dense", "f16", "generate"),  # nothing to convert
+        ("m", None, "dense", "q8_0", "convert"),
+        ("q8", None, "dense", "q8_0", "generate"),
+        ("q8", None, "dense", "q4_0", "convert"),
+        ("q8", None, "gates", "q8_0", "convert"),  # with limits
+        ("m", None, "gates", "q8_0", "convert"),
+        ("own", None, "limits", "f16", "generate"),
+        ("own8", None, "limits", "q4_0", "convert"),
+        ("own8", "m", "dense", "f16", "generate"),
+        ("own8", "q8", "dense", "q8_0", "generate"),
+        ("own", "m", "dense", "q8_0", "convert"),
+    ],
+)
+def test_the_next_command_works_as_it_is_printed(
+    files, monkeypatch, model, dense, rule, kind, verb
+):
+    folder = files / "a folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "out.gguf").write_text("mine")
+    advice = SimpleNamespace(best=SimpleNamespace(rule=rule, type=kind))
+    path = files / f"{model}.gguf"
+    if model.startswith("own"):
+        reference = None if dense is None else files / f"{dense}.gguf"
+        (line,) = command._next_of_trained(path, reference, advice)
+    else:
+        (line,) = command._next(path, advice, files / "l")
+    words = shlex.split(line.removeprefix("next: "))
+    assert words[:2] == ["sparkinfer", verb]
+    done = CliRunner().invoke(cli, words[1:])
+    assert done.exit_code == 0, (line, done.output, done.exception)
+    assert (folder / "out.gguf").read_text() == "mine"
+    if verb == "convert":
+        made = ModelFile.load(folder / "out1.gguf")
+        assert made.tensors["blk.0.attn_output.weight"].kind == kind
+        assert made.has_limits == (rule != "dense")
+
+
+def test_a_reference_less_precise_than_the_file_is_refused(files, monkeypatch):
+    """It would be unfair to the file: what the reference has lost would count as the file's loss."""
+    words = ("--corpus", files / "t.txt", "--tokens", 6144, "--dense", files / "q8.gguf")
+    done = run(files / "own.gguf", *words)
+    assert done.exit_code != 0 and "\n" not in str(done.exception)
+    for part in ("q8.gguf: is in q8_0", "less precise than the f16 of", "give the model"):
+        assert part in str(done.exception)
+    timed(monkeypatch, 0.5)
+    assert run(files / "own8.gguf", *words, "--type", "q4_0").exit_code == 0
 
 
 def test_what_makes_no_sense_is_refused_in_one_line(made):

@@ -1,8 +1,11 @@
 """The command `sparkinfer advise`."""
 
+import os
 import shutil
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, cast
 
 import click
@@ -73,8 +76,14 @@ def advise(
     from sparkinfer.profile.advise import AdviseConfig
     from sparkinfer.runtime.kernels.threads import use_threads
 
-    has_limits = ModelFile.load(model).has_limits
+    file = ModelFile.load(model)
+    has_limits = file.has_limits
     _check_options(model, limits_path, dense, has_limits=has_limits)
+    if file.predictor is not None and not has_limits:
+        raise SparkinferError(
+            f"{model}: has predictors, which name what fires without limits, so no rule can be tried;"
+            " give the model without them"
+        )
     outputs = [path for path in (limits_path, plot) if path is not None]
     check_outputs(outputs, force=force, inputs=texts_and_model(model, corpora))
     use_threads(threads)
@@ -217,18 +226,39 @@ def _next(model: Path, advice: "Advice", limits: Path | None) -> list[str]:
     """The next command to type."""
     best = advice.best
     if best.rule == "dense":
-        return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type}"]
+        return [_convert_or_run(model, best.type, "--mode dense")]
     if limits is None:
         return ["next: the same command with --limits FILE, which writes the rule's limits"]
-    return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type} --limits {limits}"]
+    return [f"{_convert(model, best.type)} --limits {quote(str(limits))}"]
 
 
 def _next_of_trained(model: Path, dense: Path | None, advice: "Advice") -> list[str]:
     """The next command to type for a file that has limits."""
     best = advice.best
     if best.rule != "dense":
-        return [f"next: sparkinfer convert {model} -o out.gguf --outtype {best.type}, unless it is"
-                " of that type; mode exact is its default"]  # fmt: skip
+        return [_convert_or_run(model, best.type, "--mode exact")]
     if dense is None:
         return ["next: the same command with --dense FILE, the model that it was trained from"]
-    return [f"next: sparkinfer convert {dense} -o out.gguf --outtype {best.type}"]
+    return [_convert_or_run(dense, best.type, "--mode dense")]
+
+
+def _convert_or_run(model: Path, kind: str, mode: str) -> str:
+    """The command that converts a file to a type or, if convert would change nothing, runs it."""
+    from sparkinfer.convert.convert import draft_of
+    from sparkinfer.convert.options import ConvertConfig
+
+    try:
+        draft_of(ConvertConfig(source=model, output=_new_file(), outtype=cast("Outtype", kind)))
+    except SparkinferError:  # it is of that type
+        return f"next: sparkinfer generate {quote(str(model))} {mode} -p TEXT"
+    return _convert(model, kind)
+
+
+def _convert(model: Path, kind: str) -> str:
+    return f"next: sparkinfer convert {quote(str(model))} -o {_new_file()} --outtype {kind}"
+
+
+def _new_file() -> Path:
+    """A name in this folder that is not taken."""
+    names = (Path(f"out{number or ''}.gguf") for number in count())
+    return next(name for name in names if not os.path.lexists(name))
