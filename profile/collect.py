@@ -71,9 +71,7 @@ class ProfileReport:
     hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest 20 %
     threshold_L: tuple[float, ...]
     search: ThresholdReport | None  # if a perplexity budget was given
-    limits: (
-        str | None
-    )  # sha256 of the model file's limits, by which neurons fire; None: it has none
+    limits: str | None  # sha256 of the file's limits, by which neurons fire; None: it has none
     predictors: Path | None
     predictor_bytes: int  # as stored in a model file
     ffn_bytes: int  # of all gates, ups and downs

@@ -60,6 +60,11 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
     ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
     # q8_0 is as good as f16 at half the bytes; f16 is for rows that are not whole blocks.
     kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
+    if options.form == "whole" and width % BLOCK:
+        raise SparkinferError(
+            f"a whole predictor needs a type smaller than f16, whose rows are whole blocks of {BLOCK};"
+            f" the model's width is {width}: give --predictor-form low-rank"
+        )
     rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
                                        or options.rank % BLOCK == 0)  # fmt: skip
     if options.type not in ("auto", "f16") and not rows_fit:
@@ -70,7 +75,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
     forms = ("low-rank", "whole") if options.form == "auto" else (options.form,)
     if options.rank is not None:
         forms = ("low-rank",)
-    if options.form == "whole" and (options.type == "f16" or width % BLOCK):
+    if options.form == "whole" and options.type == "f16":
         raise SparkinferError(
             "a whole predictor in f16 reads as much as the gate it replaces; give"
             " --predictor-type q4_0 or another form"

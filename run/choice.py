@@ -307,11 +307,16 @@ def _where_line(
         )
     if room.gpus:
         return f"entirely on the GPU, with a context of {context:,} tokens"
-    if not any(wishes.vram or ()):
-        return "on the CPU, without a plan: no GPU here, or none asked for"
+    if (wishes.device or "cuda").startswith("cpu"):
+        return "on the CPU, without a plan: --device cpu"
+    if wishes.vram is not None and not any(wishes.vram):
+        return "on the CPU, without a plan: --vram 0"
+    if not torch.cuda.is_available() and wishes.vram is None:
+        return "on the CPU, without a plan: torch sees no GPU here"
     if not torch.cuda.is_available():
         return "on the CPU, without a plan: torch sees no GPU here, so --vram has no effect"
+    what = "the GPU's free memory" if wishes.vram is None else "--vram"
     return (
-        "on the CPU, without a plan: --vram is too little even for the temporaries of this model"
+        f"on the CPU, without a plan: {what} is too little even for the temporaries of this model"
         f" at a context of {context:,} tokens"
     )

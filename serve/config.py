@@ -17,7 +17,7 @@ class ServeConfig:
     """Options of one server. Up to `parallel` texts are generated concurrently, `kept` finished
     ones stay in the cache for prompts with the same prefix, and `queue` texts may wait.
     `max_tokens` bounds every answer (-1: only the context does); a request may ask for fewer.
-    Limits in seconds: `timeout_s` for a request's texts from when they are queued, `drain_s` for
+    Limits in seconds: `timeout_s` for a request's texts from when they are tokenised, `drain_s` for
     running answers at shutdown, `read_s` for a client to send a request's headers, to send its
     body, and to accept each piece of the answer."""
 

@@ -79,9 +79,8 @@ from sparkinfer.solver.pipeline import (
 )
 from sparkinfer.solver.problem import Placement, ffn_seconds
 
-MAX_GROUPS = (
-    1000  # over all layers and GPUs, but at least one per layer; the start's boundaries add more
-)
+# Over all layers and GPUs, but at least one per layer; the start's boundaries add more.
+MAX_GROUPS = 1000
 GROUPED_GAP = 1e-3  # below this the grouping itself is the error
 NEURON_GAP = 1e-6  # if every group is one neuron
 THOUSANDTHS = 1000.0

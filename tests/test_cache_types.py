@@ -223,6 +223,15 @@ def test_the_commands_take_llamacpps_names(path, capsys, command):
     assert "'--cache-type-v'" in said and "'q5_1' is not one of" in said
 
 
+def test_the_help_names_the_types_that_an_error_names(capsys):
+    assert main(["generate", "m.gguf", "-p", "a", "-ctk", "q5_1"]) == 2
+    error = capsys.readouterr().err
+    assert main(["generate", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(f"'{name}'" in error for name in NAMES)
+    assert ", ".join(NAMES) in said
+
+
 def test_eval_reports_the_cost_of_a_type(tmp_path, capsys):
     from checkpoints import random_llama
 

@@ -249,11 +249,20 @@ def test_nothing_else_is_imported_before_ctrl_c_is_handled():
 
 
 @pytest.mark.parametrize(
-    "given, taken", [("Q4_0", "q4_0"), ("q4_k_m", "q4_k"), ("FP16", "f16"), ("q6_K", "q6_k")]
+    "given, taken",
+    [
+        ("Q4_0", "q4_0"),
+        ("q4_k_m", "q4_k"),
+        ("Q4_K_S", "q4_k"),
+        ("q5_k_s", "q5_k"),
+        ("FP16", "f16"),
+        ("q6_K", "q6_k"),
+    ],
 )
 def test_types_in_the_spellings_of_other_programs(capsys, given, taken):
     assert OUTTYPE.convert(given, None, None) == taken
-    assert ("is read as q4_k" in capsys.readouterr().err) == (given == "q4_k_m")
+    is_mixture = given.lower().endswith(("_m", "_s"))
+    assert (f"is read as {taken} for all" in capsys.readouterr().err) == is_mixture
     assert TensorTypes(outtype="f16", overrides=(f"a={taken.upper()}",)).override("a") == taken
 
 

@@ -486,6 +486,19 @@ def test_wrong_options_are_refused(options, words):
         predictor_choices(PredictorOptions(**options), model)
 
 
+@pytest.mark.parametrize("kind", ["auto", "f16", "q8_0", "q4_0"])
+def test_what_is_said_instead_of_a_whole_predictor_is_not_refused_itself(kind):
+    """q8_0 and q4_0 need rows of whole blocks, and f16 is no smaller than a gate."""
+    narrow = make_model(shape=make_shape(width=48))
+    with pytest.raises(
+        SparkinferError, match="the model's width is 48: .* --predictor-form low-rank$"
+    ):
+        predictor_choices(PredictorOptions(form="whole", type=kind), narrow)
+    predictor_choices(PredictorOptions(form="low-rank"), narrow)
+    wide = make_model(shape=make_shape(width=64))
+    assert predictor_choices(PredictorOptions(form="whole", type="q4_0"), wide).kinds == ("q4_0",)
+
+
 def test_dejavus_format_is_refused_for_silu():
     with pytest.raises(SparkinferError, match="both sides of zero"):
         predictor_choices(PredictorOptions(format="dejavu"), make_model(activation="silu"))

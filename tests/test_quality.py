@@ -170,6 +170,24 @@ def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
     assert shares.mean_share("ffn_predicted").half_width is None
 
 
+@pytest.mark.parametrize(
+    "words, is_itself",
+    [(("--mode", "dense"), True), ((), False), (("--mode", "dense", "-ctk", "bf16"), False)],
+)
+def test_a_model_compared_with_itself_is_noted(tmp_path, capsys, words, is_itself):
+    keys, vocab_size = byte_level_keys()
+    shape = make_shape(vocab_size=vocab_size, context_length=64)
+    make_model(shape=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
+    (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    assert (
+        main(["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "t.txt"), *words]) == 0
+    )
+    lines = [
+        x for x in capsys.readouterr().err.splitlines() if "compares the model with itself" in x
+    ]
+    assert len(lines) == is_itself and all("--mode exact" in line for line in lines)
+
+
 # ---- messages --------------------------------------------------------------------------------
 
 

@@ -57,6 +57,23 @@ def test_a_plan_is_made_only_where_one_is_needed(source):
     assert "a plan for 1.91 MiB of VRAM" in found.lines[-1]
 
 
+@pytest.mark.parametrize(
+    "wishes, has_cuda, why",
+    [
+        ({}, False, "torch sees no GPU here"),
+        ({"device": "cpu"}, True, "--device cpu"),
+        ({"vram": (0,)}, True, "--vram 0"),
+        ({"vram": (MIB,)}, False, "torch sees no GPU here, so --vram has no effect"),
+        ({"vram": (MIB,)}, True, "--vram is too little"),
+        ({}, True, "the GPU's free memory is too little"),
+    ],
+)
+def test_it_says_why_no_gpu_is_used(source, monkeypatch, wishes, has_cuda, why):
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: has_cuda)
+    found = choose(source, Wishes(outtype="q8_0", **wishes), Room(main=1 << 40))
+    assert found.lines[-1].startswith(f"on the CPU, without a plan: {why}")
+
+
 def test_which_models_are_looked_at():
     cases = (
         ("silu", Wishes(), False, False),

@@ -80,9 +80,8 @@ class ModelFile:
     model_id: str
     shape: ModelShape
     activation: Activation
-    threshold_L: tuple[
-        float, ...
-    ]  # a neuron fires above it: gate > t, or |act(gate)| > t if smooth
+    # A neuron fires above it: gate > t, or |act(gate)| > t if smooth.
+    threshold_L: tuple[float, ...]
     predictor: PredictorInfo | None
     tensors: dict[str, TensorEntry]
     extra_keys: dict[str, Value]  # tokenizer, name and the like, kept as they are

@@ -20,7 +20,7 @@ def cache_type_options(command: Command) -> Command:
     )  # fmt: skip
     of_keys = engine_option(
         "cache_type_k", "-ctk", "--cache-type-k", type=click.Choice(NAMES), metavar="TYPE",
-        help="Type of cached keys (on the CPU without a plan): f16, bf16, f32, q8_0, q4_0.",
+        help=f"Type of cached keys (on the CPU without a plan): {', '.join(NAMES)}.",
     )  # fmt: skip
     offload = engine_option(
         "kv_offload", "--kv-offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",

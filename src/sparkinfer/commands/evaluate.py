@@ -125,6 +125,11 @@ def _on_text(options: dict[str, Any], as_json: bool) -> None:
     if sum(found) < config.max_tokens:
         lines.insert(0, f"note: {sum(found):,} tokens of text, fewer than the"
                         f" {config.max_tokens:,} of --tokens")  # fmt: skip
+    if report.mode == "dense" and not (
+        config.cache_type_k or config.cache_type_v or config.kv_offload
+    ):
+        lines.insert(0, "note: mode dense is what all modes are compared with, so this compares the"
+                        " model with itself; give --mode exact or predicted")  # fmt: skip
     if ModelFile.load(config.model).is_trained_sparse:
         lines.append(
             "dense is this file without its limits, not the model that it was trained from:"

@@ -8,9 +8,13 @@ from sparkinfer.commands.shared import say
 from sparkinfer.convert.options import Outtype
 
 _SAME = {"fp32": "f32", "float32": "f32", "fp16": "f16", "float16": "f16", "bfloat16": "bf16",
-         "q8": "q8_0", "q4_k_s": "q4_k", "q5_k_s": "q5_k"}  # fmt: skip
+         "q8": "q8_0"}  # fmt: skip
 # llama.cpp's mixtures give some matrices a larger type than the rest.
-_MIXTURES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
+_M, _S = "some in q6_k, which --tensor-type 'attn_v|ffn_down=q6_k' does", "the output head in q6_k"
+_MIXTURES = {
+    "q4_k_m": ("q4_k", _M), "q5_k_m": ("q5_k", _M),
+    "q4_k_s": ("q4_k", f"a few in q5_k and {_S}"), "q5_k_s": ("q5_k", _S),
+}  # fmt: skip
 # Types that are read from other files and never written.
 _READ_ONLY = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq", "tq", "mxfp4")
 
@@ -25,9 +29,8 @@ class OuttypeChoice(click.Choice):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         name = str(value).lower()
         if name in _MIXTURES:
-            plain = _MIXTURES[name]
-            say(f"note: {name} is read as {plain} for all matrices; llama.cpp stores some in q6_k, which"
-                " --tensor-type 'attn_v|ffn_down=q6_k' does")  # fmt: skip
+            plain, others = _MIXTURES[name]
+            say(f"note: {name} is read as {plain} for all matrices; llama.cpp stores {others}")
             name = plain
         if name.startswith(_READ_ONLY):
             self.fail(
