@@ -13,6 +13,7 @@ from sparkinfer.sparsify.schedule import check_shares
 Precision = Literal["auto", "f32", "bf16"]
 SAVE_EVERY_S = 600.0
 DEFAULT_SHARE = 0.6
+TRAINED = "trained"  # in the work folder; the beginning of the names of trained checkpoints
 # Activations that decide by themselves which neurons are silent, so that no share can be chosen.
 UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
 
@@ -112,7 +113,7 @@ class SparsifyConfig:
 
     def checkpoint_of(self, share: float) -> Path:
         """The path of the trained checkpoint."""
-        return self.of_share(self.save_checkpoint or self.work_folder / "trained", share)
+        return self.of_share(self.save_checkpoint or self.work_folder / TRAINED, share)
 
     @property
     def work_folder(self) -> Path:

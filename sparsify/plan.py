@@ -2,7 +2,7 @@
 it."""
 
 import math
-import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,16 +13,18 @@ from safetensors import SafetensorError
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.errors import SparkinferError
+from sparkinfer.files import remove_stale
 from sparkinfer.outputs import check_output_folder
 from sparkinfer.outputs import check_outputs as check_files
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import Settings
 from sparkinfer.runtime.kernels.arithmetic import arithmetic
-from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.config import TRAINED, SparsifyConfig
 from sparkinfer.sparsify.memory import check_memory, needs_of
 from sparkinfer.sparsify.schedule import ACTIVATION_RAMP, RAMP, Schedule
-from sparkinfer.sparsify.source import as_checkpoint
+from sparkinfer.sparsify.source import CHECKPOINT_FILES, as_checkpoint
 from sparkinfer.sparsify.student import dtype_of
+from sparkinfer.sparsify.trained_checkpoint import is_written
 
 # Options that do not affect the results of a run, or are recorded in another form.
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
@@ -122,13 +124,35 @@ def check_outputs(config: SparsifyConfig) -> None:
     check_files([], force=True, inputs=[*inputs, *kept], output_folders=[config.work_folder])
     for folder in checkpoints:
         check_output_folder(
-            folder, force=config.force or goes_on, is_ours=lambda name: name.endswith(OURS)
-        )
+            folder, force=config.force or goes_on,
+            is_ours=lambda name: name.endswith(OURS) or name.startswith(("LICENSE", "README")),
+        )  # fmt: skip
 
 
 def finish(config: SparsifyConfig) -> None:
-    """Removes the work folder; called when the outputs are written."""
-    shutil.rmtree(config.work_folder, ignore_errors=True)
+    """Removes the work files, and their folder unless it holds others; called when the outputs are
+    written."""
+    source = dense_folder(config)
+    for folder in config.work_folder.glob(TRAINED + "*"):
+        _remove_files(folder, lambda name: is_written(name, source))
+    remove_stale(config.work_folder / STATE)
+    (config.work_folder / STATE).unlink(missing_ok=True)
+    _remove_dense(config)
+
+
+def _remove_dense(config: SparsifyConfig) -> None:
+    _remove_files(config.work_folder / DENSE, lambda name: name in CHECKPOINT_FILES)
+    with suppress(OSError):  # other files in it
+        config.work_folder.rmdir()
+
+
+def _remove_files(folder: Path, is_ours: Callable[[str], bool]) -> None:
+    """Removes our files in a folder, and the folder unless it holds others."""
+    with suppress(OSError):  # not there, not empty, or may not be removed
+        for file in folder.iterdir():
+            if is_ours(file.name):
+                file.unlink()
+        folder.rmdir()
 
 
 def remove_unsaved(config: SparsifyConfig) -> None:
@@ -136,9 +160,7 @@ def remove_unsaved(config: SparsifyConfig) -> None:
     continue from. To be called by the process that made it."""
     if (config.work_folder / STATE).exists():
         return
-    shutil.rmtree(config.work_folder / DENSE, ignore_errors=True)
-    with suppress(OSError):  # other files in it
-        config.work_folder.rmdir()
+    _remove_dense(config)
 
 
 def dense_folder(config: SparsifyConfig) -> Path:

@@ -65,6 +65,12 @@ def check_trainable(path: Path, config: Mapping[str, object]) -> None:
     )
 
 
+# The files of `write_checkpoint`.
+CHECKPOINT_FILES = (
+    "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+)  # fmt: skip
+
+
 def as_checkpoint(source: Path, folder: Path) -> Path:
     """`source` if it is a checkpoint folder; otherwise `folder`, written from the model file.
 

@@ -6,6 +6,7 @@ transformers can load the folder, but ignores the limits and runs the trained we
 the other rules there are no limits: the config names the activation instead."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from sparkinfer.typed import shown
 SHARD_BYTES = 4 << 30
 TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README*")
 INDEX = "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 def write_trained(
@@ -35,10 +37,8 @@ def write_trained(
     unknown = matrices.keys() - checkpoint.tensors.keys()
     assert not unknown, sorted(unknown)[:3]
     with partial_folder(folder) as unfinished:
-        for pattern in TEXTS:
-            for file in source.glob(pattern):
-                if not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, unfinished / file.name)
+        for file in _texts(source):
+            shutil.copyfile(file, unfinished / file.name)
         if rule != "threshold":
             _rename_activation(unfinished / "config.json", rule, float(limit_LF.max()))
         _write_weights(checkpoint, unfinished, matrices)
@@ -64,6 +64,18 @@ def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor],
         raise SparkinferError(f"{folder / FILE_NAME}: a layer has no limits for its gates")
     limit_LF = torch.from_numpy(np.stack([gate for gate in gates if gate is not None]))
     return {name: checkpoint.read(name).clone() for name in names}, limit_LF
+
+
+def is_written(name: str, source: Path) -> bool:
+    """True if `write_trained` writes a file of that name for the checkpoint `source`."""
+    others = (INDEX, FILE_NAME, *(file.name for file in _texts(source)))
+    return name in others or WEIGHTS.fullmatch(name) is not None
+
+
+def _texts(source: Path) -> list[Path]:
+    """The files of a checkpoint that are copied."""
+    found = (file for pattern in TEXTS for file in source.glob(pattern))
+    return [file for file in found if not file.name.endswith(".index.json")]
 
 
 def _rename_activation(path: Path, rule: str, threshold: float) -> None:

@@ -75,6 +75,43 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
             mapped_files.set_unfinished(_unfinished)
 
 
+@contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """Holds the lock of the folder `path` within the block. Makes the folder first if it is missing,
+    and removes it at the end if it is empty. Raises SparkinferError if another run holds the lock,
+    or if the folder cannot be made."""
+    with _folders_for(path):
+        descriptor = _locked(path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+            os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock of the folder `path`; makes the folder if it is missing."""
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another run has removed it
+            continue
+        except OSError as error:
+            raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+        is_ours = _lock(descriptor)
+        with suppress(FileNotFoundError):
+            if is_ours is not False and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+        if is_ours is False:
+            raise SparkinferError(
+                f"{path}: another run is at work in this folder; wait until it ends, or give the"
+                " output another name"
+            )
+
+
 def remove_stale(path: Path) -> None:
     """Removes what killed runs left next to `path`: its partial files and folders that are not
     locked. If such a run had moved the old folder aside without replacing it, renames it back."""

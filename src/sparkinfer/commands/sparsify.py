@@ -18,6 +18,7 @@ from sparkinfer.commands.shared import (
     output,
     say,
 )
+from sparkinfer.files import locked_folder
 
 if TYPE_CHECKING:
     from sparkinfer.sparsify.config import SparsifyConfig
@@ -97,12 +98,13 @@ def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
     config = SparsifyConfig(**options)
     is_first = rank_here() == 0
     total = config.tokens * len(config.targets)
-    with progress("training", total, "tokens") if is_first else nullcontext() as advance:
-        report = run(config, say, advance or (lambda count: None))
-    if not is_first:
-        return
-    lines = [_convert(made, config, outtype) for made in report.record.made]
-    clean_up(config)
+    with locked_folder(config.work_folder) if is_first else nullcontext():
+        with progress("training", total, "tokens") if is_first else nullcontext() as advance:
+            report = run(config, say, advance or (lambda count: None))
+        if not is_first:
+            return
+        lines = [_convert(made, config, outtype) for made in report.record.made]
+        clean_up(config)
     finish(report, as_json, lines)
 
 

@@ -1,0 +1,91 @@
+"""The work folder of `sparsify`: its lock, and what is removed from it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sparsify_runs import make_inputs, tiny_config
+
+from sparkinfer.cli import main
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.errors import SparkinferError
+from sparkinfer.files import locked_folder
+from sparkinfer.sparsify.config import SparsifyConfig
+from sparkinfer.sparsify.plan import check_outputs, finish
+from sparkinfer.sparsify.run import sparsify
+
+
+@pytest.fixture
+def config(tmp_path) -> SparsifyConfig:
+    return tiny_config(make_inputs(tmp_path), tmp_path)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_only_files_of_the_run_are_removed_from_its_work_folder(config, tmp_path):
+    """The model is a file, of which a checkpoint is made there."""
+    file, work = tmp_path / "m.gguf", config.work_folder
+    convert(ConvertConfig(source=config.model, output=file, outtype="f32"))
+    config = replace(config, model=file, save_checkpoint=None, shares=(0.5, 0.6), tokens=256)
+    sparsify(config)
+    made = {"state.safetensors", "dense/model.safetensors", "trained-60/config.json"}
+    assert made < files_in(work)
+    mine = {"notes.txt", "dense/mine.txt", "trained-60/mine.md", "trained.txt", "more/config.json"}
+    for name in mine:
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text("mine")
+    (work / "state.safetensors.0123abcd.partial").write_text("of a killed run")
+    finish(config)
+    assert files_in(work) == mine and not (work / "trained-50").exists()
+    for name in mine:
+        (work / name).unlink()
+    for folder in [path for path in work.iterdir() if path.name == "more"]:
+        folder.rmdir()
+    finish(config)
+    assert not work.exists()
+
+
+def test_two_runs_with_one_output_keep_apart(config, capsys):
+    words = ["sparsify", str(config.model), "--corpus", str(config.corpora[0]), "-o",
+             str(config.output)]  # fmt: skip
+    with locked_folder(config.work_folder):
+        assert main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"sparkinfer: {config.work_folder}: another run is at work in this folder; wait until it"
+        " ends, or give the output another name"
+    )
+    assert not config.output.exists() and not config.work_folder.exists()
+    config.work_folder.write_text("a file")
+    assert main(words) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    assert config.work_folder.read_text() == "a file"
+
+
+def test_a_folder_that_its_last_holder_removes_is_made_again(tmp_path):
+    path = tmp_path / "missing" / "work"
+    for _ in range(2):
+        with locked_folder(path):
+            with pytest.raises(SparkinferError, match="another run"), locked_folder(path):
+                pass
+            assert path.is_dir()  # the other one has left it
+        assert not path.exists()
+    with pytest.raises(SparkinferError, match="refused"), locked_folder(path):
+        (path / "state").write_text("")
+        raise SparkinferError("refused")
+    assert (path / "state").exists()
+    with locked_folder(path):
+        pass
+
+
+def test_the_licence_of_a_model_does_not_stop_a_run_that_starts_over(config):
+    folder = config.checkpoint_of(0.6)
+    folder.mkdir()
+    (folder / "LICENSE").write_text("free")
+    check_outputs(replace(config, force=True))
+    (folder / "mine").write_text("")
+    with pytest.raises(SparkinferError, match="holds 'mine', which this command has not written"):
+        check_outputs(replace(config, force=True))
