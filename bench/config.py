@@ -7,9 +7,9 @@ from typing import Literal
 
 from sparkinfer.engine_config import EngineConfig
 from sparkinfer.errors import SparkinferError
+from sparkinfer.mode_quality import RunMode
 from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.rope import check_scaling
-from sparkinfer.runtime.model.feed_forward import Mode
 
 MOST_TOKENS = 1 << 24  # per test; above any context length
 MOST_TESTS, MOST_REPETITIONS = 256, 10_000
@@ -43,7 +43,7 @@ class BenchConfig:
     depths: tuple[int, ...] = (0,)
     repetitions: int = 5
     threads: int | None = None
-    mode: Mode | None = None
+    mode: RunMode | None = None
     max_loss: float = EngineConfig.max_loss
     device: str | None = None
     cache_type_k: str | None = None

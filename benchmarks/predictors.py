@@ -27,9 +27,10 @@ from sparkinfer.files import partial_file
 from sparkinfer.predictor_file import FILE_NAME, Predictors
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.profile.layer_trainer import row_norms
+from sparkinfer.profile.predictor_options import Target
 from sparkinfer.profile.predictor_output import with_predictors
 from sparkinfer.profile.rounding import rounded
-from sparkinfer.profile.selection import Candidate, Quality, Tally, Target
+from sparkinfer.profile.selection import Candidate, Quality, Tally
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock, Predictor
 from sparkinfer.runtime.model.loader import load_predictors

@@ -33,7 +33,7 @@ from sparkinfer import Engine
 from sparkinfer.files import partial_file
 from sparkinfer.runtime.generate.draft_model import DraftModel
 from sparkinfer.runtime.generate.draft_options import SpeculationOptions
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.generate.speculation import Drafter, Speculation

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from sparkinfer import Engine
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 
 

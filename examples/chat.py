@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sparkinfer import Engine
 from sparkinfer.runtime.generate.chat import ChatOptions
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:

@@ -30,6 +30,7 @@ from sparkinfer.profile.advice_choice import (
     to_time,
     with_front,
 )
+from sparkinfer.profile.advise_config import AdviseConfig
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.profile.limit_meter import LimitMeter, fitting
 from sparkinfer.profile.limit_scores import LayerScores, sample_scores
@@ -39,43 +40,11 @@ from sparkinfer.progress import progress
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Mode
 
-SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # shares of all weight bytes to save
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
 TRIAL_TOKENS = 2048  # that every rule is measured on at every share
 HOPELESS = 0.1  # rise in perplexity; a rule that surely costs more is not tried at larger shares
 ROUNDS, STEPS = 7, 24  # rounds of timings, and tokens in each; models alternate
-MIN_TOKENS = 2048
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdviseConfig:
-    model: Path
-    corpora: tuple[Path, ...]
-    max_tokens: int = 16_384
-    max_loss: float = 0.01  # relative increase of the perplexity that the user accepts
-    rules: tuple[str, ...] = ("gates", "hidden", "mixed")
-    shares: tuple[float, ...] = SHARES
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < MIN_TOKENS:
-            raise SparkinferError(
-                f"tokens is {self.max_tokens}, wanted {MIN_TOKENS} or more: fewer cannot tell"
-                " rules apart"
-            )
-        if not 0 <= self.max_loss < 10:
-            raise SparkinferError(
-                f"max loss is {self.max_loss}, wanted 0 or more and less than 10, e.g. 0.01"
-            )
-
-    def check_text(self, num_tokens: int) -> None:
-        """Raises SparkinferError for a text that is too short to tell points apart."""
-        if num_tokens < MIN_TOKENS:
-            raise SparkinferError(
-                f"{self.corpora[0]}: {num_tokens} tokens, wanted {MIN_TOKENS} or more; give a longer"
-                " text"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import row_bytes
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.advice_choice import Point, Trial, choose, timed_points, with_front
-from sparkinfer.profile.advise import Advice, AdviseConfig, line_of, seconds_in_turns
+from sparkinfer.profile.advise import Advice, line_of, seconds_in_turns
+from sparkinfer.profile.advise_config import AdviseConfig
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.profile.limit_meter import LimitMeter, fitting
 from sparkinfer.profile.limit_search import Bytes

@@ -1,4 +1,6 @@
-"""Options of `profile`, and checks of a model and a text against them."""
+"""Options of `profile`, and checks of a model and a text against them.
+
+The import brings no torch, so that wrong options are refused at once."""
 
 import math
 from dataclasses import dataclass
@@ -7,9 +9,8 @@ from pathlib import Path
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.corpus import WINDOW
 from sparkinfer.profile.predictor_options import PredictorOptions, predictor_choices
-from sparkinfer.profile.run import SAVE_EVERY_S
+from sparkinfer.profile.resume import SAVE_EVERY_S
 
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072
@@ -108,6 +109,8 @@ def has_transposed_gates(model: ModelFile) -> bool:
 
 def check_text(config: ProfileConfig, num_windows: int) -> None:
     """Raises SparkinferError if there is too little text for the options."""
+    from sparkinfer.profile.corpus import WINDOW  # imports torch
+
     if config.chooses_thresholds and num_windows < 2:
         raise SparkinferError("thresholds need two windows of text or more; give a longer corpus")
     count = num_windows - config.num_for_thresholds(num_windows)

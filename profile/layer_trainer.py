@@ -26,8 +26,9 @@ from sparkinfer.gguf_file import is_whole_blocks
 from sparkinfer.predictor_file import LayerPredictor
 from sparkinfer.profile.examine import Examiner
 from sparkinfer.profile.moments import Moments
+from sparkinfer.profile.predictor_options import Target
 from sparkinfer.profile.rounding import stored
-from sparkinfer.profile.selection import Candidate, Quality, Tally, Target, bytes_per_token, choose
+from sparkinfer.profile.selection import Candidate, Quality, Tally, bytes_per_token, choose
 from sparkinfer.profile.training import Agree, Batch, LowRank, whole
 from sparkinfer.runtime.model.feed_forward import Gate
 from sparkinfer.runtime.weights.matrix import Matrix

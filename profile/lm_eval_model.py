@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.typed import shown

@@ -1,13 +1,16 @@
-"""Options of predictors, and the choices they leave for a model."""
+"""Options of predictors, and the choices they leave for a model.
+
+The import brings no torch, so that wrong options are refused at once."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.layer_trainer import Choices
-from sparkinfer.profile.selection import Target
+
+if TYPE_CHECKING:
+    from sparkinfer.profile.layer_trainer import Choices
 
 PredictorForm = Literal["auto", "low-rank", "whole"]
 PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
@@ -15,6 +18,21 @@ PredictorFormat = Literal["sparkinfer", "dejavu"]
 BLOCK = 32  # ranks are whole blocks, so that every type can hold them
 # Shares of the width. With half of it, a predictor has five eighths of the gate's values, for F = 4 D.
 RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Requirements of a predictor on held-out text; shares in 0..1."""
+
+    contribution: float = 0.992  # up to 0.002 less on other text
+    lost_norm: float = 0.04
+    precision: float = 0.75
+
+    def __post_init__(self) -> None:
+        for name in ("contribution", "lost_norm", "precision"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise SparkinferError(f"target {name} is {value}, wanted more than 0, less than 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +65,10 @@ class PredictorOptions:
             )
 
 
-def predictor_choices(options: PredictorOptions, model: ModelFile) -> Choices:
+def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     """The choices. Raises SparkinferError for options that do not suit this model."""
+    from sparkinfer.profile.layer_trainer import Choices  # imports torch
+
     width, neurons = model.shape.width, model.shape.num_neurons
     if options.rank is not None and options.rank > min(width, neurons):
         raise SparkinferError(

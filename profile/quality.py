@@ -5,13 +5,11 @@ Letters: T tokens, V vocabulary."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sparkinfer.budget import head_bytes, layer_bytes
-from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_choice import dense_bytes, mode_meant
 from sparkinfer.mode_quality import ModeQuality, is_recordable
 from sparkinfer.model_file import ModelFile
@@ -24,42 +22,9 @@ from sparkinfer.profile.comparison import (
     perplexity_of,
 )
 from sparkinfer.profile.corpus import read_windows
-from sparkinfer.rope import check_scaling
+from sparkinfer.profile.eval_config import EvalConfig
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate, Mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    model: Path
-    corpora: tuple[Path, ...]
-    # None: the plan's mode, else the one that the file's predictors or thresholds are for
-    mode: Mode | None = None
-    split: Path | None = None
-    thresholds: Path | None = None  # a profile; see Engine.load
-    max_tokens: int = 16_384
-    # None: plain text. Otherwise every paragraph is a message: "" for the model's own template, or
-    # the name of one, or a file
-    chat_template: str | None = None
-    device: str | None = None
-    seed: int = 0
-    context_length: int | None = None  # also of the pieces of the text
-    # For both models, as in EngineConfig
-    rope_scaling: str | None = None
-    rope_scale: float | None = None
-    # Types of keys and values (sparkinfer.cache_types); the dense model keeps its own
-    cache_type_k: str | None = None
-    cache_type_v: str | None = None
-    kv_offload: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.corpora:
-            raise SparkinferError("no corpus; give one or more text files with --corpus")
-        if self.max_tokens < 2:
-            raise SparkinferError(f"tokens is {self.max_tokens}, wanted 2 or more")
-        if self.seed < 0:
-            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
-        check_scaling(self.rope_scaling, self.rope_scale)
 
 
 @dataclass(frozen=True, kw_only=True)

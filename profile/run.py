@@ -19,12 +19,17 @@ from torch import Tensor
 from sparkinfer.errors import Interrupted
 from sparkinfer.files import remove_stale
 from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.resume import Position, Settings, load_position, save_position
+from sparkinfer.profile.resume import (
+    SAVE_EVERY_S,
+    Position,
+    Settings,
+    load_position,
+    save_position,
+)
 from sparkinfer.runtime.engine import Engine
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-SAVE_EVERY_S = 60.0
 SAVE_SHARE = 0.05  # largest share of the time spent saving: larger states are saved less often
 _SAVE, _STOP = 1, 2
 

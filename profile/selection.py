@@ -26,27 +26,12 @@ import torch
 from torch import Tensor
 
 from sparkinfer.budget import LayerBytes
-from sparkinfer.errors import SparkinferError
+from sparkinfer.profile.predictor_options import Target
 from sparkinfer.runtime.model.feed_forward import Predictor
 
 NUM_BINS = 8192
 RANGE = 16.0  # in standard deviations of the scores, on either side
 Form = Literal["low-rank", "whole"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """Requirements of a predictor on held-out text; shares in 0..1."""
-
-    contribution: float = 0.992  # up to 0.002 less on other text
-    lost_norm: float = 0.04
-    precision: float = 0.75
-
-    def __post_init__(self) -> None:
-        for name in ("contribution", "lost_norm", "precision"):
-            value = getattr(self, name)
-            if not 0 < value < 1:
-                raise SparkinferError(f"target {name} is {value}, wanted more than 0, less than 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from sparkinfer.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
 )
-from sparkinfer.runtime.generate.generation import ENDLESS, GenerationOptions
+from sparkinfer.runtime.generate.generation_options import ENDLESS, GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.serve.api_error import wrong

@@ -1,16 +1,18 @@
-"""Options of `sparsify`."""
+"""Options of `sparsify`. Imports no torch, so that wrong ones are refused at once."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.sparsify.feed_forward import RULES, Rule
-from sparkinfer.sparsify.limits import ALLOCATIONS, Allocation
 from sparkinfer.sparsify.schedule import check_shares
 
 Precision = Literal["auto", "f32", "bf16"]
+Rule = Literal["threshold", "relu", "fatrelu", "drelu"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+Allocation = Literal["sensitivity", "uniform", "global"]
+ALLOCATIONS: tuple[Allocation, ...] = get_args(Allocation)
 SAVE_EVERY_S = 600.0
 DEFAULT_SHARE = 0.6
 TRAINED = "trained"  # in the work folder; the beginning of the names of trained checkpoints

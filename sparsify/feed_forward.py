@@ -11,16 +11,15 @@ Letters: L layers, T tokens, D model width, F neurons, R rank of an update."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.sparsify.config import Rule
 
-Rule = Literal["threshold", "relu", "fatrelu", "drelu"]
-RULES: tuple[Rule, ...] = ("threshold", "relu", "fatrelu", "drelu")
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 Watch = Callable[[int, Tensor, Tensor, Tensor], None]
 

@@ -14,16 +14,14 @@ Letters: L layers, T tokens, D model width, F neurons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparkinfer.profile.ranks import Ranks
+from sparkinfer.sparsify.config import Allocation
 from sparkinfer.sparsify.feed_forward import FeedForward
 
-Allocation = Literal["sensitivity", "uniform", "global"]
-ALLOCATIONS: tuple[Allocation, ...] = ("sensitivity", "uniform", "global")
 SAMPLES = 1 << 17  # values per layer and pass for a quantile
 SPEED = 0.2  # share of the way to a batch's quantile that t moves
 LAG_STEPS = 10  # with fewer than LAG_STEPS / SPEED steps, the speed is LAG_STEPS / steps

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sparkinfer.sparsify.config import Precision
-from sparkinfer.sparsify.feed_forward import FeedForward, Rule, decoder_of, install
+from sparkinfer.sparsify.config import Precision, Rule
+from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, install
 
 
 @dataclass(frozen=True, kw_only=True)

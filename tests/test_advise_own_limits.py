@@ -17,8 +17,9 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile import advise_own_limits as module
+from sparkinfer.profile.eval_config import EvalConfig
 from sparkinfer.profile.limit_search import Bytes
-from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.profile.quality import evaluate
 from sparkinfer.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")

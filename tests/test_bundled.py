@@ -20,7 +20,8 @@ from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.collect import profile
 from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.profile.eval_config import EvalConfig
+from sparkinfer.profile.quality import evaluate
 from sparkinfer.profile_file import Profile
 from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.split_file import Split

@@ -19,7 +19,7 @@ from sparkinfer.runtime.generate import dry
 from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
 from sparkinfer.runtime.generate.drawing import chain_of
 from sparkinfer.runtime.generate.dry import BreakerSets
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.reasoning import (
     ReasoningSplitter,
     close_reasoning,

@@ -21,7 +21,7 @@ from sparkinfer.gguf_file import type_of
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.generate.chain import SamplerChain
 from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.text.chat_template import chat_template_of

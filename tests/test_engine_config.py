@@ -11,7 +11,7 @@ from sparkinfer.bench.config import BenchConfig
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.engine_config import EngineConfig, EngineOptions
 from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.quality import EvalConfig
+from sparkinfer.profile.eval_config import EvalConfig
 from sparkinfer.profile.tasks import TasksConfig
 from sparkinfer.runtime.engine import Engine
 

@@ -17,7 +17,7 @@ from test_runtime import saved
 
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.generation import ENDLESS, GenerationOptions
+from sparkinfer.runtime.generate.generation_options import ENDLESS, GenerationOptions
 from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.generate.stops import StopFilter

@@ -313,7 +313,7 @@ def test_every_rule_of_every_type_is_timed_where_it_may_be_advised() -> None:
 
 @pytest.mark.parametrize(("tokens", "loss"), [(100, 0.01), (4096, -1.0), (4096, math.nan)])
 def test_impossible_options_of_advise_are_refused(tokens: int, loss: float) -> None:
-    from sparkinfer.profile.advise import AdviseConfig
+    from sparkinfer.profile.advise_config import AdviseConfig
 
     with pytest.raises(SparkinferError, match="wanted"):
         AdviseConfig(model=Path("m"), corpora=(Path("c"),), max_tokens=tokens, max_loss=loss)

@@ -29,12 +29,13 @@ from sparkinfer.profile import memory, streaming
 from sparkinfer.profile.collect import profile
 from sparkinfer.profile.config import ProfileConfig
 from sparkinfer.profile.corpus import read_windows
+from sparkinfer.profile.eval_config import EvalConfig
 from sparkinfer.profile.eval_file import eval_content
 from sparkinfer.profile.layer_trainer import LayerTrainer, phases
 from sparkinfer.profile.merge import MergeConfig, merge
 from sparkinfer.profile.predictor_check import check_predictors
 from sparkinfer.profile.predictor_options import PredictorOptions
-from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.profile.quality import evaluate
 from sparkinfer.profile.training import Level
 from sparkinfer.profile_file import Profile
 from sparkinfer.report.config import ReportConfig

@@ -27,10 +27,10 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.predictor_file import Predictors
 from sparkinfer.profile.collect import profile
 from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.predictor_options import PredictorOptions
-from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.profile.eval_config import EvalConfig
+from sparkinfer.profile.predictor_options import PredictorOptions, Target
+from sparkinfer.profile.quality import evaluate
 from sparkinfer.profile.rounds import MIN_ROUNDS
-from sparkinfer.profile.selection import Target
 from sparkinfer.profile.thresholds import thresholds_for
 from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
 from sparkinfer.runtime.prefill.workspace import measure_workspace

@@ -24,9 +24,9 @@ from sparkinfer.profile.dejavu import save_dejavu
 from sparkinfer.profile.examine import Examiner
 from sparkinfer.profile.layer_trainer import Choices, LayerTrainer, phases
 from sparkinfer.profile.moments import Moments
-from sparkinfer.profile.predictor_options import PredictorOptions, predictor_choices
+from sparkinfer.profile.predictor_options import PredictorOptions, Target, predictor_choices
 from sparkinfer.profile.rounding import rounded, values_of, with_feedback
-from sparkinfer.profile.selection import Candidate, Tally, Target, choose
+from sparkinfer.profile.selection import Candidate, Tally, choose
 from sparkinfer.profile.training import Batch, LowRank, whole
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate

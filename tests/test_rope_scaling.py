@@ -160,7 +160,8 @@ def test_the_command_line_says_what_it_did(model, capfd):
 def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, capsys):
     """A piece of a corpus is as long as the context that the scaling allows."""
     from sparkinfer.cli import main
-    from sparkinfer.profile.quality import EvalConfig, evaluate
+    from sparkinfer.profile.eval_config import EvalConfig
+    from sparkinfer.profile.quality import evaluate
 
     text = tmp_path / "t.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 300)

@@ -11,7 +11,7 @@ import pytest
 from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model
 
 from sparkinfer import Engine
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.kernels.cpu import library
 

@@ -16,7 +16,7 @@ from sparkinfer import Engine
 from sparkinfer.commands.serve import _cache_bytes, _check_memory
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.text.codec import TextCodec

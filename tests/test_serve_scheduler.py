@@ -12,7 +12,7 @@ from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.generate.drawing import chain_of
 from sparkinfer.runtime.generate.dry import BreakerSets
-from sparkinfer.runtime.generate.generation import GenerationOptions
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.serve import scheduler as scheduler_module

@@ -20,7 +20,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.profile import thresholds as module
 from sparkinfer.profile.collect import profile
 from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.quality import EvalConfig, evaluate
+from sparkinfer.profile.eval_config import EvalConfig
+from sparkinfer.profile.quality import evaluate
 from sparkinfer.profile.thresholds import (
     MOST_STEPS,
     STEP,

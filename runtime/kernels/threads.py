@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.errors import SparkinferError
+from sparkinfer.engine_config import check_threads
 from sparkinfer.runtime.kernels.cpu import library
 
-MOST_THREADS = 1024
 log = logging.getLogger(__name__)
 
 
@@ -20,10 +19,9 @@ def use_threads(count: int | None) -> int:
     """Uses `count` threads (None: one per physical core) for each job; returns their number.
 
     Raises SparkinferError for an impossible count."""
+    check_threads(count)
     if count is None:
         count = physical_cores()
-    if not 1 <= count <= MOST_THREADS:
-        raise SparkinferError(f"--threads is {count}, wanted 1 to {MOST_THREADS}")
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if count > here:
         _note_too_many(count, here)

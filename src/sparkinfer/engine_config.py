@@ -18,6 +18,7 @@ from sparkinfer.rope import check_scaling
 
 MODES: tuple[RunMode, ...] = get_args(RunMode)
 MAX_SEQUENCES = 1024
+MOST_THREADS = 1024
 _DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9]\d?))?")
 
 
@@ -148,3 +149,9 @@ def check_device(device: str | None) -> None:
     """Raises SparkinferError unless it names a device of an engine; None is CUDA or the CPU."""
     if device is not None and not _DEVICE.fullmatch(device):
         raise SparkinferError(f"device {device!r}; wanted cpu or cuda")
+
+
+def check_threads(count: int | None) -> None:
+    """Raises SparkinferError for an impossible number of threads; None is one per physical core."""
+    if count is not None and not 1 <= count <= MOST_THREADS:
+        raise SparkinferError(f"--threads is {count}, wanted 1 to {MOST_THREADS}")

@@ -30,7 +30,8 @@ from sparkinfer.outputs import check_outputs
 if TYPE_CHECKING:
     from sparkinfer.convert.options import Outtype
     from sparkinfer.limits import Limits
-    from sparkinfer.profile.advise import Advice, AdviseConfig
+    from sparkinfer.profile.advise import Advice
+    from sparkinfer.profile.advise_config import AdviseConfig
 
 SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q4_0"),
            "q8_0": ("q4_0",)}  # fmt: skip
@@ -73,9 +74,11 @@ def advise(
     the unchanged dense model on your text, and with the same model in smaller types. A file that has
     limits already, such as one of sparkinfer sparsify, is compared as it is."""
     from sparkinfer.model_file import ModelFile
-    from sparkinfer.profile.advise import AdviseConfig
-    from sparkinfer.runtime.kernels.threads import use_threads
+    from sparkinfer.profile.advise_config import AdviseConfig
 
+    config = AdviseConfig(
+        model=model, corpora=corpora, max_tokens=max_tokens, max_loss=max_loss, seed=seed
+    )
     file = ModelFile.load(model)
     has_limits = file.has_limits
     _check_options(model, limits_path, dense, has_limits=has_limits)
@@ -86,10 +89,9 @@ def advise(
         )
     outputs = [path for path in (limits_path, plot) if path is not None]
     check_outputs(outputs, force=force, inputs=texts_and_model(model, corpora))
+    from sparkinfer.runtime.kernels.threads import use_threads  # imports torch
+
     use_threads(threads)
-    config = AdviseConfig(
-        model=model, corpora=corpora, max_tokens=max_tokens, max_loss=max_loss, seed=seed
-    )
     kinds = _types(model, types)
     with temporary_folder("sparkinfer-advise-", work) as folder:
         advice, limits = _advice(config, folder, kinds, dense, has_limits=has_limits)

@@ -113,8 +113,10 @@ def convert(
     """Turn a Hugging Face checkpoint, or a GGUF, into a model file.
 
     SOURCE is a folder, a .gguf file, or the name of a checkpoint on the hub (org/name)."""
-    from sparkinfer.convert.convert import convert as run
     from sparkinfer.convert.options import ConvertConfig
+
+    config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
+    from sparkinfer.convert.convert import convert as run  # seconds of imports
     from sparkinfer.progress import progress
 
     def verify(written: Written) -> list[str]:
@@ -126,7 +128,6 @@ def convert(
         warnings = [check.line] if check and check.is_near_chance else []
         return [compare(written).line, *warnings]
 
-    config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
     with progress("converting", None, "MB") as advance:
         report = run(
             config,

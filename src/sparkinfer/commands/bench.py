@@ -84,11 +84,7 @@ def bench(
 
     Speeds are compared with the limit set by the memory's speed and, if the step is native,
     broken down by its parts."""
-    from sparkinfer.bench.bench import bench as run
     from sparkinfer.bench.config import BenchConfig
-    from sparkinfer.bench.fields import to_json
-    from sparkinfer.bench.tables import lines_of, markdown_of
-    from sparkinfer.progress import progress
 
     check_replay(ctx)
     replayed = {name: options.pop(name) for name in ("cache_replay", "cache_tokens", "cache_plot")}
@@ -99,7 +95,12 @@ def bench(
         raise click.UsageError("--json and --md are two forms of one report: leave one out.")
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
     options |= {name: sum(values, ()) for name, values in lengths.items() if values}
-    config = BenchConfig(**options)
+    config = BenchConfig(**options)  # refuses wrong options before the imports, which take seconds
+    from sparkinfer.bench.bench import bench as run
+    from sparkinfer.bench.fields import to_json
+    from sparkinfer.bench.tables import lines_of, markdown_of
+    from sparkinfer.progress import progress
+
     with progress("measuring", config.num_runs, "tests") as advance:
         report = run(config, advance)
     kept = bench_line(config.model) if config.split is None else None

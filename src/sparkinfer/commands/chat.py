@@ -51,7 +51,9 @@ from sparkinfer.commands.terminal import (
     note,
     stopping,
 )
+from sparkinfer.engine_config import EngineConfig
 from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 
 if TYPE_CHECKING:
     from sparkinfer.runtime.generate.chat import Conversation
@@ -116,20 +118,20 @@ def talk(
     ignores_end: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """Runs `chat` with its options; `name` is the model's display name."""
-    from sparkinfer.runtime.engine import Engine
-    from sparkinfer.runtime.generate.chat import ChatOptions
-    from sparkinfer.runtime.generate.generation import GenerationOptions
-    from sparkinfer.runtime.kernels.threads import use_threads
-
     sampling = take_sampling_options(options)
     speculation, draft_model = take_speculation_options(options)
     constraint = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
-    chat_options = ChatOptions(
-        generation=GenerationOptions(max_tokens=max_tokens, stops=stops, ignores_end=ignores_end),
-        variables=template_variables(variables),
-        drops_oldest=drops_oldest,
-    )
+    endings = GenerationOptions(max_tokens=max_tokens, stops=stops, ignores_end=ignores_end)
+    template_values = template_variables(variables)
     system = system_message(system, system_file)
+    EngineConfig(**options)  # what it refuses is refused before the imports, which take seconds
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.generate.chat import ChatOptions
+    from sparkinfer.runtime.kernels.threads import use_threads
+
+    chat_options = ChatOptions(
+        generation=endings, variables=template_values, drops_oldest=drops_oldest
+    )
     use_threads(threads)
     with Engine.load(model, split, **options) as engine:
         constraint_of(constraint, engine.codec)  # refuses wrong options before the first message

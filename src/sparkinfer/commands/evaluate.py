@@ -24,7 +24,7 @@ from sparkinfer.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from sparkinfer.profile.quality import EvalConfig
+    from sparkinfer.profile.eval_config import EvalConfig
     from sparkinfer.profile.tasks import TasksConfig
 
 ONLY_TEXT = (
@@ -88,13 +88,10 @@ def evaluate(
     _refuse_others(ctx, ONLY_TASKS if tasks is None else ONLY_TEXT,
                    "--corpus" if tasks is None else "--tasks")  # fmt: skip
     let_threads_sleep()
-    from sparkinfer.runtime.kernels.threads import use_threads
-
-    use_threads(threads)
     if tasks is None:
-        _on_text({k: v for k, v in options.items() if k not in ONLY_TASKS}, as_json)
+        _on_text({k: v for k, v in options.items() if k not in ONLY_TASKS}, threads, as_json)
     else:
-        _by_tasks({k: v for k, v in options.items() if k not in ONLY_TEXT}, tasks, as_json)
+        _by_tasks({k: v for k, v in options.items() if k not in ONLY_TEXT}, tasks, threads, as_json)
 
 
 def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
@@ -105,14 +102,17 @@ def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> N
             raise click.UsageError(f"{param.opts[-1]} has no effect with {chosen}.")
 
 
-def _on_text(options: dict[str, Any], as_json: bool) -> None:
+def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> None:
+    from sparkinfer.profile.eval_config import EvalConfig
+
+    config = EvalConfig(**options)  # refuses wrong options before the imports, which take seconds
     from sparkinfer.model_file import ModelFile
     from sparkinfer.profile.eval_file import eval_content
-    from sparkinfer.profile.quality import EvalConfig
     from sparkinfer.profile.quality import evaluate as run
     from sparkinfer.progress import progress
+    from sparkinfer.runtime.kernels.threads import use_threads
 
-    config = EvalConfig(**options)
+    use_threads(threads)
     found: list[int] = []  # tokens of the text
     with progress("evaluating", config.max_tokens, "tokens") as advance:
 
@@ -140,12 +140,16 @@ def _on_text(options: dict[str, Any], as_json: bool) -> None:
     finish(eval_content(report), as_json, lines)
 
 
-def _by_tasks(options: dict[str, Any], tasks: tuple[str, ...], as_json: bool) -> None:
+def _by_tasks(
+    options: dict[str, Any], tasks: tuple[str, ...], threads: int | None, as_json: bool
+) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; we show our own progress
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from sparkinfer.profile.tasks import TasksConfig, run_tasks
     from sparkinfer.progress import progress
+    from sparkinfer.runtime.kernels.threads import use_threads
 
+    use_threads(threads)
     folder: Path | None = options.pop("task_folder")
     config = TasksConfig(tasks=tasks, folder=folder, **options)
     with progress("answering", None, "requests") as advance:

@@ -45,11 +45,13 @@ from sparkinfer.commands.speculation_options import (
     take_speculation_options,
 )
 from sparkinfer.commands.written_texts import Writing, event_of, logprobs_of, report_of
+from sparkinfer.engine_config import EngineConfig
 from sparkinfer.errors import Interrupted, SparkinferError
+from sparkinfer.runtime.generate.generation_options import GenerationOptions
 
 if TYPE_CHECKING:
     from sparkinfer.runtime.engine import Engine
-    from sparkinfer.runtime.generate.generation import GenerationOptions, Token
+    from sparkinfer.runtime.generate.generation import Token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +148,6 @@ def write(
     more: Mapping[str, Any] | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Runs `generate` with its options; `more` goes into the report."""
-    from sparkinfer.runtime.engine import Engine
-    from sparkinfer.runtime.kernels.threads import use_threads
-
     sampling = take_sampling_options(options)
     speculation, draft_model = take_speculation_options(options)
     constraints = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
@@ -166,6 +165,10 @@ def write(
         endings.num_logprobs, is_json=wanted.output != "text", is_chat=is_chat, system=wanted.system,
         template=template,
     )  # fmt: skip
+    EngineConfig(**options)  # what it refuses is refused before the imports, which take seconds
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.kernels.threads import use_threads
+
     num_threads = use_threads(threads)
     with Engine.load(model, split, num_sequences=max(1, len(prompts)), **options) as engine:
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
@@ -208,10 +211,8 @@ def check_output_options(
         raise click.UsageError("--system and --chat-template are for --chat.")
 
 
-def endings_of(options: dict[str, Any]) -> "GenerationOptions":
+def endings_of(options: dict[str, Any]) -> GenerationOptions:
     """Takes the options that say where a text ends out of the engine's options."""
-    from sparkinfer.runtime.generate.generation import GenerationOptions
-
     keep, shifts = options.pop("keep"), options.pop("shifts")
     if keep < 0:
         raise SparkinferError(f"--keep is {keep}, wanted 0 or more")

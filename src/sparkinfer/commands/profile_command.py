@@ -117,13 +117,8 @@ def profile(
         return
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
-    from sparkinfer.profile.collect import profile as run
     from sparkinfer.profile.config import DEFAULT_TOKENS, ProfileConfig
-    from sparkinfer.profile.plots import draw
-    from sparkinfer.profile.predictor_options import PredictorOptions
-    from sparkinfer.profile.ranks import rank_here
-    from sparkinfer.profile.selection import Target
-    from sparkinfer.progress import progress
+    from sparkinfer.profile.predictor_options import PredictorOptions, Target
 
     predictors = PredictorOptions(
         rank=predictor_rank, form=predictor_form, type=predictor_type, format=predictor_format,
@@ -133,6 +128,11 @@ def profile(
     config = ProfileConfig(
         model=files[0], output=output, force=force, predictors=predictors, **options
     )
+    from sparkinfer.profile.collect import profile as run  # seconds of imports
+    from sparkinfer.profile.plots import draw
+    from sparkinfer.profile.ranks import rank_here
+    from sparkinfer.progress import progress
+
     is_first = rank_here() == 0
     if is_first:
         _check_outputs(config, plots)

@@ -30,12 +30,9 @@ def has_prompt(options: dict[str, Any]) -> bool:
 def check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: bool) -> None:
     """Checks the options without the model; fills in the default of -n and reads the prompt,
     possibly from stdin."""
-    from sparkinfer.runtime.engine_options import device_of
-
     take_sampling_options(dict(options))
     _, model_draft = take_speculation_options(dict(options))
     ConstraintOptions(**{name: options[name] for name in NAMES})
-    device_of(options["device"])
     for path in (*corpora, *([] if model_draft is None else [model_draft])):
         if str(path) != "-" and not path.exists():
             raise SparkinferError(f"{path}: no such file or folder")
@@ -51,6 +48,9 @@ def check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: 
         raise click.UsageError("--logprobs is for a text: give -p TEXT.")
     system_message(options["system"], options["system_file"])
     template_variables(options["variables"])
+    from sparkinfer.runtime.engine_options import device_of  # imports torch
+
+    device_of(options["device"])
 
 
 def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:

@@ -104,19 +104,20 @@ def serve(
 
     Sampling options are the defaults for requests. With --json, one line on stdout gives the
     address as soon as the server is ready."""
-    _check_packages()
-    from sparkinfer.runtime.engine import Engine
-    from sparkinfer.runtime.engine_options import device_of
-    from sparkinfer.runtime.kernels.threads import use_threads
     from sparkinfer.serve.config import ServeConfig
-    from sparkinfer.serve.request_log import start_log
-    from sparkinfer.serve.server import Server
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     sampling = take_sampling_options(options)
     if split is not None:
         options |= _places_of(split, options["parallel"], options["kept"])
     config = ServeConfig(model=model, sampling=sampling, **options)
+    _check_packages()
+    from sparkinfer.runtime.engine import Engine
+    from sparkinfer.runtime.engine_options import device_of
+    from sparkinfer.runtime.kernels.threads import use_threads
+    from sparkinfer.serve.request_log import start_log
+    from sparkinfer.serve.server import Server
+
     num_places = config.parallel + config.num_kept
     start_log(is_json=config.log_json)
 

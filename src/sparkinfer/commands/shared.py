@@ -16,7 +16,7 @@ import click
 from sparkinfer.commands.help_groups import write_options
 from sparkinfer.commands.kept_files import with_copy
 from sparkinfer.commands.llamacpp_flags import translate
-from sparkinfer.engine_config import MODES, EngineConfig
+from sparkinfer.engine_config import MODES, EngineConfig, check_device, check_threads
 from sparkinfer.errors import SparkinferError
 from sparkinfer.outputs import check_apart
 from sparkinfer.sizes import parse_bytes
@@ -115,8 +115,24 @@ force_option = click.option("--force", is_flag=True, help="Overwrite existing fi
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the report as one JSON object on stdout."
 )
+
+
+def _checked(check: Callable[[Any], None]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that refuses a wrong value before the command imports anything."""
+
+    def checked(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        check(value)
+        return value
+
+    return checked
+
+
 threads_option = click.option(
-    "-t", "--threads", type=int, help="CPU threads. [default: one per physical core]"
+    "-t",
+    "--threads",
+    type=int,
+    callback=_checked(check_threads),
+    help="CPU threads. [default: one per physical core]",
 )
 
 
@@ -126,7 +142,10 @@ def engine_option(name: str, *flags: str, **attributes: Any) -> Callable[[Any], 
 
 
 device_option = engine_option(
-    "device", "--device", help="cpu, cuda or cuda:N. [default: CUDA if available]"
+    "device",
+    "--device",
+    callback=_checked(check_device),
+    help="cpu, cuda or cuda:N. [default: CUDA if available]",
 )
 cpu_ffn_option = engine_option(
     "cpu_ffn",

@@ -89,13 +89,16 @@ def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
     MODEL is a checkpoint folder or a .gguf file. If stopped, it leaves OUTPUT.sparsify, and the
     same command continues from there. With torchrun -m sparkinfer sparsify ... several processes
     share the text."""
+    from sparkinfer.sparsify.config import SparsifyConfig
+
+    config = SparsifyConfig(
+        **options
+    )  # refuses wrong options before the imports, which take seconds
     from sparkinfer.profile.ranks import rank_here
     from sparkinfer.progress import progress
-    from sparkinfer.sparsify.config import SparsifyConfig
     from sparkinfer.sparsify.plan import finish as clean_up
     from sparkinfer.sparsify.run import sparsify as run
 
-    config = SparsifyConfig(**options)
     is_first = rank_here() == 0
     total = config.tokens * len(config.targets)
     with locked_folder(config.work_folder) if is_first else nullcontext():

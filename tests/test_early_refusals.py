@@ -1,0 +1,64 @@
+"""Wrong options are refused before torch is imported, which takes seconds on a busy machine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+from sparkinfer.cli import main
+code = main(json.loads(sys.argv[1]))
+print(json.dumps([code, "torch" in sys.modules]))
+"""
+
+
+def ended(words: str, cwd) -> tuple[int, bool, list[str]]:
+    """(exit code, whether torch was imported, lines on stderr) of a command in a new process."""
+    given = [sys.executable, "-c", PROGRAM, json.dumps(words.split())]
+    done = subprocess.run(given, cwd=cwd, capture_output=True, text=True, timeout=120, check=True)
+    code, has_torch = json.loads(done.stdout.splitlines()[-1])
+    return code, has_torch, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("generate m.gguf", "there is no prompt"),
+        ("generate m.gguf -p a --top-p 7", "top_p is 7.0, wanted a number from 0 to 1"),
+        ("generate m.gguf -p a -n 0", "max_tokens (-n) is 0"),
+        ("generate m.gguf -p a --keep -1", "--keep is -1"),
+        ("generate m.gguf -p a -t 0", "--threads is 0"),
+        ("generate m.gguf -p a --device x", "device 'x'"),
+        ("generate m.gguf -p a --max-loss -1", "max_loss is -1.0"),
+        ("generate m.gguf -p a --logprobs 1", "--logprobs goes with --json"),
+        ("generate m.gguf -p a --speculate draft", "needs a draft model"),
+        ("chat m.gguf --top-p 7", "top_p is 7.0"),
+        ("chat m.gguf -n 0", "max_tokens (-n) is 0"),
+        ("chat m.gguf --chat-template-kwargs 1", "wanted an object"),
+        ("run m.gguf -p a --top-p 7", "top_p is 7.0"),
+        ("run m.gguf -p a --regex a --grammar b", "exclude each other"),
+        ("serve m.gguf --top-p 7", "top_p is 7.0"),
+        ("serve m.gguf --port 99999999", "port is 99999999"),
+        ("eval m.gguf --corpus t --tokens 1", "tokens is 1, wanted 2 or more"),
+        ("eval m.gguf", "give either --corpus"),
+        ("bench m.gguf -r 0", "-r is 0"),
+        ("advise m.gguf --corpus t --tokens 1", "tokens is 1, wanted 2048"),
+        ("profile m.gguf --corpus t -o p --tokens 0", "tokens is 0"),
+        ("profile m.gguf --corpus t -o p --target-sparsity 7", "target_sparsity is 7.0"),
+        ("profile m.gguf --corpus t -o p --target-contribution 7", "target contribution is 7.0"),
+        ("sparsify m --corpus t -o x.gguf --share 7", "share is 7.0"),
+        ("convert m.gguf -o x.gguf --activation tanh", "activation 'tanh'"),
+    ],
+)
+def test_a_wrong_option_is_refused_without_torch(tmp_path, words, line):
+    code, has_torch, lines = ended(words, tmp_path)
+    assert code in (1, 2) and len(lines) == 1 and line in lines[0]
+    assert not has_torch
+
+
+def test_a_command_that_goes_on_imports_torch(tmp_path):
+    """The check above can fail."""
+    code, has_torch, lines = ended("generate m.gguf -p a", tmp_path)
+    assert code == 1 and has_torch and "m.gguf: no such file" in lines[-1]
