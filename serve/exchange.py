@@ -86,8 +86,10 @@ class Exchange:
 def error_of(error: Exception) -> ApiError:
     """The error sent to a client for a text that failed."""
     if isinstance(error, Late):
-        return ApiError(504, "the answer took longer than allowed (--timeout)",
-                        kind="server_error", code="timeout")  # fmt: skip
+        is_field = error.by == "timeout"
+        limit = "the request's timeout" if is_field else "the server's --timeout"
+        return ApiError(504, f"the answer took longer than {limit} allows", kind="server_error",
+                        param="timeout" if is_field else None, code="timeout")  # fmt: skip
     if isinstance(error, Stopping):
         return unavailable("the server is stopping")
     log.error("a text failed", exc_info=error)

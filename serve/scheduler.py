@@ -140,7 +140,7 @@ class Scheduler:
             if text.is_cancelled:
                 self._end(text, None, is_kept=text.job.reuses)
             elif deadline is not None and now > deadline:
-                self._end(text, Failed(Late()), is_kept=text.job.reuses)
+                self._end(text, Failed(Late(text.job.deadline_by)), is_kept=text.job.reuses)
 
     def _admit(self) -> None:
         with self._change:

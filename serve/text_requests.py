@@ -18,7 +18,7 @@ from sparkinfer.serve.api_error import wrong
 from sparkinfer.serve.fields import Fields
 from sparkinfer.serve.sampling_fields import take_sampling, texts_of
 from sparkinfer.serve.served_model import ServedModel
-from sparkinfer.serve.texts import Job
+from sparkinfer.serve.texts import DeadlineBy, Job
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -57,6 +57,7 @@ class Wanted:
     constraint: Constraint | None
     reuses: bool
     timeout_s: float
+    timeout_by: DeadlineBy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +122,12 @@ def take_wanted(
         num_logprobs=num_logprobs,
     )
     asked_s = _timeout_s(fields)
+    is_asked = asked_s is not None and asked_s < timeout_s
     return Wanted(
         count=count, is_stream=is_stream, has_usage=has_usage, sampling=sampling, options=options,
         constraint=_constraint(fields, codec), reuses=fields.flag("cache_prompt", True),
         timeout_s=timeout_s if asked_s is None else min(timeout_s, asked_s),
+        timeout_by="timeout" if is_asked else "--timeout",
     )  # fmt: skip
 
 
@@ -150,7 +153,7 @@ def jobs_of(
         job = Job(
             ids=ids, codec=codec, draws=served.chain(sampling), options=wanted.options,
             mask=mask.fork() if mask is not None else None, deadline=deadline,
-            reuses=wanted.reuses,
+            deadline_by=wanted.timeout_by, reuses=wanted.reuses,
         )  # fmt: skip
         jobs.append(job)
     return jobs

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from sparkinfer.runtime.generate.generation import (
     Draws,
@@ -16,11 +17,14 @@ from sparkinfer.runtime.step.sequences import Part
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.text.codec import TextCodec
 
+DeadlineBy = Literal["--timeout", "timeout"]  # the server's option, or a request's field
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A text to be continued. After `deadline`, by time.monotonic, it fails. `reuses`: whether it
-    may reuse the keys and values of other texts, and leave its own for others."""
+    """A text to be continued. After `deadline`, by time.monotonic, it fails; `deadline_by` is what set
+    it. `reuses`: whether it may reuse the keys and values of other texts, and leave its own for
+    others."""
 
     ids: Sequence[int]
     codec: TextCodec
@@ -28,6 +32,7 @@ class Job:
     options: GenerationOptions
     mask: Mask | None = None
     deadline: float | None = None
+    deadline_by: DeadlineBy = "--timeout"
     reuses: bool = True
 
 
@@ -38,7 +43,7 @@ class Report:
     stopped_by: str
     prompt_tokens: int
     cached_tokens: int
-    generated_tokens: int
+    generated_tokens: int  # the end token included
     queued_s: float
     prompt_s: float
     generated_s: float
@@ -49,7 +54,11 @@ class Stopping(Exception):
 
 
 class Late(Exception):
-    """The text's deadline has passed."""
+    """The text's deadline has passed; `by` is what set it."""
+
+    def __init__(self, by: DeadlineBy) -> None:
+        super().__init__(by)
+        self.by = by
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,8 @@ class Text:
         self.sequence: TextSequence | None = None
         self.generation: Generation | None = None
         self.is_writing = False
-        self.num_cached = self.num_said = 0
+        self.num_cached = 0
+        self.num_drawn = 0  # tokens, the end token included, as llama-server counts them
         self._submitted_s = time.monotonic()
         self._began_s = self._first_s = self._submitted_s
         self.last_s = self._submitted_s  # of the latest token
@@ -124,9 +134,8 @@ class Text:
         self.last_s = time.monotonic()
         if not self.is_writing:
             self.is_writing, self._first_s = True, self.last_s
-        tokens = self.generation.draw()
-        self.num_said += sum(token.id is not None for token in tokens)
-        return tokens
+        self.num_drawn += 1
+        return self.generation.draw()
 
     def release(self) -> None:
         """Frees the resources of an ended text. Its last logits are a view of a whole step's, which
@@ -144,7 +153,7 @@ class Text:
             stopped_by=self.generation.run.stopped_by,
             prompt_tokens=len(self.job.ids),
             cached_tokens=self.num_cached,
-            generated_tokens=self.num_said,
+            generated_tokens=self.num_drawn,
             queued_s=self._began_s - self._submitted_s,
             prompt_s=self._first_s - self._began_s,
             generated_s=self.last_s - self._first_s,

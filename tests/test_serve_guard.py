@@ -22,10 +22,11 @@ from sparkinfer.serve.api_error import ApiError
 from sparkinfer.serve.app import ROUTES, app_of
 from sparkinfer.serve.config import ServeConfig
 from sparkinfer.serve.connections import connection_class
-from sparkinfer.serve.exchange import Gone, drop_body
+from sparkinfer.serve.exchange import Gone, drop_body, error_of
 from sparkinfer.serve.guard import Guard
 from sparkinfer.serve.request_log import RequestLine, _Format
 from sparkinfer.serve.service import Service
+from sparkinfer.serve.texts import Late
 
 KEY = "correct horse"
 PATHS = [(method, path.replace("{name:path}", "tiny")) for method, path, _ in ROUTES]
@@ -366,3 +367,10 @@ def test_without_the_packages_the_command_says_which():
 def test_api_errors_are_openais():
     error = ApiError(400, "m", param="p", code="c").body()["error"]
     assert error == {"message": "m", "type": "invalid_request_error", "param": "p", "code": "c"}
+
+
+def test_a_late_answer_names_what_set_its_deadline():
+    found = error_of(Late("--timeout"))
+    assert (found.status, found.param) == (504, None)
+    assert found.message == "the answer took longer than the server's --timeout allows"
+    assert error_of(Late("timeout")).param == "timeout"
