@@ -30,7 +30,9 @@ class Metrics:
         self._requests = self._counter("requests", "Requests answered.", "path", "status")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._cached = self._counter("cached_tokens", "Tokens of prompts that were in the cache.")
-        self._generated = self._counter("generated_tokens", "Tokens of answers.")
+        self._generated = self._counter(
+            "generated_tokens", "Tokens of answers, end tokens included."
+        )
         self._texts = self._counter("texts", "Texts that ended, by reason.", "reason")
         self._rows = self._counter("step_rows", "Tokens computed in the engine's steps.")
         self._first = self._histogram(

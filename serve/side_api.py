@@ -4,6 +4,7 @@ the page."""
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -117,19 +118,19 @@ async def props(service: Service, request: Request) -> Response:
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """llama-server's /tokenize: adds special tokens only if asked; with_pieces also returns
-    texts."""
+    """llama-server's /tokenize: adds special tokens only if asked, and reads those in the text as
+    text if parse_special is false; with_pieces also returns texts."""
     fields = await service.fields(request)
     content = _content(fields)
     is_special = fields.flag("add_special")
     has_pieces = fields.flag("with_pieces")
-    fields.flag("parse_special", True)
+    is_parsed = fields.flag("parse_special", True)
     fields.finish()
     served = service.served
-    encode = served.encode if is_special else served.encode_plain
 
     def answer() -> JsonResponse:
-        ids = encode(content)
+        reader = served if is_parsed else replace(served, codec=served.codec.literal)
+        ids = reader.encode(content) if is_special else reader.encode_plain(content)
         if not has_pieces:
             return JsonResponse({"tokens": ids})
         return JsonResponse(

@@ -15,6 +15,7 @@ from test_chat import chat_model
 
 from sparkinfer.cli import main
 from sparkinfer.commands import terminal
+from sparkinfer.model_file import ModelFile
 
 LENGTH = 8
 GREEDY = ["--temp", "0", "-n", str(LENGTH), "-t", "1"]
@@ -45,6 +46,24 @@ def test_a_line_is_a_message_and_answers_go_to_stdout(monkeypatch, capsys, model
     assert "stopped by max tokens" in stats[0]
     again = piped(monkeypatch, capsys, model, "Hello\r\nAnd?\r\n")
     assert again[1].split("\n")[:2] == lines[:2]
+
+
+def test_the_end_token_counts_as_in_llama_cpp(monkeypatch, capsys, model):
+    end = ModelFile.load(model).extra_keys["tokenizer.ggml.eos_token_id"]
+    code, out, err = piped(monkeypatch, capsys, model, "Hello\n/stats\n", "-l", f"{end}+1000")
+    assert code == 0 and not out.strip()
+    assert "[1 tokens, " in err and "last answer: 1 tokens, " in err
+    _, out, err = piped(monkeypatch, capsys, model, "Hello\n/stats\n", "-l", f"{end}-inf")
+    assert f"[{LENGTH} tokens, " in err and f"last answer: {LENGTH} tokens, " in err
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_stdin_is_said(monkeypatch, capsys, model, text):
+    """As of `sparkinfer run MODEL < /dev/null`, which gets here, too."""
+    code, out, err = piped(monkeypatch, capsys, model, text)
+    (line,) = [line for line in err.splitlines() if line.startswith("sparkinfer: ")]
+    assert code == 1 and not out and "stdin is empty, so there was nothing to answer" in line
+    assert piped(monkeypatch, capsys, model, "/quit\n")[0] == 0
 
 
 def test_a_text_ends_an_answer(monkeypatch, capsys, model):

@@ -156,7 +156,9 @@ def test_stop_strings(served):
 def test_the_end_token_ends_a_text_unless_it_is_ignored(served):
     forced = {"logit_bias": {"0": 1000}, "max_tokens": 5}
     assert served.chat(**forced)["choices"][0]["finish_reason"] == "stop"
-    assert served.chat(**forced)["usage"]["completion_tokens"] == 0
+    answer = served.chat(**forced)  # the end token counts, as in llama-server
+    assert answer["usage"]["completion_tokens"] == answer["timings"]["predicted_n"] == 1
+    assert text_of(answer) == ""
     assert served.chat(**forced, ignore_eos=True)["usage"]["completion_tokens"] == 5
 
 
@@ -356,6 +358,18 @@ def test_tokens_and_templates(served, engine):
     joined = b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in pieces)
     assert joined.decode() == text
     assert served.ask("/tokenize", {"content": text})[1] == {"tokens": ids}
+    marked = f"{text}<|endoftext|>{text}"
+    for parses, num_special in ((None, 1), (True, 1), (False, 0)):
+        for adds in (False, True):
+            asked = {"content": marked, "add_special": adds, "parse_special": parses}
+            found = served.ask("/tokenize", asked)[1]["tokens"]
+            begins = adds and engine.codec.encode(text) != ids
+            assert found.count(0) == num_special + begins
+            assert served.ask("/detokenize", {"tokens": found[begins:]})[1] == {"content": marked}
+    assert served.ask("/tokenize", {"content": text, "parse_special": False})[1] == {"tokens": ids}
+    long = "x" * 5000 + "<|endoftext|>"  # tokenised in another way
+    found = served.ask("/tokenize", {"content": long, "parse_special": False})[1]["tokens"]
+    assert 0 not in found and served.ask("/tokenize", {"content": long})[1]["tokens"][-1] == 0
     assert served.ask("/detokenize", {"tokens": ids})[1] == {"content": text}
 
 

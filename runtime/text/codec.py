@@ -1,7 +1,8 @@
 """Converts text to token ids and back, with the model file's tokenizer."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -42,6 +43,14 @@ class TextCodec:
             else read_tokenizer(f"{model.path}: {TOKENIZER_KEY}", content)
         )
         return cls(tokenizer, _token_id(model, "bos"), _end_ids(model, tokenizer))
+
+    @cached_property
+    def literal(self) -> "TextCodec":
+        """The codec that takes special tokens in a text for ordinary text; tokens that the vocabulary
+        adds without calling them special stay tokens. llama.cpp's parse_special=false."""
+        tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        return replace(self, tokenizer=tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids, as from the checkpoint's own tokenizer; for an empty text, the begin token.

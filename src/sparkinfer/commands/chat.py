@@ -156,6 +156,11 @@ def talk(
             conversed.run()
         if engine.neuron_cache is not None:
             note(f"[{engine.neuron_cache.line}]")
+    if not conversed.num_lines and not is_typed:
+        raise SparkinferError(
+            "stdin is empty, so there was nothing to answer; write a message on each line, or type"
+            " at a terminal"
+        )
     if conversed.num_errors and not is_typed:
         raise SparkinferError(f"{conversed.num_errors} of the lines failed; see above")
 
@@ -165,7 +170,8 @@ class Talk:
 
     def __init__(self, chat: "Conversation", lines: Lines, is_typed: bool) -> None:
         self.chat, self.lines, self.is_typed = chat, lines, is_typed
-        self.num_errors = 0
+        self.num_lines = self.num_errors = 0  # lines that are not blank, and those that failed
+        self._num_said = 0  # tokens of the last answer
         self._screen = Screen()
         self._is_over = False
         self._commands: dict[str, Callable[[str], None]] = {
@@ -201,6 +207,7 @@ class Talk:
         """Handles a message or a command. Raises SparkinferError if it fails."""
         if not line.strip():
             return
+        self.num_lines += 1
         name, rest = [*line.strip()[1:].split(maxsplit=1), "", ""][:2]
         if not line.startswith("/"):
             self._show(self.chat.say(line))
@@ -231,7 +238,9 @@ class Talk:
                 self._screen.write(text, is_dim=is_reasoning)
         finally:
             self._screen.end()
-        note(self._line(count))
+        # The end token counts, though it has no text: as in llama.cpp.
+        self._num_said = count + (self.chat.run.stopped_by == "end of text")
+        note(self._line(self._num_said))
 
     def _line(self, count: int) -> str:
         from sparkinfer.runtime.generate.generation import NOT_STOPPED
@@ -276,7 +285,7 @@ class Talk:
         chat = self.chat
         say(f"{len(chat.messages)} messages, {chat.num_tokens} of {chat.context_length} tokens")
         if chat.run.prefill_tokens:
-            say(f"last answer: {chat.run.decode_tokens + 1} tokens, {chat.run.decode_per_s:.1f}/s;"
+            say(f"last answer: {self._num_said} tokens, {chat.run.decode_per_s:.1f}/s;"
                 f" prompt {chat.run.prefill_tokens} tokens, {chat.run.cached_tokens} kept, the rest"
                 f" in {chat.run.prefill_s:.2f} s")  # fmt: skip
 
