@@ -59,7 +59,7 @@ def test_the_end_token_counts_as_in_llama_cpp(monkeypatch, capsys, model):
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
 def test_an_empty_stdin_is_said(monkeypatch, capsys, model, text):
-    """As of `sparkinfer run MODEL < /dev/null`, which gets here, too."""
+    """`sparkinfer run MODEL < /dev/null` gets here, too."""
     code, out, err = piped(monkeypatch, capsys, model, text)
     (line,) = [line for line in err.splitlines() if line.startswith("sparkinfer: ")]
     assert code == 1 and not out and "stdin is empty, so there was nothing to answer" in line
