@@ -1,7 +1,8 @@
-"""Measures memory bandwidth: on the CPU by the runtime's matrix-vector product over a buffer larger
-than any cache, with its threads, on a GPU by torch's sum.
+"""Measures memory bandwidth: on the CPU with the runtime's matrix-vector product and threads, on a
+GPU with torch's sum, over a buffer larger than the caches if free memory allows.
 
-Every round measures it again, so whatever slows the model in a round slows the probe too."""
+It is measured again in every round, so that whatever slows the model in a round also slows the
+probe."""
 
 from collections.abc import Callable
 
@@ -23,7 +24,7 @@ Bandwidth = Callable[[], float]  # measures bytes per second
 
 
 def cpu_bandwidth() -> Bandwidth:
-    """A probe that times an f32 matrix-vector product, in memory allocated as for weights."""
+    """A probe that times an f32 matrix-vector product over memory allocated like weights."""
     num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
     ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
     has_kernels = library.is_available()

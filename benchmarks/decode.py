@@ -1,14 +1,14 @@
-"""Benchmarks decode on the CPU against llama.cpp and the machine's limit, alternating in one run.
+"""Benchmarks decoding on the CPU against llama.cpp and the machine's limit, alternating in one run.
 
     python benchmarks/decode.py FOLDER --rival path/to/venv/bin/python
 
-Models: a Llama of 1.1 B parameters whose sparsity is planted (planted_checkpoint.py, synthetic);
-ours runs it in all modes, llama.cpp the SiLU twin of the same shape and type. Files missing in
-FOLDER are made first. A round runs every mode of ours and the rival once, on the same token ids; a
-figure is the median of the rounds. The limit is the bytes a step must touch over the read
-bandwidth, measured in the same rounds with the f32 row product over 512 MiB in huge pages. The
-sparse feed-forward is also measured alone, over a tenth of the neurons, counting only the bytes of
-their rows."""
+Models: a synthetic Llama of 1.1 B parameters with planted sparsity (planted_checkpoint.py), which
+sparkinfer runs in all modes, and for llama.cpp its SiLU twin of the same shape and type. Files
+missing in FOLDER are made first. A round runs every mode and the rival once, on the same token ids;
+figures are medians of the rounds, unless named otherwise. The limit is the read bandwidth over the
+bytes that a token must read; the bandwidth is measured in the same rounds with the f32 row product
+over 512 MiB in huge pages. The sparse feed-forward is also measured alone, over a tenth of the
+neurons, counting only the bytes of their rows."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ MODES = ("dense", "exact", "predicted")
 FFN = "a tenth of all neurons"
 CONTEXT = 128
 PROMPT = 16
-SECONDS = 0.7  # of decoding a measurement should take
+SECONDS = 0.7  # of decoding per measurement
 MOST_TOKENS = CONTEXT - PROMPT
 
 
@@ -113,7 +113,7 @@ def _type(
         mode: Engine.load(folder / f"{kind}.gguf", mode=mode, context_length=CONTEXT)
         for mode in MODES
     }
-    for engine in engines.values():  # once: the prompt stays, later positions are overwritten
+    for engine in engines.values():  # once: later positions are overwritten, the prompt is not
         for position in range(PROMPT):
             engine._step(7, position)
     tenth = Tenth(engines["predicted"])
@@ -150,7 +150,7 @@ def _how_many(seconds_a_token: float) -> int:
 
 
 def _ours(engine: Engine, ids: list[int]) -> tuple[float, int]:
-    """(seconds a token, bytes a token must read)."""
+    """(seconds per token, bytes that a token must read)."""
     before, began, count = engine.traffic.total, time.perf_counter(), 0
     while count < len(ids) and (count < 4 or time.perf_counter() - began < SECONDS):
         engine._step(ids[count], PROMPT + count)
@@ -222,7 +222,7 @@ def _report(
 
 
 def _make(folder: Path, kind: str, num_layers: int) -> None:
-    """The two model files of a type, made if they are missing."""
+    """Makes the two model files of a type unless both exist."""
     ours, theirs = folder / f"{kind}.gguf", folder / f"{kind}-stock.gguf"
     if ours.exists() and theirs.exists():
         return

@@ -1,4 +1,5 @@
-"""Emulates a full disk by a preloaded library (full_disk.c) whose writes to files fail."""
+"""Emulates a full disk with a preloaded library (full_disk.c), in which writes to files fail once
+the bytes granted by `leave` are written."""
 
 import ctypes
 import os
@@ -12,7 +13,7 @@ VARIABLE = "FULL_DISK_LIBRARY"
 
 
 def preload() -> None:
-    """Restarts this program with the library, if there is a C compiler."""
+    """Restarts this program with the library, unless it is loaded or there is no C compiler."""
     compiler = shutil.which("cc")
     if is_loaded() or compiler is None:
         return
@@ -28,12 +29,12 @@ def is_loaded() -> bool:
 
 
 def leave(count: int) -> None:
-    """Lets this process write this many more bytes."""
+    """Lets this process write `count` more bytes to files; -1 is no limit."""
     library = ctypes.CDLL(os.environ[VARIABLE])
     ctypes.c_long.in_dll(library, "disk_left").value = count
 
 
 def remove() -> None:
-    """Removes the library's file at the end."""
+    """Deletes the library's folder; to be called once, at the end."""
     if is_loaded():
         shutil.rmtree(Path(os.environ[VARIABLE]).parent, ignore_errors=True)

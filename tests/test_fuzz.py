@@ -1,6 +1,6 @@
-"""Damaged inputs are refused in one line or read like whole ones; inputs that contradict themselves,
-or do not belong together, are refused in one line. See fuzz.py, fuzz_readers, fuzz_meaning and
-fuzz_pairs; fuzz_long.py runs for hours."""
+"""Damaged inputs are refused in one line or read like intact ones; inputs that contradict
+themselves are refused in one line, and so are pairs that can be seen not to belong together. See
+fuzz.py, fuzz_readers, fuzz_odd, fuzz_meaning and fuzz_pairs; fuzz_long.py runs for hours."""
 
 import argparse
 import dataclasses
@@ -26,8 +26,8 @@ from fuzz_readers import KINDS, TARGETS
 
 from sparkinfer.errors import SparkinferError
 
-# For two processes of about the same length: kinds of which most damages must be noticed, and others.
-# fuzz_long.py has other cases, and hours of them.
+# Number of cases by kind, for two processes that take about as long: MANY are kinds of which most
+# cases must be refused, FEW the others. fuzz_long.py runs further cases, for hours.
 MANY = (
     {"safetensors": 110, "gguf": 110, "ours": 75, "index": 50, "profile": 50, "plan": 30},
     {"bin": 110, "stock": 75, "pt": 75, "config": 60, "values": 60, "machine": 50},
@@ -45,8 +45,8 @@ FEW = (
      "gpuidx": 10, "model-split": 10, "export": 12, "entry": 10, "rates": 10, "checks": 10,
      "rules": 15, "messages": 3, "prompts": 10},
 )  # fmt: skip
-# What transformers rejects here becomes a note, why a folder is refused is shown, and what is
-# damaged in a cache is made again.
+# Kinds of which no case has to be refused: a tokenizer that transformers rejects becomes a note,
+# inspect shows why convert would refuse a folder, and damaged files of a cache count as missing.
 TOLERANT = ("sentencepiece", "folder", "entry", "rates", "checks")
 
 
@@ -60,7 +60,8 @@ def inputs(tmp_path_factory) -> Path:
 def outcomes_of(
     inputs: Path, tmp_path: Path, parts: tuple[dict[str, int] | dict[str, range], ...]
 ) -> fuzz.Outcomes:
-    """The outcomes of the first cases of each kind, or of the cases in its range."""
+    """The outcomes of the first n cases of each kind, or of those in a range; a process for each
+    of `parts`."""
 
     def run(number: int) -> fuzz.Outcomes:
         return run_cases(inputs, tmp_path / str(number), cases[number], limit_s=20)
@@ -78,7 +79,7 @@ def outcomes_of(
 def test_damaged_inputs_are_refused_or_harmless(inputs, tmp_path):
     outcomes = outcomes_of(inputs, tmp_path, tuple(a | b for a, b in zip(MANY, FEW, strict=True)))
     assert not wrong_outcomes(outcomes)
-    # Most damages must be noticed, and some must be harmless: else the cases test little.
+    # Most damage must be noticed, and some must be harmless: otherwise the cases test little.
     for kind in {kind for part in MANY for kind in part}:
         found = [text for case, text in outcomes.items() if case[0] == kind]
         assert found.count("refused") > len(found) / 2 and "done" in found, kind
@@ -109,7 +110,8 @@ def test_wrong_content_is_refused(inputs, tmp_path):
 
 @pytest.mark.parametrize("kind", MEANINGS)
 def test_only_the_change_makes_content_wrong(inputs, tmp_path, monkeypatch, kind):
-    """Rewritten without a change, it is accepted: by the same path, and reported as a failure."""
+    """Content written again without a change is accepted by the same reader, and the harness
+    reports that as wrong."""
     meaning = MEANINGS[kind]
     same = Meaning(kind=meaning.kind, changes={"none": lambda *content: None}, seal=meaning.seal)
     monkeypatch.setitem(fuzz_meaning.MEANINGS, kind, same)
@@ -143,7 +145,7 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
 
 
 def test_undamaged_inputs_are_accepted(inputs, tmp_path, monkeypatch):
-    """Nothing but the damage causes a case's refusal."""
+    """Nothing but its damage makes a case be refused."""
     monkeypatch.setattr(fuzz, "mutated", lambda raw, spots, rng: raw)
     monkeypatch.setattr(fuzz, "another_value", lambda raw, rng: raw)
     for kind in KINDS:
@@ -197,7 +199,7 @@ def asked(keep: Path, **changes: object) -> argparse.Namespace:
 
 
 def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
-    """The lines are those of the reader; another run goes on with what this one found."""
+    """The lines are those of the reader; another run continues from what this one found."""
     shutil.copytree(inputs, tmp_path / "inputs")
     known = Known()
     for start in (0, 40):
@@ -231,7 +233,7 @@ def test_only_new_lines_are_reported():
 
 
 def test_an_overdue_case_is_tried_once_more(inputs, tmp_path, monkeypatch):
-    """A machine that was held up is no hang; a case that is late twice is one."""
+    """A case that is late once may be due to a busy machine; one that is late twice hangs."""
     tries = []
 
     def run(inputs, work, cases, *more):

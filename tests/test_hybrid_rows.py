@@ -1,5 +1,5 @@
-"""Hybrid steps of several rows and sequences, both roles on the CPU: whatever else is computed, a
-row has the bits that its sequence gets alone, one token at a time."""
+"""Hybrid steps of several rows and sequences, with both roles on the CPU: every row is
+bit-identical to that of its sequence computed alone, one token at a time."""
 
 import dataclasses
 import random
@@ -28,7 +28,7 @@ DIVIDED = ("every kind of layer", "two GPUs, layers on the CPU", "attention on t
 
 
 def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=None, max_rows=32):
-    """An engine with the plan whose decode step is a hybrid one of this many rows."""
+    """An engine with the plan, whose decode step is a hybrid one of up to `max_rows` rows."""
     hot, dense, head, home = PLANS[plan]
     split = make_split(model, hot, dense_on_gpu=dense, head_on_gpu=head, home=home,
                        context_length=CONTEXT, num_sequences=num_sequences)  # fmt: skip
@@ -48,7 +48,8 @@ def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=No
 @pytest.mark.parametrize("num_sequences", [1, 3])
 @pytest.mark.parametrize("length", [0, 5])
 def test_a_step_built_again_spares_an_open_text(tmp_path, num_sequences, length):
-    """Building tries the step at position 0; new thresholds build it while texts are open."""
+    """Building runs a trial step at position 0, and new thresholds rebuild the step while texts are
+    open."""
     model = saved(tmp_path)
     with (
         loaded(tmp_path, model, "every kind of layer", num_sequences) as engine,
@@ -83,14 +84,14 @@ def saved(tmp_path, **options):
 
 
 class Alone:
-    """The logits of a text by itself, one token at a time, known texts once."""
+    """Logits of texts computed alone, one token at a time, and cached."""
 
     def __init__(self, engine: Engine) -> None:
         self.step = engine._live.native
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """After the last token; tokens before it are computed again."""
+        """The logits after the last token; a text not in the cache is computed from its start."""
         key = tuple(ids)
         if key not in self.known:
             for at, token in enumerate(ids):
@@ -159,7 +160,7 @@ def test_a_hundred_random_schedules(tmp_path, plan, kind):
 
 
 def test_the_comparison_finds_a_wrong_block(tmp_path):
-    """A sequence that reads the block of another."""
+    """A sequence reads another's block."""
     model = saved(tmp_path)
     with loaded(tmp_path, model, "random", 2) as engine:
         first, second = engine.sequence(), engine.sequence()
@@ -188,8 +189,8 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
 
 
 def test_rows_without_logits_and_prompts_between(tmp_path):
-    """A prompt is a pass, tokens of other sequences with it are steps, and all logits come in the
-    order of the rows."""
+    """A prompt is computed in a pass and the tokens of other sequences in steps; the logits are in
+    the order of the rows."""
     model = saved(tmp_path)
     with loaded(tmp_path, model, "random", 3) as engine:
         texts = [engine.sequence() for _ in range(3)]
@@ -239,7 +240,7 @@ def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
 
 @pytest.mark.parametrize("wrong", ["raises", "writes zeros", "mixes rows"])
 def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
-    """The rows are computed with fewer at a time, and a line says so."""
+    """Rows are then computed fewer at a time, and a line says so for each number that fails."""
     right = reference_kernels()
 
     def dot(matrix, bias_N, x_D, out_N, *, has_relu=False):
@@ -266,7 +267,7 @@ def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
     assert sum("they have at most" in line for line in lines) == 2 and "\n" not in lines[0]
 
 
-def test_a_neuron_cache_or_no_room_is_one_row_at_a_time(tmp_path):
+def test_a_step_with_room_for_one_row_takes_one_at_a_time(tmp_path):
     model = saved(tmp_path)
     with loaded(tmp_path, model, "random", 3, max_rows=1) as engine:
         texts = [engine.sequence() for _ in range(3)]

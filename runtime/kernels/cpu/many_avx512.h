@@ -1,8 +1,8 @@
-// Sums of rows of q8_0 and q4_0 for several vectors, all rows of a group at a time, bit-identical to
-// many_template.h. Included by rows_template.h.
+// Sums of rows of q8_0 and q4_0 for several vectors, all rows of a group at a time. The sums are
+// bit-identical to those of many_template.h. Included by rows_template.h.
 //
 // The lanes of factors are eight vectors times two blocks, so that few vectors and short rows fill them
-// too. Quants are split into signed values once for all vectors, so sums need no offsets.
+// too. Quants are split once for up to GATHERED vectors, into signed values, so that sums need no offsets.
 
 constexpr int64_t LANE_VECTORS = 8;
 constexpr int64_t PAIRS = SUM_ROWS / 2;
@@ -43,11 +43,12 @@ inline Ints of_blocks(const Value* value, int64_t t) {
     return ints(all);
 }
 
-// The scales of a group's rows, with lanes in the order of factors.
+// 16 lanes for each row of a group: its scales, in the order of the factors' lanes, or its coefficients of
+// 16 vectors.
 typedef float LaneFloats[SUM_ROWS][16];
 
-// Coefficients of vectors t0 .. t1-1 for k rows, in pieces of 16 vectors; 0 for missing vectors. May read
-// past the k rows: every vector has coefficients for whole groups.
+// Transposes the coefficients of vectors t0 .. t1-1 for k rows, 16 vectors at a time; 0 for missing vectors.
+// May read past the k rows: the coefficients of every vector are padded to whole groups.
 inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64_t k,
                                 LaneFloats* to) {
     alignas(64) static constexpr float nothing[SUM_ROWS] = {};
@@ -61,7 +62,7 @@ inline void gather_coefficients(const ManySums& s, int64_t t0, int64_t t1, int64
         }
 }
 
-// The coefficients of eight vectors, from the t-th gathered one on.
+// The coefficients of eight vectors, from the t-th gathered one on: eight values for each row of the group.
 inline const float (*eight_of(const LaneFloats* c, int64_t t))[16] {
     return reinterpret_cast<const float(*)[16]>(&c[t / 16][0][t % 16]);
 }
@@ -146,7 +147,8 @@ inline void add_in_order(const float* sums, int64_t n, float* y) {
             }
 }
 
-// A unit, or its first n values, whose sums are in column order.
+// Adds a unit to eight vectors or fewer: in add_unit()'s order, or, if it is cut to its first n values, in
+// column order.
 template <class Format>
 inline void add_unit_to_eight(const Ints* split, int64_t pairs, const UnitFactors<Format>& factors,
                               int64_t count, int64_t n, float* y, int64_t y_stride) {
@@ -170,7 +172,7 @@ inline void add_unit_to_eight(const Ints* split, int64_t pairs, const UnitFactor
     }
 }
 
-// Splits the quants of n values of all rows, from byte `at` on, with zero bytes after them.
+// Splits the quants of n values of k rows, from byte `at` on, and zero bytes up to a whole unit.
 template <class Format>
 inline void split_unit(const uint8_t* const* quants, int64_t at, int64_t k, int64_t n, Ints* to) {
     const __mmask64 there = ~0ull >> (64 - n * Format::QUANT_BYTES / BLOCK);

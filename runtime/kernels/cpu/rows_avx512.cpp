@@ -1,4 +1,4 @@
-// Also compiled as rows_avx512vnni.cpp and rows_amx.cpp.
+// Also included by rows_avx512vnni.cpp and rows_amx.cpp, which are compiled with more instructions.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -52,8 +52,8 @@ inline float f16_to_float(const uint8_t* p) {
 }
 
 inline __m128 four_f16(const uint8_t* p) {
-    // Converts four, of which callers may use fewer. In assembly, because gcc 12 loads into a register
-    // first, which needs a second shuffle.
+    // Converts four values, of which callers may use fewer. In assembly, because gcc 12 would load them
+    // into a register first, and converting from a register takes another shuffle.
     __m128 four;
     asm("vcvtph2ps %1, %0" : "=x"(four) : "m"(*reinterpret_cast<const uint64_t*>(p)));
     return four;
@@ -72,7 +72,7 @@ inline void store_sums(Floats a, Floats b, Floats c, Floats d, float* y) {
     _mm_storeu_ps(y, _mm_hadd_ps(ab, cd));
 }
 
-// The same for four times four vectors, with the same additions: y[q * stride + j] = sum(v[q][j]).
+// store_sums() for four times four vectors, with the same additions: y[q * stride + j] = sum(v[q][j]).
 inline void store_sixteen_sums(const Floats (&v)[4][4], float* y, int64_t stride) {
     Floats column[4];  // four partial sums of each q
     for (int j = 0; j < 4; ++j) {
@@ -168,7 +168,8 @@ constexpr int FEW = LANES / 4;
 inline Floats add_floats(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 
-// Loads 16 bytes of rows r, r + 4, r + 8 and r + 12 into each vector, then transposes pieces of 32 bits.
+// Transposes the first four 32-bit values of 16 rows: lane r of out[j] is value j of row r. Vector r is
+// loaded from rows r, r + 4, r + 8 and r + 12.
 inline void transpose_16(const uint8_t* const* p, Ints* out) {
     __m512i row[4];
     for (int r = 0; r < 4; ++r) {

@@ -1,4 +1,5 @@
-"""The doctor's findings as lines, and as a report for an issue, without names or paths."""
+"""The doctor's findings as lines, and as a report for an issue, which has neither paths nor the
+names of the user and the machine."""
 
 import getpass
 import os
@@ -14,11 +15,12 @@ from typing import Literal
 State = Literal["ok", "note", "wrong"]
 # The file name of a library or module at the end of a path, and what follows the path.
 _LIBRARY = re.compile(r"[/\\]([\w+.-]+\.(?:so[\d.]*|py))\.?(?=\s|$)(.*)")
-# A path with at least one name, as opposed to the slash of a fraction or of "and/or". Paths may
-# have spaces, so everything up to a punctuation mark or to the advice counts as part of it.
+# A path with at least one name, as opposed to the slash of a fraction or of "and/or". A path may
+# contain spaces, so everything up to a quote, comma, colon, semicolon, bracket or the advice counts
+# as part of it; text in brackets counts, too, if the path goes on after it.
 _PATH = re.compile(r"(?<![\w.)\]])(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\](?!\s)"
                    r"(?:(?! -> )[^'\",;:()\[\]\n]|[(\[][^()\[\]/]*[)\]](?=[^\s/]*/))+")  # fmt: skip
-# A path in quotes, which may have spaces.
+# A path in single quotes, which may contain any other character.
 _QUOTED = re.compile(r"(?<=')(?:[A-Za-z]:|~\w*|\.{1,2})?[/\\][^']+(?=')")
 HIDDEN = "(hidden)"
 
@@ -36,7 +38,7 @@ class Finding:
     def line(self) -> str:
         advice = f" -> {self.advice}" if self.advice else ""
         line = f"{self.state:5} {self.about}: {self.text}{advice}"
-        # An error's text may have codes for a terminal.
+        # An error's text may contain terminal escape codes.
         return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
@@ -62,7 +64,7 @@ def scrubbed(text: str) -> str:
     """The text without paths (except the file names of libraries and modules) and without the names
     of the user and the machine."""
     for folder in sorted(_folders(), key=len, reverse=True):
-        text = text.replace(folder, "/hidden")  # so its last name is hidden, too
+        text = text.replace(folder, "/hidden")  # else one that ends in ".py" would be shown
     text = _PATH.sub(_last_name, _QUOTED.sub(_last_name, text))
     for name in sorted(_names(), key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", HIDDEN, text)
@@ -70,13 +72,13 @@ def scrubbed(text: str) -> str:
 
 
 def _last_name(path: re.Match[str]) -> str:
-    """The name of a library at the path's end, with the words after it."""
+    """The name of the library or module at the path's end, or HIDDEN, with the words after it."""
     found = _LIBRARY.search(path[0])
     return HIDDEN if found is None else found[1] + _PATH.sub(_last_name, found[2])
 
 
 def _folders() -> set[str]:
-    """Folders that are replaced literally, since their names may have marks at which _PATH
+    """Folders that are replaced literally, since their names may contain characters at which _PATH
     stops."""
     known = [Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)]
     try:
