@@ -238,10 +238,12 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
                                               : row[r];
             if (rows.also) also[r] = rows.also[r < valid ? a + r - a0 : 0];
         }
+        const bool is_more = rows.queue ? rows.queue->take(then, FEW) && rows.queue->take(also, FEW)
+                                        : rows.also != nullptr;
         for (int64_t t = 0; t < x.count; ++t) {
             float sums[FEW];
             const bool is_first = t == 0;
-            dot_few<F>(row, is_first ? then : row, is_first && rows.also ? also : nullptr, n,
+            dot_few<F>(row, is_first ? then : row, is_first && is_more ? also : nullptr, n,
                        PackedBlocks<F>(x.part(t, t + 1), n), sums);
             __builtin_memcpy(y + t * y_stride + a, sums, valid * sizeof(float));
         }

@@ -50,10 +50,11 @@ inline void four_sums(const Floats* v, float* y) {
 }
 
 // sums[t][r] += rows[r] . x[t] over columns 0 .. columns-1 (whole blocks). Prefetches the same
-// columns of `next`, which may be null.
+// columns of `next` and `also`, which may be null.
 template <class Format, int ROWS, int COUNT>
 __attribute__((always_inline)) inline void add_products(const uint8_t* const* rows, const uint8_t* const* next,
-                         const float* const* x, int64_t columns, Floats (*sums)[ROWS][2]) {
+                         const float* const* x, int64_t columns, Floats (*sums)[ROWS][2],
+                         const uint8_t* const* also = nullptr) {
     // If there are too few registers for both sums of all products, all first sums are computed
     // first.
     constexpr int AT_ONCE = 2 * ROWS * COUNT <= SUM_REGISTERS ? 2 : 1;
@@ -69,6 +70,10 @@ __attribute__((always_inline)) inline void add_products(const uint8_t* const* ro
                 for (int r = 0; r < ROWS; ++r)
                     for (int64_t at = 0; at < STEP * BYTES; at += 64)
                         __builtin_prefetch(next[r] + d * BYTES + at);
+            if (s == 0 && also)
+                for (int r = 0; r < ROWS; ++r)
+                    for (int64_t at = 0; at < STEP * BYTES; at += 64)
+                        __builtin_prefetch(also[r] + d * BYTES + at);
             for (int64_t v = 0; v < STEP / LANES; v += 2)
                 for (int i = 0; i < AT_ONCE; ++i) {
                     const int64_t e = d + (v + s + i) * LANES;
@@ -111,11 +116,11 @@ __attribute__((always_inline)) inline void store_products(const Floats (*sums)[2
 
 // y[r] = rows[r] . x
 template <class Format, int ROWS>
-inline void dot_floats(const uint8_t* const* rows, const uint8_t* const* next, int64_t D,
-                       const float* x, float* y) {
+inline void dot_floats(const uint8_t* const* rows, const uint8_t* const* next,
+                       const uint8_t* const* also, int64_t D, const float* x, float* y) {
     Floats sums[1][ROWS][2];
     for (int r = 0; r < ROWS; ++r) sums[0][r][0] = sums[0][r][1] = zero();
-    add_products<Format, ROWS, 1>(rows, next, &x, D / BLOCK * BLOCK, sums);
+    add_products<Format, ROWS, 1>(rows, next, &x, D / BLOCK * BLOCK, sums, also);
     store_products<Format, ROWS>(sums[0], rows, x, D, ROWS, y);
 }
 
@@ -223,12 +228,12 @@ void dot_run(const Rows& rows, const float* x, float* y, int64_t a0, int64_t a1)
 template <class Format>
 void dot_float_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                     int64_t a1) {
-    if (x.count == 1 && is_one_run(rows, rows.D * Format::VALUE_BYTES))
+    if (x.count == 1 && !rows.queue && is_one_run(rows, rows.D * Format::VALUE_BYTES))
         return dot_run<Format>(rows, x.vector(0), y, a0, a1);
     if (x.count == 1)
         return for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
-                                          const uint8_t* const* next) {
-            dot_floats<Format, decltype(count)::VALUE>(row, next, rows.D, x.vector(0), y + a);
+                                          const uint8_t* const* next, const uint8_t* const* also) {
+            dot_floats<Format, decltype(count)::VALUE>(row, next, also, rows.D, x.vector(0), y + a);
         });
     for (int64_t a = a0; a < a1; a += QUAD_ROWS) {
         const int64_t valid = a1 - a < QUAD_ROWS ? a1 - a : QUAD_ROWS;

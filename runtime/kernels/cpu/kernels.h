@@ -10,6 +10,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "prefetch_queue.h"
+
 enum Kind : int32_t {
     KIND_F32,   // 4 bytes per value
     KIND_F16,   // 2
@@ -133,6 +135,8 @@ struct Rows {
     int64_t num_then = 0, then_bytes = 0;
     // For dot_rows of contiguous rows: the memory that is read next, for prefetching. May be ignored.
     const uint8_t* after = nullptr;
+    // Instead of all these: rows that are prefetched while these are read. K-quants do not look at it.
+    PrefetchQueue* queue = nullptr;
 };
 
 // Bytes ahead at which a tiled or grouped matrix of q8_0 or q4_0 that is read for one vector is prefetched

@@ -4,13 +4,8 @@
 #pragma once
 #include <cstring>
 
-#include "gate.h"
+#include "one_token.h"
 #include "whole_neurons.h"
-
-// For one token, up to this many neurons go from gate to up together; each row read prefetches one that is
-// needed a few rows later. Long rows: fewer, so that prefetched rows are still in L1 when they are used.
-constexpr int64_t FEW_NEURONS = 4;
-constexpr int64_t FEW_BYTES = 10 * 1024;
 
 class Neurons {
   public:
@@ -94,18 +89,13 @@ class Neurons {
                 candidate_[i] = block.row[position ? position[i] : i];
             rows = candidate_;
         }
-        auto begin_of = [&](int64_t c) {
-            if (!position) return std::min(c * chunk, count);
-            return static_cast<int64_t>(std::lower_bound(position, position + count, c * chunk) -
-                                        position);
-        };
+        const Candidates all = {position, rows, count};
         const Input gate_x = x.as(block.gate.kind, 1);
         const Input up_x = block.up.data ? x.as(block.up.kind, 1) : gate_x;
-        Open opened[MAX_CHUNKS];
+        const TokenRoom room = {gate_, up_, hidden_.value, open_, open_position_, sums_.part, chunk};
+        Opened opened[MAX_CHUNKS] = {};
         split(count * row_bytes(block.gate), chunks, 1, MAX_CHUNKS, [&](int64_t c0, int64_t c1) {
-            for (int64_t c = c0; c < c1; ++c)
-                opened[c] = run_chunk(block, gate, gate_x, up_x, position, rows, begin_of(c),
-                                      begin_of(c + 1), sums_.part + c * D);
+            opened[c0] = OneToken(block, gate, gate_x, up_x, room, all).run(c0, c1);
         });
         split(chunks * D * 4, D, 128, 1, [&](int64_t d0, int64_t d1) {
             RowSums::join(sums_.part, D, chunks, block.down.kind, d0, d1, out);
@@ -121,141 +111,6 @@ class Neurons {
     }
 
     static int64_t id_of(const SparkBlock& block, int64_t p) { return block.id ? block.id[p] : p; }
-
-    // The contributing neurons of a chunk are open_[begin .. end-1], of which those from `pending` on are
-    // not summed yet. More may have fired (`num_fired`), if hidden values are silenced.
-    struct Open {
-        int64_t begin, end, pending, num_fired;
-    };
-
-    // Sums the neurons of candidates a0 .. a1-1 in `out`. If `rows` is null, row a is neuron a.
-    Open run_chunk(const SparkBlock& block, const Gate& gate, const Input& gate_x,
-                      const Input& up_x, const int32_t* position, const int32_t* rows, int64_t a0,
-                      int64_t a1, float* out) {
-        const SparkMatrix& matrix = block.gate;
-        const SparkMatrix& then = block.up.data ? block.up : block.down;
-        const NeuronLimits limits(block, gate);
-        float* hidden = hidden_.value;
-        // Contiguous gates are all read first.
-        const bool is_bundled = matrix.stride > row_bytes(matrix);
-        const int64_t fitting = std::max<int64_t>(1, FEW_BYTES / row_bytes(matrix));
-        const int64_t few = std::min(FEW_NEURONS, fitting), step = is_bundled ? few : a1 - a0;
-        auto group_of = [&](int64_t a) { return (position ? position[a] : a) / SUM_ROWS; };
-        std::fill_n(out, D, 0.0f);
-        Open open = {a0, a0, a0, 0};
-        for (int64_t g0 = a0, g1; g0 < a1; g0 = g1) {
-            g1 = std::min(g0 + step, a1);
-            const uint8_t *next[SUM_ROWS], *also[SUM_ROWS];
-            Rows gates = {matrix.data, matrix.stride, D, rows, a1};
-            if (is_bundled) {
-                while (group_of(g1 - 1) != group_of(g0)) --g1;
-                if (open.pending < open.end && open_position_[open.pending] / SUM_ROWS != group_of(g0))
-                    add(block.down, open, open.end, rows_at(matrix, rows, g0, g1, next, SUM_ROWS), out);
-                gates.next = rows_at(then, rows, g0, g1, next);
-            }
-            kernels().dot_rows[matrix.kind](gates, gate_x, gate_, 0, g0, g1);
-            const int64_t first = open.end;
-            const int64_t end = first + act_all(matrix, gate, limits, position, rows, g0, g1, first);
-            open.num_fired += end - first;
-            // If all fire, ups are contiguous too.
-            const bool is_run = !rows && !is_bundled && end - first == g1 - g0;
-            for (int64_t o0 = first, o1; o0 < end; o0 = o1) {
-                o1 = std::min(o0 + (is_run ? SUM_ROWS : few), end);
-                const int64_t group = open_position_[o0] / SUM_ROWS;
-                while (open_position_[o1 - 1] / SUM_ROWS != group) --o1;
-                if (open.pending < open.end && open_position_[open.pending] / SUM_ROWS != group)
-                    add(block.down, open, open.end, rows_at(then, open_, o0, o1, next, SUM_ROWS), out);
-                if (block.up.data) {
-                    Rows ups = {block.up.data, block.up.stride, D, is_run ? nullptr : open_, o1};
-                    if (limits.has_hidden()) {
-                        if (!is_run) ups.next = rows_at(block.up, open_, o1, std::min(o1 + few, end), next);
-                    } else if (is_run) {
-                        ups.also = rows_at(block.down, nullptr, o0, o1, also, SUM_ROWS);
-                    } else {
-                        ups.next = rows_at(block.down, open_, o0, o1, next);
-                        if (is_bundled && g1 < a1)
-                            ups.also = rows_at(matrix, rows, g1, std::min(g1 + few, a1), also);
-                        else if (o1 < end)
-                            ups.also = rows_at(block.up, open_, o1, std::min(o1 + few, end), also);
-                    }
-                    kernels().dot_rows[block.up.kind](ups, up_x, up_, 0, o0, o1);
-                    multiply_ups(block.up, gate, open_ + o0, o1 - o0, up_ + o0, hidden + o0);
-                }
-                open.end = limits.has_hidden() ? keep(limits, o0, o1, open.end) : o1;
-            }
-        }
-        const uint8_t* nothing[SUM_ROWS];
-        add(block.down, open, open.end, rows_at(matrix, rows, a1, a1, nothing, SUM_ROWS), out);
-        return open;
-    }
-
-    // Moves those of neurons o0 .. o1-1 whose hidden values are not silent to places from `to` on;
-    // returns the end.
-    int64_t keep(const NeuronLimits& limits, int64_t o0, int64_t o1, int64_t to) {
-        for (int64_t o = o0; o < o1; ++o) {
-            const float value = hidden_.value[o];
-            const int32_t row = open_[o], place = open_position_[o];
-            open_[to] = row, open_position_[to] = place, hidden_.value[to] = value;
-            to += !limits.is_silent(value, place);
-        }
-        return to;
-    }
-
-    // Activates gates g0 .. g1-1: neurons that fire go to open_ from `first` on, their values to
-    // hidden_; returns their number.
-    int64_t act_all(const SparkMatrix& matrix, const Gate& gate, const NeuronLimits& limits,
-                    const int32_t* position, const int32_t* rows, int64_t g0, int64_t g1,
-                    int64_t first) {
-        int64_t at = first;
-        if (matrix.bias)
-            for (int64_t a = g0; a < g1; ++a) gate_[a] += matrix.bias[rows ? rows[a] : a];
-        gate.smooth(gate_ + g0, g1 - g0);
-        for (int64_t a = g0; a < g1; ++a) {
-            float value = gate_[a];
-            const int32_t place = position ? position[a] : static_cast<int32_t>(a);
-            const bool fires = gate.act(value, limits.of_gate(place));
-            open_[at] = rows ? rows[a] : static_cast<int32_t>(a);
-            open_position_[at] = place;
-            hidden_.value[at] = value;
-            at += fires;
-        }
-        return at - first;
-    }
-
-    static void multiply_ups(const SparkMatrix& up, const Gate& gate, const int32_t* rows,
-                             int64_t count, const float* up_out, float* hidden) {
-        const bool is_drelu = gate.activation == ACTIVATION_DRELU;
-        for (int64_t o = 0; o < count; ++o) {
-            float value = up_out[o] + (up.bias ? up.bias[rows[o]] : 0.0f);
-            if (is_drelu && value < 0.0f) value = 0.0f;
-            hidden[o] *= value;
-        }
-    }
-
-    // The addresses of rows a0 .. a1-1 of a list (null: all rows), filled up to `room` with addresses
-    // that are valid to prefetch.
-    static const uint8_t* const* rows_at(const SparkMatrix& m, const int32_t* list, int64_t a0,
-                                         int64_t a1, const uint8_t** next,
-                                         int64_t room = FEW_NEURONS) {
-        for (int64_t i = 0; i < room; ++i) {
-            const int64_t row = a0 + i >= a1 ? 0 : list ? list[a0 + i] : a0 + i;
-            next[i] = m.data + row * m.stride;
-        }
-        return next;
-    }
-
-    // Sums the open neurons before `end`, all of one group; meanwhile prefetches the rows in `next`.
-    void add(const SparkMatrix& down, Open& open, int64_t end, const uint8_t* const* next, float* out) {
-        const int64_t first = open.pending, count = end - first;
-        if (!count) return;
-        open.pending = end;
-        Rows rows = {down.data, down.stride, D, open_ + first, count, next};
-        int64_t run = 1;
-        while (run < count && open_[first + run] == open_[first] + run) ++run;
-        if (run == count && count > FEW_NEURONS)
-            rows = {down.data + open_[first] * down.stride, down.stride, D, nullptr, count};
-        kernels().accumulate_rows[down.kind](rows, hidden_.value + first, out, 0, count, 0, D);
-    }
 
     // ---- several tokens -------------------------------------------------------------------------
 

@@ -238,9 +238,10 @@ void order_sums(float* y, int64_t d0, int64_t d1) {
 template <class Format>
 inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k,
                              const SumFactors& factors, int64_t first, int64_t n, float* y) {
-    alignas(64) uint8_t bytes[SUM_ROWS][4 * LANES] = {};
+    alignas(64) uint8_t bytes[SUM_ROWS][4 * LANES];
     const uint8_t* copy[SUM_ROWS];
     for (int64_t r = 0; r < k; ++r) {
+        __builtin_memset(bytes[r], 0, sizeof bytes[r]);
         __builtin_memcpy(bytes[r], quants[r] + at, n * Format::QUANT_BYTES / BLOCK);
         copy[r] = bytes[r];
     }

@@ -84,21 +84,22 @@ struct Count {
     static constexpr int VALUE = N;
 };
 
-// Calls use(Count<ROWS>, a, row, next) for rows a .. a+ROWS-1, four at a time, which divides other reads
+// Calls use(Count<ROWS>, a, row, next, also) for rows a .. a+ROWS-1, four at a time, which divides other reads
 // and writes by four and prefetches four rows in parallel. The next rows are prefetched because the
 // hardware prefetcher stops at the end of a page and cannot know which row of a list comes next.
 template <class Use>
 inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     auto call = [&](auto count, int64_t a) {
         constexpr int ROWS = decltype(count)::VALUE;
-        const uint8_t *row[ROWS], *next[ROWS];
+        const uint8_t *row[ROWS], *next[ROWS], *also[ROWS];
         for (int r = 0; r < ROWS; ++r) {
             row[r] = row_of(rows, a + r);
             next[r] = rows.next                ? rows.next[a + r - a0]
                       : a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r)
                                               : row[r];
         }
-        use(count, a, row, next);
+        const bool is_more = rows.queue && rows.queue->take(next, ROWS) && rows.queue->take(also, ROWS);
+        use(count, a, row, next, is_more ? also : nullptr);
     };
     int64_t a = a0;
     for (; a + 4 <= a1; a += 4) call(Count<4>{}, a);
@@ -119,7 +120,7 @@ void dot_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int6
         if (rows.next) part.next = rows.next + (first - a0);
         for (int64_t t = 0; t < x.count; ++t)
             for_rows(part, first, end, [&](auto count, int64_t a, const uint8_t* const* row,
-                                           const uint8_t* const* next) {
+                                           const uint8_t* const* next, const uint8_t* const*) {
                 constexpr int ROWS = decltype(count)::VALUE;
                 float* to = y + t * y_stride + a;
                 Format::template dot<ROWS>(row, next, rows.D / BLOCK,
@@ -136,13 +137,16 @@ void dot_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int6
 // y[d0..d1) += c[r] * rows[r][d0..d1) for r = 0, 1, ... ROWS-1 in this order
 template <class Format, int ROWS>
 inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                           float* y, int64_t d0, int64_t d1) {
+                           float* y, int64_t d0, int64_t d1, const uint8_t* const* also) {
     constexpr int64_t BYTES = Format::BLOCK_BYTES;
     int64_t d = d0;
     for (; d + BLOCK <= d1; d += BLOCK) {
         for (int r = 0; r < ROWS; ++r)
             for (int64_t at = 0; at < BYTES; at += 64)
                 __builtin_prefetch(next[r] + d / BLOCK * BYTES + at);
+        for (int r = 0; also && r < ROWS; ++r)
+            for (int64_t at = 0; at < BYTES; at += 64)
+                __builtin_prefetch(also[r] + d / BLOCK * BYTES + at);
         Floats out[VECTORS];
         for (int v = 0; v < VECTORS; ++v) out[v] = load_floats(y + d + v * LANES);
         for (int r = 0; r < ROWS; ++r) {
@@ -161,11 +165,11 @@ inline void add_block_rows(const uint8_t* const* rows, const uint8_t* const* nex
 
 template <class Format, int ROWS>
 inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                     float* y, int64_t d0, int64_t d1) {
+                     float* y, int64_t d0, int64_t d1, const uint8_t* const* also = nullptr) {
     if constexpr (IS_SUPER<Format>)
         add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1);
     else
-        add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1);
+        add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
 }
 
 // For rows that are already in L2; meanwhile the next rows are prefetched.
@@ -219,13 +223,14 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
                 next[r] = rows.next                ? rows.next[r]
                           : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
                                                    : row[0];
+            if (rows.queue) rows.queue->take(next, 4);
             add_group<Format>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
         }
     } else {
         if constexpr (!Format::SCALED)
             if (rows.then) return add_close_rows<Format>(rows, c, y, a0, a1, d0, d1);
         if constexpr (!Format::SCALED)
-            if (is_one_run(rows, rows.D * Format::VALUE_BYTES)) {
+            if (!rows.queue && is_one_run(rows, rows.D * Format::VALUE_BYTES)) {
                 for (int64_t a = a0; a < a1; ++a) {
                     const uint8_t* row = row_of(rows, a);
                     const uint8_t* next = row + RUN_AHEAD;
@@ -234,9 +239,9 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
                 return;
             }
         for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,
-                                   const uint8_t* const* next) {
+                                   const uint8_t* const* next, const uint8_t* const* also) {
             constexpr int ROWS = decltype(count)::VALUE;
-            add_rows<Format, ROWS>(row, next, c + a, y, d0, d1);
+            add_rows<Format, ROWS>(row, next, c + a, y, d0, d1, also);
         });
     }
 }

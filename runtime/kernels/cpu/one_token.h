@@ -1,0 +1,193 @@
+// One token's pass over the candidate neurons of a few chunks: gate, activation, up and down of a few
+// neurons, then of the next, while rows that come later are prefetched.
+#pragma once
+#include "gate.h"
+
+// Candidate neurons of a block, ascending.
+struct Candidates {
+    const int32_t* position;  // in the block; null: candidate a is neuron a
+    const int32_t* row;       // in the matrices; null: likewise
+    int64_t count;
+
+    int64_t place(int64_t a) const { return position ? position[a] : a; }
+    // The first candidate from position p on.
+    int64_t begin(int64_t p) const {
+        return position ? std::lower_bound(position, position + count, p) - position
+                        : std::min(p, count);
+    }
+};
+
+// Room for a block's candidates, and for the sums of its chunks.
+struct TokenRoom {
+    float *gate, *up;          // by candidate
+    float* hidden;             // of neurons that contribute
+    int32_t *open, *position;  // their rows and positions
+    float* sum;                // [chunks, D]
+    int64_t chunk;             // positions of a chunk, whole groups
+};
+
+// The contributing neurons of a few chunks are room.open[begin .. end-1], of which those from `pending` on
+// are not summed yet. More may have fired (`num_fired`), if hidden values are silenced.
+struct Opened {
+    int64_t begin, end, pending, num_fired;
+};
+
+class OneToken {
+  public:
+    OneToken(const SparkBlock& block, const Gate& gate, const Input& gate_x, const Input& up_x,
+             const TokenRoom& room, const Candidates& all)
+        : block(block), gate(gate), gate_x(gate_x), up_x(up_x), limits(block, gate), room(room), all(all) {}
+
+    // Writes the sums of chunks c0 .. c1-1.
+    Opened run(int64_t c0, int64_t c1) {
+        const int64_t a0 = all.begin(c0 * room.chunk), a1 = all.begin(c1 * room.chunk);
+        open = {a0, a0, a0, 0};
+        std::fill_n(room.sum + c0 * D(), (c1 - c0) * D(), 0.0f);
+        if (block.gate.stride > row_bytes(block.gate)) {
+            run_together(a0, a1);
+        } else {
+            for (int64_t c = c0; c < c1; ++c)
+                run_after_gates(all.begin(c * room.chunk), all.begin((c + 1) * room.chunk));
+        }
+        add_all();
+        return open;
+    }
+
+  private:
+    // At most this many neurons go from gate to up together. Long rows: fewer, so that prefetched rows are
+    // still in L1 when they are used.
+    static constexpr int64_t FEW_NEURONS = 4, FEW_BYTES = 10 * 1024;
+
+    // Gate, up and down of a neuron are adjacent.
+    void run_together(int64_t a0, int64_t a1) {
+        auto end_after = [&](int64_t a) { return end_of_few(a, a1, all.position); };
+        int64_t g1 = end_after(a0), then = end_after(g1);
+        push(block.gate, all.row, a0, g1);
+        push(block.up, all.row, a0, g1);
+        push(block.gate, all.row, g1, then);
+        for (int64_t g0 = a0; g0 < a1; g0 = g1, g1 = then, then = end_after(then)) {
+            if (!is_of_pending(all.place(g0) / SUM_ROWS)) add_all();
+            multiply(block.gate, gate_x, all.row, g0, g1, room.gate);
+            const int64_t first = open.end, end = first + act(g0, g1, first);
+            if (!limits.has_hidden()) push(block.down, room.open, first, end);
+            finish(first, end);
+            push(block.up, all.row, g1, then);
+            push(block.gate, all.row, then, end_after(then));
+        }
+    }
+
+    // Gates are contiguous, or of another kind: those of a chunk are read first.
+    void run_after_gates(int64_t a0, int64_t a1) {
+        Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
+        if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
+        const int64_t first = open.end, end = first + act(a0, a1, first);
+        auto end_after = [&](int64_t o) { return end_of_few(o, end, room.position); };
+        int64_t o1 = end_after(first), then = end_after(o1);
+        push(block.up, room.open, first, o1);
+        for (int64_t o0 = first; o0 < end; o0 = o1, o1 = then, then = end_after(then)) {
+            if (!is_of_pending(room.position[o0] / SUM_ROWS)) add_all();
+            push(block.up, room.open, o1, then);
+            if (!limits.has_hidden()) push(block.down, room.open, o0, o1);
+            finish(o0, o1);
+        }
+    }
+
+    int64_t D() const { return block.down.num_columns; }
+
+    // The end of the next few items of a list of positions (null: all) from `a` on, all of one group.
+    int64_t end_of_few(int64_t a, int64_t end, const int32_t* position) const {
+        const int64_t fitting = std::max<int64_t>(1, FEW_BYTES / row_bytes(block.gate));
+        int64_t to = std::min(a + std::min(FEW_NEURONS, fitting), end);
+        const auto group = [&](int64_t i) { return (position ? position[i] : i) / SUM_ROWS; };
+        while (to > a && group(to - 1) != group(a)) --to;
+        return to;
+    }
+
+    bool is_of_pending(int64_t group) const {
+        return open.pending == open.end || room.position[open.pending] / SUM_ROWS == group;
+    }
+
+    void push(const SparkMatrix& m, const int32_t* row, int64_t a0, int64_t a1) {
+        if (!m.data) return;
+        for (int64_t a = a0; a < a1; ++a)
+            queue.push(m.data + (row ? row[a] : a) * m.stride, row_bytes(m));
+    }
+
+    Rows rows_of(const SparkMatrix& m, const int32_t* row, int64_t count) {
+        Rows rows = {m.data, m.stride, m.num_columns, row, count};
+        rows.queue = &queue;
+        // K-quants are bound by computing: q4_K gains 14 to 28 % if all is prefetched first (one Zen 5).
+        if (block_values(m.kind) == SUPER_BLOCK) queue.prefetch_all();
+        return rows;
+    }
+
+    void multiply(const SparkMatrix& m, const Input& x, const int32_t* row, int64_t a0, int64_t a1,
+                  float* y) {
+        kernels().dot_rows[m.kind](rows_of(m, row, a1), x, y, 0, a0, a1);
+    }
+
+    // Activates gates g0 .. g1-1: neurons that fire go to room.open, room.position and room.hidden from
+    // `first` on; returns their number.
+    int64_t act(int64_t g0, int64_t g1, int64_t first) {
+        const float* bias = block.gate.bias;
+        for (int64_t a = g0; bias && a < g1; ++a) room.gate[a] += bias[all.row ? all.row[a] : a];
+        gate.smooth(room.gate + g0, g1 - g0);
+        int64_t at = first;
+        for (int64_t a = g0; a < g1; ++a) {
+            float value = room.gate[a];
+            const int32_t place = all.position ? all.position[a] : static_cast<int32_t>(a);
+            const bool fires = gate.act(value, limits.of_gate(place));
+            room.open[at] = all.row ? all.row[a] : static_cast<int32_t>(a);
+            room.position[at] = place;
+            room.hidden[at] = value;
+            at += fires;
+        }
+        open.num_fired += at - first;
+        return at - first;
+    }
+
+    // Multiplies hidden values o0 .. o1-1 by their ups, and opens those that are not silent.
+    void finish(int64_t o0, int64_t o1) {
+        if (block.up.data && o0 < o1) {
+            multiply(block.up, up_x, room.open, o0, o1, room.up);
+            const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+            for (int64_t o = o0; o < o1; ++o) {
+                float value = room.up[o] + (block.up.bias ? block.up.bias[room.open[o]] : 0.0f);
+                if (is_drelu && value < 0.0f) value = 0.0f;
+                room.hidden[o] *= value;
+            }
+        }
+        if (!limits.has_hidden()) {
+            open.end = o1;
+            return;
+        }
+        const int64_t kept = open.end;
+        for (int64_t o = o0; o < o1; ++o) {
+            const float value = room.hidden[o];
+            const int32_t row = room.open[o], place = room.position[o];
+            room.open[open.end] = row, room.position[open.end] = place, room.hidden[open.end] = value;
+            open.end += !limits.is_silent(value, place);
+        }
+        push(block.down, room.open, kept, open.end);
+    }
+
+    // Sums the pending neurons, which are all of one group.
+    void add_all() {
+        const int64_t first = open.pending, count = open.end - first;
+        if (!count) return;
+        open.pending = open.end;
+        const Rows rows = rows_of(block.down, room.open + first, count);
+        float* out = room.sum + room.position[first] / room.chunk * D();
+        kernels().accumulate_rows[block.down.kind](rows, room.hidden + first, out, 0, count, 0,
+                                                   rows.D);
+    }
+
+    const SparkBlock& block;
+    const Gate& gate;
+    const Input &gate_x, &up_x;
+    const NeuronLimits limits;
+    const TokenRoom& room;
+    const Candidates& all;
+    Opened open;
+    PrefetchQueue queue;
+};
