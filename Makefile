@@ -118,7 +118,10 @@ SOLVE_SETTINGS := $(VRAM) $(CONTEXT) $(MAX_LOSS) $(MODE)
 
 $(BASE): $(filter %.gguf,$(MODEL)) $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.bin) $(DIR)/settings-CONVERT_SETTINGS
 	@echo "== convert: $(MODEL) -> $@"
-	@$(SPARKINFER) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force
+	@if [ "$(origin OUTTYPE)" = file ] && \
+	  $(SPARKINFER) inspect $(MODEL) --json 2>/dev/null | grep -q '"layout": "sparse"'; \
+	then echo "a model file of this format already: copied"; cp -f $(MODEL) $@; \
+	else $(SPARKINFER) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force; fi
 
 $(PROFILE) $(PREDICTORS) &: $(BASE) $(CORPUS) $(DIR)/settings-PROFILE_SETTINGS
 	@echo "== profile: $(BASE) on $(CORPUS) -> $(PROFILE), $(PREDICTORS)"
