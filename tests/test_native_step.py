@@ -14,6 +14,7 @@ from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
 from sparkinfer import Engine
+from sparkinfer.gguf_file import array_entry
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step import native_step
 
@@ -166,6 +167,35 @@ def test_a_part_of_minus_infinity_adds_nothing(tmp_path):
             engine.layers[0].attention.cache.key_CKW[:256, 0, 3] = sign * torch.inf
             found.append(bool(engine._step(7, 260).isfinite().all()))
     assert sorted(found) == [False, True]  # plus infinity becomes NaN in the end
+
+
+@pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
+@pytest.mark.parametrize("position", [0, 200, 260])
+def test_scores_all_of_minus_infinity_give_nan_as_in_torch(
+    tmp_path, restore_library, name, position
+):
+    """In one key, in one part or in two, softmax divides 0 by 0; one finite score is enough."""
+    library.set_level(name)
+    shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
+    model = make_model(shape=shape)
+    huge = model.tensors["blk.0.attn_q.weight"].read() * np.float32(1e20)
+    tensors = {
+        "blk.0.attn_q.weight": array_entry(huge, "f32"),
+        "blk.0.attn_k.weight": array_entry(-huge, "f32"),
+    }
+    path = tmp_path / "model.gguf"
+    dataclasses.replace(model, tensors=model.tensors | tensors).save(path)
+    with Engine.load(path, mode="exact", context_length=300) as engine:
+        engine.hidden([7] * (position + 1))
+        key_CKW = engine.layers[0].attention.cache.key_CKW
+        key_CKW[:position] = key_CKW[position]
+        native = engine._step(7, position)
+        with engine.observe(lambda n, i, t: None, lambda n, i: False):
+            want = engine._step(7, position)
+        assert native.isnan().all() and want.isnan().all()
+        if position:
+            key_CKW[3] = 0.0  # a score of 0
+            assert engine._step(7, position).isfinite().all()
 
 
 def test_heads_that_are_too_wide_are_refused(tmp_path):

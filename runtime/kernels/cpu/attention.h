@@ -287,7 +287,8 @@ class Attention {
         return place.data();
     }
 
-    // Combines the parts of one head of row t into `heads`.
+    // Combines the parts of one head of row t into `heads`: NaN if every score is -inf, as in a softmax
+    // over all keys at once.
     void join(const Chunk& c, int64_t t, int64_t head, int64_t t0, Operand& heads) const {
         const int64_t own = c.is_selected ? c.parts() : parts_of(places[t].position + 1);
         const int64_t within = (t - c.begin) * G + head % G;

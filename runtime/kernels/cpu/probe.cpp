@@ -34,6 +34,7 @@ bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind
     const Kernels* both[] = {&tried, &reference};
     for (int64_t T : {int64_t{1}, VECTORS}) {
         for (int which = 0; which < 2; ++which) {
+            std::memset(packed[which], 0, sizeof packed[which]);  // nothing is left of another kind
             const Input input{x, packed[which], D, VECTORS, 0, T};
             if (both[which]->quantise[kind]) both[which]->quantise[kind](input, D);
             both[which]->dot_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, input, y[which],
@@ -91,6 +92,7 @@ bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
 bool attend_alike(const Kernels& tried, const Kernels& reference) {
     const Kernels* both[] = {&tried, &reference};
     constexpr int64_t W = 80, G = 2, PADDED = 96, ROOM = (ROWS + 15) / 16 * 16;
+    constexpr float scale[NUM_CACHE_KINDS] = {10.0f, 5.0f, 10.0f, 0.01f, 0.1f};  // scores a few units apart
     alignas(64) float query[G * PADDED] = {};
     for (int64_t g = 0; g < G; ++g)
         for (int64_t i = 0; i < W; ++i) query[g * PADDED + i] = x[i] * 0.1f;
@@ -98,11 +100,12 @@ bool attend_alike(const Kernels& tried, const Kernels& reference) {
         const int64_t width = W / block_values(kind) * block_values(kind);
         for (int which = 0; which < 2; ++which) {
             alignas(64) float score[G * ROOM];
-            float top[G], total[G];
+            float top[G] = {NAN, NAN}, total[G] = {NAN, NAN};
+            for (float& own : score) own = NAN;
             const uint8_t* run[] = {weight};
             const int32_t count[G] = {ROWS, ROWS - 1};
-            const AttendPart part = {run, run, ROWS, 2 * D, 2 * D, ROWS, width, G, count, query, 0.1f,
-                                     score, top, total, y[which]};
+            const AttendPart part = {run, run, ROWS, 2 * D, 2 * D, ROWS, width, G, count, query,
+                                     scale[kind], score, top, total, y[which]};
             both[which]->weigh_keys[kind](part);
             both[which]->mix_values[kind](part);
             for (int64_t g = 0; g < G; ++g) y[which][G * PADDED + g] = top[g] + total[g];
@@ -138,6 +141,56 @@ bool dots_alike(const Kernels& tried, const Kernels& reference) {
            std::memcmp(out[2], out[3], sizeof out[0]) == 0;
 }
 
+// The scores of keys to the bit, their masses, and the choice of the largest.
+bool selection_alike(const Kernels& tried, const Kernels& reference) {
+    constexpr int64_t N = 67, G = 3, MOST = 40;
+    int32_t dot[G * N], offset[G], bits[N];
+    float factor[N], by[G], center[G], score[2][G * N], mass[2][N];
+    for (int64_t i = 0; i < G * N; ++i) dot[i] = static_cast<int32_t>(i * 389 % 2000 - 1000);
+    for (int64_t i = 0; i < N; ++i) factor[i] = 0.5f + static_cast<float>(i % 9) / 8;
+    for (int64_t g = 0; g < G; ++g) {
+        offset[g] = static_cast<int32_t>(300 * g - 250);
+        by[g] = 1.0f + static_cast<float>(g), center[g] = static_cast<float>(4000 * g - 5000);
+    }
+    const Kernels* both[] = {&tried, &reference};
+    for (const float* from : {static_cast<const float*>(center), static_cast<const float*>(nullptr)}) {
+        for (int which = 0; which < 2; ++which)
+            both[which]->scale_dots({dot, N, G, N, 1, 2, offset, factor, by, from, score[which]});
+        if (std::memcmp(score[0], score[1], sizeof score[0]) != 0) return false;
+    }
+    for (int64_t i = 0; i < G * N; ++i) score[0][i] = score[1][i] = static_cast<float>(dot[i]) / 500;
+    for (int which = 0; which < 2; ++which) {
+        both[which]->share_mass(score[which], G, N, mass[which]);
+        for (float& share : mass[which]) share *= 1000.0f;  // are_close allows 0.01
+    }
+    if (!are_close(mass[0], mass[1], N)) return false;
+    // Equal scores, a NaN, an infinite one, and 0.
+    for (int64_t i = 0; i < N; ++i) mass[1][i] = static_cast<float>(i * 5 % 13);
+    mass[1][9] = __builtin_nanf(""), mass[1][31] = __builtin_inff();
+    for (int64_t k : {int64_t{1}, int64_t{2}, int64_t{3}, int64_t{17}, MOST}) {
+        int32_t chosen[2][MOST] = {{-1}, {-1}};
+        for (int which = 0; which < 2; ++which)
+            both[which]->choose_largest(mass[1], N, k, bits, chosen[which]);
+        if (std::memcmp(chosen[0], chosen[1], k * sizeof(int32_t)) != 0) return false;
+    }
+    return true;
+}
+
+bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
+    const Kernels* both[] = {&tried, &reference};
+    for (int32_t activation : {ACTIVATION_SILU, ACTIVATION_GELU, ACTIVATION_GELU_TANH}) {
+        for (int which = 0; which < 2; ++which) {
+            for (int64_t i = 0; i < D; ++i) y[which][i] = 50.0f * x[i];
+            both[which]->add_to(y[which], x, D - 3);
+            for (int64_t i = 0; i < D; ++i) y[which][D + i] = x[i];
+            both[which]->smooth(y[which] + D, D - 3, activation);
+            for (int64_t i = 0; i < D; ++i) y[which][D + i] *= 100.0f;  // are_close allows 0.01
+        }
+        if (!are_close(y[0], y[1], 2 * D)) return false;
+    }
+    return true;
+}
+
 bool agree(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t row_bytes[NUM_KINDS] = {
         4 * D,         2 * D,         2 * D,         D / 32 * 34, D / 32 * 18,
@@ -147,14 +200,16 @@ bool agree(const Kernels& tried, const Kernels& reference) {
     for (int64_t i = 0; i < VECTORS * D; ++i) x[i] = static_cast<float>((i + i / D) % 7 - 3);
     for (int64_t i = 0; i < 2 * MOST_ROWS; ++i) c[i] = static_cast<float>(i % 5 - 1);
     for (int64_t i = 0; i < static_cast<int64_t>(sizeof weight); ++i)
-        weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37);  // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5
+        // f16: 1 to 1.25; bf16, f32: 2^-7 to 2^-5. Rows of any width differ.
+        weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37 + i / 512 * 46);
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
         if (!(is_grouped(kind) || products_alike(tried, reference, kind, row_bytes[kind])) ||
             !(is_tiled(kind) || sums_alike(tried, reference, kind, row_bytes[kind])) ||
             !unpack_alike(tried, reference, kind, row_bytes[kind]))
             return false;
     return attend_alike(tried, reference) && choose_alike(tried, reference) &&
-           dots_alike(tried, reference);
+           dots_alike(tried, reference) && selection_alike(tried, reference) &&
+           rows_of_floats_alike(tried, reference);
 }
 
 }  // namespace

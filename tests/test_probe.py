@@ -1,0 +1,69 @@
+"""The check that a level gets when the library is loaded: it must notice every kernel that errs.
+
+The check itself, compiled with the generic kernels, of which one at a time does nothing."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parent.parent / "runtime" / "kernels" / "cpu"
+FLAGS = "-std=c++17 -O1 -w -ffp-contract=off".split()
+MAIN = """
+#include <cstdio>
+#include <cstring>
+#include "probe.h"
+
+static int64_t nothing() { return 0; }
+
+// Ignores what the keys say: all weights are equal, with the right sum.
+template <int KIND>
+static void weigh_alike(const AttendPart& part) {
+    kernels_generic.weigh_keys[KIND](part);
+    for (int64_t q = 0; q < part.num_queries; ++q)
+        for (int32_t i = 0; i < part.count[q]; ++i)
+            part.score[q * padded_part(part.n) + i] = part.total[q] / part.count[q];
+}
+
+template <int KIND>
+static void try_weighing() {
+    Kernels tried = kernels_generic;
+    tried.weigh_keys[KIND] = weigh_alike<KIND>;
+    if (runs_here(tried, kernels_generic)) std::printf("equal weights, kind %d\\n", KIND);
+}
+
+int main() {
+    constexpr size_t NUM_SLOTS = sizeof(Kernels) / sizeof(void*);
+    void* slot[NUM_SLOTS];
+    static_assert(sizeof slot == sizeof(Kernels));
+    std::memcpy(slot, &kernels_generic, sizeof slot);
+    int num_tried = 0;
+    for (size_t i = 0; i <= NUM_SLOTS; ++i) {
+        if (i < NUM_SLOTS && !slot[i]) continue;
+        Kernels tried = kernels_generic;
+        if (i < NUM_SLOTS) {
+            auto* broken = &nothing;
+            std::memcpy(reinterpret_cast<char*>(&tried) + i * sizeof(void*), &broken, sizeof broken);
+        }
+        const bool accepted = runs_here(tried, kernels_generic);
+        num_tried += i < NUM_SLOTS;
+        if (accepted != (i == NUM_SLOTS)) std::printf("slot %zu of %zu\\n", i, NUM_SLOTS);
+    }
+    try_weighing<0>(), try_weighing<1>(), try_weighing<2>(), try_weighing<3>(), try_weighing<4>();
+    static_assert(NUM_CACHE_KINDS == 5);
+    std::printf("tried %d\\n", num_tried);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_a_kernel_that_does_nothing_is_noticed_whichever_it_is(tmp_path):
+    (tmp_path / "main.cpp").write_text(MAIN)
+    sources = [tmp_path / "main.cpp", KERNELS / "probe.cpp", KERNELS / "rows_generic.cpp"]
+    command = ["g++", *FLAGS, "-I", KERNELS, *sources, "-o", tmp_path / "probe"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "probe"], check=True, capture_output=True, text=True)
+    *missed, tried = done.stdout.splitlines()
+    assert missed == []
+    assert int(tried.split()[1]) > 80
