@@ -194,7 +194,7 @@ def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
         lost[name] = rel_error(logits, exact)
     order = ["f32", "f16", "bf16", "q8_0", "q4_0"]
     assert all(lost[a] < lost[b] for a, b in pairwise(order)), lost
-    assert all(lost[name] < lost[f"{name}-plain"] for name in ("q8_0", "q4_0")), lost
+    assert all(lost[name] < 2 / 3 * lost[f"{name}-plain"] for name in ("q8_0", "q4_0")), lost
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,12 @@ def test_the_reported_cache_bytes_are_those_allocated(path, rule, num_sequences)
         ("top=64,top=64", "'top=64'"),
         ("top=many", "a whole number"),
         ("block=48", "16, 32 or 64"),
+        ("block=0", "16, 32 or 64"),
+        ("block=16.5", "a whole number"),
+        ("window=1", "multiple of the block"),
+        ("top=0", "multiple of the block"),
+        ("candidates=-1", "0 to 64"),
+        ("on,top=64", "'on' in"),
         ("block=64,window=32", "window=32"),
         ("window=100", "multiple of the block"),
         ("window=0", "multiple of the block"),
@@ -363,6 +369,17 @@ def test_no_context_and_a_full_one(path):
         text.rollback(98)
         assert torch.equal(text.extend(IDS[98:99]), want)
         assert text.extend(IDS[99:100]).isfinite().all() and not text.room
+
+
+@pytest.mark.parametrize("context", [1, 2, 15, 16, 17])
+@pytest.mark.parametrize("rule", [SMALL, RULES[4], "block=64,sinks=0,window=64,top=16777216"])
+def test_contexts_shorter_than_a_block(path, rule, context):
+    """Down to a text of one token; every size is longer than the context."""
+    ids = IDS[:context]
+    with load(path, rule, context_length=context) as engine:
+        found = engine.logits(ids)
+    with load(path, None, context_length=context) as engine:
+        assert torch.equal(found, engine.logits(ids))
 
 
 CAPPED = "block=16,sinks=16,window=64,top=64,candidates=2,positions=capped"

@@ -119,6 +119,7 @@ REFUSED = {
     "needs a factor, --rope-scale, or a context above the 128": ("yarn", None, 128),
     "--rope-scaling linear needs a factor": ("linear", None, None),
     "rope scale 0.5, wanted 1 to 10,000": (None, 0.5, None),
+    "context of 1,280,001 asked for, 10,000 times the 128 tokens": ("yarn", None, 1_280_001),
     "rope scale nan, wanted": ("yarn", float("nan"), None),
     "rope scale inf, wanted": ("linear", float("inf"), None),
     "a rope scale of 2 and --rope-scaling none": ("none", 2.0, None),

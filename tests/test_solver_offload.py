@@ -138,6 +138,13 @@ def test_main_memory_that_is_too_small_names_what_fits(files, tmp_path):
             solved(files, tmp_path / "x", context_length=context + 1, **options)
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_main_memory_of_a_byte_is_refused_in_a_line(files, tmp_path, host):
+    with pytest.raises(SparkinferError, match="main memory|--host-budget") as refused:
+        solved(files, tmp_path / "x", host_budget_bytes=host)
+    assert "\n" not in str(refused.value) and not (tmp_path / "x").exists()
+
+
 def test_capped_positions_are_refused(files, tmp_path):
     with pytest.raises(SparkinferError, match="on the CPU without a plan"):
         solved(files, tmp_path / "x", kv_offload=f"{RULE},positions=capped")

@@ -85,6 +85,11 @@ def asked_scaling(
                 f" {length:,} tokens that the model was trained on"
             )
         factor = context_length / length
+        if factor > MOST:
+            raise SparkinferError(
+                f"context of {context_length:,} asked for, {factor:,.0f} times the {length:,} tokens"
+                f" that the model was trained on; at most {MOST:,.0f} times"
+            )
         check_scaling(kind, factor)
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
