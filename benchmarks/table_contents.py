@@ -15,6 +15,7 @@ TYPES = ("q8_0", "q4_0", "f16")
 RULES = "rules-amd-epyc-family-26"
 SPARSIFY = "sparsify-smollm2-amd-epyc-family-26"
 TRAINED_SPEED = "trained-speed-smollm2-amd-epyc-family-26"
+TRAINED_SPEED_WIDE = "trained-speed-wide-smollm2-amd-epyc-family-26"
 SPARSIFY_CONTINUED = "sparsify-smollm2-continued-amd-epyc-family-26"
 
 
@@ -127,8 +128,16 @@ def in_turns(runs: Any, name: str, other: str) -> float:
 
 
 def trained_speed() -> str:
+    return _trained_speed(TRAINED_SPEED, "q8_0 dense")
+
+
+def trained_speed_wide() -> str:
+    return _trained_speed(TRAINED_SPEED_WIDE, "dense-q8_0 dense")
+
+
+def _trained_speed(name_of_result: str, untrained: str) -> str:
     """Each trained file, beside its own mode dense and the untrained q8_0."""
-    found = result(TRAINED_SPEED)
+    found = result(name_of_result)
     runs, losses = found["speed"]["runs"], found["loss"]["runs"]
     rows = []
     for name in (name for name in runs if name.endswith(" exact")):
@@ -137,7 +146,7 @@ def trained_speed() -> str:
         saved = runs[own]["bytes"] / run["bytes"]
         rows.append([kind, percent(run["silent_share"]), f"{loss['kl']:.3f} ± {loss['kl_error']:.3f}",
                      f"{run['bytes'] / 1e6:.0f} MB of {runs[own]['bytes'] / 1e6:.0f}", times(saved),
-                     times(in_turns(runs, own, name)), times(in_turns(runs, "q8_0 dense", name))])  # fmt: skip
+                     times(in_turns(runs, own, name)), times(in_turns(runs, untrained, name))])  # fmt: skip
     header = ["type", "silent", "KL from the untrained f16", "bytes a token", "dense over exact: bytes",
               "time", "untrained q8_0 over exact: time"]  # fmt: skip
     return markdown(header, rows)
@@ -325,6 +334,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsify-quality": sparsify_quality,
     "sparsify-curve": sparsify_curve,
     "trained-speed": trained_speed,
+    "trained-speed-wide": trained_speed_wide,
     "predictors": predictors,
     "kv-selection": kv_selection,
     "kv-tasks": kv_tasks,

@@ -33,7 +33,9 @@ def one_of(key: str, *wrong: object) -> Change:
 
     def change(rng: random.Random, values: dict, arrays: dict) -> None:
         holder, last = _place(rng, values, key)
-        holder[last] = rng.choice(wrong)
+        present = holder.get(last) if isinstance(holder, dict) else holder[last]
+        # "a" instead of "a" would be no change
+        holder[last] = rng.choice([w for w in wrong if not (isinstance(w, str) and w == present)])
 
     return change
 
