@@ -97,7 +97,7 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
 def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
     """The measured figures as lines for the user, with a note on those that are in doubt."""
     lines = [
-        f"CPU, {n} threads: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
+        f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
         for n, figure in machine.cpu_bandwidth_gb_per_s.items()
     ]

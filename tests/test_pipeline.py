@@ -332,7 +332,7 @@ def test_every_command_of_the_pipeline(tmp_path, random_model):
         done = run_command(*step, "--json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         reports[step[0]] = json.loads(done.stdout)
-        assert step[0] != "calibrate" or "CPU, 1 threads: " in done.stderr
+        assert step[0] != "calibrate" or "CPU, 1 thread: " in done.stderr
     assert reports["generate"]["mode"] == reports["eval"]["mode"] == "predicted"
     assert len(reports["generate"]["token_ids"]) <= 5
     assert reports["calibrate"]["cpu_bandwidth_gb_per_s"]["1"]["rounds"] >= MIN_ROUNDS

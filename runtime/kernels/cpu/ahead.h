@@ -59,7 +59,7 @@ class AheadRows {
 constexpr int64_t RUN_AHEAD = 4096;
 
 inline bool is_one_run(const Rows& rows, int64_t row_bytes) {
-    return rows.stride == row_bytes && !rows.index && !rows.next;
+    return rows.stride == row_bytes && !rows.index && !rows.next && !rows.queue;
 }
 
 // The address that is read `bytes` after `at` in a run that ends before row a1, for prefetching.

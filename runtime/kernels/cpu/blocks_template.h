@@ -232,10 +232,9 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
         const uint8_t *then[FEW], *also[FEW];
         for (int64_t r = 0; r < FEW; ++r) {
             row[r] = row_of(rows, r < valid ? a + r : a);
-            then[r] = is_run                   ? ahead_in_run(rows, row[r], ahead, a1)
-                      : rows.next              ? rows.next[r < valid ? a + r - a0 : 0]
+            then[r] = is_run                 ? ahead_in_run(rows, row[r], ahead, a1)
                       : a + FEW + r < rows.A ? row_of(rows, a + FEW + r)
-                                              : row[r];
+                                             : row[r];
             if (rows.also) also[r] = rows.also[r < valid ? a + r - a0 : 0];
         }
         const bool is_more = rows.queue ? rows.queue->take(then, FEW) && rows.queue->take(also, FEW)

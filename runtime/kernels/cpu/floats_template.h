@@ -228,7 +228,7 @@ void dot_run(const Rows& rows, const float* x, float* y, int64_t a0, int64_t a1)
 template <class Format>
 void dot_float_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                     int64_t a1) {
-    if (x.count == 1 && !rows.queue && is_one_run(rows, rows.D * Format::VALUE_BYTES))
+    if (x.count == 1 && is_one_run(rows, rows.D * Format::VALUE_BYTES))
         return dot_run<Format>(rows, x.vector(0), y, a0, a1);
     if (x.count == 1)
         return for_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row,

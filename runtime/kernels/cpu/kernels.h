@@ -126,16 +126,17 @@ struct Rows {
     int64_t stride, D;
     const int32_t* index;
     int64_t A;  // rows a < A may be prefetched
-    // Addresses to prefetch while row a0 + i is used, for each i; null: later rows of this matrix.
+    // For accumulate_rows: addresses to prefetch while row a0 + i is used, for each i; null: later rows of
+    // this matrix.
     const uint8_t* const* next = nullptr;
-    const uint8_t* const* also = nullptr;  // likewise, in addition to `next`
+    const uint8_t* const* also = nullptr;  // for dot_rows: likewise, in addition to later rows
     // Instead of `next`, if rows are close together: addresses of the parts of rows that are needed
     // after these, in memory order, and their length. For accumulate_rows of at most SUM_ROWS rows.
     const uint8_t* const* then = nullptr;
     int64_t num_then = 0, then_bytes = 0;
     // For dot_rows of contiguous rows: the memory that is read next, for prefetching. May be ignored.
     const uint8_t* after = nullptr;
-    // Instead of all these: rows that are prefetched while these are read. K-quants do not look at it.
+    // Instead of all these: rows to be prefetched while these are read.
     PrefetchQueue* queue = nullptr;
 };
 

@@ -116,10 +116,8 @@ void dot_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int6
     const int64_t step = x.count == 1 ? a1 - a0 : SHARED_ROWS;
     for (int64_t first = a0; first < a1; first += step) {
         const int64_t end = first + step < a1 ? first + step : a1;
-        Rows part = rows;
-        if (rows.next) part.next = rows.next + (first - a0);
         for (int64_t t = 0; t < x.count; ++t)
-            for_rows(part, first, end, [&](auto count, int64_t a, const uint8_t* const* row,
+            for_rows(rows, first, end, [&](auto count, int64_t a, const uint8_t* const* row,
                                            const uint8_t* const* next, const uint8_t* const*) {
                 constexpr int ROWS = decltype(count)::VALUE;
                 float* to = y + t * y_stride + a;
@@ -230,7 +228,7 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
         if constexpr (!Format::SCALED)
             if (rows.then) return add_close_rows<Format>(rows, c, y, a0, a1, d0, d1);
         if constexpr (!Format::SCALED)
-            if (!rows.queue && is_one_run(rows, rows.D * Format::VALUE_BYTES)) {
+            if (is_one_run(rows, rows.D * Format::VALUE_BYTES)) {
                 for (int64_t a = a0; a < a1; ++a) {
                     const uint8_t* row = row_of(rows, a);
                     const uint8_t* next = row + RUN_AHEAD;
