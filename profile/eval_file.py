@@ -10,7 +10,7 @@ from sparkinfer.mode_quality import RunMode
 from sparkinfer.profile.quality import EvalReport
 from sparkinfer.typed import Fields, shown
 
-FORMAT, VERSION = "sparkinfer.eval", 2
+FORMAT, VERSION = "sparkinfer.eval", 3
 MOST = 1e12  # largest plausible perplexity, divergence or width
 _WHAT = "comparison (sparkinfer eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
@@ -60,6 +60,7 @@ def _report(read: Fields) -> EvalReport:
         named_half_width=_width(read, "named_half_width"),
         hidden_share_L=_shares(read, "hidden_share_L"),
         hidden_half_width=_width(read, "hidden_half_width"),
+        notes=tuple(read.lines("notes")),
     )
 
 

@@ -60,6 +60,7 @@ class EvalReport:
     named_half_width: float | None  # of the mean over the layers
     hidden_share_L: tuple[float, ...]  # of neurons that contribute to the output
     hidden_half_width: float | None
+    notes: tuple[str, ...] = ()  # what to know about the figures, each in one line
 
     @property
     def line(self) -> str:

@@ -6,47 +6,17 @@ lm_eval_model."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.mode_quality import RunMode
-from sparkinfer.rope import check_scaling
+from sparkinfer.profile.tasks_config import TasksConfig
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.engine_options import device_of
 from sparkinfer.typed import one_line, shown
 
 NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
 NUM_TEXTS = 4  # texts generated together
-
-
-@dataclass(frozen=True, kw_only=True)
-class TasksConfig:
-    model: Path
-    tasks: tuple[str, ...]
-    limit: int | None = None  # documents per task; None is all
-    num_fewshot: int | None = None  # None is the task's own
-    folder: Path | None = None  # of tasks in addition to lm-eval's own
-    mode: RunMode | None = None
-    split: Path | None = None
-    thresholds: Path | None = None
-    device: str | None = None
-    seed: int = 0
-    context_length: int | None = None
-    rope_scaling: str | None = None  # as in EngineConfig
-    rope_scale: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.tasks or not all(self.tasks) or len(set(self.tasks)) < len(self.tasks):
-            raise SparkinferError(
-                f"tasks are {', '.join(map(shown, self.tasks)) or 'none'}; wanted different names,"
-                " separated by commas"
-            )
-        for name, least in (("limit", 1), ("num_fewshot", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise SparkinferError(f"{name} is {value}, wanted {least} or more")
-        check_scaling(self.rope_scaling, self.rope_scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +107,6 @@ def _manager(config: TasksConfig) -> Any:
     from lm_eval.tasks import TaskManager
 
     if config.folder is not None:
-        if not config.folder.is_dir():
-            raise SparkinferError(f"{config.folder}: no such folder; wanted one with tasks (YAML)")
         manager = TaskManager(include_path=str(config.folder), include_defaults=False)
         if set(config.tasks) <= set(manager.all_tasks):
             return manager

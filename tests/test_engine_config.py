@@ -12,7 +12,7 @@ from sparkinfer.commands.all_commands import cli
 from sparkinfer.engine_config import EngineConfig, EngineOptions
 from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.tasks import TasksConfig
+from sparkinfer.profile.tasks_config import TasksConfig
 from sparkinfer.runtime.engine import Engine
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}

@@ -153,6 +153,12 @@ def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
         key: tuple(value) if isinstance(value, list) else value
         for key, value in values.items() if key not in ("format", "version")
     }  # fmt: skip
+    (note,) = found.notes  # in the text output, the first line
+    assert note.endswith("tokens of text, fewer than the 16,384 of --tokens")
+    for wrong in ("a note", ["two\nlines"], [1]):
+        (tmp_path / "w.json").write_text(json.dumps(values | {"notes": wrong}))
+        with pytest.raises(SparkinferError, match="notes"):
+            load_eval(tmp_path / "w.json")
     widths = [key for key in values if key.endswith("half_width")]
     assert len(widths) == 8 and all(values[key] is not None for key in widths)
     assert values["model_id"] == ModelFile.load(tmp_path / "m.gguf").model_id

@@ -279,7 +279,7 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
         ({"profile": tmp_path / "p.safetensors"}, "give files of one model"),
         ({"evals": (tmp_path / "other.json",)}, "give files of one model"),
         ({"evals": (tmp_path / "limited.json",)}, "made with limits aaaaaaaaaaaa, but .* has no"),
-        ({"evals": (tmp_path / "before.json",)}, "version 1; wanted .* of version 2"),
+        ({"evals": (tmp_path / "before.json",)}, "version 1; wanted .* of version 3"),
         ({"evals": (tmp_path / "broken.json",)}, "kl_mean is 'much'"),
         ({"evals": (tmp_path / "huge.json",)}, "wanted -1 to 1e\\+12"),
         ({"evals": (tmp_path / "unknown.json",)}, "'more' is unknown"),

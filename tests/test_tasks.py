@@ -17,7 +17,8 @@ from sparkinfer.cli import main
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.tasks import Score, TasksConfig, TasksReport, _load
+from sparkinfer.profile.tasks import Score, TasksReport, _load
+from sparkinfer.profile.tasks_config import TasksConfig
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"

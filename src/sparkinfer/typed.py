@@ -47,6 +47,16 @@ class Fields:
     def line_or_none(self, key: str) -> str | None:
         return None if self._get(key) is None else self.line(key)
 
+    def lines(self, key: str) -> list[str]:
+        """One-line strings."""
+
+        def read(name: str, value: object) -> str:
+            if isinstance(value, str) and value.isprintable():
+                return value
+            return self._refuse(name, value, "a one-line string")
+
+        return self._each(key, read)
+
     def choice(self, key: str, known: tuple[str, ...]) -> str:
         value = self._get(key)
         if isinstance(value, str) and value in known:

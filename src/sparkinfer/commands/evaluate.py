@@ -2,6 +2,7 @@
 tasks."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ from sparkinfer.commands.shared import (
 
 if TYPE_CHECKING:
     from sparkinfer.profile.eval_config import EvalConfig
-    from sparkinfer.profile.tasks import TasksConfig
+    from sparkinfer.profile.quality import EvalReport
+    from sparkinfer.profile.tasks_config import TasksConfig
 
 ONLY_TEXT = (
     "corpora", "max_tokens", "chat_template", "cache_type_k", "cache_type_v", "kv_offload",
@@ -106,7 +108,6 @@ def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> Non
     from sparkinfer.profile.eval_config import EvalConfig
 
     config = EvalConfig(**options)  # refuses wrong options before the imports, which take seconds
-    from sparkinfer.model_file import ModelFile
     from sparkinfer.profile.eval_file import eval_content
     from sparkinfer.profile.quality import evaluate as run
     from sparkinfer.progress import progress
@@ -121,23 +122,31 @@ def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> Non
             advance.set_total(count)
 
         report = run(config, advance, on_total)
-    lines = [f"{report.mode}: {report.line}", report.neurons_line]
-    if sum(found) < config.max_tokens:
-        lines.insert(0, f"note: {sum(found):,} tokens of text, fewer than the"
-                        f" {config.max_tokens:,} of --tokens")  # fmt: skip
+    notes = _notes(config, report, sum(found))
+    report = replace(report, notes=tuple(notes))
+    lines = [*(f"note: {note}" for note in notes), f"{report.mode}: {report.line}",
+             report.neurons_line, "± is half of the 95 % confidence interval",
+             *_scaling_lines(config)]  # fmt: skip
+    finish(eval_content(report), as_json, lines)
+
+
+def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[str]:
+    """What to know about the figures; `num_found` is the tokens of the text."""
+    from sparkinfer.model_file import ModelFile
+
+    notes = []
     if report.mode == "dense" and not (
         config.cache_type_k or config.cache_type_v or config.kv_offload
     ):
-        lines.insert(0, "note: mode dense is what all modes are compared with, so this compares the"
-                        " model with itself; give --mode exact or predicted")  # fmt: skip
+        notes.append("mode dense is what all modes are compared with, so this compares the model"
+                     " with itself; give --mode exact or predicted")  # fmt: skip
+    if num_found < config.max_tokens:
+        notes.append(f"{num_found:,} tokens of text, fewer than the {config.max_tokens:,} of"
+                     " --tokens")  # fmt: skip
     if ModelFile.load(config.model).is_trained_sparse:
-        lines.append(
-            "dense is this file without its limits, not the model that it was trained from:"
-            " sparkinfer advise --dense compares with that"
-        )
-    lines.append("± is half of the 95 % confidence interval")
-    lines += _scaling_lines(config)
-    finish(eval_content(report), as_json, lines)
+        notes.append("dense is this file without its limits, not the model that it was trained"
+                     " from: sparkinfer advise --dense compares with that")  # fmt: skip
+    return notes
 
 
 def _by_tasks(
@@ -145,13 +154,16 @@ def _by_tasks(
 ) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; we show our own progress
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from sparkinfer.profile.tasks import TasksConfig, run_tasks
+    from sparkinfer.profile.tasks_config import TasksConfig
+
+    folder: Path | None = options.pop("task_folder")
+    # Refuses wrong options before the imports, which take seconds.
+    config = TasksConfig(tasks=tasks, folder=folder, **options)
+    from sparkinfer.profile.tasks import run_tasks
     from sparkinfer.progress import progress
     from sparkinfer.runtime.kernels.threads import use_threads
 
     use_threads(threads)
-    folder: Path | None = options.pop("task_folder")
-    config = TasksConfig(tasks=tasks, folder=folder, **options)
     with progress("answering", None, "requests") as advance:
         report = run_tasks(config, advance)
     finish(report, as_json, [*report.lines, *_scaling_lines(config)])
