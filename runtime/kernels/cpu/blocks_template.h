@@ -52,37 +52,53 @@ struct PackedBlocks {
     int64_t stride, next_vector, next_scale;
 };
 
-// Multiplies FEW rows (pointers may repeat) by one vector: y[0 .. FEW-1].
+// acc + the products of FEW rows and blocks b .. b + m - 1 times their scales, m <= 4.
 template <class F>
-inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next,
-                    const uint8_t* const* also, int64_t n, const PackedBlocks<F>& x, float* y) {
-    constexpr int64_t Q = F::QUANT_BYTES, LINES = (4 * F::BLOCK_BYTES + 63) / 64;
-    Floats acc = zero();
-    Ahead<FEW> ahead(next, n * F::BLOCK_BYTES), ahead_too(also ? also : next, n * F::BLOCK_BYTES);
+inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b, int64_t m,
+                       const PackedBlocks<F>& x, Floats acc) {
+    constexpr int64_t Q = F::QUANT_BYTES;
     const uint8_t *quants[FEW], *scale[FEW];
     alignas(64) uint8_t copy[FEW][4 * Q + 8];
-    for (int64_t b = 0; b < n; b += 4) {
-        for (int64_t line = 0; line < LINES; ++line) {
-            ahead.ask_below((b + 4) * F::BLOCK_BYTES);
-            if (also) ahead_too.ask_below((b + 4) * F::BLOCK_BYTES);
+    for (int r = 0; r < FEW; ++r) {
+        if (F::IS_PLANAR) {  // four scales can be read, because quants follow them
+            quants[r] = F::quants(rows[r], n, b), scale[r] = F::scale(rows[r], n, b);
+            continue;
         }
-        const int64_t m = n - b < 4 ? n - b : 4;
-        for (int r = 0; r < FEW; ++r) {
-            if (F::IS_PLANAR) {  // four scales can be read, because quants follow them
-                quants[r] = F::quants(rows[r], n, b), scale[r] = F::scale(rows[r], n, b);
-                continue;
-            }
-            for (int64_t i = 0; i < m; ++i) {
-                __builtin_memcpy(copy[r] + i * Q, F::quants(rows[r], n, b + i), Q);
-                __builtin_memcpy(copy[r] + 4 * Q + 2 * i, F::scale(rows[r], n, b + i), 2);
-            }
-            quants[r] = copy[r], scale[r] = copy[r] + 4 * Q;
+        for (int64_t i = 0; i < m; ++i) {
+            __builtin_memcpy(copy[r] + i * Q, F::quants(rows[r], n, b + i), Q);
+            __builtin_memcpy(copy[r] + 4 * Q + 2 * i, F::scale(rows[r], n, b + i), 2);
         }
-        Ints products =
-            few_products<F>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
-        if constexpr (OFFSET<F> != 0) products -= OFFSET<F> * few_corrections(x.sum + b);
-        acc = fused(to_floats(products), few_factors(scale, m, x.scale + b), acc);
+        quants[r] = copy[r], scale[r] = copy[r] + 4 * Q;
     }
+    Ints products = few_products<F>(quants, m, x.values + b / unit<F>() * x.stride, x.stride);
+    if constexpr (OFFSET<F> != 0) products -= OFFSET<F> * few_corrections(x.sum + b);
+    return fused(to_floats(products), few_factors(scale, m, x.scale + b), acc);
+}
+
+// The partial sums of the products of FEW rows with one vector. AHEAD rows are prefetched meanwhile, as
+// many lines in each step of four blocks, and what is left over first.
+template <class F, int AHEAD>
+inline Floats few_sums_of(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                          const PackedBlocks<F>& x) {
+    constexpr int64_t LINES = 4 * F::BLOCK_BYTES / 64;
+    Ahead<AHEAD> ahead(next, n * F::BLOCK_BYTES);
+    const int64_t fours = n / 4 * 4;
+    for (int64_t at = fours / 4 * LINES * 64; at < n * F::BLOCK_BYTES; at += 64) ahead.ask();
+    Floats acc = zero();
+    for (int64_t b = 0; b < fours; b += 4) {
+        for (int64_t line = 0; line < LINES; ++line) ahead.ask();
+        acc = add_four<F>(rows, n, b, 4, x, acc);
+    }
+    return fours < n ? add_four<F>(rows, n, fours, n - fours, x, acc) : acc;
+}
+
+// Multiplies FEW rows (pointers may repeat) by one vector: y[0 .. FEW-1]. Prefetches FEW rows `next`, and
+// FEW more if `is_more`.
+template <class F>
+inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next, bool is_more, int64_t n,
+                    const PackedBlocks<F>& x, float* y) {
+    const Floats acc = is_more ? few_sums_of<F, 2 * FEW>(rows, next, n, x)
+                               : few_sums_of<F, FEW>(rows, next, n, x);
     alignas(64) float part[LANES];
     store_floats(part, acc);
     for (int r = 0; r < FEW; ++r)
@@ -229,20 +245,21 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
     const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
     for (; a < a1; a += FEW) {
         const int64_t valid = a1 - a < FEW ? a1 - a : FEW;
-        const uint8_t *then[FEW], *also[FEW];
+        const uint8_t* then[2 * FEW];
         for (int64_t r = 0; r < FEW; ++r) {
             row[r] = row_of(rows, r < valid ? a + r : a);
             then[r] = is_run                 ? ahead_in_run(rows, row[r], ahead, a1)
                       : a + FEW + r < rows.A ? row_of(rows, a + FEW + r)
                                              : row[r];
-            if (rows.also) also[r] = rows.also[r < valid ? a + r - a0 : 0];
+            if (rows.also) then[FEW + r] = rows.also[r < valid ? a + r - a0 : 0];
         }
-        const bool is_more = rows.queue ? rows.queue->take(then, FEW) && rows.queue->take(also, FEW)
-                                        : rows.also != nullptr;
+        const bool is_more = rows.queue
+                                 ? rows.queue->take(then, FEW) && rows.queue->take(then + FEW, FEW)
+                                 : rows.also != nullptr;
         for (int64_t t = 0; t < x.count; ++t) {
             float sums[FEW];
             const bool is_first = t == 0;
-            dot_few<F>(row, is_first ? then : row, is_first && is_more ? also : nullptr, n,
+            dot_few<F>(row, is_first ? then : row, is_first && is_more, n,
                        PackedBlocks<F>(x.part(t, t + 1), n), sums);
             __builtin_memcpy(y + t * y_stride + a, sums, valid * sizeof(float));
         }

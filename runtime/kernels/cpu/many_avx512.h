@@ -130,7 +130,6 @@ inline void add_signed_unit(const Ints* split, int64_t pairs, const UnitFactors<
     }
 }
 
-// y += the first n of a unit's sums (whole blocks), reordered from add_unit()'s order to column order.
 template <class Format>
 inline void add_in_order(const float* sums, int64_t n, float* y) {
     constexpr int64_t PARTS = Format::PARTS;

@@ -8,6 +8,7 @@
 // including file defines
 //   Ints                         int32_t, LANES of them, as a vector of gcc and clang
 //   load_ints(p) to_floats(v) to_ints(floats)          to_ints rounds to the nearest, ties to even
+//   load_some_ints(p, n)         n bytes from p, a multiple of 16, then zeros
 //   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of the first 8 bytes
 //   interleave_high(a, b)        of the last 8 bytes
 //   shift_words(v, n)            shifts each 16 bits right by n, filling with zeros
@@ -138,7 +139,7 @@ inline void fill(SumFactors& factors, const float (*scale)[CHUNK], int64_t k, in
         for (int64_t r = 0; r < k; ++r) {
             const Floats exact = mul(load_floats(scale[r] + i), broadcast(c[r]));
             const Ints bits = reinterpret_cast<Ints>(exact) & 0x7fffffff;
-            largest = largest > bits ? largest : bits;
+            largest = larger(largest, bits);
         }
         const FactorScale by = factor_scale(largest);
         Ints offset = {};
@@ -197,17 +198,18 @@ inline void finish_unit(const Ints (*sum)[Format::PARTS], const SumFactors& fact
 }
 
 // Adds one unit of k rows, from a chunk's block `first` on, to y. `at` is the unit's offset in a row's
-// quants.
+// quants, of which `bytes` exist; zeros follow.
 template <class Format>
 inline void add_unit(const uint8_t* const* quants, int64_t at, int64_t k, const SumFactors& factors,
-                     int64_t first, float* y, AheadRows* then = nullptr) {
+                     int64_t first, float* y, int64_t bytes = 4 * LANES,
+                     AheadRows* then = nullptr) {
     constexpr int64_t PARTS = Format::PARTS, TIMES = Format::QUANT_BYTES / 4;
     Ints sum[2][PARTS];
     for (Ints* half : sum) Format::start(spread<TIMES>(factors.offset, first), half);
     for (int64_t r = 0; r < k; r += 2) {
         const Ints factor = spread<TIMES>(factors.pair[r / 2], first);
-        const Ints a = load_ints(quants[r] + at);
-        const Ints b = r + 1 < k ? load_ints(quants[r + 1] + at) : a;
+        const Ints a = load_some_ints(quants[r] + at, bytes);
+        const Ints b = r + 1 < k ? load_some_ints(quants[r + 1] + at, bytes) : a;
         if (then) then->ask(), then->ask();
         Ints part[2][PARTS];
         Format::split(interleave_low(a, b), part[0]);
@@ -234,21 +236,17 @@ void order_sums(float* y, int64_t d0, int64_t d1) {
     }
 }
 
+// y += the first n of a unit's sums (whole blocks), reordered from add_unit()'s order to column order.
+template <class Format>
+inline void add_in_order(const float* sums, int64_t n, float* y);
+
 // The last n values of rows, if fewer than in a unit; their sums are in column order.
 template <class Format>
 inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k,
                              const SumFactors& factors, int64_t first, int64_t n, float* y) {
-    alignas(64) uint8_t bytes[SUM_ROWS][4 * LANES];
-    const uint8_t* copy[SUM_ROWS];
-    for (int64_t r = 0; r < k; ++r) {
-        __builtin_memset(bytes[r], 0, sizeof bytes[r]);
-        __builtin_memcpy(bytes[r], quants[r] + at, n * Format::QUANT_BYTES / BLOCK);
-        copy[r] = bytes[r];
-    }
-    float sums[Format::UNIT] = {};
-    add_unit<Format>(copy, 0, k, factors, first, sums);
-    order_sums<Format>(sums, 0, Format::UNIT);
-    for (int64_t i = 0; i < n; ++i) y[i] += sums[i];
+    alignas(64) float sums[Format::UNIT] = {};
+    add_unit<Format>(quants, at, k, factors, first, sums, n * Format::QUANT_BYTES / BLOCK);
+    add_in_order<Format>(sums, n, y);
 }
 
 // With more rows than this, each prefetches its own next chunk; fewer rows were prefetched by the caller.
@@ -271,7 +269,8 @@ inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t 
         find_quants<Format>(rows, k, n, b0, m, copy, quants);
         int64_t d = 0, at = 0;
         for (; d + UNIT <= m * BLOCK; d += UNIT, at += 4 * LANES)
-            add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d, &then);
+            add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d, 4 * LANES,
+                             &then);
         if (d < m * BLOCK)
             add_part_of_unit<Format>(quants, at, k, factors, d / BLOCK, m * BLOCK - d,
                                      y + b0 * BLOCK + d);

@@ -101,6 +101,9 @@ typedef int32_t Ints __attribute__((vector_size(32)));
 inline Ints ints(__m256i v) { return reinterpret_cast<Ints>(v); }
 inline __m256i bits(Ints v) { return reinterpret_cast<__m256i>(v); }
 inline Ints load_ints(const uint8_t* p) { return ints(load_32_bytes(p)); }
+inline Ints load_some_ints(const uint8_t* p, int64_t n) {
+    return n == 32 ? load_ints(p) : ints(_mm256_zextsi128_si256(load_16_bytes(p)));
+}
 inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(bits(v)); }
 inline Ints to_ints(Floats v) { return ints(_mm256_cvtps_epi32(v)); }
 inline Ints interleave_low(Ints a, Ints b) { return ints(_mm256_unpacklo_epi16(bits(a), bits(b))); }

@@ -127,6 +127,9 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 inline Ints ints(__m512i v) { return reinterpret_cast<Ints>(v); }
 inline __m512i bits(Ints v) { return reinterpret_cast<__m512i>(v); }
 inline Ints load_ints(const uint8_t* p) { return ints(load_64_bytes(p)); }
+inline Ints load_some_ints(const uint8_t* p, int64_t n) {
+    return n == 64 ? load_ints(p) : ints(_mm512_maskz_loadu_epi32(first_of_16(n / 4), p));
+}
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(bits(v)); }
 inline Ints to_ints(Floats v) { return ints(_mm512_cvtps_epi32(v)); }
 inline Ints interleave_low(Ints a, Ints b) { return ints(_mm512_unpacklo_epi16(bits(a), bits(b))); }

@@ -84,6 +84,9 @@ inline Ints load_ints(const uint8_t* p) {
     return v;
 }
 
+// Vectors have 16 bytes, the least that there can be.
+inline Ints load_some_ints(const uint8_t* p, int64_t) { return load_ints(p); }
+
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 
 inline Ints to_ints(Floats v) {  // of magnitudes below 2^22
