@@ -52,6 +52,12 @@ class Checkpoint:
                 f"{folder}: no such folder; wanted a checkpoint folder, a model file (.gguf) or"
                 " the name of a model on the Hugging Face hub (org/name)"
             )
+        models = sorted(file.name for file in folder.glob("*.gguf"))
+        if models and not (folder / "config.json").exists():
+            raise SparkinferError(
+                f"{folder}: no checkpoint (config.json), but GGUF files; name one of them, e.g."
+                f" {folder / models[0]}"
+            )
         config = read_object(folder / "config.json", "checkpoint's config.json")
         tensors = _open_weights(folder)
         for name, tensor in tensors.items():

@@ -252,6 +252,7 @@ def _run_streamed(
     with LayerStream(model, plan, say, mode=_counted_mode(model)) as stream:
         windows = _windows(stream, config, Ranks())
         check_text(config, len(windows.ids))
+        _say_what_is_counted(config, windows.ids, say)
         gates, counter, trained = collect_streamed(stream, windows.ids, config, on_tokens)
     measured = None
     if trained or config.chooses_thresholds or model.has_limits:
@@ -270,6 +271,7 @@ def _run_whole(
 ) -> Outcome:
     engine = run.engine
     first = config.num_for_thresholds(len(windows.ids))
+    _say_what_is_counted(config, windows.ids, say)
     gates, found = _gates(config, run, windows.ids[:first], windows.ids[first:], say)
     ids = windows.ids[first:]
     model = engine.model
@@ -295,6 +297,16 @@ def _run_whole(
         trained=trained,
         measured=measured,
     )
+
+
+def _say_what_is_counted(config: ProfileConfig, ids: Sequence[Tensor], say: Say) -> None:
+    first = config.num_for_thresholds(len(ids))
+    tuned, counted = (sum(map(len, part)) for part in (ids[:first], ids[first:]))
+    if tuned:
+        say(
+            f"thresholds are chosen on {tuned:,} tokens, and firings counted on the other"
+            f" {counted:,}"
+        )
 
 
 def _measured(

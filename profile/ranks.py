@@ -31,7 +31,7 @@ def size_here() -> int:
 
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise SparkinferError(f"environment variable {name} is {text!r}, wanted a number")
     return int(text)
 

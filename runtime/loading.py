@@ -91,7 +91,10 @@ def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
 def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
     """The model with the requested scaling of rotary embeddings."""
     kind, scale = config.rope_scaling, config.rope_scale
-    return with_rope_scaling(model, kind, scale, config.context_length)
+    scaled = with_rope_scaling(model, kind, scale, config.context_length)
+    if scale == 1.0 and scaled.shape.context_length == model.shape.context_length:
+        log.info("%s: a rope scale of 1 changes nothing; 2 allows texts twice as long", model.path)
+    return scaled
 
 
 def load(model: ModelFile, plan: Split | None, config: EngineConfig) -> Loaded:

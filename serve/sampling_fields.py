@@ -1,5 +1,6 @@
 """Reads the sampling fields of requests, under llama-server's names, over the server's defaults."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -98,7 +99,8 @@ def take_bias(
 def _biased(token: object, encode: Callable[[str], list[int]], *, is_key: bool) -> list[int]:
     if isinstance(token, int) and not isinstance(token, bool):
         return [token]
-    if isinstance(token, str) and is_key and token.lstrip("-").isdecimal() and len(token) < 20:
+    is_number = isinstance(token, str) and re.fullmatch(r"-?[0-9]{1,19}", token) is not None
+    if isinstance(token, str) and is_key and is_number:
         return [int(token)]
     if isinstance(token, str) and not is_key and len(token) <= MAX_BIASED_LENGTH:
         return encode(token)

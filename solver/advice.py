@@ -16,13 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparkinfer.budget import head_bytes, kv_read_per_layer, layer_bytes
+from sparkinfer.model_file import ModelFile
+from sparkinfer.sizes import format_bytes
 from sparkinfer.solver.inputs import Inputs
 from sparkinfer.solver.lagrangian import first_prices, least_costs
 from sparkinfer.solver.layer_split import layer_split
 from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
 from sparkinfer.solver.problem import Problem, on_one_device, placement_seconds
+from sparkinfer.split_file import Split
 
 WORTH_IT = 0.01
+SMALL_GAP = 1e-4  # of a plan's speed: too small to mention
+UNUSED = 0.01  # of a budget: less room than this needs no reason
 NUM_BUDGETS = 4096
 
 
@@ -100,3 +105,40 @@ def helps_from(problem: Problem) -> int | None:
 def host_bytes(inputs: Inputs, pipeline: Pipeline) -> int:
     """Main memory that the model takes with nothing on a GPU."""
     return pipeline.model.placeable_bytes + inputs.always_on_host
+
+
+# ---- notes on budgets ------------------------------------------------------------------------------
+
+
+def room_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
+    """Notes on budgets that would help or suffice, and on room that the plan leaves."""
+    return _budget_notes(advice, split) + _unused_notes(advice, split, model)
+
+
+def _budget_notes(advice: Advice, split: Split) -> list[str]:
+    if split.status == "fits":
+        return []
+    fits = f"everything fits from {format_bytes(advice.fits_from_bytes)} on"
+    if len(split.budgets) > 1:
+        fits = f"on the first GPU alone {fits}"
+    if advice.helps_from_bytes is None:
+        return [f"at no budget does this GPU help on this machine (by 1 % or more); {fits}"]
+    helps = format_bytes(advice.helps_from_bytes)
+    return [f"below {helps} nothing on the GPU helps on this machine (by 1 % or more); {fits}"]
+
+
+def _unused_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
+    """Why a GPU has room left: by the plan's bound, no other plan for these budgets, fuller ones
+    among them, is faster by more than the gap."""
+    helps, budget = advice.helps_from_bytes, sum(split.budgets)
+    if split.status == "fits" or helps is None or budget < helps:
+        return []  # nothing is left to place, or `_budget_notes` says why nothing is placed
+    used = [sum(items.values()) for items in split.items_of_gpus(model)[0]]
+    used += [0] * (len(split.budgets) - len(used))
+    faster = "faster" if split.gap < SMALL_GAP else f"faster by more than {split.gap:.2%}"
+    return [
+        f"{format_bytes(limit - taken)} of the {format_bytes(limit)} of GPU {number} stay unused: nothing"
+        f" that is left for the CPU and fits there would make a token {faster} on this machine"
+        for number, (taken, limit) in enumerate(zip(used, split.budgets, strict=True))
+        if limit - taken >= UNUSED * limit > 0
+    ]

@@ -80,8 +80,8 @@ def _layer_lines(layers: tuple[LayerUse, ...]) -> list[str]:
 
 
 def _unused_lines(unused: tuple[int, ...], split: Split) -> list[str]:
+    """The reasons are among the notes (`solve`)."""
     return [
         f"  GPU {number}: {format_bytes(left)} of {format_bytes(limit)} left unused"
-        + (": more would not make the plan faster" if left > (64 << 20) else "")
         for number, (left, limit) in enumerate(zip(unused, split.budgets, strict=True))
     ]

@@ -24,7 +24,7 @@ from sparkinfer.outputs import check_output
 from sparkinfer.profile_file import Profile
 from sparkinfer.rope import check_scaling
 from sparkinfer.sizes import format_bytes
-from sparkinfer.solver.advice import Advice, advise
+from sparkinfer.solver.advice import Advice, advise, room_notes
 from sparkinfer.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
 from sparkinfer.solver.modes import Alternative, Found, find, find_fastest
 from sparkinfer.solver.problem import Placement, Problem
@@ -306,7 +306,9 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
         )
     if not np.allclose(inputs.profile.threshold_L, model.threshold_L, rtol=1e-6):
         notes.append("the profile was taken with other activation thresholds than the model has")
-    return notes + (_budget_notes(advice, split) if inputs.machine.gpus else [])
+    if inputs.machine.gpus:
+        notes += room_notes(advice, split, inputs.model)
+    return notes
 
 
 def _memory_notes(inputs: Inputs, split: Split) -> list[str]:
@@ -336,18 +338,6 @@ def _offload_notes(inputs: Inputs, split: Split) -> list[str]:
         f" GPU's; a token reads at most {min(rule.longest, inputs.context_length):,} positions, on the"
         " CPU"
     ]
-
-
-def _budget_notes(advice: Advice, split: Split) -> list[str]:
-    if split.status == "fits":
-        return []
-    fits = f"everything fits from {format_bytes(advice.fits_from_bytes)} on"
-    if len(split.budgets) > 1:
-        fits = f"on the first GPU alone {fits}"
-    if advice.helps_from_bytes is None:
-        return [f"at no budget does this GPU help on this machine (by 1 % or more); {fits}"]
-    helps = format_bytes(advice.helps_from_bytes)
-    return [f"below {helps} nothing on the GPU helps on this machine (by 1 % or more); {fits}"]
 
 
 def _report(config: SolveConfig, split: Split, found: Found) -> SolveReport:

@@ -11,7 +11,9 @@ import torch
 from safetensors import SafetensorError
 
 from sparkinfer.convert.checkpoint import Checkpoint
+from sparkinfer.convert.convert import draft_of
 from sparkinfer.convert.families.table import read_blueprint
+from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import remove_stale
 from sparkinfer.outputs import check_output_folder
@@ -30,7 +32,6 @@ from sparkinfer.sparsify.trained_checkpoint import is_written
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
                 "save_checkpoint", "device", "force", "save_every_s")  # fmt: skip
 STATE, DENSE = "state.safetensors", "dense"  # in the work folder
-OURS = (".json", ".safetensors", ".model", ".txt", ".jinja", ".md")  # files of a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,9 @@ class Plan:
         """To be called after `make_checkpoint`. Raises SparkinferError for a model that convert
         does not support, and for one that cannot be trained in this memory."""
         source = dense_folder(config)
+        # Refuses tensors that are missing, unknown or of other shapes, as the conversion at the end
+        # would.
+        draft_of(ConvertConfig(source=source, output=config.work_folder / "model.gguf"))
         checkpoint = Checkpoint.open(source)
         shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
         device = ranks.device(config.device) or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -120,12 +124,12 @@ def check_outputs(config: SparsifyConfig) -> None:
         [config.output_of(share) for share in config.targets], force=config.force, inputs=inputs,
         folders=folders, output_folders=checkpoints,
     )  # fmt: skip
-    kept = checkpoints if config.save_checkpoint is not None else []
+    kept, source = checkpoints if config.save_checkpoint is not None else [], dense_folder(config)
     check_files([], force=True, inputs=[*inputs, *kept], output_folders=[config.work_folder])
     for folder in checkpoints:
         check_output_folder(
             folder, force=config.force or goes_on,
-            is_ours=lambda name: name.endswith(OURS) or name.startswith(("LICENSE", "README")),
+            is_ours=lambda name: name in CHECKPOINT_FILES or is_written(name, source),
         )  # fmt: skip
 
 

@@ -12,13 +12,15 @@ Model files are written by the command line, which calls convert."""
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.ranks import Ranks
+from sparkinfer.files import locked_folder
+from sparkinfer.profile.ranks import Ranks, rank_here
 from sparkinfer.profile.resume import Position, load_position
 from sparkinfer.sparsify import state
 from sparkinfer.sparsify.config import SparsifyConfig
@@ -240,8 +242,14 @@ def sparsify(
     """Trains, and writes a checkpoint for every share. The caller removes the work files with
     `plan.finish`.
 
-    Raises SparkinferError for a model that cannot be trained; after a signal, saves the state and
-    raises Interrupted."""
+    Raises SparkinferError for a model that cannot be trained, and while another run with this
+    output is at work; after a signal, saves the state and raises Interrupted."""
+    with locked_folder(config.work_folder) if rank_here() == 0 else nullcontext():
+        return sparsify_locked(config, say, on_tokens)
+
+
+def sparsify_locked(config: SparsifyConfig, say: Say, on_tokens: OnTokens) -> SparsifyReport:
+    """Does what `sparsify` does; the caller holds the lock of the work folder."""
     with Ranks() as ranks, Signals() as signals:
         ranks.first_only(lambda: check_outputs(config))
         makes_dense = ranks.is_first and not dense_folder(config).exists()

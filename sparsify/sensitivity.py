@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.sparsify.distillation import chunks, log_words
 from sparkinfer.sparsify.quality import autocast, hidden_states
@@ -21,7 +22,9 @@ from sparkinfer.sparsify.student import Student
 
 def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, seed: int) -> Tensor:
     """f64 [L, F]: the root mean square of g = d(-log p(y)) / d act(gate), over the windows, which
-    the processes share. The model is used with its current limits."""
+    the processes share. The model is used with its current limits.
+
+    Raises SparkinferError if its hidden states are not finite."""
     generator = torch.Generator(student.device)
     layers = student.layers
     square_LF = torch.zeros(len(layers), len(layers[0].limit_F), dtype=torch.float64)
@@ -33,6 +36,11 @@ def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, see
         generator.manual_seed(seed + number)  # the same draws for any number of processes
         with autocast(student.device.type, student.dtype):
             hidden_TD = hidden_states(student.model, ids_T[None].to(student.device))[0]
+        if not hidden_TD.isfinite().all():
+            raise SparkinferError(
+                "the model's hidden states are NaN or infinite on the first windows of the corpus;"
+                " its weights are damaged, or too large for these products (--precision f32)"
+            )
         error_TD = drawn_error(hidden_TD.detach(), student.head_VD, generator)
         values = [layer.value for layer in layers]
         found = torch.autograd.grad(hidden_TD, values, grad_outputs=error_TD)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.sparsify.config import Precision, Rule
 from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, install
 
@@ -26,7 +27,9 @@ class Student:
 
 
 def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> Student:
-    """Loads a checkpoint folder. Frozen matrices are in `dtype`, everything else is f32."""
+    """Loads a checkpoint folder. Frozen matrices are in `dtype`, everything else is f32.
+
+    Raises SparkinferError for weights that are not finite."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -34,11 +37,20 @@ def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> S
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
+    _check_finite(folder, model)
     model = model.to(device).eval()
     layers = install(model, rule, dtype)
     _freeze(model, layers, dtype)
     head = model.get_output_embeddings().weight
     return Student(model=model, layers=layers, head_VD=head.detach(), dtype=dtype)
+
+
+def _check_finite(folder: Path, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise SparkinferError(
+                f"{folder}: {name} has values that are NaN or infinite; get the model again"
+            )
 
 
 def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype) -> None:

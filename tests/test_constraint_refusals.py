@@ -148,6 +148,23 @@ def test_regexes_that_are_not_understood_are_refused(regex, message):
     refused(regex_constraint, regex, message)
 
 
+@pytest.mark.parametrize(
+    ("regex", "line"),
+    [
+        ("caf(é", "regex: unclosed group, from here: (é"),
+        ("abc[a-", "regex: unclosed character class, from here: [a-"),
+        (r"a\q", r"regex: unrecognized escape sequence, from here: \q"),
+        ("a(?P<n", "regex: unclosed capture group name, at the end"),
+        (r"a\b", "regex: lookarounds not supported"),
+    ],
+)
+def test_the_refusal_of_a_regex_shows_where_it_is_wrong(regex, line):
+    """llguidance's own numbers are places in a grammar that the user does not see."""
+    with pytest.raises(SparkinferError) as raised:
+        regex_constraint(regex, tiny_codec())
+    assert str(raised.value).startswith(line) and "at 1(" not in str(raised.value)
+
+
 @pytest.mark.parametrize(("schema", "message"), SCHEMA_REFUSALS)
 def test_schemas_that_cannot_be_enforced_are_refused(schema, message):
     refused(json_schema_constraint, schema, message)

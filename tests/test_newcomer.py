@@ -35,6 +35,7 @@ from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import LayerPredictor, Predictors
 from sparkinfer.profile.sources import find_sources
 from sparkinfer.profile.verify import verify
+from sparkinfer.profile_file import Profile
 from sparkinfer.serve.config import ServeConfig
 from sparkinfer.sizes import parse_bytes
 
@@ -62,6 +63,11 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
         (["quantize"], "no such command 'quantize'; see sparkinfer --help"),
         (["convert"], "missing argument 'SOURCE'; see sparkinfer convert --help"),
         (["doctor", "m"], "got unexpected extra argument (m); see sparkinfer doctor --help"),
+        (["generate", "m", "hello"], "sparkinfer generate: a text is given with -p: -p hello"),
+        (["run", "m", "hello", "you"], "sparkinfer run: a text is given with -p: -p 'hello you'"),
+        (["run", "m", "--vram", "8", "GB"], "a size is one word: write 8GB, not 8 GB"),
+        (["solve", "m", "--vram", "8GB"],
+         "no such option '--vram', did you mean --vram-budget?; see sparkinfer solve --help"),
         (["generate", "m", "--tfx"], "no such option '--tfx'; see sparkinfer generate --help"),
         (["generate", "m", "--top-kk"], "did you mean --top-k?; see sparkinfer generate --help"),
         (["generate", "m", "-nab"], "no such option '-nab'; see sparkinfer generate --help"),
@@ -139,6 +145,48 @@ def test_sizes_in_the_usual_spellings():
     assert parse_bytes("1T") == 1 << 40 and parse_bytes("8GB") == 8 * 10**9
 
 
+OTHER_DIGITS = {
+    "arabic": str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩"),
+    "full width": str.maketrans("0123456789", "０１２３４５６７８９"),
+}
+
+
+@pytest.mark.parametrize("digits", OTHER_DIGITS.values(), ids=OTHER_DIGITS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["solve", "m", "--profile", "p", "--machine", "c", "-o", "o", "-vb", "8GiB"],
+        ["solve", "m", "--profile", "p", "--machine", "c", "-o", "o", "--sweep", "1GiB:2GiB"],
+        ["run", "m", "--vram", "8"],
+        ["generate", "m", "-p", "a", "-n", "12"],
+        ["generate", "m", "-p", "a", "--temp", "0.5"],
+        ["generate", "m", "-p", "a", "--device", "cuda:1"],
+        ["generate", "m", "-p", "a", "-ngl", "99"],
+        ["generate", "m", "-p", "a", "--neuron-cache", "decay=0.9"],
+        ["generate", "m", "-p", "a", "--kv-offload", "top=512"],
+        ["bench", "m", "-p", "128,512"],
+        ["bench", "m", "--cache-tokens", "100"],
+        ["serve", "m", "--port", "8080"],
+        ["profile", "m", "--corpus", "t", "-o", "o", "--target-sparsity", "0.25"],
+        ["sparsify", "m", "--corpus", "t", "-o", "o", "--share", "0.5"],
+    ],
+)
+def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, arguments, digits):
+    """Python's int takes the digits of all scripts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").write_bytes(b"")
+    assert main([*arguments[:-1], arguments[-1].translate(digits)]) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    value = arguments[-1].translate(digits)
+    assert not value.isascii() and any(c in line for c in value if not c.isascii())
+
+
+def test_sizes_in_other_digits_are_refused():
+    for digits in OTHER_DIGITS.values():
+        with pytest.raises(SparkinferError, match="is not a size; wanted e.g. 8GiB"):
+            parse_bytes("8GiB".translate(digits))
+
+
 # ---- files of others ----------------------------------------------------------------------------
 
 
@@ -191,6 +239,16 @@ def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
 
 
 # ---- help, version, completion ------------------------------------------------------------------
+
+
+def test_a_folder_of_ggufs_is_not_a_checkpoint_and_they_are_named(tmp_path, codec_model, capsys):
+    folder = codec_model.parent
+    for words in (["run", folder, "-p", "a"], ["convert", folder, "-o", tmp_path / "x.gguf"]):
+        line = line_of(capsys, words, 1)
+        assert line.startswith(
+            f"sparkinfer: {folder}: no checkpoint (config.json), but GGUF files;"
+        )
+        assert str(next(iter(sorted(folder.glob("*.gguf"))))) in line
 
 
 def test_the_help_command_prints_what_the_help_option_does(capsys):
@@ -446,6 +504,25 @@ def test_a_text_with_fewer_tokens_than_requested_is_noted(codec_model, tmp_path,
     arguments = ["eval", codec_model, "--corpus", tmp_path / "t.txt", "--tokens", 4000]
     first = lines_of(capsys, arguments, 0)[0]
     assert re.fullmatch(r"note: \d+ tokens of text, fewer than the 4,000 of --tokens", first)
+
+
+def test_a_profile_says_where_the_tokens_went_that_it_does_not_count(tmp_path, codec_model, capsys):
+    text, path = tmp_path / "text.txt", tmp_path / "silu.gguf"
+    text.write_text("ab cd " * 2000)
+    dataclasses.replace(ModelFile.load(codec_model), activation="silu").save(path)
+    words = ["profile", path, "--corpus", text, "--tokens", 2000]
+    for more in ([], ["--target-sparsity", 0.25]):
+        output = tmp_path / f"{len(more)}.safetensors"
+        lines = lines_of(capsys, [*words, *more, "-o", output], 0)
+        found = re.search(
+            r"thresholds are chosen on ([\d,]+) tokens, and firings counted on the other ([\d,]+)",
+            "\n".join(lines),
+        )
+        assert (found is None) == (not more)
+        parts = ["0", "2000"] if found is None else found.groups()
+        others, counted = (int(part.replace(",", "")) for part in parts)
+        assert counted + others == 2000
+        assert Profile.load(output).num_tokens == counted
 
 
 def test_a_profile_without_silent_neurons_says_what_to_do(tmp_path, codec_model, capsys):

@@ -158,6 +158,17 @@ def test_the_command_line_says_what_it_did(model, capfd):
     assert "rotary embeddings: YaRN, 2 times the 128 tokens of its training" in done.output
 
 
+def test_a_scale_of_1_is_said_to_change_nothing(model, capsys):
+    from sparkinfer.cli import main
+
+    asked = ["generate", str(model.path), "-p", "a", "-n", "2", "--device", "cpu"]
+    said = []
+    for scale in ("1", "2"):
+        assert main([*asked, "--rope-scaling", "yarn", "--rope-scale", scale]) == 0
+        said.append("a rope scale of 1 changes nothing" in capsys.readouterr().err)
+    assert said == [True, False]
+
+
 def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, capsys):
     """A piece of a corpus is as long as the context that the scaling allows."""
     from sparkinfer.cli import main

@@ -318,3 +318,27 @@ def test_rates_that_varied_are_noted(tmp_path):
         replace(machine, cpu_costs=costs).save(tmp_path / "c")
         notes = solve(config, lambda *given: 1 << 20).notes
         assert any("varied while they were measured" in note for note in notes) == is_told
+
+
+def test_room_that_stays_unused_is_explained(folder):
+    """On a GPU as fast as the CPU, from some budget on. The reason is checked with another plan:
+    for just what was used, it is as fast."""
+    make_machine(cpu_gb_per_s=0.05, gpu_gb_per_s=0.05).save(folder / "c")
+    told = []
+    for budget in (70 << 10, 80 << 10, 200 << 10, 400 << 10, 500 << 10):
+        config = SolveConfig(
+            model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
+            output=folder / "plan", vram_budget_bytes=budget, force=True,
+        )  # fmt: skip
+        report = solve(config, lambda *given: 1 << 16)
+        used = sum(report.gpu_bytes.values())
+        lines = [note for note in report.notes if "stay unused" in note]
+        helps = report.advice.helps_from_bytes
+        is_left = budget - used >= 0.01 * budget and helps is not None and budget >= helps
+        assert len(lines) == (is_left and not report.fits_entirely)
+        if lines:
+            told.append(budget)
+            other = solve(replace(config, vram_budget_bytes=used), lambda *given: 1 << 16)
+            assert other.objective_s <= report.objective_s * (1 + 1e-3)  # `optimal` proves no more
+            assert "nothing that is left for the CPU and fits there would make a token" in lines[0]
+    assert told == [80 << 10, 200 << 10, 400 << 10, 500 << 10]

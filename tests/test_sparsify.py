@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import random_llama
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
 from transformers import AutoModelForCausalLM
 
@@ -298,6 +298,40 @@ def test_a_short_corpus_is_refused(config, tmp_path):
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
     with pytest.raises(SparkinferError, match=r"tokens to train on, wanted 512 or more"):
         sparsify(replace(config, corpora=(path,)))
+
+
+def damaged(model: Path, folder: Path, change) -> Path:
+    """A copy of a checkpoint whose tensors `change` has changed in place."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda t: t.pop(DOWN), "no tensor for 'blk.1.ffn_down.weight'"),
+        (lambda t: t.update({"model.layers.1.mlp.x": torch.zeros(3)}), "model.layers.1.mlp.x"),
+        (lambda t: t.update({DOWN: t[DOWN][:, :-1].contiguous()}), DOWN),
+        (lambda t: t[UP][0, 0].fill_(torch.nan), f"{UP} has values that are NaN or infinite"),
+        (lambda t: t[UP][0, 0].fill_(torch.inf), f"{UP} has values that are NaN or infinite"),
+        (lambda t: t[UP].mul_(1e38), "hidden states are NaN or infinite"),
+    ],
+    ids=["missing", "unknown", "shape", "NaN", "infinite", "overflow"],
+)
+def test_a_damaged_model_is_refused_before_training(config, tmp_path, change, line):
+    """transformers fills in what is missing, at random."""
+    said = []
+    folder = damaged(config.model, tmp_path / "damaged", change)
+    with pytest.raises(SparkinferError) as raised:
+        sparsify(replace(config, model=folder), said.append)
+    assert line in str(raised.value) and "\n" not in str(raised.value)
+    assert not any(line.startswith("step") for line in said) and not config.work_folder.exists()
 
 
 def test_a_refused_run_leaves_no_dense_checkpoint(config, tmp_path):

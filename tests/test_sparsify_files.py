@@ -65,6 +65,12 @@ def test_two_runs_with_one_output_keep_apart(config, capsys):
     assert config.work_folder.read_text() == "a file"
 
 
+def test_a_place_where_no_folder_can_be_made_is_refused(config, capsys):
+    words = ["sparsify", str(config.model), "--corpus", str(config.corpora[0])]
+    assert main([*words, "-o", "/proc/out.gguf"]) == 1
+    assert "/proc/out.gguf.sparsify: cannot be written: No such file" in capsys.readouterr().err
+
+
 def test_a_folder_that_its_last_holder_removes_is_made_again(tmp_path):
     path = tmp_path / "missing" / "work"
     for _ in range(2):
@@ -84,8 +90,40 @@ def test_a_folder_that_its_last_holder_removes_is_made_again(tmp_path):
 def test_the_licence_of_a_model_does_not_stop_a_run_that_starts_over(config):
     folder = config.checkpoint_of(0.6)
     folder.mkdir()
-    (folder / "LICENSE").write_text("free")
+    for place in (config.model, folder):
+        (place / "LICENSE").write_text("free")
     check_outputs(replace(config, force=True))
-    (folder / "mine").write_text("")
-    with pytest.raises(SparkinferError, match="holds 'mine', which this command has not written"):
+
+
+@pytest.mark.parametrize("name", ["mine", "notes.md", "notes.txt", "results.json", "x.safetensors"])
+def test_starting_over_deletes_no_file_that_the_command_does_not_write(config, name):
+    """The folder of the trained checkpoint is replaced as a whole."""
+    folder = config.checkpoint_of(0.6)
+    folder.mkdir()
+    (folder / name).write_text("mine")
+    line = f"holds '{name}', which this command has not written"
+    with pytest.raises(SparkinferError, match=line):
         check_outputs(replace(config, force=True))
+
+
+def test_a_run_may_start_over_on_what_it_wrote(config, tmp_path):
+    """From a folder and from a model file, whose checkpoint's files have other names."""
+    config = replace(config, tokens=256)
+    sparsify(config)
+    check_outputs(replace(config, force=True))
+    file = tmp_path / "m.gguf"
+    convert(ConvertConfig(source=config.model, output=file, outtype="f32"))
+    of_file = replace(
+        config, model=file, output=tmp_path / "b.gguf", save_checkpoint=tmp_path / "b"
+    )
+    sparsify(of_file)
+    finish(of_file)
+    assert not of_file.work_folder.exists()
+    check_outputs(replace(of_file, force=True))
+
+
+def test_a_run_from_python_takes_the_lock_too(config):
+    with locked_folder(config.work_folder):
+        with pytest.raises(SparkinferError, match="another run is at work in this folder"):
+            sparsify(config)
+    assert not config.checkpoint_of(0.6).exists()

@@ -8,6 +8,7 @@ logits.
 Letters: V logits, which may be more than the tokenizer has tokens."""
 
 import json
+import re
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
@@ -195,7 +196,8 @@ def _constraint(what: Kind, lark: str, codec: TextCodec) -> Constraint:
     matcher = matcher_class(tokenizer, lark, log_level=0, limits=limits)
     messages = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if messages:
-        raise SparkinferError(f"{what}: {_one_line(messages[0])}")
+        words = _regex_error if what == "regex" else _one_line
+        raise SparkinferError(f"{what}: {words(messages[0])}")
     constraint = Constraint(matcher, codec, tokenizer.vocab_size, what)
     constraint.mask_V(tokenizer.vocab_size)  # raises if no text at all is allowed
     return constraint
@@ -256,3 +258,15 @@ def _one_line(message: str) -> str:
     kept = [line for line in lines if line.strip("^") and not line.split(" ")[0].isdigit()]
     text = " ".join(kept)
     return text.partition("failed to compile JSON schema: ")[2][:300] or text[:300]
+
+
+def _regex_error(message: str) -> str:
+    """llguidance's message on a regex: what is wrong, and the part of the regex that it is about.
+    The numbers in it are places in the grammar that llguidance puts around the regex."""
+    lines = message.splitlines()
+    marks = [i for i, line in enumerate(lines) if "^" in line and not line.strip(" ^")]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if not marks or not reasons:
+        return re.sub(r"^at \d+\(\d+\): (invalid regex .* \(in regex\): )?", "", _one_line(message))
+    part = lines[marks[0] - 1][lines[marks[0]].index("^") :][:60]
+    return f"{reasons[0]}, {'from here: ' + part if part else 'at the end'}"

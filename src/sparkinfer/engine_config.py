@@ -19,7 +19,7 @@ from sparkinfer.rope import check_scaling
 MODES: tuple[RunMode, ...] = get_args(RunMode)
 MAX_SEQUENCES = 1024
 MOST_THREADS = 1024
-_DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9]\d?))?")
+_DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9][0-9]?))?")
 
 
 class OwnPolicy(Protocol):

@@ -19,6 +19,7 @@ from sparkinfer.steady import changed_inputs, is_taken, wrote
 
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
+TRIES = 100  # to make a folder that other runs remove; /proc, say, has room for none
 MODEL_SUFFIX = ".gguf"
 # Errors that only writing raises: disk full, quota or file size limit reached, read-only disk.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -92,13 +93,15 @@ def locked_folder(path: Path) -> Iterator[None]:
 
 def _locked(path: Path) -> int:
     """A descriptor that holds the lock of the folder `path`; makes the folder if it is missing."""
+    tries = 0
     while True:
         try:
             path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # another run has removed it
-            continue
         except OSError as error:
+            tries += 1
+            if isinstance(error, FileNotFoundError) and tries < TRIES:  # another run has removed it
+                continue
             raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
         is_ours = _lock(descriptor)
         with suppress(FileNotFoundError):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.sizes import whole_number
 
 SUMMARIES = ("mean", "bounds")
 POSITIONS = ("original", "capped")
@@ -119,6 +120,6 @@ def padded(width: int) -> int:
 
 def _whole(name: str, value: str) -> int:
     try:
-        return int(value)
+        return whole_number(value)
     except ValueError as error:
         raise SparkinferError(f"{name}={value!r}; wanted a whole number") from error

@@ -80,6 +80,8 @@ class CacheOptions:
                     f" {', '.join(types)}"
                 )
             try:
+                if not value.isascii():  # Python's numbers have many digits
+                    raise ValueError
                 found[name] = types[name](int(value) if types[name] is bool else value)
             except ValueError as error:
                 raise SparkinferError(f"{name}={value!r}; wanted a number") from error

@@ -4,7 +4,7 @@ import re
 
 from sparkinfer.errors import SparkinferError
 
-_UNITS = {"": 1 << 30, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+UNITS = {"": 1 << 30, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
           "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
 
@@ -13,24 +13,31 @@ MOST = 1 << 60  # 2^30 GiB; files store sizes in 64 bits
 
 def parse_bytes(text: str) -> int:
     """Parses "8GiB", "512 MiB" or "1.5GB"; 8G means 8 GiB, and so does 8, as in SparkInfer."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    if match is None or match[2].upper() not in UNITS:
         raise SparkinferError(f"{text!r} is not a size; wanted e.g. 8GiB, 512MiB or 1.5GB")
-    size = float(match[1]) * _UNITS[match[2].upper()]
+    size = float(match[1]) * UNITS[match[2].upper()]
     if size >= MOST:
         raise SparkinferError(f"{text!r} is more than any machine has; wanted e.g. 8GiB or 512MiB")
     return int(size)
 
 
+def whole_number(text: str) -> int:
+    """Python's int in the digits 0 to 9 alone. Raises ValueError."""
+    if not text.isascii():
+        raise ValueError(f"{text!r} has other characters than plain digits")
+    return int(text)
+
+
 def format_bytes(count: int) -> str:
     """Formats bytes in the largest binary unit that gives at least one, e.g. 1.50 GiB."""
     for unit in ("GiB", "MiB", "KiB"):
-        if count >= _UNITS[unit.upper()]:
-            return f"{count / _UNITS[unit.upper()]:.2f} {unit}"
+        if count >= UNITS[unit.upper()]:
+            return f"{count / UNITS[unit.upper()]:.2f} {unit}"
     return f"{count} B"
 
 
 def unit_of(most: int) -> tuple[str, int]:
     """(name, bytes) of the unit for an axis up to this many bytes."""
-    name = next((unit for unit in ("GiB", "MiB", "KiB") if most >= 2 * _UNITS[unit.upper()]), "B")
-    return name, _UNITS[name.upper()]
+    name = next((unit for unit in ("GiB", "MiB", "KiB") if most >= 2 * UNITS[unit.upper()]), "B")
+    return name, UNITS[name.upper()]

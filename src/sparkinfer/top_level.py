@@ -85,7 +85,9 @@ def usage_line(error: "click.ClickException") -> str:
     message = " ".join(message.split()).rstrip(".")
     name = getattr(error, "option_name", "") or getattr(error, "command_name", "")
     least = LEAST_ALIKE if name.startswith("-") else LEAST_ALIKE_COMMAND
-    close = get_close_matches(name, possible or (), 1, least)
+    longer = sorted(option for option in possible or () if option.startswith(f"{name}-"))
+    close = longer[:1] if name else []
+    close = close or get_close_matches(name, possible or (), 1, least)
     if close:
         message += f", did you mean {close[0]}?"
     message = message[:1].lower() + message[1:] if message[1:2].islower() else message

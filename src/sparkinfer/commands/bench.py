@@ -22,6 +22,7 @@ from sparkinfer.commands.shared import (
     split_option,
     threads_option,
 )
+from sparkinfer.sizes import whole_number
 
 
 class Lengths(click.ParamType):
@@ -35,7 +36,7 @@ class Lengths(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(int(number) for number in str(value).split(","))
+            return tuple(whole_number(number) for number in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r} is not a list of numbers; wanted e.g. 512 or 128,512", param, ctx)
 

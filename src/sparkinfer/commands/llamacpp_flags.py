@@ -46,7 +46,7 @@ def _refuse(text: str, commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
 
 
 _NUMBERS = (click.types.IntParamType, click.types.FloatParamType)
-_DEVICE = re.compile(r"^CUDA(?=\d+$)")
+_DEVICE = re.compile(r"^CUDA(?=[0-9]+$)")
 _PLAN = (
     "a plan decides what is on the GPU: sparkinfer solve MODEL --profile P --machine M"
     " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan, everything is on the GPU if there"
@@ -179,7 +179,9 @@ def _gpu_layers(name: str, values: list[str]) -> list[str]:
     text = values[0] if values else ""
     if text == "0":
         return ["--device", "cpu"]
-    if text in ("all", "auto", "-1") or (text.isdecimal() and int(text[:9]) >= ALL_LAYERS):
+    if text in ("all", "auto", "-1") or (
+        text.isascii() and text.isdecimal() and int(text[:9]) >= ALL_LAYERS
+    ):
         return []
     raise click.UsageError(f"{name} {text} is llama.cpp's: {_PLAN}")
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -19,7 +21,7 @@ from sparkinfer.commands.llamacpp_flags import translate
 from sparkinfer.engine_config import MODES, EngineConfig, check_device, check_threads
 from sparkinfer.errors import SparkinferError
 from sparkinfer.outputs import check_apart
-from sparkinfer.sizes import parse_bytes
+from sparkinfer.sizes import UNITS, parse_bytes
 from sparkinfer.steady import reading
 
 
@@ -52,17 +54,67 @@ ENDINGS = (".gguf", ".safetensors", ".json")  # of files that commands write
 FOLDER = FolderPath(path_type=Path)
 
 
+class _Plain:
+    """Refuses numbers in other digits than 0 to 9, which Python's int and float take."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.isascii():
+            self.fail(f"{value!r} is not a number in plain digits (0 to 9)", param, ctx)  # type: ignore[attr-defined]
+        return super().convert(value, param, ctx)  # type: ignore[misc]
+
+
+class _Whole(_Plain, click.types.IntParamType):
+    pass
+
+
+class _Decimal(_Plain, click.types.FloatParamType):
+    pass
+
+
+class _WholeRange(_Plain, click.IntRange):
+    pass
+
+
+def _plain(kind: click.ParamType) -> click.ParamType:
+    """The type of an option, taking plain digits only if it is a number."""
+    if isinstance(kind, click.IntRange):
+        return _WholeRange(kind.min, kind.max, kind.min_open, kind.max_open, kind.clamp)
+    if type(kind) is click.types.IntParamType:
+        return _Whole()
+    return _Decimal() if type(kind) is click.types.FloatParamType else kind
+
+
 class FileCommand(click.Command):
     """A command that refuses an output that is also an input or another output, under any name, and
     writes none if an input changes meanwhile. A command that derives further file names, next to an
     output or in a folder, checks these itself (outputs.check_outputs)."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        for param in self.params:
+            param.type = _plain(param.type)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # true while the shell completes a line
             args, notes = translate(ctx, args)
             for note in notes:
                 say(note)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            advice = self._advice(error)
+            raise error if advice is None else click.UsageError(advice, ctx) from error
+
+    def _advice(self, error: click.UsageError) -> str | None:
+        """What to do about arguments that no parameter takes; None if that is unclear."""
+        found = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message, re.DOTALL)
+        if found is None:
+            return None
+        if len(found[1]) > 1 and found[1].upper() in UNITS:
+            return f"a size is one word: write 8{found[1]}, not 8 {found[1]}"
+        if any(param.name == "prompt" for param in self.params):
+            return f"a text is given with -p: -p {shlex.quote(found[1])[:200]}"
+        return None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         write_options(self, ctx, formatter)

@@ -97,7 +97,7 @@ def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
     from sparkinfer.profile.ranks import rank_here
     from sparkinfer.progress import progress
     from sparkinfer.sparsify.plan import finish as clean_up
-    from sparkinfer.sparsify.run import sparsify as run
+    from sparkinfer.sparsify.run import sparsify_locked as run
 
     is_first = rank_here() == 0
     total = config.tokens * len(config.targets)
