@@ -1,6 +1,7 @@
 // Products at the AMX level, on emulated tiles, against those of the generic level, to the bit. Rows end
 // where their allocation does, so that the address sanitizer sees reads past them. With the argument
-// "wrong", the tiles err. Any other argument names a misuse of tiles, which must end the program.
+// "wrong", the tiles err. With "well" tiles are used once, correctly; any other argument names a misuse of
+// them, which must end the program.
 #include "emulated_amx.h"
 
 #include <vector>
@@ -16,8 +17,7 @@ uint32_t random_bits() {
     return state >> 8;
 }
 
-
-// Vectors that were quantised in two parts, the border within a group of 16.
+// Vectors that were quantised in two parts, the last third first; one vector at once.
 struct Packed {
     Packed(const Kernels& kernels, int32_t kind, const std::vector<float>& x, int64_t D, int64_t T)
         : input{x.data(), nullptr, D, T, 0, T} {
@@ -45,7 +45,7 @@ struct Weights {
         data.resize(N * row_bytes);
         for (uint8_t& byte : data) byte = static_cast<uint8_t>(random_bits());
         for (int64_t a = 0; a < N; ++a)
-            for (int64_t b = 0; b < D / 32; ++b) {  // scales, of either sign and near 1
+            for (int64_t b = 0; b < D / 32; ++b) {  // scales of either sign, 0.5 to 2
                 const uint16_t scale = 0x3800 | (random_bits() & 0x87ff);
                 std::memcpy(&data[a * row_bytes + b * (is_planar ? 2 : block_bytes)], &scale, 2);
             }
@@ -132,7 +132,7 @@ int main(int argc, char** argv) {
         for (int64_t D : {32, 64, 96, 576, 2048})
             for (int64_t N : {1, 15, 16, 17, 40, 48}) {
                 // Rows and vectors go together in tiles, blocks one after another: every N with every T
-                // where rows are short, and a part of a tile of each where they are long.
+                // where rows are short, and few of each where they are long.
                 const bool is_long = D > 96;
                 if ((is_tiled(kind) && N % TILE_ROWS) || (is_long && N != 17 && N != 48)) continue;
                 const Weights weights(kind, D, N);

@@ -129,9 +129,9 @@ SparkNorm norm(int64_t n, bool is_layer_norm) {
     return {floats(n, 1.0f), is_layer_norm ? floats(n) : nullptr};
 }
 
-// Room for the bits of some rows, and whether exactly those of neurons below F are set.
 uint32_t* words(int64_t count) { return reinterpret_cast<uint32_t*>(bytes(count * 4)); }
 
+// True if exactly the first F bits are set, up to the end of their last word.
 bool are_all(const uint32_t* bits, int64_t F) {
     for (int64_t j = 0; j < (F + 31) / 32 * 32; ++j)
         if ((bits[j / 32] >> j % 32 & 1) != (j < F)) return false;
@@ -224,8 +224,8 @@ bool refuses_operations(const SparkStep& step) {
     return true;
 }
 
-// Two sequences in blocks in any order: one row by row, the other in one step with rows of the first,
-// and a third that takes over its prefix; all end in the same logits.
+// Three sequences in blocks in any order, with a row of each in every step; the third takes over the key and
+// value of the second's row. All end in the same logits.
 bool pages(SparkStep step, SparkLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
@@ -357,8 +357,8 @@ struct Selecting {
         step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
     }
 
-    // A cache in blocks of `length`, backwards; all of it and its tables is `fill`, which a step that
-    // read what was not written would show.
+    // Makes a cache in blocks of `length`, backwards. It and its tables are filled with the byte `fill`; with
+    // 255, a step that reads what was not written gives NaN. False if such a step is refused.
     bool keep(int64_t length, int fill) {
         const int64_t W = step.head_width, N = (step.context_length + length - 1) / length;
         const SparkSelect& rule = step.select;
@@ -444,7 +444,8 @@ bool selections() {
     return true;
 }
 
-// The copies are made by a thread, or by the caller that waits for them; the object is freed while one runs.
+// The copies are made by a thread, or by the caller that waits for them. In the last round the object is
+// freed without waiting.
 bool copies() {
     constexpr int64_t COUNT = 9, SIZE = 4097;
     SparkCopier* copier = spark_copier_new();

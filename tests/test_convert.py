@@ -749,7 +749,7 @@ def test_a_refused_stock_layout_names_the_missing_tokenizer(tmp_path, monkeypatc
 
 
 def sentencepiece(is_metaspace: bool) -> Tokenizer:
-    """A tokenizer like Llama 2's: bytes, words made by merges, a control and an added token."""
+    """A tokenizer like Llama 2's: bytes, words made by merges, control tokens and an added one."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     merges = [("h", "e"), ("l", "o"), ("he", "l"), ("\u2581", "hel"), ("l", "lo"), ("\u2581", "w")]
     letters = ["\u2581", *"helowrd"]

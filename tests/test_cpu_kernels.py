@@ -1,4 +1,6 @@
-"""The C++ kernels against float64, for every kind, level of this processor and block edge.
+"""The C++ kernels against float64, for every level of this processor and sizes around block edges.
+
+Kinds: those of files, and planar ones; test_tiled.py and test_grouped.py have the others.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows.
 """
@@ -382,8 +384,8 @@ def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
 
 
 def k_quant_by_hand(kind: str) -> tuple[bytes, Tensor]:
-    """A block whose parts p of 32 have scale p + 1 and minimum p, with quants that count up in low
-    nibbles and down in high ones, and what it holds, f32 [256]."""
+    """A block's bytes and what it holds, f32 [256]. Parts p of 32 have scale p + 1 and, but for q6_k,
+    minimum p / 2; quants count up in low nibbles and down in high ones."""
     one, half = b"\x00\x3c", b"\x00\x38"
     count = torch.arange(32)
     low, high = count % 16, 15 - count % 16
@@ -413,14 +415,14 @@ def test_the_layout_of_k_quants_is_that_of_gguf(level, kind):
         x_D = torch.zeros(256)
         x_D[d] = 1
         got = library.dot_rows(row, kind, x_D).item()
-        assert (
-            abs(got - want_D[d].item()) <= 200 * EPS
-        )  # relative to the terms added and subtracted
+        # Absolute: terms of up to about 200 are added and subtracted.
+        assert abs(got - want_D[d].item()) <= 200 * EPS
 
 
 @pytest.mark.parametrize("kind", [*FLOAT_DTYPES, *SMALL_BLOCKS])
 def test_the_layout_is_that_of_gguf(level, kind):
-    """The bytes of one row by hand: 0, 1, ... 31 in floats, -8 ... 7 twice in q4_0."""
+    """One row by hand: -8 ... 7 twice in q4_0, else 0, 1, ... 31. Planar rows of one block have the
+    bytes of a file's."""
     nibbles = bytes(i | i << 4 for i in range(16))
     one = b"\x00\x3c"  # 1.0 in f16, little-endian
     row = {
@@ -522,7 +524,7 @@ def test_quantising_the_vector_costs_less_than_an_f16_would(level, kind):
 
 @pytest.mark.parametrize("kind", PLANAR)
 def test_rounding_the_factors_of_a_sum_costs_less_than_an_f16_would(level, kind):
-    """Also where the coefficients of neighbours differ by six orders of magnitude."""
+    """Also where coefficients of one group differ by up to six orders of magnitude."""
     W, c_F = matrix(kind, 300, 2048), vector(300) * torch.logspace(-3, 3, 300)
     shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(2))
     for c in (c_F, c_F[shuffled]):

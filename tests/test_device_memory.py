@@ -45,7 +45,8 @@ WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 @pytest.fixture(params=["llama", "tied"])
 def planned(request, tmp_path):
-    """(model, plan of it) with neurons divided, and a layer's attention and the head on the CPU."""
+    """(model, plan of it) with neurons divided and a layer's attention on the CPU, the head too unless
+    it is tied."""
     shape = make_shape(num_layers=3, width=256, num_neurons=96)
     model = make_model(shape=shape, predictor_rank=8, is_tied=request.param == "tied", kind="q4_0")
     return model, make_split(
@@ -585,7 +586,7 @@ def load_for(model, split, mode, context):
 ])  # fmt: skip
 @pytest.mark.parametrize("context", [512, 4096, 32768])
 def test_the_workspace_of_common_models_has_room(shape, context):
-    """Room for the vectors of a step, cuBLAS, and pieces of cold weights that are worth a copy."""
+    """For a pass of at least 32 tokens, beside the vectors of a step, cuBLAS and the neurons' ids."""
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
     left = workspace_bytes(model, context) - decode_bytes(model, context)
     left -= device_memory.SMALL_BYTES + (5 << 20) + 4 * shape.num_neurons * shape.num_layers

@@ -187,7 +187,7 @@ def test_devices_have_their_own_memory_and_streams(accepted):
         x + there
 
 
-def test_the_allocators_limit_and_the_devices_size_are_enforced(accepted):
+def test_the_allocators_limit_is_enforced_and_the_devices_size_reported(accepted):
     torch.cuda.set_per_process_memory_fraction(0.5)
     with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
         zeros(count=10 << 20)

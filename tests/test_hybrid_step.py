@@ -296,8 +296,8 @@ def test_a_nan_score_names_its_neuron(tmp_path):
 
 
 def test_all_neurons_on_the_cpu(tmp_path):
-    """cpu_ffn gives the logits and the bytes of a plan with no neuron on the GPU; it is refused
-    with a plan."""
+    """cpu_ffn gives the logits of an engine without a plan and, workspace aside, the bytes of a plan
+    with no neuron on the GPU; it is refused with a plan."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "no neuron on the GPU")
@@ -376,7 +376,7 @@ def test_memory_that_a_graph_refers_to_is_kept(tmp_path):
 
 
 class WaitedFor:
-    """A step's stream requests, and whether they were waited for."""
+    """A stream that does nothing, and remembers whether it was waited for."""
 
     is_finished = False
 

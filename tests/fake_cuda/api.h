@@ -1,4 +1,4 @@
-// What every call of the API begins with.
+// What the calls of the API begin with, but those that only report a state.
 
 #pragma once
 
@@ -8,7 +8,7 @@ namespace fake {
 
 // 0, or why a call may not be made now: from a host function, or after a failure of the device.
 int refused(const char* name);
-// 0, or the status of a call that is forbidden during a capture; invalidates the captures.
+// 0, or the status of a call that is forbidden while a stream is captured; invalidates that capture.
 int refused_in_capture(const char* name);
 
 }  // namespace fake

@@ -191,7 +191,7 @@ int cudaGraphLaunch(void* exec, void* handle) {
   if (handle) {
     auto found = state().streams.find(handle);
     if (found == state().streams.end() || !found->second->is_alive)
-      return violation(kInvalidHandle, "cudaGraphLaunch: a stream that was destroyed");
+      return violation(kInvalidHandle, "cudaGraphLaunch: a stream that was never made, or was destroyed");
     stream = found->second.get();
   }
   if (stream->capture)
@@ -295,8 +295,8 @@ int fakeIsPinned(char* start) {
 
 int fakeNumUndeclared() { return state().num_undeclared; }
 
-// Text that stays valid until the next call: "violations", "log", or "left" (what is still
-// allocated).
+// Text that stays valid until the next call: "violations", "log", or "left" (memory that is still
+// allocated or pinned).
 const char* fakeText(const char* what) {
   std::lock_guard<std::recursive_mutex> guard(state().mutex);
   static std::string text;

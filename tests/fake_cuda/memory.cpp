@@ -133,7 +133,7 @@ static int release(const char* name, void* pointer, Place place) {
     block = s.blocks.erase(block);
   if (place == Place::kDevice) s.used_bytes[region.device] -= region.bytes;
   s.freed[(char*)pointer] = region.bytes;
-  // The addresses stay reserved: malloc might get them, and its memory would be taken for this.
+  // The addresses stay reserved. If malloc got them, its memory would count as freed here.
   mmap(pointer, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
        -1, 0);
   return kSuccess;

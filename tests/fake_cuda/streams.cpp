@@ -55,8 +55,8 @@ static Event* event_of(const char* name, void* handle) {
   return found->second.get();
 }
 
-// Whether work may be submitted to a stream: not to a legacy one while this thread captures
-// another.
+// 0, or why no work may be submitted to a stream: its capture is invalid, or it is a legacy stream while
+// this thread captures another of the device.
 static int may_submit(const char* name, Stream& stream) {
   if (stream.capture && !stream.capture->broken_by.empty()) {
     last_text = "the capture is invalid: " + stream.capture->broken_by;
@@ -300,7 +300,8 @@ int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* s
   return status || !is_pageable ? status : complete(stream->frontier);  // as CUDA does
 }
 
-// A kernel: `function(argument)` returns 0 and accesses these parts of its device's memory.
+// A kernel: `function(argument)` accesses these parts of its device's memory, and returns 0 or the
+// status with which it failed.
 int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int64_t), int64_t argument,
                      void (*forget)(int64_t), int count, char** starts, const int64_t* bytes,
                      const int* is_write) {
