@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from ctypes import CDLL, CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,10 @@ def _built(name: str, source: Path, options: Sequence[str]) -> Path:
         made = Path(folder, name)
         command = ["c++", "-shared", "-fPIC", "-Wall", "-Wextra", str(source), *options]
         subprocess.run([*command, "-o", str(made)], check=True)
-        os.replace(made, target)
+        # Another process may have loaded its own build: a file that is replaced while it is loaded is
+        # not found by its name.
+        with suppress(FileExistsError):
+            os.link(made, target)
     return target
 
 
