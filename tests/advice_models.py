@@ -1,7 +1,7 @@
 """Two models for which it is known whether a rule pays, and the text that they predict.
 
 Both predict a chain of 64 letters: the next one is the successor of the last, three times out of
-four. A letter is a code of 64 signs, and each of the feed-forward layer's working neurons reads one
+four. A letter is a code of signs (128, or 64 in the second model), and each of the feed-forward layer's working neurons reads one
 sign of it, by a gate that is always open; all of them add equally much, and the output that they
 make together is the code of the successor. So whatever is silenced of them is missed.
 
@@ -9,9 +9,9 @@ make together is the code of the successor. So whatever is silenced of them is m
     most_neurons_idle    of ten neurons seven have gates that are always nearly shut: silencing them
                          costs nothing. Each block of 32 weights of gate and up has one that is huge
                          and meets an input that is always 0, so that rounding to 8 bits or 4 turns
-                         the others to 0: no smaller type can be used.
+                         those of working neurons to 0: no smaller type can be used.
 
-Letters: D model width, F neurons, N letters."""
+Letters: D model width, F neurons, N letters, V vocabulary."""
 
 import dataclasses
 import string

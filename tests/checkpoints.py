@@ -42,8 +42,8 @@ def random_llama(
     has_tokenizer: bool = True,
     **config_overrides: object,
 ) -> Path:
-    """Saves a Llama with random weights (norms too) and a tokenizer with as many tokens; returns
-    the folder.
+    """Saves a Llama with random weights (norms too) and a tokenizer with at most as many tokens as
+    the model has; returns the folder.
 
     `fatrelu` and `drelu`, which transformers lacks, are saved as relu and renamed in
     config.json; fatrelu gets `hidden_act_param` 0.01 by default."""

@@ -26,7 +26,7 @@ from sparkinfer.top_level import UNEXPECTED
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Results of checks of GPUs, of which every load writes some, end with the tests.
+# Loads on a GPU store the results of its checks: here, in a folder that is deleted after the tests.
 _cache = tempfile.TemporaryDirectory(prefix="sparkinfer-tests-")
 os.environ.setdefault("SPARKINFER_CACHE", _cache.name)
 

@@ -113,7 +113,7 @@ def written(constraint, seed=0):
 
 
 def takes(constraint, text):
-    """True if a text is complete, whichever tokens it is written in."""
+    """True if the constraint accepts the whole text, whichever tokens it is split into."""
     return takes_bytes(constraint, text.encode())
 
 
@@ -255,7 +255,8 @@ def exact(number):
 
 
 def check(schema, text):
-    """Raises unless the text is valid JSON; compares numbers exactly, not as floats."""
+    """Raises unless the text is JSON that satisfies the schema; compares numbers exactly, not as
+    floats."""
     jsonschema.Draft202012Validator.check_schema(schema)
     document = json.loads(text, parse_float=exact)
     jsonschema.Draft202012Validator(schema).validate(document)

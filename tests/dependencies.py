@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = frozenset({"dev", "grammar", "parquet", "serve"})
-# Of those whose metadata hold the licence's text, or none, but for a classifier.
+# By classifier, for packages whose metadata have no expression, and as License its text or nothing.
 BY_CLASSIFIER = {
     "Apache Software License": "Apache-2.0",
     "BSD License": "BSD-3-Clause",

@@ -87,7 +87,7 @@ def idle(kernel: Callable) -> Callable:
 
 
 def halved(kernel: Callable) -> Callable:
-    """Halves what the kernel writes: floats, or the bits of integers."""
+    """Halves the floats that the kernel writes, and shifts its integers right by 16 bits."""
 
     def run(*arguments, **options) -> None:
         tensors = [each for each in (*arguments, *options.values()) if isinstance(each, Tensor)]

@@ -1,5 +1,5 @@
 """Streams that run submissions late, in any order that their events allow, and check from the
-submissions alone that no allowed order is a race."""
+submissions alone that no two operations race."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Every command that writes, on inputs so small that a run takes a fraction of a second."""
+"""Commands that write artifacts, on inputs so small that a run takes a fraction of a second."""
 
 import dataclasses
 import json
@@ -128,8 +128,8 @@ def make_inputs(folder: Path) -> None:
 
 
 def prepare() -> None:
-    """Makes commands save their state often, replaces the 16 s of measuring the machine by fixed
-    figures, and imports everything that a command imports."""
+    """Makes commands save their state often, replaces measurements of the machine, which take long, by
+    fixed figures, and imports everything that a command imports."""
     import encodings.unicode_escape  # noqa: F401  # by jinja2, when it reads its first template
 
     import matplotlib.backends.backend_agg  # noqa: F401

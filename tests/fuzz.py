@@ -8,7 +8,8 @@ Kinds are those of fuzz_readers and fuzz_odd, whose damaged files must be refuse
 whole file would be, those of fuzz_meaning, which must be refused, and those of fuzz_pairs, which
 must be where anything shows that the files do not belong together. INPUTS holds whole inputs (see
 fuzz_inputs). The first line on stdout is `ready`, then there is one for each case: its kind, number
-and outcome. `refused` (in one line of SparkinferError, nothing left behind) and `done` are right,
+and outcome (before it, with a guide, one of new lines of code); the last has the processor's
+seconds. `refused` (in one line of SparkinferError, nothing left behind) and `done` are right,
 everything else is wrong. A case that takes over LIMIT_S or kills the process has no line; one that
 takes over 1 GiB of memory ends in MemoryError, or kills."""
 

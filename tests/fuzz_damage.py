@@ -11,7 +11,7 @@ EXTREMES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 1 << 24, 0x7FFFFFFF, 0x80
             1 << 32, 1 << 40, (1 << 62) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
 NUMBERS = (b"-1", b"0", b"1", b"7", b"1e308", b"0.5", b"4294967296", b"9" * 20, b"9" * 400,
            b"null", b'"x"', b"[]", b"true", b"NaN", b"Infinity", b"1000000000")  # fmt: skip
-# Replacements of a value: whole JSON with another meaning.
+# Replacements of a value: well-formed JSON with another meaning.
 ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 10**9, 2**53, 2**63, 10**30,
        "", "x", "llama", "0", "x" * 5000, "\0", "a\nb", [], [0], ["x"], [[]], {}, {"": 0},
        {"type": "linear", "factor": 2.0}, {"rope_type": "default"})  # fmt: skip
@@ -49,7 +49,7 @@ def set_integer(data: bytearray, start: int, stop: int, rng: random.Random) -> N
 
 
 def change_field(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    """Changes a small integer, such as a length, count or offset: eight or four bytes with zeros."""
+    """Changes a small integer, such as a length, count or offset: a byte that three zeros follow."""
     found = [m.start() for m in re.finditer(rb"[\x01-\xff]\0{3}", data[start:stop])]
     if found:
         place = start + rng.choice(found)

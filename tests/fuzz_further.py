@@ -20,7 +20,7 @@ def _refuse_constant(name: str) -> None:
 
 @contextlib.contextmanager
 def stdout_of_a_pipe() -> Iterator[None]:
-    """Stdout into a file of UTF-8; it raises for what a terminal could not show."""
+    """Redirects stdout into a buffer of UTF-8; raises for text that has no such encoding."""
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")) as written:
         yield
         written.flush()
@@ -39,7 +39,8 @@ def compute(case: Case) -> None:
 
 
 def stretch(case: Case) -> None:
-    """The same for longer texts than the model was trained on, if they can be."""
+    """The same with positions scaled for texts longer than the model was trained on, where it allows
+    that."""
     from sparkinfer import Engine
 
     kind = (None, "none", "linear", "yarn")[case.number % 4]
@@ -49,7 +50,7 @@ def stretch(case: Case) -> None:
 
 
 def find_template(case: Case) -> None:
-    """Renders with the template that the file names `tool_use`."""
+    """Finds the default template and the one named `tool_use`; a few cases also render with them."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.runtime.text.chat_template import chat_template_of
     from sparkinfer.runtime.text.codec import TextCodec
@@ -76,7 +77,7 @@ def train_from(case: Case) -> None:
 
 
 def inspect(case: Case) -> None:
-    """Shows what a file holds, as tables and as JSON; of a model also its operations."""
+    """Shows what a file holds, as tables and as JSON."""
     from sparkinfer.inspection.inspect_file import inspect_file
     from sparkinfer.inspection.tables import print_summary
     from sparkinfer.inspection.to_json import to_json
@@ -88,6 +89,7 @@ def inspect(case: Case) -> None:
 
 
 def inspect_model(case: Case) -> None:
+    """Shows what a model file holds, and the operations of its step."""
     from sparkinfer.inspection.tables import print_facts
     from sparkinfer.inspection.to_json import to_json
     from sparkinfer.runtime.step.program_summary import facts_of, lines_of, summarise_program
@@ -112,7 +114,7 @@ def inspect_folder(case: Case) -> None:
 
 
 def inspect_and_export(case: Case) -> None:
-    """A profile or a plan, in each of the formats of other engines that it can have."""
+    """Shows a file; exports a profile or a plan in the format that PowerInfer reads."""
     from sparkinfer.export.export import ExportConfig, export
 
     inspect(case)
@@ -124,7 +126,7 @@ def inspect_and_export(case: Case) -> None:
 
 
 def export_split(case: Case) -> None:
-    """A plan with a damaged profile, as the model-split of SparkInfer and as PowerInfer's index."""
+    """A plan with a damaged profile, as the model-split of SparkInfer or as PowerInfer's index."""
     from sparkinfer.export.export import ExportConfig, export
 
     plan = case.folder / "model.split.gguf"
@@ -187,7 +189,7 @@ def read_prompts(case: Case) -> None:
 
 
 def read_messages(case: Case) -> None:
-    """A corpus as chat messages, in a template that is given as a file."""
+    """A corpus as chat messages, in the built-in template chatml."""
     from fuzz_readers import codec_of
 
     from sparkinfer.model_file import ModelFile

@@ -53,7 +53,7 @@ KEY = DeviceKey(index=0, device="a GPU", capability="8.9", memory_bytes=1 << 30,
 
 
 def make_further(folder: Path) -> None:
-    """Uses what fuzz_inputs made: checkpoints `safetensors`, `bin`, `silu`, `tokens`, and others."""
+    """Uses what fuzz_inputs made: the checkpoints `safetensors`, `bin` and `silu`, and others."""
     _families(folder)
     _rotations(folder)
     _further_tokenizers(folder)
@@ -151,7 +151,7 @@ def _shown(folder: Path) -> None:
 
 
 def _kept(folder: Path) -> None:
-    """An entry of the cache of `run`, its rates, and checks of a GPU; prompts, and a grammar."""
+    """An entry of the cache of `run`, its rates, and checks of a GPU; prompts, a corpus, a grammar."""
     for kind in ("entry", "rates", "checks", "prompts", "messages", "rules"):
         (folder / kind).mkdir()
     entry = {

@@ -117,7 +117,7 @@ def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.0
 
 
 def _model_files(folder: Path) -> None:
-    """plain.gguf (ReLU), silu.gguf, and from them those with predictors, limits and thresholds."""
+    """plain.gguf (ReLU), silu.gguf, those with predictors and limits, and those of other layouts."""
     convert(ConvertConfig(source=folder / "safetensors", output=folder / "plain.gguf"))
     predictors_of(ModelFile.load(folder / "plain.gguf")).save(folder / "ours" / FILE_NAME)
     for kind in ("gguf", "stock", "run", "theirs", "powerinfer"):

@@ -1,5 +1,5 @@
 """Which lines of the readers a case executes, so that fuzz_long can vary cases that reached new
-lines, and list those that no case has reached.
+lines, and list the lines that no case has reached.
 
 Only functions are traced, and each of them only until all of its lines have been seen."""
 

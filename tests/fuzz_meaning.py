@@ -1,4 +1,4 @@
-"""Well-formed files with a wrong value from fuzz_wrong. Each must be refused by its reader; a
+"""Well-formed files with a wrong value from fuzz_wrong or fuzz_wrong_families. Each must be refused by its reader; a
 silent "done" is wrong.
 
 A case's number selects a change from a table, and seeds its places and values. Damaged
@@ -43,7 +43,7 @@ class Meaning:
 
 
 def load(path: Path, *, is_header: bool = False) -> Content:
-    """Loads JSON, safetensors and GGUF, without any check of ours."""
+    """Loads JSON and safetensors without any check of ours, GGUF with those of the container."""
     if is_header:
         raw = path.read_bytes()
         end = 8 + int.from_bytes(raw[:8], "little")

@@ -6,7 +6,7 @@ is damaged):
     config.json                         config, values, yarn, llama3 (rotations)
     config.json of other families       falcon, opt, phi, qwen
     why convert refuses it; training    folder; trainable, retrained (from a GGUF)
-    weights                             safetensors, index, bin (a zip and a pickle, both our own),
+    weights                             safetensors, index, bin (our own readers of zip and pickle),
                                         bin-index, falcon-weights, opt-weights, phi-weights
     tokenizer.json, its like            tokenizer, tokens, unigram, vocab, merges, sentencepiece
     names and numbers of special tokens special, generation

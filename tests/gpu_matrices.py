@@ -2,8 +2,8 @@
 
 Values are compared one by one, each with its own bound: the possible effect of f32 rounding on a
 sum of such terms. A sum of n terms in f32, in any order, is off by at most n eps times the sum of
-the terms' sizes; errors add up like a random walk, so a correct kernel stays within sqrt(n) of it
-(and some for the terms)."""
+the terms' sizes; errors add up like a random walk, so a correct kernel stays within sqrt(n) eps times
+it, and a few eps for the terms themselves."""
 
 import gguf
 import numpy as np

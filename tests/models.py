@@ -1,6 +1,6 @@
 """Small synthetic models with random weights, profiles and machines for the tests.
 
-Letters: L layers, D model width, F neurons, R predictor rank."""
+Letters: L layers, F neurons, B bins of a histogram."""
 
 import hashlib
 from dataclasses import replace
@@ -37,7 +37,8 @@ def make_shape(
     vocab_size: int = 50,
     context_length: int = 32,
 ) -> ModelShape:
-    """Sizes of a small decoder; widths are multiples of 32, so that every type fits."""
+    """Sizes of a small decoder; by default widths are multiples of 32, as blocks of q8_0 and q4_0
+    need."""
     return ModelShape(
         num_layers=num_layers,
         width=width,
@@ -97,7 +98,8 @@ def make_model(
     )
 
 
-# Every order of blocks: architecture, optional tensors of a layer, whether norms come after a block.
+# Every arrangement of a layer: architecture, optional tensors of a layer, whether norms come after
+# attention and feed-forward instead of before.
 FAMILIES = {
     "llama": ("llama", (), False),
     "llama with biases": (
@@ -159,7 +161,7 @@ def decided_predictors(num_layers, num_neurons):
 
 
 def byte_level_keys() -> tuple[dict[str, Value], int]:
-    """(keys of a tokenizer of single bytes in which no token ends a text, its tokens)."""
+    """(keys of a tokenizer of single bytes in which no token ends a text, the number of its tokens)."""
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -91,8 +91,8 @@ def long_parts(kernels) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """`old` becomes `new` in a module's source (a name with ".py"), which contains it once, or in a
-    kernel's PTX, where `old` is a pattern and its `at`-th match changes."""
+    """`old` becomes `new` in `place`: a module's source (a name with ".py"), or a kernel's PTX, where
+    `old` is a pattern. Only occurrence number `at` changes."""
 
     what: str
     place: str
@@ -390,7 +390,7 @@ PTX = [
            old=r"@%p(\d+) bra", new=r"@!%p\1 bra", found_by="values"),
     Mutant(what="signed bytes converted without a sign", place="_down", case="down q8_0",
            old=r"cvt\.s16\.s8", new="cvt.u16.u8", found_by="values"),
-    Mutant(what="bits of a word shifted by one more", place="_gate_up", case="gate_up",
+    Mutant(what="bits of a word counted modulo 16", place="_gate_up", case="gate_up",
            old=r"(and\.b32\s+%r\d+, %r\d+), 31;", new=r"\1, 15;", at=0, found_by="nothing",
            reason="the number of neurons is below 16"),
     Mutant(what="a mean by a product instead of a quotient", place="_add_norm", case="norm",

@@ -64,8 +64,8 @@ def launches(
 
 def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons: int | None = None,
          rank: int = 0, predictor: str = "linear", **changes) -> ModelFile:  # fmt: skip
-    """A model of zeros with another's architecture and sizes, all matrices of one kind (None: each of
-    its own), and predictors of a rank."""
+    """A model of zeros with another's architecture and widths, all matrices of one kind (None: each of
+    its own), and predictors of a rank. Its vocabulary is cut to 4,096 tokens."""
     shape = dataclasses.replace(
         model.shape, num_layers=layers, num_neurons=neurons or model.shape.num_neurons,
         vocab_size=min(model.shape.vocab_size, 4096),
@@ -152,7 +152,7 @@ def _least_programs(count: int, wanted: list[int]) -> int:
 
 
 def _small_tensor(kernel: str, name: str, value: Tensor, count, random) -> Tensor:
-    """Random values in a tensor with the same alignment as the other."""
+    """Random values in a tensor with the alignment of `value`."""
     per_row = name in ("out_N", "bias_N", "gate_bias_N", "up_bias_N", "id_N", "hidden_N", "bias_F",
                        "index_A", "out_AD")  # fmt: skip
     size = list(value.shape)

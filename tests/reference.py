@@ -32,7 +32,8 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
 
 
 def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None) -> np.ndarray:
-    """[T, V]. `named_LTF` masks neurons; `silent(activated)` says which gates count as closed."""
+    """[T, V]. `named_LTF` masks neurons; `silent(activated)` says which gates of
+    a SiLU model count as closed."""
     s = model.shape
     x = weights(model, "token_embd.weight")[ids]
     for layer in range(s.num_layers):

@@ -29,7 +29,7 @@ def interrupted_after(seconds: float, *words: str) -> tuple[int, str]:
 
 
 def frames(error: str) -> list[str]:
-    """The files of a traceback, apart from Python's own start."""
+    """The files of a traceback, apart from the import hook of an editable installation."""
     files = [line.split('"')[1] for line in error.splitlines() if line.startswith('  File "')]
     return [file for file in files if "_editable_skbc" not in file]
 

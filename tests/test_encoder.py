@@ -1,4 +1,5 @@
-"""The C++ encoder against gguf.quants: every kind, source type and level, both directions."""
+"""The C++ encoder against gguf.quants, and for K-quants against bytes that ggml wrote: every kind,
+source type and level, rows that are contiguous and rows that are columns in memory."""
 
 import hashlib
 
@@ -70,7 +71,8 @@ def test_the_comparison_rejects_wrong_bytes():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_f16_is_read_and_every_tie_rounded(level):
-    """All f16 to f32 and back; also the f32 halfway between two f16, and its neighbours."""
+    """All finite f16 to f32 and to f16; to f16 also the f32 halfway between two f16, and its
+    neighbours."""
     bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     finite = np.sort(bits[np.isfinite(bits)])
     tensor = torch.from_numpy(finite.copy()).reshape(1, -1)
@@ -137,7 +139,7 @@ def numbers(count: int) -> np.ndarray:
 
 
 def k_quant_values() -> np.ndarray:
-    """[24, 768]: normal values of all magnitudes, parts of different magnitudes, one sign only, few
+    """[24, 768]: bell-shaped values of all magnitudes, parts of different magnitudes, one sign only, few
     distinct values, constants."""
     values = numbers(24 * 768).reshape(24, 24, 32)
     values[4:8] *= np.float32(2.0) ** -np.arange(24, dtype=np.float32)[None, :, None]

@@ -125,7 +125,7 @@ def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_weights_beyond_four_gib_are_read_as_written(tmp_path):
-    """An embedding of 4.3 GB of zeros except for some rows, in a sparse file; layers follow it."""
+    """An embedding of 4.4 GB, zeros except for its first 64 rows; the layers follow it."""
     small = make_model(
         shape=make_shape(width=64, num_neurons=96, vocab_size=64, context_length=32), kind="f32"
     )

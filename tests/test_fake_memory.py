@@ -1,5 +1,6 @@
 """A GPU's memory as sparkinfer manages it, on a fake CUDA device: a slab, a budget enforced on
-torch's allocator, prompts with streamed cold weights, and the tests for real devices."""
+torch's allocator, prompts with streamed cold weights, and tests of gpu/test_step.py, which are for
+real devices."""
 
 import dataclasses
 

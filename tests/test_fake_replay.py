@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not cpu_kernels.is_available(), reason="the C++ kernels are not built"),
 ]
 TOKENS = [3, 17, 4]
-ALL_ORDERS = 12
+NUM_ORDERS = 12
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture
 def omit(loaded):
-    """Leaves an edge out."""
+    """A function that leaves an edge out of the graph."""
     yield lambda number: library.load().fakeGraphOmit(loaded.handle, number)
     library.load().fakeGraphOmit(loaded.handle, -1)
     library.load().fakeCheckRaces(1)
@@ -64,20 +64,20 @@ def ran(engine):
     return logits, tuple(library.text("log")[before:])
 
 
-def test_every_order_that_the_graph_allows_gives_the_same_bits(loaded):
+def test_random_orders_that_the_graph_allows_give_the_same_bits(loaded):
     want, _ = ran(loaded.engine)
     assert rel_error(want, loaded.want) < BOUNDS["f32"]
     orders = set()
-    for seed in range(ALL_ORDERS):
+    for seed in range(NUM_ORDERS):
         library.load().fakeSeed(seed)
         got, order = ran(loaded.engine)
         orders.add(order)
         assert torch.equal(got, want)
-    assert len(orders) > ALL_ORDERS // 2
+    assert len(orders) > NUM_ORDERS // 2
 
 
 def test_the_graph_has_the_steps_operations(loaded):
-    """Two divided layers and two on the CPU: copies in both directions, and host functions."""
+    """Two divided layers and two on the CPU: kernels and host functions on two streams, and no race."""
     names = Counter(node.name for node in loaded.graph.nodes)
     assert names["gate_up"] == names["down"] == 2 and names["attend"] == 2
     assert names["host function"] == 6

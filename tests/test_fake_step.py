@@ -54,8 +54,8 @@ def on_the_device(path, split, mode, ids=TOKENS, **options):
 
 
 def check_the_runtime():
-    """Asserts that there was no violation, that no memory is left, and that every host function
-    declares its memory."""
+    """Asserts that there was no violation, that no memory is left except pinned memory, and that every
+    host function declares its memory."""
     assert not library.text("violations")
     assert not [line for line in library.text("left") if not line.startswith("pinned")]
     assert not library.load().fakeNumUndeclared()
@@ -127,7 +127,7 @@ def small(tmp_path, kind="q4_0"):
 
 
 def test_executed_ptx_host_functions_and_a_graph_give_the_cpus_logits(tmp_path):
-    """The kernels' machine code, the C++ of the cold neurons and a captured graph together."""
+    """The kernels' PTX, the C++ of the cold neurons and a captured graph together."""
     model = small(tmp_path)
     ids = [3, 17, 4]
     want, _ = on_the_cpu(model.path, "predicted", ids)

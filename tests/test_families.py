@@ -133,7 +133,7 @@ def test_logits_equal_those_of_transformers(checkpoints, tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_rows_at_once_equal_single_steps(checkpoints, tmp_path, case):
-    """Bit for bit, for every order of blocks."""
+    """Bit for bit, however a layer arranges attention, feed-forward and norms."""
     path = converted(checkpoints(case), tmp_path / "q8_0.gguf", outtype="q8_0")
     with Engine.load(path, mode="exact") as engine:
         assert engine.not_native is None

@@ -1,4 +1,5 @@
-"""Random faults in every command that writes, and two writers of one artifact; see faults.py."""
+"""Random faults in commands that write, and two writers of one artifact; see faults.py and
+two_writers.py."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 """The bits of a native step, one per neuron, row and layer, compared with what observers see in the
-ordinary path, for every mode, number of rows and kind of block."""
+ordinary path: in every mode, for one row and several, for whole and divided layers."""
 
 import dataclasses
 

@@ -48,7 +48,7 @@ def test_a_gpu_without_bf16_is_not_asked_to_multiply_it_at_load(monkeypatch, maj
 
 
 class OnCuda(torch.Tensor):
-    """A tensor that seems to be on CUDA, where it has no product of 16-bit types."""
+    """A CPU tensor that claims to be on CUDA, so that a product for CUDA alone is tried and fails."""
 
     is_cuda = True
 

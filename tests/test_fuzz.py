@@ -26,7 +26,7 @@ from fuzz_readers import KINDS, TARGETS
 
 from sparkinfer.errors import SparkinferError
 
-# Number of cases by kind, for two processes that take about as long: MANY are kinds of which most
+# Number of cases by kind, for two processes that take equally long, roughly: MANY are kinds of which most
 # cases must be refused, FEW the others. fuzz_long.py runs further cases, for hours.
 MANY = (
     {"safetensors": 110, "gguf": 110, "ours": 75, "index": 50, "profile": 50, "plan": 30},
@@ -145,7 +145,7 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
 
 
 def test_undamaged_inputs_are_accepted(inputs, tmp_path, monkeypatch):
-    """Nothing but its damage makes a case be refused."""
+    """A case is refused only because of its damage."""
     monkeypatch.setattr(fuzz, "mutated", lambda raw, spots, rng: raw)
     monkeypatch.setattr(fuzz, "another_value", lambda raw, rng: raw)
     for kind in KINDS:
@@ -233,7 +233,7 @@ def test_only_new_lines_are_reported():
 
 
 def test_an_overdue_case_is_tried_once_more(inputs, tmp_path, monkeypatch):
-    """A case that is late once may be due to a busy machine; one that is late twice hangs."""
+    """A case may be late once because the machine is busy; one that is late twice hangs."""
     tries = []
 
     def run(inputs, work, cases, *more):

@@ -348,7 +348,7 @@ def test_the_command_saves_and_reuses_a_prompts_state(tmp_path, codec_model):
     assert first["token_ids"] == second["token_ids"]
     assert (first["cached_tokens"], second["cached_tokens"]) == (0, second["prefill_tokens"] - 1)
     assert first["prefill_per_s"] * first["prefill_s"] == pytest.approx(first["prefill_tokens"])
-    assert second["prefill_per_s"] * second["prefill_s"] == pytest.approx(1)  # computed
+    assert second["prefill_per_s"] * second["prefill_s"] == pytest.approx(1)  # one token
     path.write_bytes(path.read_bytes()[:-1])
     refused = run(*common, "-p", "ab cd ef", code=1).stderr.decode()
     assert "or give --force to compute it again" in refused and refused.count("\n") == 1

@@ -90,7 +90,7 @@ def test_a_stream_gives_the_text_piece_by_piece(tmp_path, name):
 
 
 def test_a_stream_of_arbitrary_tokens_does_not_fail(tmp_path):
-    """Also of bytes that are not UTF-8, on which the stream of tokenizers raises; the text after
+    """Also of bytes that are not UTF-8, for which the DecodeStream of tokenizers raises; the text after
     them is whole."""
     codec = TextCodec(
         ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c"))), None, frozenset()

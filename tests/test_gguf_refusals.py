@@ -1,5 +1,5 @@
 """Third-party or damaged GGUF files: those that would run differently than in llama.cpp are
-refused. Oracle: llama.cpp's reading of the keys (llama-model.cpp), cited at each."""
+refused. Oracle: how llama.cpp reads the keys (llama-model.cpp)."""
 
 import dataclasses
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_one_matrix_twice_is_refused(stock, tmp_path, layout):
 
 
 def damaged(entry: TensorEntry, value: float) -> TensorEntry:
-    """With a value, or the scale of a block, in its third row."""
+    """The entry with this value in its third row, as an element or as the scale of a block."""
     data = np.array(entry.read())
     if entry.kind in ("f32", "f16"):
         data[2, 5] = value

@@ -34,8 +34,8 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Programs of four rows, as large matrices get them, for these small ones too, if there are as
-    many rows. The interpreter takes some 10 ms per program."""
+    """Gives these small matrices programs of four rows, as large ones have, if they have as many
+    rows. The interpreter takes about 10 ms a program."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
@@ -176,7 +176,7 @@ def test_down(kernels, kind, is_wide, skips_zeros):
 @pytest.mark.parametrize("num_neurons", [1, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize("skips_zeros", [False, True])
 def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
-    """In the number of parts chosen for it, in one, and in more than there are neurons."""
+    """In the number of parts chosen for it, in one, and in three, which one neuron does not fill."""
     matrix = make_matrix("f16", num_neurons, 32)
     hidden = hidden_with_zeros(num_neurons, 0.5)
     hidden[255:257] = 0.5  # on either side of the end of a scan

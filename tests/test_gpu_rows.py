@@ -1,6 +1,6 @@
-"""The GPU kernels for several rows of a step: each row has the bits that the kernel for one row gives
-it, which other tests compare with float64, whatever the number of rows and the other rows are; of
-products with K-quants all but the last bits.
+"""The GPU kernels for several rows of a step: whatever the other rows and their number, each row has
+the bits that the kernel for one row gives it, which other tests compare with float64. Products with
+K-quants may differ in the last bits.
 
 On a CUDA device where there is one, else in Triton's interpreter. test_ptx_rows.py does the same with
 the kernels compiled and executed."""
@@ -79,8 +79,8 @@ def assert_rows_as_alone(which, kernel: str, *, is_exact: bool = True, **given) 
 
 
 def is_exact(kind: str) -> bool:
-    """For K-quants the compiler fuses other multiplications with additions in one number of rows than
-    in another."""
+    """False for K-quants: which of their multiplications and additions the compiler fuses depends on the
+    number of rows."""
     return block_width(kind) != 256
 
 
@@ -226,7 +226,7 @@ SEQUENCES = (0, 2, 1, 1, 3, 0, 2, 3)
 
 
 def paged(dtype, num_kv=2, width=32, seed=2):
-    """(keys and values [B, P, K, W] of four sequences of 200 positions, their table [S, N])"""
+    """(keys, values [B, P, K, W] of four sequences of 256 positions, their table [S, N])."""
     num_blocks, by_heads = 16, (16, num_kv, 64, width)
     found = [
         vector(num_blocks * 64 * num_kv * width, seed + n).view(by_heads).transpose(1, 2).to(dtype)
@@ -259,7 +259,7 @@ def whole(given: dict, row: int) -> dict:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_attend_to_blocks(kernels, num_rows, dtype):
-    """Each row equals one whose sequence is alone, in one block."""
+    """Each row equals one whose sequence is alone, in a cache without blocks."""
     given = attending(num_rows, dtype)
     size = ranges.attend_scratch(256, 4, 32)
     out = empty(num_rows, 4 * 32)
@@ -323,8 +323,8 @@ def test_append_to_blocks(kernels, num_rows, dtype):
 
 
 def test_a_repeated_row_appends_once_and_attends(kernels):
-    """Rows that pad a step repeat the last one. What only they would store is left out: here
-    their keys differ, which in a step they do not."""
+    """Rows that pad a step repeat the last one and store nothing. Here, unlike in a step, their values
+    differ from its own, so that a store would show."""
     given = attending(4)
     for name, values in (("position_1", (7, 9, 9, 9)), ("sequence_1", (1, 1, 1, 1))):
         given[name].copy_(torch.tensor(values))

@@ -155,7 +155,7 @@ def test_random_schedules(tmp_path, plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("plan", DIVIDED)
-def test_a_hundred_random_schedules(tmp_path, plan, kind):
+def test_many_random_schedules(tmp_path, plan, kind):
     assert schedules(tmp_path, plan, 25, kind=kind) > 1000
 
 

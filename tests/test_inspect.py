@@ -317,7 +317,7 @@ def test_a_file_of_no_known_kind_gives_one_line(tmp_path, capsys, content, said)
 
 
 def test_a_header_above_the_bound_is_not_read(tmp_path, capsys):
-    """A sparse file may claim any size for it, and have it."""
+    """A sparse file may claim a header of any size, and be that large."""
     with (tmp_path / "x").open("wb") as file:
         file.write(struct.pack("<Q", 1 << 40) + b'{"')
         file.truncate((1 << 40) + 8)

@@ -150,7 +150,8 @@ def test_codes_preserve_most_of_a_key(width):
 
 
 def planted(rule: KeySelection, width: int, is_rotated: bool):
-    """Tables over keys; those at the positions PLANTED are made from the queries."""
+    """(tables, keys, queries): the keys at the positions PLANTED point in the direction that their
+    head's queries share."""
     random = torch.Generator().manual_seed(1)
     key_TKW = torch.randn(1024, 2, width, generator=random)
     query_KGW = torch.randn(2, 3, width, generator=random) * 0.1
@@ -277,7 +278,7 @@ def test_random_schedules_of_several_texts(path, rule):
 
 @native
 def test_a_fork_that_diverges_gets_its_own_tables(path):
-    """Blocks of the cache are copied with their tables when one of two writes into them."""
+    """A block that two texts share is copied with its tables when one of them writes into it."""
     with load(path, num_sequences=3) as engine, engine.sequence() as text:
         text.extend(IDS[:250], "none")
         with text.fork() as other:
@@ -373,8 +374,8 @@ def test_no_context_and_a_full_one(path):
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17])
 @pytest.mark.parametrize("rule", [SMALL, RULES[4], "block=64,sinks=0,window=64,top=16777216"])
-def test_contexts_shorter_than_a_block(path, rule, context):
-    """Down to a text of one token; every size is longer than the context."""
+def test_contexts_shorter_than_the_window(path, rule, context):
+    """Down to a text of one token."""
     ids = IDS[:context]
     with load(path, rule, context_length=context) as engine:
         found = engine.logits(ids)

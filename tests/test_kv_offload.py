@@ -246,7 +246,7 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
 @on_device
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_the_announced_bytes_are_those_allocated(tmp_path, num_sequences):
-    """On the device none, whatever the context; in main memory the cache with its tables."""
+    """On the device none; in main memory the cache with its tables."""
     model, split = offloaded(tmp_path, "mixed", num_sequences=num_sequences)
     with fake_cuda():
         with Engine.load(

@@ -2,8 +2,8 @@
 decoder in float64 with the same masks.
 
 Each limit of the reference is in the middle of the widest gap between the magnitudes compared with
-it, so that rounding silences nothing else. Letters: L layers, D model width, F neurons, T tokens, V
-vocabulary."""
+it, so that rounding silences nothing else. Letters: L layers, D model width, F neurons, H outputs of
+all heads, N any of these, T tokens."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from sparkinfer.runtime.step.batch import rows_of
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-# f16: the cache of keys; blocks: x in 16 bits, sums of rows likewise.
+# f16: keys and values are cached in f16; blocks: x, and coefficients of sums, have 16 bits.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 L, D, F, HEADS, KV = 2, 96, 224, 6, 2
 SHAPE = make_shape(

@@ -274,7 +274,7 @@ def test_a_file_with_limits_can_be_inspected(tmp_path):
 
 
 def test_the_program_of_transposed_matrices_counts_their_bytes(tmp_path):
-    """A row for each input takes as many bytes as a row for each neuron, in f32."""
+    """In f32 a matrix has as many bytes as its transpose, so only the limits of attention are added."""
     base = saved(model_of(), tmp_path)
     limits_of().save(tmp_path / "limits.safetensors")
     convert(ConvertConfig(source=base, output=tmp_path / "m.gguf", outtype="f32",

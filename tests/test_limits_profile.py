@@ -1,7 +1,7 @@
 """Profiles, predictors and plans of model files with limits.
 
-Firings are counted again from transformers' activations in float64, which silence what is at or
-below its limit. Letters: L layers, T tokens, F neurons."""
+Firings are counted again from transformers' activations in float64, in which everything at or below
+its limit is silenced. Letters: L layers, T tokens, D model width, F neurons."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def made(tmp_path_factory) -> Path:
 
 @torch.no_grad()
 def scales(folder: Path) -> list[dict[str, float]]:
-    """The median magnitude of each value, by layer and field of LayerLimits."""
+    """The median magnitude of the values, by layer and field of LayerLimits."""
     seen: list[dict[str, float]] = [{} for _ in range(L)]
     model = hooked(folder, lambda layer, name, value: seen[layer].setdefault(
         name, float(value.abs().median())))  # fmt: skip
@@ -398,9 +398,9 @@ def half_of_the_neurons(path: Path) -> str:
     return f"{sum(whole.values()) - whole['neurons'] // 2}B"
 
 
-def test_a_trained_model_goes_through_every_command(tmp_path):
-    """A model goes from sparsify to generation by a plan. transformers computes what mode dense
-    computes, to 1e-5, and a plan and predictors that name all give what mode exact gives."""
+def test_a_trained_model_goes_through_the_commands(tmp_path):
+    """The stages from sparsify to generation by a plan, bench and report. Mode dense computes what transformers
+    does, and mode exact with a plan what it does without, to 1e-5."""
     inputs = make_inputs(tmp_path)
     made = sparsify(tiny_config(inputs, tmp_path)).record.made[0]
     text = inputs[1]

@@ -24,7 +24,7 @@ def device(request):
 
 @pytest.fixture
 def cuda(request):
-    """Fails a test that needs CUDA if there is none."""
+    """Fails a test that needs CUDA if there is none; skips it with `--device cpu`."""
     if request.config.getoption("--device") == "cpu":
         pytest.skip("only a CUDA device has this")
     assert torch.cuda.is_available(), "no CUDA device here"

@@ -43,7 +43,7 @@ MOST_LINES = 20
 
 @dataclass(kw_only=True)
 class Job:
-    """One file of tests. `state` is waiting, running, ok, FAILED or out of time."""
+    """One file of tests, or a part of one. `state` is waiting, running, ok, FAILED or out of time."""
 
     name: str
     arguments: list[str]
@@ -165,7 +165,7 @@ class Runner:
 
 
 def jobs_of(device: str) -> list[Job]:
-    """All jobs of a device; on the CPU, only those that compare devices."""
+    """All jobs of a device; on the CPU, only the files of this folder."""
     jobs = [job for path in sorted(HERE.glob("test_*.py")) for job in _of(path, "--device", device)]
     if device == "cuda":
         for path in sorted((ROOT / "tests").glob("test_gpu_*.py")):

@@ -1,6 +1,6 @@
 """The kernels under NVIDIA's compute-sanitizer, where it works: reads out of bounds, and races.
 
-It slows kernels a hundredfold, so a few of the kernels' tests run under it, by SELECTION. If the
+Kernels are much slower under it, so only a few of their tests run, by SELECTION. If the
 tool is missing, or does not work on this machine (it needs the driver's debugging interface), the
 test is skipped with the reason, which `run.py` repeats in its table."""
 
@@ -19,7 +19,7 @@ SELECTION = "q4_0 or q6_k or attend or add_norm"
 MOST_TESTS = 8
 SECONDS = 100
 ERROR = 86  # the exit code of a run in which the tool found something
-# Reads one value past the end of a tensor that has its segment of memory to itself.
+# Reads one value, 1 GiB after the start of a tensor of 4 MiB.
 BAD = """
 import torch, triton, triton.language as tl
 @triton.jit
@@ -74,7 +74,7 @@ def selected():
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_the_kernels_are_clean(cuda, working, tool):
     names = selected()
-    assert names, f"no test of kernels is called anything of {SELECTION!r}"
+    assert names, f"no test of kernels matches {SELECTION!r}"
     code, output = sanitized("-m", "pytest", "-q", "-p", "no:cacheprovider", *names, tool=tool)
     if code is None:
         pytest.skip(output)

@@ -35,7 +35,8 @@ K_BOUNDS = {"q4_k_m": 3e-2, "q5_k_m": 3e-2, "q4_k": 3e-2, "q5_k": 3e-2, "q6_k": 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """A prompt, llama.cpp's 64 tokens after it, and both sides' logits before each [64, V]."""
+    """A prompt, each side's continuation, and both sides' logits before each of llama.cpp's 64 tokens
+    [64, V]."""
 
     prompt: list[int]
     theirs: list[int]
@@ -91,7 +92,7 @@ def without_tokenizer_json(source: Path, target: Path) -> None:
 
 
 def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None):
-    """Continuations, with `path` in llama.cpp and `ours` (the same file) in our runtime."""
+    """Continuations, with `path` in llama.cpp and `ours` (by default the same file) in our runtime."""
     kv_kind = "f32" if ModelFile.load(path).tensors["token_embd.weight"].kind == "f32" else "f16"
     with Engine.load(ours or path, mode="dense", device="cpu") as engine:
         for prompt in PROMPTS:

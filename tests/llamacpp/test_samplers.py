@@ -32,7 +32,8 @@ def logits_of(
     size: int | None = None,
     scales: tuple[float, ...] = (0.1, 1.0, 3.0, 8.0),
 ) -> np.ndarray:
-    """Flat or peaked; one case in four has many ties, one in eight a single survivor."""
+    """Flat or peaked; one case in four has many ties. With infinities, three in ten have -inf in many
+    places, and one in eight everywhere but once."""
     size = size or int(draw.choice([1, 2, 5, 37, 300, 2500]))
     logits_V = draw.normal(size=size) * draw.choice(scales)
     if draw.random() < 0.25:
@@ -218,8 +219,9 @@ def test_dry_equals_that_of_llama_cpp(tmp_path, codec, breakers):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_equals_that_of_llama_cpp(tmp_path, version):
-    """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours at every step until k exceeds
-    2 ** 31, which overflows to 1 there and means all candidates here."""
+    """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours at every step until rounding
+    changes their number by one, or k exceeds 2 ** 31, which overflows to 1 there and means all
+    candidates here."""
     draw, cases, num_steps, num_same = np.random.default_rng(4), [], 20, 0
     scales = (1.0, 3.0, 8.0) if version == 1 else (0.1, 1.0, 3.0, 8.0)
     for _ in range(NUM_CASES // num_steps):
@@ -332,7 +334,7 @@ def random_options(draw: np.random.Generator) -> SamplingOptions:
 
 
 def test_any_chain_equals_that_of_llama_cpp(tmp_path):
-    """Rows without ties and -inf. A sampler that leaves -inf there, or logits so far apart that
+    """Rows without ties or -inf. A sampler that leaves -inf there, or logits so far apart that
     float32 has probabilities of 0, is not combined with one that counts these tokens or takes a
     logarithm of them."""
     draw = np.random.default_rng(6)
