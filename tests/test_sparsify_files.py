@@ -107,7 +107,7 @@ def test_starting_over_deletes_no_file_that_the_command_does_not_write(config, n
 
 
 def test_a_run_may_start_over_on_what_it_wrote(config, tmp_path):
-    """From a folder and from a model file, whose checkpoint's files have other names."""
+    """Runs on a folder and on a model file, whose checkpoint's files have other names."""
     config = replace(config, tokens=256)
     sparsify(config)
     check_outputs(replace(config, force=True))
