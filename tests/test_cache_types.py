@@ -159,7 +159,7 @@ def test_a_restored_state_continues_bit_for_bit(path, tmp_path, types):
             assert torch.equal(text.extend(IDS[30:], "all"), wanted)
     other = ("f32", "f32") if types[0] != "f32" else ("f16", "f16")
     with load(path, other) as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="made with another cache"):
+        with pytest.raises(SparkinferError, match="made with another cache type"):
             restore_prompt(text, tmp_path / "state", engine.prompt_key())
 
 

@@ -253,7 +253,7 @@ def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
         text.extend([1, 2, 3])
         save_prompt(text, tmp_path / "p", engine.prompt_key())
     with Engine.load(files[1].path) as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="another weights"):
+        with pytest.raises(SparkinferError, match="other weights"):
             restore_prompt(text, tmp_path / "p", engine.prompt_key())
 
 
@@ -269,7 +269,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     other = saved(tmp_path / "other", shape=make_shape(context_length=64), seed=9)
     for which, mode, message in (
-        (other.path, "exact", "another (model_id|weights)"),
+        (other.path, "exact", "another model|other weights"),
         (model.path, "dense", "another mode: 'exact', this is 'dense'"),
     ):
         with Engine.load(which, mode=mode) as engine, engine.sequence() as text:
@@ -294,7 +294,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
             key = engine.prompt_key()
             save_prompt(text, path, replace(key, vocab_size=2))
         with engine.sequence() as text:
-            with pytest.raises(SparkinferError, match="another vocab_size"):
+            with pytest.raises(SparkinferError, match="another vocabulary"):
                 restore_prompt(text, path, key)
             with pytest.raises(SparkinferError, match="tokens that the model does not have"):
                 restore_prompt(text, path, replace(key, vocab_size=2))

@@ -304,7 +304,7 @@ def test_a_restored_state_continues_bit_for_bit(path, tmp_path, at):
         restore_prompt(text, tmp_path / "s", engine.prompt_key())
         assert torch.equal(text.extend(IDS[at:], "all"), expected[at:])
     with load(path, RULES[1]) as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="another cache: .*bounds.*, this is .*mean"):
+        with pytest.raises(SparkinferError, match="another cache type: .*bounds.*, this is .*mean"):
             restore_prompt(text, tmp_path / "s", engine.prompt_key())
 
 

@@ -102,6 +102,18 @@ def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     return len(ids)
 
 
+_OTHER = {
+    "model_id": "another model",
+    "weights": "other weights",
+    "mode": "another mode",
+    "arithmetic": "other arithmetic",
+    "vocab_size": "another vocabulary",
+    "cache": "another cache type",
+    "thresholds": "other thresholds",
+    "rope_scaling": "another rope scaling",
+}
+
+
 def _check_key(path: Path, found: Mapping[str, object], key: PromptKey) -> None:
     for name, wanted in asdict(key).items():
         value = found[name]
@@ -110,7 +122,7 @@ def _check_key(path: Path, found: Mapping[str, object], key: PromptKey) -> None:
         if value != wanted:
             most = SHOWN_DIGITS if name in ("model_id", "weights") else MAX_SHOWN
             shown = f"{str(value)[:most]!r}, this is {str(wanted)[:most]!r}"
-            raise SparkinferError(f"{path}: made with another {name}: {shown}; make it again")
+            raise SparkinferError(f"{path}: made with {_OTHER[name]}: {shown}; make it again")
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
