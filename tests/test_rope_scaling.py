@@ -233,5 +233,5 @@ def test_a_prompt_kept_under_another_scaling_is_not_restored(model, ids, tmp_pat
         sequence.extend(ids[:20])
         save_prompt(sequence, tmp_path / "state", first.prompt_key())
     with engine(4.0) as second, second.sequence() as sequence:
-        with pytest.raises(SparkinferError, match="another rope_scaling: 'YaRN, 2 times"):
+        with pytest.raises(SparkinferError, match="another rope scaling: 'YaRN, 2 times"):
             restore_prompt(sequence, tmp_path / "state", second.prompt_key())
