@@ -138,7 +138,12 @@ def _content(content: object, place: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+        is_text = kind in ("text", "input_text", "output_text")
+        if is_text and not isinstance(text, str):
+            raise wrong(
+                place, f"{place} has a part of type {kind} whose text is missing or no text"
+            )
+        if not is_text or not isinstance(text, str):
             shown = json.dumps(kind)[:40]
             raise wrong(place, f"{place} has a part of type {shown}; this model only reads text",
                         "unsupported_content")  # fmt: skip

@@ -121,7 +121,9 @@ def fields_of(body: bytes) -> Fields:
     """The fields of a request. Raises ApiError unless it is a JSON object."""
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
         reason = str(error)[:100] or type(error).__name__
         raise wrong(None, f"The body is not JSON: {reason}.", "invalid_json") from error
     if not isinstance(found, dict):
@@ -141,7 +143,12 @@ def _check_depth(found: object) -> None:
         ]  # fmt: skip
         if not level:
             return
-    raise wrong(None, f"The body has lists and objects more than {MAX_DEPTH} deep.", "invalid_json")
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    line = f"The body has lists and objects more than {MAX_DEPTH} deep."
+    return wrong(None, line, "invalid_json")
 
 
 def _refuse_constant(name: str) -> float:

@@ -165,6 +165,12 @@ def test_the_refusal_of_a_regex_shows_where_it_is_wrong(regex, line):
     assert str(raised.value).startswith(line) and "at 1(" not in str(raised.value)
 
 
+def test_the_refusal_of_a_schemas_pattern_shows_where_it_is_wrong():
+    with pytest.raises(SparkinferError) as raised:
+        json_schema_constraint({"type": "string", "pattern": "ab(c"}, tiny_codec())
+    assert str(raised.value) == "JSON schema: unclosed group, from here: (c"
+
+
 @pytest.mark.parametrize(("schema", "message"), SCHEMA_REFUSALS)
 def test_schemas_that_cannot_be_enforced_are_refused(schema, message):
     refused(json_schema_constraint, schema, message)

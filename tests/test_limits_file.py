@@ -88,6 +88,14 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path, change, message):
     assert "\n" not in str(refusal.value) and str(path) in str(refusal.value)
 
 
+def test_a_file_shorter_than_a_headers_length_is_refused(tmp_path):
+    path = tmp_path / "short"
+    for content in (b"", b"1234567"):
+        path.write_bytes(content)
+        with pytest.raises(SparkinferError, match=rf"\(it has {len(content)} bytes\)"):
+            Limits.load(path)
+
+
 def test_wrong_metadata_are_refused(tmp_path):
     path, good = tmp_path / "l.safetensors", {"model_id": None, "num_layers": 2}
     for metadata, version, message in (

@@ -93,6 +93,14 @@ def test_wrong_values_are_refused(served, fields, param):
 def test_invalid_json_is_refused(served, path, raw, status):
     found, answer = served.ask(path, raw=raw, method="POST")
     assert found == status and answer["error"]["type"] == "invalid_request_error"
+    assert "recursion" not in answer["error"]["message"]
+
+
+def test_a_text_part_without_text_is_not_called_a_picture(served):
+    part = {"type": "text", "text": 5}
+    body = {"messages": [{"role": "user", "content": [part]}]}
+    status, answer = served.ask("/v1/chat/completions", body)
+    assert status == 400 and "whose text is missing or no text" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,8 @@ def _constraint(what: Kind, lark: str, codec: TextCodec) -> Constraint:
     matcher = matcher_class(tokenizer, lark, log_level=0, limits=limits)
     messages = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if messages:
-        words = _regex_error if what == "regex" else _one_line
+        is_grammar = what in ("Lark grammar", "GBNF grammar")  # whose lines the user knows
+        words = _one_line if is_grammar else _regex_error
         raise SparkinferError(f"{what}: {words(messages[0])}")
     constraint = Constraint(matcher, codec, tokenizer.vocab_size, what)
     constraint.mask_V(tokenizer.vocab_size)  # raises if no text at all is allowed

@@ -17,6 +17,7 @@ from typing import Literal, Self
 import numpy as np
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import shown
 
 DEFAULT = "on"
 Off = Literal["off"]
@@ -76,7 +77,7 @@ class CacheOptions:
             name, _, value = part.partition("=")
             if name not in types or name in found or not value:
                 raise SparkinferError(
-                    f"{part!r} in {text!r}; wanted {DEFAULT} or NAME=VALUE,... with"
+                    f"{shown(part)} in {shown(text)}; wanted {DEFAULT} or NAME=VALUE,... with"
                     f" {', '.join(types)}"
                 )
             try:

@@ -31,6 +31,11 @@ def check_header(path: Path, what: str) -> None:
         other = known_as(path)
         if other and "safetensors" not in other:
             raise SparkinferError(f"{path}: {other}; wanted a {what}")
+        if whole < 0:
+            raise SparkinferError(
+                f"{path}: not a whole safetensors file (it has {whole + 8} bytes); wanted a {what};"
+                " download or make it again"
+            )
         raise SparkinferError(
             f"{path}: not a whole safetensors file (its header claims {size} bytes of {whole});"
             f" wanted a {what}; download or make it again"
