@@ -195,10 +195,11 @@ class _Load:
         )  # fmt: skip
         selection = self.cache_types.selection
         self.context_length = context_of(model, plan, config.context_length, selection)
-        if selection is not None and self.context_length > selection.longest:
+        if selection is not None and self.context_length > max(selection.longest, selection.full):
+            after = f"after {selection.full:,} positions " if selection.full else ""
             self.notice(
-                f"a token reads at most {selection.longest:,} positions of a text (--kv-offload), so"
-                " long texts are computed approximately"
+                f"{after}a token reads at most {selection.longest:,} positions of a text"
+                " (--kv-offload), so long texts are computed approximately"
             )
 
     def _count_bytes(self) -> None:

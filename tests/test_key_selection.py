@@ -80,6 +80,50 @@ def test_a_short_text_is_read_entirely_and_a_long_one_is_not(path, rule):
     assert differs[entire + sizes.block :].float().mean() > 0.9
 
 
+FULL = 267  # amid a block, and beyond what each rule reads entirely
+READ_IN_FULL = [f"{rule},full={FULL}" for rule in (RULES[0], RULES[2], RULES[4])]
+
+
+@native
+@pytest.mark.parametrize("rule", READ_IN_FULL)
+@pytest.mark.parametrize("num_sequences", [1, 3])
+def test_the_first_positions_are_read_in_full(path, rule, num_sequences):
+    """Bit for bit; after them the keys are those that the search finds."""
+    options = {"num_sequences": num_sequences}
+    full, found = logits(path, None, **options), logits(path, rule, **options)
+    assert torch.equal(full[:FULL], found[:FULL])
+    assert (full != found).any(dim=1)[FULL:].float().mean() > 0.9
+    never = logits(path, rule.replace(f"full={FULL}", "full=0"), **options)
+    assert (never != found).any(dim=1)[FULL:].float().mean() > 0.9
+
+
+@native
+@pytest.mark.parametrize("rule", READ_IN_FULL)
+def test_after_a_full_prompt_the_search_is_that_of_a_restored_one(path, tmp_path, rule):
+    """A text that was read without a selection continues under the rule with the same logits."""
+    with load(path, rule) as engine:
+        found = engine.logits(IDS)
+    with load(path, None) as engine, engine.sequence() as text:
+        text.extend(IDS[:FULL], "none")
+        state = text.read_state()
+    with load(path, rule.removesuffix(f",full={FULL}")) as engine, engine.sequence() as text:
+        text.write_state(IDS[:FULL], state)
+        assert torch.equal(text.extend(IDS[FULL:], "all"), found[FULL:])
+
+
+@native
+@pytest.mark.parametrize("full", [1, 94, 95, 96, 97, 200, LENGTH, CONTEXT, 1 << 24])
+def test_every_length_of_a_full_beginning(path, full):
+    """Round the end of what is read entirely anyway, and the context's length and beyond."""
+    entire = 16 + 32 + 32 + 15  # the window begins with a block
+    found, want = logits(path, f"{SMALL},full={full}"), logits(path, None)
+    same = max(full, entire)
+    assert torch.equal(found[:same], want[:same])
+    differs = (found != want).any(dim=1)[same:]
+    assert not len(differs) or differs.float().mean() > 0.9
+    assert torch.equal(found, logits(path, SMALL)) == (full <= entire)
+
+
 # ---- tables ----------------------------------------------------------------------------------------
 
 
@@ -212,7 +256,11 @@ def test_the_choice_keeps_most_of_what_the_best_one_would():
 @native
 @pytest.mark.parametrize(
     ("rule", "width", "heads", "kv"),
-    [*((rule, 256, 4, 2) for rule in RULES), (RULES[0], 160, 2, 1), (RULES[1], 96, 3, 3)],
+    [
+        *((rule, 256, 4, 2) for rule in (*RULES, *READ_IN_FULL)),
+        (RULES[0], 160, 2, 1),
+        (RULES[1], 96, 3, 3),
+    ],
 )
 def test_torch_computes_the_same(tmp_path, rule, width, heads, kv):
     """Except where two keys have nearly equal scores, which is rare."""
@@ -250,7 +298,10 @@ def test_every_level_chooses_the_same_keys(path):
 
 
 @native
-@pytest.mark.parametrize(("rule", "kind"), [(RULES[0], "f16"), (RULES[3], "q4_0")])
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [(RULES[0], "f16"), (RULES[3], "q4_0"), (READ_IN_FULL[0], "f16")],
+)
 def test_a_row_does_not_depend_on_the_others(path, rule, kind):
     with load(path, rule, cache_type_k=kind) as engine:
         with engine.sequence() as text:
@@ -266,7 +317,7 @@ def test_a_row_does_not_depend_on_the_others(path, rule, kind):
 
 
 @native
-@pytest.mark.parametrize("rule", [RULES[0], RULES[1]])
+@pytest.mark.parametrize("rule", [RULES[0], RULES[1], READ_IN_FULL[0]])
 def test_random_schedules_of_several_texts(path, rule):
     import random
 
@@ -348,6 +399,9 @@ def test_the_reported_cache_bytes_are_those_allocated(path, rule, num_sequences)
         ("summary=median", "known: mean, bounds"),
         ("positions=far", "known: original, capped"),
         ("positions=capped", "but the model's context is 320"),
+        ("full=-1", "full=-1; wanted 0 to 16777216"),
+        ("full=99999999999", "wanted 0 to 16777216"),
+        ("full=64,positions=capped", "leave one of them out"),
     ],
 )
 def test_impossible_sizes_are_refused(path, text, words):

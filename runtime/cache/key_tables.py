@@ -102,7 +102,8 @@ class KeyTables:
 
     def takes_all(self, position: int) -> bool:
         """True if a token at `position` reads all keys."""
-        return self.window_begin(position) <= self.rule.sinks + self.rule.top
+        rule = self.rule
+        return position < rule.full or self.window_begin(position) <= rule.sinks + rule.top
 
     def choose(self, sequence: int, position: int, query_KGW: Tensor) -> Tensor:
         """The positions that a token at `position` reads for these queries, int64 [K, positions],

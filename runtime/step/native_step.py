@@ -57,7 +57,7 @@ class TableStruct(Structure):
 
 class SelectStruct(Structure):
     _fields_ = [("block", c_int64), ("sinks", c_int64), ("window", c_int64), ("top", c_int64),
-                ("candidates", c_int64), ("summary", c_int32), ("is_coded", c_int32),
+                ("candidates", c_int64), ("full", c_int64), ("summary", c_int32), ("is_coded", c_int32),
                 ("cos", c_void_p), ("sin", c_void_p)]  # fmt: skip
 
 
@@ -280,6 +280,7 @@ class StepBuilder(Structs):
             window=rule.window,
             top=rule.top,
             candidates=max(1, rule.candidates),
+            full=rule.full,
             summary=SUMMARIES.index(rule.summary),
             is_coded=rule.is_coded,
         )

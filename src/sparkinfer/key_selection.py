@@ -6,6 +6,10 @@ reads `top` positions: blocks of keys are ranked by a summary, then the keys of 
 blocks are read whole. A text of up to sinks + top + window positions is read entirely, with results
 that equal those without a selection to the bit.
 
+Tokens at the first `full` positions of a text read all keys before them, so that a prompt can be read
+in full and continued with few keys. This depends on a token's position alone, so a row's logits are
+the same in a prompt, a draft or a single step.
+
 Positions are the tokens' own, or capped: within the window they are counted from its beginning, and
 all earlier keys count as a window's length away (InfLLM, Xiao et al. 2024, arXiv 2402.04617). No
 distance then exceeds sinks + top + window + block, so that a model can continue beyond its training
@@ -39,6 +43,7 @@ class KeySelection:
     candidates: int = 8
     summary: str = "bounds"
     positions: str = "original"
+    full: int = 0
 
     def __post_init__(self) -> None:
         if self.block not in BLOCKS:
@@ -49,6 +54,13 @@ class KeySelection:
             raise SparkinferError(f"positions={self.positions!r}; known: {', '.join(POSITIONS)}")
         if not 0 <= self.candidates <= 64:
             raise SparkinferError(f"candidates={self.candidates}; wanted 0 to 64")
+        if not 0 <= self.full <= MOST:
+            raise SparkinferError(f"full={self.full}; wanted 0 to {MOST} positions")
+        if self.full and self.is_capped:
+            raise SparkinferError(
+                f"full={self.full} with positions=capped, which read no key further away than the"
+                " model's context; leave one of them out"
+            )
         for name, least in (("sinks", 0), ("window", self.block), ("top", self.block)):
             length = getattr(self, name)
             if length % self.block or not least <= length <= MOST:
@@ -89,7 +101,7 @@ class KeySelection:
 
     @property
     def longest(self) -> int:
-        """Maximum positions that a token reads."""
+        """Maximum positions that a token reads after the first `full` ones."""
         return self.sinks + self.top + self.window + self.block
 
     def summary_width(self, width: int) -> int:

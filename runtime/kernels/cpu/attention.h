@@ -33,8 +33,7 @@ class Attention {
           padded(padded_head(W)), key_bytes(cache_row_bytes(s.key_kind, W)),
           value_bytes(cache_row_bytes(s.value_kind, W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)),
           selector(step) {
-        const int64_t parts =
-            (parts_of(selector.is_on() ? selector.longest() : s.context_length) + selector.is_capped()) * H;
+        const int64_t parts = (parts_of(selector.longest_of_all()) + selector.is_capped()) * H;
         const int64_t fitting = PARTS_BYTES / static_cast<int64_t>(parts * padded * sizeof(float));
         rows_at_once = std::min(s.max_rows, std::max<int64_t>(1, fitting));
         query = arena.take<float>(rows_at_once * H * padded);

@@ -60,10 +60,15 @@ class Selector {
         rotate(head, rule.cos + at, rule.sin + at, W, s.is_adjacent);
     }
 
-    // Maximum positions that a token attends to.
+    // Maximum positions that a token attends to if they are selected.
     int64_t longest() const {
         const int64_t most = rule.sinks + rule.top + rule.window + rule.block;
         return std::min(most, s.context_length);
+    }
+
+    // Maximum positions that any token attends to.
+    int64_t longest_of_all() const {
+        return is_on() ? std::max(longest(), std::min(rule.full, s.context_length)) : s.context_length;
     }
 
     // The first position in the window of a token at `position`.
@@ -73,7 +78,7 @@ class Selector {
 
     // True if a token attends to all positions.
     bool takes_all(int64_t position) const {
-        return window_begin(position) <= rule.sinks + rule.top;
+        return position < rule.full || window_begin(position) <= rule.sinks + rule.top;
     }
 
     int64_t num_taken(int64_t position) const {

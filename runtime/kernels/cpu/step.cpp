@@ -482,6 +482,7 @@ bool fits(const SparkSelect& c, const SparkStep& s) {
     if (c.block == 0) return true;
     if (c.block < 1 || c.sinks < 0 || c.window < c.block || c.top < c.block || c.candidates < 1)
         return false;
+    if (c.full < 0 || (c.full && c.cos)) return false;
     if (c.sinks % c.block || c.window % c.block || c.top % c.block) return false;
     if (c.summary != SUMMARY_MEAN && c.summary != SUMMARY_BOUNDS) return false;
     if (c.cos && (!c.sin || !s.frequency || s.is_key_rotated)) return false;

@@ -70,6 +70,7 @@ struct SparkSelect {
     int64_t block;  // 0: a token attends to all positions
     int64_t sinks, window, top;
     int64_t candidates;  // keys are ranked by their codes among this many times `top`
+    int64_t full;        // tokens at positions below it attend to all positions
     int32_t summary, is_coded;  // not coded: the best blocks are read whole
     // Capped positions: keys are stored before the rotary embedding. Keys in the window are rotated by
     // their distance from its beginning, and all earlier ones count as `window` positions away (InfLLM,
