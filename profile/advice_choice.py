@@ -5,14 +5,53 @@ points is measured against one dense model, so that types and rules are comparab
 the Pareto front unless another is at least as good in both KL and speed, and better in one.
 Measurements are left to profile.advise and profile.advise_own_limits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from sparkinfer.profile.limit_meter import Closeness
 
 LEAST_GAIN = 0.03  # smallest gain in speed that is worth a rule's loss
 LEAST_SPEED = 0.9  # a rule's least speed, relative to what the bytes that it saves promise
+NEAR = 1.25  # times that are so close to the fastest one may turn out to be shorter
 Trial = tuple[str, str, float]  # type, rule, share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """A relative gain in tokens/s, 0.1 for 10 % more: the median of the rounds, and the quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def spread(self) -> float:
+        return self.high - self.low
+
+    @property
+    def is_clear(self) -> bool:
+        """True if the gain is larger than the spread of the rounds that it comes from."""
+        return self.median > self.spread
+
+    @property
+    def line(self) -> str:
+        if self.low == self.high:  # estimated
+            return f"{self.median:+.0%}"
+        return f"{self.median:+.0%} (quartiles {self.low:+.0%} to {self.high:+.0%})"
+
+
+class Times(Protocol):
+    """What the rounds of profile.turns say."""
+
+    @property
+    def reference(self) -> Trial: ...
+
+    def num_rounds(self, trial: Trial) -> int: ...
+
+    def seconds(self, trial: Trial) -> float: ...
+
+    def gain(self, trial: Trial, over: Trial) -> Gain: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +64,8 @@ class Point:
     seconds: float = 0.0  # per token
     is_whole: bool = True  # measured on the whole text, otherwise on a part
     is_timed: bool = False  # otherwise estimated from the bytes
+    gain: Gain | None = None  # over the reference of the rounds, if timed
+    num_rounds: int = 0
     is_on_front: bool = False
 
     @property
@@ -59,27 +100,38 @@ def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
     return list(chosen.values())
 
 
-def timed_points(
-    points: Sequence[Point], dense_s: Mapping[str, float], ratios: Mapping[Trial, float]
-) -> list[Point]:
-    """The points with their seconds. `dense_s` has those of dense points by type, `ratios` those of
-    timed trials relative to dense. Others are extrapolated by bytes from the nearest timed share of
-    their rule, which includes the rule's overhead, or else from dense."""
+def timed_points(points: Sequence[Point], times: Times) -> list[Point]:
+    """The points with their seconds. Those that were not timed are extrapolated by bytes from the
+    nearest timed share of their rule, which includes the rule's overhead, or else from dense; all
+    dense ones must have been timed."""
     dense = {point.type: point for point in points if point.rule == "dense"}
-    bytes_of = {point.trial: point.bytes_per_token for point in points}
+    timed = [point for point in points if times.num_rounds(point.trial)]
 
-    def seconds(point: Point) -> float:
-        whole, total = dense_s[point.type], dense[point.type].bytes_per_token
-        own = [trial for trial in ratios if trial[:2] == point.trial[:2]]
-        if not own:
-            return whole * point.bytes_per_token / total
-        near = min(own, key=lambda trial: abs(trial[2] - point.share))
-        return whole * (ratios[near] + (point.bytes_per_token - bytes_of[near]) / total)
+    def with_seconds(point: Point) -> Point:
+        count = times.num_rounds(point.trial)
+        if count:
+            return replace(
+                point, seconds=times.seconds(point.trial), is_timed=True, num_rounds=count,
+                gain=times.gain(point.trial, times.reference),
+            )  # fmt: skip
+        own = dense[point.type]
+        alike = [other for other in timed if other.trial[:2] == point.trial[:2]]
+        near = min(alike, key=lambda other: abs(other.share - point.share), default=own)
+        ratio = 1 / (1 + times.gain(near.trial, own.trial).median)
+        ratio += (point.bytes_per_token - near.bytes_per_token) / own.bytes_per_token
+        return replace(point, seconds=times.seconds(own.trial) * ratio)
 
-    return [
-        replace(p, seconds=seconds(p), is_timed=p.rule == "dense" or p.trial in ratios)
-        for p in points
-    ]
+    return [with_seconds(point) for point in points]
+
+
+def contenders(points: Sequence[Point], max_loss: float) -> list[Point]:
+    """The timed points that may yet be recommended, all within `max_loss` and not much slower than
+    the fastest of them, and the dense points of their types."""
+    allowed = [p for p in points if p.is_timed and p.least_increase <= max_loss]
+    most = NEAR * min(p.seconds for p in allowed)
+    near = [p for p in allowed if p.seconds <= most]
+    types = {p.type for p in near if p.rule != "dense"}
+    return [p for p in points if p in near or (p.rule == "dense" and p.type in types)]
 
 
 def with_front(points: Sequence[Point]) -> list[Point]:
@@ -96,40 +148,100 @@ def with_front(points: Sequence[Point]) -> list[Point]:
     return [replace(point, is_on_front=not is_beaten(point)) for point in points]
 
 
-def choose(points: Sequence[Point], max_loss: float) -> tuple[Point, str]:
+def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Point, str]:
     """The recommended point, and the reason in a sentence or two.
 
     It is the fastest of those whose `least_increase` is within `max_loss`: a dense one, unless a rule
-    is faster than it by more than LEAST_GAIN and has LEAST_SPEED of the speed that its bytes say."""
+    beats every dense one (see `_beats`) and has LEAST_SPEED of the speed that its bytes say. Among
+    dense points, and among rules that pay, of those that are slower than the fastest by no more than
+    the spread of the rounds, the one with the smallest loss counts as the fastest."""
     dense_of = {point.type: point for point in points if point.rule == "dense"}
-    allowed = [p for p in points if p.least_increase <= max_loss]
-    dense = min((p for p in allowed if p.rule == "dense"), key=lambda p: p.seconds)
-    rules = sorted((p for p in allowed if p.rule != "dense"), key=lambda p: p.seconds)
+    allowed = sorted((p for p in points if p.least_increase <= max_loss), key=lambda p: p.seconds)
+    whole = [p for p in allowed if p.rule == "dense"]
+    rules = [p for p in allowed if p.rule != "dense"]
     limit = f"{max_loss:.2g} of perplexity" if max_loss < 0.001 else f"{max_loss:.1%} of perplexity"
-    for rule in rules:
-        own, gain = dense_of[rule.type], dense.seconds / rule.seconds - 1
-        speed = own.seconds / rule.seconds
-        if gain > LEAST_GAIN and speed >= LEAST_SPEED * (1 + rule.gain_by_bytes(own)):
-            return rule, (
-                f"{rule.name} is the fastest within {limit}: {gain:+.0%} tokens/s over"
-                f" {dense.name}, for {rule.close.perplexity_increase:+.2%} of perplexity;"
-                f" {speed - 1:+.0%} over {own.name}, of which it reads"
-                f" {rule.bytes_per_token / own.bytes_per_token:.0%}"
-            )
+
+    def pays(rule: Point) -> bool:
+        own = dense_of[rule.type]
+        speed = 1 + _gain(rule, own, times).median
+        if speed < LEAST_SPEED * (1 + rule.gain_by_bytes(own)):
+            return False
+        return all(_beats(rule, dense, times) for dense in whole)
+
+    paying = list(filter(pays, rules))
+    if paying:
+        best = _closest_of_fastest(paying, times)
+        return best, _why_rule(best, whole[0], dense_of[best.type], limit, times)
+    dense = _closest_of_fastest(whole, times)
+    rule = rules[0] if rules else None
+    return dense, _why_dense(dense, whole[0], rule, list(dense_of.values()), limit, times)
+
+
+def _gain(point: Point, over: Point, times: Times) -> Gain:
+    """Without a spread if one of the two is estimated: whatever is recommended will be timed."""
+    if point.is_timed and over.is_timed:
+        return times.gain(point.trial, over.trial)
+    gain = over.seconds / point.seconds - 1
+    return Gain(median=gain, low=gain, high=gain)
+
+
+def _beats(rule: Point, dense: Point, times: Times) -> bool:
+    """True if the rule is faster by more than LEAST_GAIN and the spread, or if it is faster at all
+    and its loss is the smaller one."""
+    gain = _gain(rule, dense, times)
+    if gain.median > LEAST_GAIN and gain.is_clear:
+        return True
+    return gain.median > 0 and rule.close.kl < dense.close.kl
+
+
+def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
+    """The point with the smallest loss of those that are as fast as the first, within the spread."""
+    first = points[0]
+    alike = [p for p in points if p is first or (
+        p.is_timed and first.is_timed and not _gain(first, p, times).is_clear)]  # fmt: skip
+    return min(alike, key=lambda p: p.close.kl)
+
+
+def _why_rule(rule: Point, dense: Point, own: Point, limit: str, times: Times) -> str:
+    gain = _gain(rule, dense, times)
+    small = "" if gain.is_clear else " which is less than this spread, but its loss is smaller,"
+    over = "" if own is dense else f" {_gain(rule, own, times).line} over {own.name},"
+    return (
+        f"{rule.name} is the fastest within {limit}: {gain.line} tokens/s over {dense.name},{small}"
+        f" for {rule.close.perplexity_increase:+.2%} of perplexity;{over} of {own.name}'s bytes it"
+        f" reads {rule.bytes_per_token / own.bytes_per_token:.0%}"
+    )
+
+
+def _why_dense(
+    dense: Point,
+    fastest: Point,
+    rule: Point | None,
+    types: Sequence[Point],
+    limit: str,
+    times: Times,
+) -> str:
+    """`fastest` is the fastest dense point within the limit, and `rule` the fastest rule."""
     said = f"every rule costs more than {limit}"
-    if rules:
-        rule, own = rules[0], dense_of[rules[0].type]
+    if rule is not None:
+        gain, own = _gain(rule, fastest, times), next(p for p in types if p.type == rule.type)
+        is_small = 0 < gain.median <= gain.spread and rule.close.kl >= fastest.close.kl
+        small = ", less than this spread, so the smaller loss counts" if is_small else ""
+        over = f", and {_gain(rule, own, times).line} over {own.name}" if own is not fastest else ""
         said = (
-            f"the fastest rule within {limit}, {rule.name}, gains"
-            f" {dense.seconds / rule.seconds - 1:+.0%} over {dense.name}, and"
-            f" {own.seconds / rule.seconds - 1:+.0%} over {own.name}, where its bytes say"
-            f" {rule.gain_by_bytes(own):+.0%}"
+            f"the fastest rule within {limit}, {rule.name}, gains {gain.line} over"
+            f" {fastest.name}{small}{over}, where its bytes say {rule.gain_by_bytes(own):+.0%}"
         )
-    smaller = min((p for p in points if p.rule == "dense"), key=lambda p: p.seconds)
     more = ""
-    if smaller is not dense:
+    if fastest is not dense:
         more = (
-            f"; {smaller.name} would be {dense.seconds / smaller.seconds - 1:+.0%} faster for"
-            f" {smaller.close.perplexity_increase:+.2%} of perplexity"
+            f"; {fastest.name} gains {_gain(fastest, dense, times).line} over it, less than this"
+            " spread, and loses more"
         )
-    return dense, f"no rule pays off here: {said}; take {dense.name}{more}"
+    smallest = min(types, key=lambda p: p.seconds)
+    if smallest is not fastest and smallest is not dense:
+        more += (
+            f"; {smallest.name} would be {_gain(smallest, dense, times).line} faster for"
+            f" {smallest.close.perplexity_increase:+.2%} of perplexity"
+        )
+    return f"no rule pays off here: {said}; take {dense.name}{more}"

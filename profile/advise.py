@@ -1,8 +1,8 @@
 """Recommends a weight type and a sparsity rule for a model, measured on a user's text and machine.
 
-Rules are first measured on a part of the text, and each is timed at one share. Then the point that
-profile.advice_choice recommends is measured on the whole text and timed itself, until it recommends
-one for which this is done. So most of the time goes into points that may be recommended, and no
+Rules are first measured on a part of the text, and each is timed at one share, all in turns
+(profile.turns). Then the point that profile.advice_choice recommends is measured on the whole text
+and timed itself, until it recommends one for which this is done. So most of the time goes into points that may be recommended, and no
 recommendation rests on an estimate.
 
 The caller makes the files, with `convert`.
@@ -10,11 +10,12 @@ The caller makes the files, with `convert`.
 Letters: T tokens."""
 
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
+import torch
 from torch import Tensor
 
 from sparkinfer.architecture import SMOOTH
@@ -26,6 +27,7 @@ from sparkinfer.profile.advice_choice import (
     Point,
     Trial,
     choose,
+    contenders,
     timed_points,
     to_time,
     with_front,
@@ -36,15 +38,23 @@ from sparkinfer.profile.limit_meter import LimitMeter, fitting
 from sparkinfer.profile.limit_scores import LayerScores, sample_scores
 from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, num_probes
 from sparkinfer.profile.thresholds import up_to
+from sparkinfer.profile.turns import (
+    FEW,
+    MORE,
+    MOST_POSITIONS,
+    STEPS,
+    Rounds,
+    TextDecoder,
+    Timings,
+    Turns,
+)
 from sparkinfer.progress import progress
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Mode
 
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
 TRIAL_TOKENS = 2048  # that every rule is measured on at every share
 HOPELESS = 0.1  # rise in perplexity; a rule that surely costs more is not tried at larger shares
-ROUNDS, STEPS = 7, 24  # rounds of timings, and tokens in each; models alternate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +63,8 @@ class Advice:
     best: Point
     why: str
     num_tokens: int
+    reference: Trial  # the dense point that the gains of all timed points refer to
+    rounds: tuple[Rounds, ...]  # in which they were timed
 
 
 class Adviser:
@@ -178,45 +190,17 @@ class Adviser:
         return found
 
 
-class Timer:
-    """Times models alternately, so that a busy machine slows all of them alike."""
-
-    def __init__(
-        self,
-        files: Mapping[str, Path],
-        with_limits: Callable[[str, Limits], Path],
-        adviser: Adviser,
-    ) -> None:
-        self.files, self.with_limits, self.adviser = files, with_limits, adviser
-        times = seconds_in_turns([(path, "dense") for path in files.values()])
-        self.dense_s = dict(zip(files, times, strict=True))
-        self.ratios: dict[Trial, float] = {}
-
-    def time(self, point: Point) -> None:
-        """Times a rule beside the dense model of its type."""
-        limits = self.adviser.limits(point.rule, point.share)
-        assert limits is not None, point.name
-        sparse = self.with_limits(point.type, limits)
-        dense_s, sparse_s = seconds_in_turns([(self.files[point.type], "dense"), (sparse, "exact")])
-        self.ratios[point.trial] = sparse_s / dense_s
-        self.adviser.say(
-            f"{point.name}: {dense_s / sparse_s - 1:+.1%} tokens/s over dense, reads"
-            f" {point.bytes_per_token / self.adviser.dense_bytes[point.type]:.0%} of its bytes"
-        )
-
-    def timed(self, points: Sequence[Point]) -> list[Point]:
-        return timed_points(points, self.dense_s, self.ratios)
-
-
 def advise(
     config: AdviseConfig,
     file_of: Callable[[str], Path],
     with_limits: Callable[[str, Limits], Path],
     types: Sequence[str],
     say: Callable[[str], None] = lambda line: None,
+    free_disk: Callable[[], float] = lambda: math.inf,
 ) -> tuple[Advice, Adviser]:
     """Measures and advises. `file_of` returns the file of the model in a given type, `with_limits`
-    the same with limits in it; `types` begins with the model's own type."""
+    the same with limits in it, for which `free_disk` bytes are left; `types` begins with the model's
+    own type."""
     adviser = Adviser(config, say)
     points: list[Point] = []
     files: dict[str, Path] = {types[0]: config.model}
@@ -225,45 +209,85 @@ def advise(
         files[kind] = file_of(kind)
         with Engine.load(files[kind], mode="exact", device="cpu") as engine:
             points += adviser.points_of(kind, engine, [r for r in config.rules if r == "mixed"])
+    ids_T = text_to_time(adviser.meter.windows, adviser.engine)
     adviser.engine.close()
     gc.collect()
-    timer = Timer(files, with_limits, adviser)
-    for point in to_time(points, config.max_loss):
-        timer.time(point)
-    points = settled(points, timer, config.max_loss)
-    best, why = choose(points, config.max_loss)
+
+    def opened(point: Point) -> TextDecoder:
+        limits = None if point.rule == "dense" else adviser.limits(point.rule, point.share)
+        if limits is None:
+            return TextDecoder(files[point.type], "dense", ids_T)
+        return TextDecoder(with_limits(point.type, limits), "exact", ids_T)
+
+    def size(point: Point) -> int:
+        return files[point.type].stat().st_size
+
+    with Turns(points[0], opened, size, len(ids_T), free_disk) as turns:
+        points = settled(points, turns, adviser, files)
+        times = turns.timings
+    advice = advice_of(points, times, config.max_loss, adviser.meter.num_tokens)
+    return advice, adviser
+
+
+def settled(
+    points: Sequence[Point], turns: Turns, adviser: Adviser, files: Mapping[str, Path]
+) -> list[Point]:
+    """The points with their seconds, with the recommended one measured on the whole text and timed
+    in all rounds."""
+    max_loss, say = adviser.config.max_loss, adviser.say
+    dense = [point for point in points if point.rule == "dense"]
+    points = timed(points, [*dense, *to_time(points, max_loss)], turns, max_loss, say)
+    while True:
+        best, _ = choose(points, max_loss, turns.timings)
+        if not best.is_timed:
+            points = timed(points, [*dense, best], turns, max_loss, say)
+        elif not best.is_whole:
+            turns.close()  # the measurement needs their memory
+            found = adviser.on_whole_text(best, files[best.type])
+            points = [found if point is best else point for point in points]
+        else:
+            return list(points)
+
+
+def timed(
+    points: Sequence[Point],
+    chosen: Sequence[Point],
+    turns: Turns,
+    max_loss: float,
+    say: Callable[[str], None],
+) -> list[Point]:
+    """The points with their seconds, after a few rounds of those chosen and more rounds of those
+    that may be recommended; all rounds at once if they cannot all be open."""
+    is_together = len(turns.groups(chosen)) == 1
+    say(f"timing {len(chosen)} models in rounds of {STEPS} tokens each"
+        f"{'' if is_together else ', of which only some fit into memory together'}")  # fmt: skip
+    turns.time(chosen, FEW if is_together else FEW + MORE)
+    points = timed_points(points, turns.timings)
+    if is_together:
+        trials = {point.trial for point in chosen}
+        left = [p for p in contenders(points, max_loss) if p.trial in trials]
+        turns.time(left, MORE)
+        points = timed_points(points, turns.timings)
+    own = {point.type: point for point in points if point.rule == "dense"}
+    for point in (p for p in points if p.rule != "dense" and p.trial in {c.trial for c in chosen}):
+        gain = turns.timings.gain(point.trial, own[point.type].trial)
+        say(f"{point.name}: {gain.line} tokens/s over dense in {point.num_rounds} rounds, reads"
+            f" {point.bytes_per_token / own[point.type].bytes_per_token:.0%} of its bytes")  # fmt: skip
+    return points
+
+
+def advice_of(points: Sequence[Point], times: Timings, max_loss: float, num_tokens: int) -> Advice:
+    best, why = choose(points, max_loss, times)
     points = with_front(points)
     best = next(point for point in points if point.trial == best.trial)
-    tokens = adviser.meter.num_tokens
-    return Advice(points=tuple(points), best=best, why=why, num_tokens=tokens), adviser
+    return Advice(points=tuple(points), best=best, why=why, num_tokens=num_tokens,
+                  reference=times.reference, rounds=times.groups)  # fmt: skip
 
 
-def settled(points: Sequence[Point], timer: Timer, max_loss: float) -> list[Point]:
-    """The points with their seconds, with the recommended one measured on the whole text and timed."""
-    points = timer.timed(points)
-    while True:
-        best, _ = choose(points, max_loss)
-        if not best.is_whole:
-            found = timer.adviser.on_whole_text(best, timer.files[best.type])
-            points = [found if point is best else point for point in points]
-        elif not best.is_timed:
-            timer.time(best)
-            points = timer.timed(points)
-        else:
-            return points
-
-
-def seconds_in_turns(files: Sequence[tuple[Path, Mode]]) -> list[float]:
-    """Median seconds per token of each model in its mode."""
-    engines = [Engine.load(path, mode=mode, device="cpu") for path, mode in files]
-    try:
-        for engine in engines:
-            engine.decode_seconds(steps=2)
-        rounds = [[e.decode_seconds(steps=STEPS) / STEPS for e in engines] for _ in range(ROUNDS)]
-    finally:
-        for engine in engines:
-            engine.close()
-    return [median(row[number] for row in rounds) for number in range(len(engines))]
+def text_to_time(windows: Sequence[Tensor], engine: Engine) -> list[int]:
+    """Tokens to decode while a model is timed."""
+    most = min(MOST_POSITIONS, engine.context_length)
+    return torch.cat(list(windows))[:most].tolist()
 
 
 def line_of(point: Point) -> str:

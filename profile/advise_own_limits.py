@@ -2,9 +2,10 @@
 
 The file runs in mode exact, in its own type and in smaller ones; the alternative is a dense model in
 the same types: the one that it was trained from or, if that is not given, the file's own mode dense.
-Quality is measured on the whole text, since nothing is fitted to it, and each file with limits is
-timed beside the dense model of its type. The choice is that of profile.advice_choice."""
+Quality is measured on the whole text, since nothing is fitted to it, and all files are timed in
+turns. The choice is that of profile.advice_choice."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,12 +16,13 @@ from sparkinfer.budget import head_bytes
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import row_bytes
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.advice_choice import Point, Trial, choose, timed_points, with_front
-from sparkinfer.profile.advise import Advice, line_of, seconds_in_turns
+from sparkinfer.profile.advice_choice import Point
+from sparkinfer.profile.advise import Advice, advice_of, line_of, text_to_time, timed
 from sparkinfer.profile.advise_config import AdviseConfig
 from sparkinfer.profile.corpus import read_windows
 from sparkinfer.profile.limit_meter import LimitMeter, fitting
 from sparkinfer.profile.limit_search import Bytes
+from sparkinfer.profile.turns import TextDecoder, Turns
 from sparkinfer.runtime.engine import Engine
 
 RULE = "limits"
@@ -66,33 +68,21 @@ def advise_own_limits(
             points.append(Point(type=kind, rule=RULE, share=share, bytes_per_token=round(count),
                                 close=close))  # fmt: skip
             say(line_of(points[-1]))
-    points = _timed(points, files, sparse, say)
-    best, why = choose(points, config.max_loss)
-    points = with_front(points)
-    best = next(point for point in points if point.trial == best.trial)
-    return Advice(points=tuple(points), best=best, why=why, num_tokens=meter.num_tokens)
+        ids_T = text_to_time(windows, engine)
+    gc.collect()
 
+    def opened(point: Point) -> TextDecoder:
+        if point.rule == "dense":
+            return TextDecoder(files[point.type], "dense", ids_T)
+        return TextDecoder(sparse[point.type], "exact", ids_T)
 
-def _timed(
-    points: Sequence[Point],
-    files: dict[str, Path],
-    sparse: dict[str, Path],
-    say: Callable[[str], None],
-) -> list[Point]:
-    """The points with their seconds, each file with limits timed beside the dense one of its
-    type."""
-    seconds = seconds_in_turns([(path, "dense") for path in files.values()])
-    dense_s = dict(zip(files, seconds, strict=True))
-    dense_bytes = {point.type: point.bytes_per_token for point in points if point.rule == "dense"}
-    ratios: dict[Trial, float] = {}
-    for point in (point for point in points if point.rule == RULE):
-        pair = seconds_in_turns([(files[point.type], "dense"), (sparse[point.type], "exact")])
-        ratios[point.trial] = pair[1] / pair[0]
-        say(
-            f"{point.name}: {pair[0] / pair[1] - 1:+.1%} tokens/s over dense, reads"
-            f" {point.bytes_per_token / dense_bytes[point.type]:.0%} of its bytes"
-        )
-    return timed_points(points, dense_s, ratios)
+    def size(point: Point) -> int:
+        return files[point.type].stat().st_size
+
+    with Turns(points[0], opened, size, len(ids_T)) as turns:
+        points = timed(points, points, turns, config.max_loss, say)
+        times = turns.timings
+    return advice_of(points, times, config.max_loss, meter.num_tokens)
 
 
 def _own_type(path: Path) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-from statistics import median
 
 import numpy as np
 import pytest
@@ -20,11 +19,9 @@ from sparkinfer.commands.advise import _Files
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import Limits
-from sparkinfer.model_file import ModelFile
 from sparkinfer.profile import advise as advise_module
-from sparkinfer.profile.advise import seconds_in_turns
 from sparkinfer.profile.limit_meter import LimitMeter
-from sparkinfer.profile.limit_search import Bytes
+from sparkinfer.profile.turns import Rounds, TextDecoder, Timings, Turns
 from sparkinfer.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -32,8 +29,8 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kerne
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(advise_module, "ROUNDS", 2)
-    monkeypatch.setattr(advise_module, "STEPS", 4)
+    monkeypatch.setattr(advise_module, "FEW", 2)
+    monkeypatch.setattr(advise_module, "MORE", 2)
     keys = {
         "tokenizer.huggingface.json": TOKENIZER.read_text(encoding="utf-8"),
         "tokenizer.ggml.eos_token_id": np.uint32(0),
@@ -66,6 +63,14 @@ def test_advise_measures_rules_and_recommends_one(files):
     assert kl == sorted(kl) and read == sorted(read, reverse=True)
     assert mixed[0]["close"]["kl"] < mixed[-1]["close"]["kl"]
     assert advice["best"]["close"]["perplexity_increase"] <= 0.01
+    timed = {(p["type"], p["rule"], p["share"]): p for p in advice["points"] if p["is_timed"]}
+    assert tuple(advice["reference"]) == ("f16", "dense", 0.0)
+    for group in advice["rounds"]:
+        assert group["trials"][0] == advice["reference"]
+        assert all(len(row) == len(group["trials"]) for row in group["seconds"])
+    assert {tuple(t) for group in advice["rounds"] for t in group["trials"]} == timed.keys()
+    assert all(p["gain"]["low"] <= p["gain"]["median"] <= p["gain"]["high"] for p in timed.values())
+    assert advice["best"]["is_timed"] and advice["best"]["num_rounds"] == 4
     assert (files / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -79,15 +84,13 @@ def text(tmp_path):
 def times_by_bytes(monkeypatch):
     """A machine on which a token takes as long as reading its bytes."""
 
-    def time(timer, point):
-        dense = timer.adviser.dense_bytes[point.type]
-        timer.ratios[point.trial] = point.bytes_per_token / dense
+    def rounds(turns, group, count):
+        trials = tuple(point.trial for point in group)
+        row = tuple(point.bytes_per_token * 1e-9 for point in group)
+        found = Rounds(trials=trials, seconds=(row,) * count)
+        turns.timings = Timings((*turns.timings.groups, found))
 
-    def seconds(files):
-        return [Bytes.of(ModelFile.load(path)).total * 1e-9 for path, _ in files]
-
-    monkeypatch.setattr(advise_module, "seconds_in_turns", seconds)
-    monkeypatch.setattr(advise_module.Timer, "time", time)
+    monkeypatch.setattr(Turns, "rounds", rounds)
 
 
 def advice_of(path, text, *words):
@@ -144,9 +147,12 @@ def test_what_is_said_of_a_rule_is_found_again(tmp_path, text):
               "--no-verify"],
     )  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
-    times = [seconds_in_turns([(path, "dense"), (sparse, "exact")]) for _ in range(3)]
-    gains = [dense_s / sparse_s for dense_s, sparse_s in times]
-    assert dense.seconds / point.seconds == pytest.approx(median(gains), rel=0.1)
+    ids = [0] * 200
+    with Turns(dense, lambda p: TextDecoder(*((path, "dense") if p is dense else (sparse, "exact")),
+                                            ids), lambda p: 0, len(ids)) as turns:  # fmt: skip
+        turns.time([point], 40)
+    again = turns.timings.gain(point.trial, dense.trial)
+    assert dense.seconds / point.seconds == pytest.approx(1 + again.median, rel=0.1)
     with Engine.load(path, mode="dense") as engine:
         meter = LimitMeter(engine, [ids_of(engine, seed) for seed in range(1, 5)])
         with Engine.load(sparse, mode="exact") as other:

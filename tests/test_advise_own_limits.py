@@ -16,10 +16,9 @@ from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import ModelFile
-from sparkinfer.profile import advise_own_limits as module
 from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.limit_search import Bytes
 from sparkinfer.profile.quality import evaluate
+from sparkinfer.profile.turns import Rounds, Timings, Turns
 from sparkinfer.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -42,13 +41,13 @@ def made(tmp_path):
 def timed(monkeypatch, exact_over_dense: float) -> None:
     """Dense steps take as long as reading their bytes; exact ones, that many times as long."""
 
-    def seconds(files):
-        return [
-            Bytes.of(ModelFile.load(path)).total * (exact_over_dense if mode == "exact" else 1.0)
-            for path, mode in files
-        ]
+    def rounds(turns, group, count):
+        dense = {p.type: p.bytes_per_token for p in group if p.rule == "dense"}
+        row = [dense[p.type] * (1.0 if p.rule == "dense" else exact_over_dense) for p in group]
+        found = Rounds(trials=tuple(p.trial for p in group), seconds=(tuple(row),) * count)
+        turns.timings = Timings((*turns.timings.groups, found))
 
-    monkeypatch.setattr(module, "seconds_in_turns", seconds)
+    monkeypatch.setattr(Turns, "rounds", rounds)
 
 
 def run(*words):

@@ -22,6 +22,7 @@ from sparkinfer.profile.advice_choice import (
 from sparkinfer.profile.limit_meter import Closeness, _closeness, _compare
 from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores, Ranks
 from sparkinfer.profile.limit_search import PARTS, RULES, Allocation, Bytes, allocate, num_probes
+from sparkinfer.profile.turns import Rounds, Timings
 
 
 def ranks(rng: np.random.Generator, tokens: int, size: int, scale: float = 1.0) -> Ranks:
@@ -238,7 +239,7 @@ def test_a_rule_that_pays_is_advised() -> None:
         point("q4_0", "dense", 0, 100, 0.0, 1.0),
         point("q4_0", "mixed", 0.16, 84, 0.008, 0.85),
     ]
-    best, why = choose(with_front(points), 0.01)
+    best, why = choose(with_front(points), 0.01, Timings())
     assert best is not None and best.rule == "mixed" and "+18%" in why
 
 
@@ -247,15 +248,15 @@ def test_a_smaller_type_that_beats_every_rule_is_advised() -> None:
         point("f16", "dense", 0, 200, 0.0, 2.0), point("f16", "mixed", 0.16, 168, 0.004, 1.7),
         point("q8_0", "dense", 0, 106, 0.001, 1.1), point("q8_0", "mixed", 0.16, 90, 0.03, 0.95),
     ]  # fmt: skip
-    best, why = choose(with_front(points), 0.01)
+    best, why = choose(with_front(points), 0.01, Timings())
     assert best.name == "q8_0 dense" and why.startswith("no rule pays off here")
-    best, why = choose(with_front(points), 0.0)
+    best, why = choose(with_front(points), 0.0, Timings())
     assert best.name == "f16 dense" and "q8_0 dense would be +82% faster" in why
 
 
 def test_a_gain_too_small_to_matter_is_not_advised() -> None:
     points = [point("q8_0", "dense", 0, 100, 0.0, 1.0), point("q8_0", "mixed", 0.02, 98, 0.0, 0.98)]
-    assert choose(points, 0.01)[0].rule == "dense"
+    assert choose(points, 0.01, Timings())[0].rule == "dense"
 
 
 def test_the_front_has_what_nothing_beats() -> None:
@@ -268,12 +269,12 @@ def test_the_front_has_what_nothing_beats() -> None:
 
 def test_a_rule_much_slower_than_its_bytes_say_is_not_advised() -> None:
     points = [point("f16", "dense", 0, 200, 0.0, 2.0), point("f16", "mixed", 0.2, 160, 0.0, 1.85)]
-    best, why = choose(points, 0.01)
+    best, why = choose(points, 0.01, Timings())
     assert (
         best.rule == "dense" and "gains +8% over f16 dense" in why and "its bytes say +25%" in why
     )
     points[1] = replace(points[1], seconds=1.7)
-    assert choose(points, 0.01)[0].rule == "mixed"
+    assert choose(points, 0.01, Timings())[0].rule == "mixed"
 
 
 def test_what_was_measured_on_a_part_is_not_refused_within_its_interval() -> None:
@@ -281,9 +282,9 @@ def test_what_was_measured_on_a_part_is_not_refused_within_its_interval() -> Non
     rule = point("f16", "mixed", 0.2, 160, 0.02, 1.6)
     unsure = replace(rule.close, perplexity_increase_error=0.015)
     part = replace(rule, close=unsure, is_whole=False)
-    assert choose([dense, part], 0.01)[0] is part
-    assert choose([dense, replace(part, is_whole=True)], 0.01)[0] is dense
-    assert choose([dense, part], 0.004)[0] is dense
+    assert choose([dense, part], 0.01, Timings())[0] is part
+    assert choose([dense, replace(part, is_whole=True)], 0.01, Timings())[0] is dense
+    assert choose([dense, part], 0.004, Timings())[0] is dense
 
 
 def test_seconds_follow_the_bytes_beside_timed_points() -> None:
@@ -292,11 +293,13 @@ def test_seconds_follow_the_bytes_beside_timed_points() -> None:
         point("q8_0", "mixed", 0.08, 90, 0), point("q8_0", "hidden", 0.08, 90, 0),
         point("f16", "dense", 0, 200, 0), point("f16", "mixed", 0.5, 100, 0),
     ]  # fmt: skip
-    dense_s, ratios = {"q8_0": 1.0, "f16": 3.0}, {("q8_0", "mixed", 0.16): 0.9}
-    found = timed_points(points, dense_s, ratios)
+    q8, f16, more = (points[number].trial for number in (0, 4, 1))
+    timings = Timings((Rounds(trials=(f16, q8, more), seconds=((3.0, 1.0, 0.9),)),))
+    found = timed_points(points, timings)
     assert [p.seconds for p in found] == pytest.approx([1.0, 0.9, 1.0, 0.9, 3.0, 1.5])
     assert [p.is_timed for p in found] == [True, True, False, False, True, False]
-    found = timed_points(points, dense_s, ratios | {("q8_0", "mixed", 0.08): 1.1})
+    less = Rounds(trials=(f16, points[2].trial), seconds=((3.0, 1.1),))
+    found = timed_points(points, Timings((*timings.groups, less)))
     assert [p.seconds for p in found][:3] == pytest.approx([1.0, 0.9, 1.1])
 
 

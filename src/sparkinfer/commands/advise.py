@@ -30,6 +30,7 @@ from sparkinfer.outputs import check_outputs
 if TYPE_CHECKING:
     from sparkinfer.convert.options import Outtype
     from sparkinfer.limits import Limits
+    from sparkinfer.profile.advice_choice import Point
     from sparkinfer.profile.advise import Advice
     from sparkinfer.profile.advise_config import AdviseConfig
 
@@ -138,7 +139,7 @@ def _advice(
     files = _Files(config.model, folder)
     if has_limits:
         return advise_own_limits(config, dense, files.in_type, kinds, say), None
-    advice, adviser = run(config, files.of_type, files.with_limits, kinds, say)
+    advice, adviser = run(config, files.of_type, files.with_limits, kinds, say, files.free_bytes)
     return advice, None if advice.best.rule == "dense" else adviser.limits_of(advice.best)
 
 
@@ -158,6 +159,9 @@ class _Files:
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder = model, folder
 
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
     def of_type(self, kind: str) -> Path:
         return self._make(f"{kind}.gguf", kind, None)
 
@@ -176,7 +180,7 @@ class _Files:
         from sparkinfer.convert.options import ConvertConfig
 
         source = source or self.model
-        free, wanted = shutil.disk_usage(self.folder).free, source.stat().st_size
+        free, wanted = self.free_bytes(), source.stat().st_size
         if free < wanted:
             raise SparkinferError(
                 f"{self.folder}: {free / 2**30:.1f} GiB free, up to {wanted / 2**30:.1f} GiB"
@@ -208,20 +212,29 @@ def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lines(advice: "Advice", compared_with: str) -> list[str]:
-    head = ("", "bytes/token", "KL", "+-", "perplexity", "same top", "tokens/s", "")
+    head = ("", "bytes/token", "KL", "+-", "perplexity", "same top", "tokens/s", "quartiles", "")
     rows = [head]
     for point in sorted(advice.points, key=lambda p: p.seconds, reverse=True):
         close = point.close
         rows.append((
             point.name, f"{point.bytes_per_token / 1e6:.1f} MB", f"{close.kl:.4f}",
             f"{close.kl_error:.4f}", f"{close.perplexity_increase:+.2%}", f"{close.same_top:.1%}",
-            f"{1 / point.seconds:.1f}{'' if point.is_timed else ' (by bytes)'}",
+            f"{1 / point.seconds:.1f}", _quartiles(point),
             "front" if point.is_on_front else "",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    name = "{} {}".format(*advice.reference)
     return [*table, f"on {advice.num_tokens:,} tokens, against {compared_with}",
+            f"tokens/s: medians of rounds in turns, as ratios to {name}; quartiles of these ratios",
             f"advice: {advice.why}"]  # fmt: skip
+
+
+def _quartiles(point: "Point") -> str:
+    """Of the ratios to the reference."""
+    if point.gain is None:
+        return "by bytes"
+    return f"x {1 + point.gain.low:.2f} to {1 + point.gain.high:.2f}"
 
 
 def _next(model: Path, advice: "Advice", limits: Path | None) -> list[str]:
