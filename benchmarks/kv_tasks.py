@@ -57,6 +57,12 @@ class Way:
     num_documents: int = 1
     num_read: int = 0  # documents that are also read under the rule
     is_shuffled: bool = False  # the lines are in another order
+    # Under the rule, the document is read with all keys (`full` is its length).
+    is_read_in_full: bool = False
+
+    def sizes_for(self, num_tokens: int) -> str | None:
+        """The sizes for a document of `num_tokens` tokens."""
+        return f"{self.sizes},full={num_tokens}" if self.is_read_in_full else self.sizes
 
 
 ALL = 1_000_000
@@ -71,6 +77,12 @@ WAYS = {
     "two stages, 5 % of the keys": Way(
         sizes="block=32,sinks=32,window=64,top=224,candidates=64", num_documents=ALL, num_read=1
     ),
+    "two stages, 5 % of the keys, the document in full": Way(
+        sizes="block=32,sinks=32,window=64,top=224,candidates=64",
+        num_documents=0,
+        num_read=ALL,
+        is_read_in_full=True,
+    ),  # fmt: skip
     "two stages, 2 % of the keys": Way(sizes="block=32,sinks=32,window=32,top=64,candidates=64"),
     "two stages, 5 %": Way(sizes="block=64,sinks=64,window=64,top=128,candidates=4"),
     "two stages, 10 %": Way(sizes="block=32,sinks=64,window=128,top=320,candidates=4"),
@@ -171,7 +183,7 @@ class Reader:
             return self._asked(engine)
 
     def under_rule(self, way: Way) -> list[float]:
-        return self._read(way.sizes, self.document)
+        return self._read(way.sizes_for(len(self.document.ids)), self.document)
 
     def _read(self, sizes: str | None, document: Document) -> list[float]:
         with load(self.arguments, sizes) as engine, engine.sequence() as text:
@@ -276,7 +288,7 @@ def gather(arguments: argparse.Namespace) -> tuple[Scores, int, int]:
     for case, found in scores.items():
         for number, (document, other) in enumerate(read):
             ways = {
-                name: way for name, way in WAYS.items()
+                name: way for name, way in arguments.ways.items()
                 if number < (way.num_read if case == "under_rule" else way.num_documents)
             }  # fmt: skip
             for name, values in of_document(arguments, case, document, other, ways).items():
@@ -300,7 +312,8 @@ def of_document(
     reader = Reader(arguments, document, other)
     found = {}
     for name, way in ways.items():
-        at = name if way.sizes is None else f"{name}: {KeySelection.parse(way.sizes)}"
+        sizes = way.sizes_for(len(document.ids))
+        at = name if sizes is None else f"{name}: {KeySelection.parse(sizes)}"
         if at not in known[case]:
             known[case][at] = (
                 reader.under_rule(way) if case == "under_rule" else reader.after_full(way)
@@ -344,8 +357,11 @@ def main() -> None:
     parser.add_argument(
         "--kept", type=Path, help="folder of scores, from which a run that was ended goes on"
     )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help="only these")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    chosen = arguments.ways or list(WAYS)
+    arguments.ways = {name: WAYS[name] for name in dict.fromkeys(["full attention", *chosen])}
     if arguments.kept is not None:
         arguments.kept.mkdir(parents=True, exist_ok=True)
     scores, tokens, width = gather(arguments)
@@ -357,7 +373,7 @@ def main() -> None:
         "ways": {
             name: shares(way, tokens, width)
             | {case: against(full, found[name]) for case, found in scores.items() if name in found}
-            for name, way in WAYS.items()
+            for name, way in arguments.ways.items()
         },
     }  # fmt: skip
     folder = Path(__file__).parent / "results"

@@ -209,7 +209,11 @@ def kv_selection() -> str:
 
 
 def kv_tasks() -> str:
-    ways = result("kv-tasks-amd-epyc-family-26")["ways"]
+    ways = {
+        **result("kv-tasks-amd-epyc-family-26")["ways"],
+        **{name: way for name, way in result("kv-tasks-in-full-amd-epyc-family-26")["ways"].items()
+           if "after_full" not in way},
+    }  # fmt: skip
 
     def told(found: dict[str, Any] | None) -> str:
         if found is None:
@@ -220,13 +224,15 @@ def kv_tasks() -> str:
     def share(way: dict[str, Any], name: str) -> str:
         return percent(way[name], 1) if way.get(name) is not None else "-"
 
-    rows = [
-        [name, share(way, "share_of_keys"), share(way, "share_of_bytes"),
-         share(way, "share_of_tables"), str(way["after_full"]["facts"]),
-         f"{way['after_full']['probability']:.3f}", told(way["after_full"]),
-         told(way.get("under_rule"))]
-        for name, way in ways.items()
-    ]  # fmt: skip
+    def row(name: str, way: dict[str, Any]) -> list[str]:
+        found = way.get("after_full") or way["under_rule"]
+        return [
+            name, share(way, "share_of_keys"), share(way, "share_of_bytes"),
+            share(way, "share_of_tables"), str(found["facts"]), f"{found['probability']:.3f}",
+            told(way.get("after_full")), told(way.get("under_rule")),
+        ]  # fmt: skip
+
+    rows = [row(name, way) for name, way in ways.items()]
     header = [
         "read", "keys and values", "with tables", "size of tables", "facts", "probability",
         "after full attention", "under the rule",
