@@ -219,7 +219,7 @@ def no_json(draw: random.Random) -> Case:
 
 
 def deep(draw: random.Random) -> Case:
-    depth = draw.choice((65, 200, 900, 20_000))
+    depth = draw.choice((65, 200, 900, 20_000, 100_000))
     inner = (
         b"[" * depth + b"]" * depth
         if draw.random() < 0.5
@@ -250,6 +250,29 @@ def own_template(draw: random.Random) -> Case:
     )  # fmt: skip
 
 
+def out_of_place(draw: random.Random) -> Case:
+    """Pictures, sound, parts that are no parts, tools that are no tools, and sizes out of range."""
+    tool, picture = (
+        {"type": "function", "function": {"name": "f"}},
+        {"url": "data:," + "A" * 100_000},
+    )
+    parts = [
+        {"type": "image_url", "image_url": picture}, {"type": "input_audio", "input_audio": {}},
+        {"type": "text"}, {"type": "text", "text": 5}, {"type": ["text"], "text": "a"}, 5, None, [], {},
+    ]  # fmt: skip
+    more = draw.choice([
+        {"messages": [{"role": "user", "content": [draw.choice(parts)]}]}, {"tools": "x"},
+        {"tools": [draw.choice((5, {}, {"type": "function"}, {"type": "web_search"}))]},
+        {"tools": [tool] * 129}, {"tools": [tool], "tool_choice": draw.choice(("required", 5))},
+        {"messages": [{"role": "assistant", "tool_calls": draw.choice(("x", [5], [{}]))}]},
+        {"max_tokens": draw.choice((10**18, 1e18, -2))}, {"n": 10**9}, {"top_logprobs": 10**18},
+        {"stop": draw.choice(("a" * 900_000, ["a" * 50_000] * 16, ["a"] * 100_000))},
+        {"logit_bias": draw.choice(({str(i): 1 for i in range(20_000)}, {"\u0663": 1}))},
+    ])  # fmt: skip
+    data = request_bytes(CHAT, {**HONEST, **more})
+    return Case(name="out of place", data=data, right=frozenset({400}))
+
+
 def long_prompt(draw: random.Random) -> Case:
     body = {"prompt": "a " * 200_000, "max_tokens": 1}
     return Case(name="long prompt", data=request_bytes(COMPLETE, body), right=frozenset({400}))
@@ -276,6 +299,7 @@ def odd_head(draw: random.Random) -> Case:
         b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n", b"POST /v1/chat/completions HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 20_000 + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 2_000_000 + b"\r\n\r\n",
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd",
@@ -353,7 +377,7 @@ def _path(draw: random.Random) -> str:
 
 
 KINDS: tuple[Make, ...] = (
-    no_json, deep, bad_constraint, own_template, long_prompt, too_long, odd_head, wrong_place, wrong_method,
+    no_json, deep, bad_constraint, out_of_place, own_template, long_prompt, too_long, odd_head, wrong_place, wrong_method,
     wrong_kind, wrong_host, unfinished, half_closed, gone, slow,
 )  # fmt: skip
 
