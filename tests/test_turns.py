@@ -143,7 +143,7 @@ def test_gains_are_found_through_spells(seed):
 
 
 def test_a_difference_smaller_than_its_spread_does_not_decide():
-    """Of a rule and a dense type that are as fast, the one with the smaller loss is taken."""
+    """If a rule and a dense type are as fast, the one with the smaller loss is taken."""
 
     def choice(low, middle, high, rule):
         times = {OWN.trial: 2.0, SMALLER.trial: 1.0}

@@ -231,7 +231,7 @@ def _lines(advice: "Advice", compared_with: str) -> list[str]:
 
 
 def _quartiles(point: "Point") -> str:
-    """Of the ratios to the reference."""
+    """The quartiles of the ratios to the reference, in words."""
     if point.gain is None:
         return "by bytes"
     return f"x {1 + point.gain.low:.2f} to {1 + point.gain.high:.2f}"
