@@ -130,8 +130,9 @@ def test_a_smaller_type_is_advised_where_every_neuron_works(tmp_path, text, time
 
 
 @pytest.mark.slow
-def test_what_is_said_of_a_rule_is_found_again(tmp_path, text):
+def test_what_is_said_of_a_rule_is_found_again(tmp_path, text, monkeypatch):
     """Its speed within 10 %, in turns with the dense model, and its quality on other text."""
+    monkeypatch.setattr(advise_module, "FEW", 40)
     path, sparse = tmp_path / "m.gguf", tmp_path / "sparse.gguf"
     most_neurons_idle(path, num_neurons=24_576)
     config = advise_module.AdviseConfig(
@@ -147,9 +148,10 @@ def test_what_is_said_of_a_rule_is_found_again(tmp_path, text):
               "--no-verify"],
     )  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
-    ids = [0] * 200
-    with Turns(dense, lambda p: TextDecoder(*((path, "dense") if p is dense else (sparse, "exact")),
-                                            ids), lambda p: 0, len(ids)) as turns:  # fmt: skip
+    with Engine.load(path, mode="dense") as engine:
+        ids = ids_of(engine, 0).tolist()
+    files = {"dense": (path, "dense"), "gates": (sparse, "exact")}
+    with Turns(dense, lambda p: TextDecoder(*files[p.rule], ids), lambda p: 0, len(ids)) as turns:
         turns.time([point], 40)
     again = turns.timings.gain(point.trial, dense.trial)
     assert dense.seconds / point.seconds == pytest.approx(1 + again.median, rel=0.1)
