@@ -37,7 +37,7 @@ CONTEXT = 8192
 
 
 def losses(model: Path, corpus: Path, num_tokens: int) -> dict[str, Any]:
-    """KL and perplexity of each type, and of keys or values alone in q4_0, against f16."""
+    """KL and difference of loss of each type, and of three mixed pairs, against f16."""
     wanted = [(name, name) for name in NAMES if name != "f16"]
     wanted += [("q4_0", "f16"), ("f16", "q4_0"), ("q8_0", "q4_0")]
     found: dict[str, Any] = {}

@@ -118,8 +118,8 @@ def main() -> int:
 
 
 def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
-    """Least seconds per token of a model entirely on the first GPU that reads all neurons; no plan
-    has this limit, as every plan skips inactive neurons."""
+    """Least seconds per token of a model entirely on the first GPU that reads all neurons. The
+    plan of mode dense is solved for mode exact here, so its own limit leaves inactive neurons out."""
     total = head_bytes(model)
     for layer in range(model.shape.num_layers):
         sizes = layer_bytes(model, layer)

@@ -2,12 +2,11 @@
 
 The mathematics is that of `planted_checkpoint`; here no checkpoint is made and nothing converted:
 rows are made on the GPU if there is one, while the file is written. Each neuron's firing
-probability is known, so the profile is computed, not counted; benchmarks compare it with what they
-measure. Every row depends on the tensor's name and its own index alone, so a file is the same for
+probability is known, so the profile is computed, not counted. Every row depends on the tensor's name and its own index alone, so a file is the same for
 any number of threads; GPU and CPU files differ.
 
-`write_stock` makes a random SiLU model of the same shape for llama.cpp, which has no ReLU graph
-here.
+`write_stock` makes a random SiLU model of the same shape for llama.cpp, whose Llama graph
+has no ReLU.
 
 Letters: L layers, D model width, F neurons, R predictor rank, N rows of a piece."""
 

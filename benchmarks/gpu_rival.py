@@ -35,7 +35,7 @@ class RivalModel:
 
 def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
     """The rival with the most layers whose buffers fit the budget, of at most MOST_LOADS counts
-    tried; the embedding is never among them.
+    tried. The embedding stays in main memory and is not a layer.
 
     Raises ProcessError if it cannot be loaded, or if no count that was tried fits."""
     most, tried = rival.num_layers + 1, set[int]()

@@ -17,8 +17,9 @@ of the share; for the sliding window, all of it).
     minmax N     blocks of N by the largest product within their keys' bounds (Quest, arXiv 2406.10774)
     codes B      every key by a code of B bits per value, rotated by the Hadamard matrix first
     N > codes B  four times as many keys as needed, in blocks of N by minmax, then keys by their codes
-    N > rest     blocks of N by bounds in bytes, then the residual of each key from the middle of its
-                 block's bounds in codes of two bits: the runtime's rule (sparkinfer.key_selection)
+    N > rest     blocks of N by bounds, then the residual of each key from the middle of its block's
+                 bounds in codes of two bits: the runtime's rule (sparkinfer.key_selection), except
+                 that bounds are counted as one byte per value but not rounded to it
     oracle       the positions with most mass, found at no cost: an upper bound for all rules"""
 
 import argparse
@@ -66,8 +67,8 @@ Score = Callable[[Tensor, int], Tensor]  # (queries [G, W], number of positions 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: `score` of each position, constant within a block, and `bytes_of`, what a token reads
-    to compute it."""
+    """A rule: `score` of each position (equal within a block, if the rule has blocks), and
+    `bytes_of`, what a token reads to compute it."""
 
     score: Score
     bytes_of: Callable[[int], float]

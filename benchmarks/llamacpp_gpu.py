@@ -2,7 +2,7 @@
 folder.
 
 It is started with a model file, a context length and a number of layers; the first line on stdout
-lists what was loaded and the buffers that llama.cpp reports. After that it works like
+has llama.cpp's system info and the buffers that it reports, or the error. After that it works like
 gpu_worker.py: a JSON object per line in and out, to prefill or to decode."""
 
 import ctypes

@@ -88,7 +88,7 @@ class Process:
         return line
 
     def _last_words(self) -> str:
-        """The last line of its stderr."""
+        """How it ended, with the last line of its stderr."""
         self._process.wait()
         said = [line for line in self._log.read_text().splitlines() if line.strip()]
         last = said[-1][:200] if said else "nothing was said"

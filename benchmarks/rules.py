@@ -4,12 +4,14 @@
         --tune train.txt --check held-out.txt
 
 Each type is compared with its own dense self, on held-out text. Shares are of all weight bytes that
-a token reads, the head included. Rules (profile/limit_scores.py):
+a token reads, the head included. Rules (profile/limit_search.py):
 
     cats     one threshold per layer on |act(gate)|, the same share of every layer (arXiv 2404.08763)
     gates    neurons weighted by their mean contribution, shares by layer
     hidden   rows of down, by |h_j| |down_j|, shares by layer
-    inputs   columns of query, key, value and output, shares by layer (arXiv 2408.14690, 2505.19427)
+    neurons  gates and hidden together
+    inputs   columns of query, key, value, output, gate and up, shares by layer (arXiv 2408.14690,
+             2505.19427)
     mixed    all of these, with the shares of each layer and kind that cost least per byte
 
 Every measurement is saved to the JSON at once, so an interrupted run can resume."""

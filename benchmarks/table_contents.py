@@ -71,8 +71,7 @@ def rules() -> str:
 
 
 def rules_all() -> str:
-    """KL and perplexity of every rule, share and type of the later run; "-" where a rule cannot save
-    that much."""
+    """KL and perplexity of every rule, share and type; "-" where a rule cannot save that much."""
     found = result(RULES)
     rows = []
     for kind, measured in found["types"].items():

@@ -13,7 +13,7 @@ norm is divided by it.
 
 Weights are stored in f16, norms and limits in f32.
 
-Letters: D model width, F neurons, C copies."""
+Letters: L layers, F neurons of the wide model, C copies, N rows, M columns."""
 
 import json
 import shutil

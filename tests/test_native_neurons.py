@@ -1,4 +1,4 @@
-"""A block of neurons in one native call: against float64 and the ordinary path, for chosen bits."""
+"""A block of neurons in one native call: against float64, for chosen bits and without any."""
 
 import ctypes
 import dataclasses

@@ -1,6 +1,6 @@
-"""The decode step in one native call, compared with the ordinary path and the float64 decoder for
-every graph and mode, at every level; its bits do not depend on the number of threads. It refuses what
-it does not support."""
+"""The decode step in one native call, compared with the ordinary path in every mode, and with the
+float64 decoder in mode exact at every level; its bits do not depend on the number of threads. It
+refuses what it does not support."""
 
 import dataclasses
 import os

@@ -123,7 +123,7 @@ def test_any_activation(tmp_path, activation):
     assert grown_alike(saved(tmp_path, "f32", activation), "exact", 100).num_swaps
 
 
-def test_any_number_of_threads(tmp_path, restore_library):
+def test_with_three_threads(tmp_path, restore_library):
     library.set_threads(3)
     model = saved(tmp_path, num_neurons=1056, width=256)
     assert grown_alike(model, "predicted", 60, most_rows=64).num_swaps > 100
@@ -146,7 +146,7 @@ IDS = np.random.default_rng(1).integers(0, V, 30).tolist()
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_a_plan_says_which_neurons_have_slots_at_first(tmp_path, mode):
-    """Also where layers have no slots, or one for every neuron."""
+    """Layers whose neurons are all hot or all cold get no slots."""
     model = saved(tmp_path)
     split = planned(tmp_path, model)
     with Engine.load(model.path, mode=mode) as plain:

@@ -1,6 +1,7 @@
 """The check that a level gets when the library is loaded: it must notice every kernel that errs.
 
-The check itself, compiled with the generic kernels, of which one at a time does nothing."""
+Here it is compiled with the generic kernels, one of which at a time is made to do nothing; the
+kernels that weigh keys are also made to ignore them."""
 
 import shutil
 import subprocess

@@ -262,7 +262,7 @@ def test_a_signal_between_phases_ends_at_once_and_says_what_is_saved(files, monk
 
 
 def test_two_processes_take_the_same_steps(monkeypatch):
-    """Each with its own text, one with less: bit-identical weights after every step."""
+    """Each with its own text, one with less: bit-identical weights after the last step."""
     import threading
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights

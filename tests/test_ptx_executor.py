@@ -28,7 +28,7 @@ THREADS = 64
 
 def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_written=True):
     """Runs lines of PTX with the pointers `out` in %rd1 and `source` in %rd2, the thread's number in
-    %r1 and four times that in %r2 and %rd3; returns `out`, one number per thread, and the record."""
+    its block in %r1, four times that in %r2, and four times its number in the grid in %rd3; returns `out`, one number per thread, and the record."""
     out = torch.zeros(blocks * THREADS, dtype=torch.int32) if out is None else out
     source = torch.arange(blocks * THREADS, dtype=torch.int32) if source is None else source
     text = f""".version 8.7

@@ -102,7 +102,8 @@ def test_a_stock_file_is_converted(capsys, silu, tmp_path):
 
 
 def test_by_default_a_short_look_at_the_model_decides(capsys, relu):
-    """Half of a random model's neurons fire, and the package's own text is enough for that."""
+    """On the package's own text half of a random model's neurons fire, so no predictors are
+    trained."""
     report = run(capsys, relu, "--no-verify")
     assert made(report) == ["model", "look"] and report["mode"] == "exact"
     assert made(run(capsys, relu)) == []

@@ -1,4 +1,4 @@
-"""The engine against a float64 decoder: every mode, activation, type and division of neurons."""
+"""The engine against a float64 decoder in every mode and type, and divided against undivided."""
 
 import dataclasses
 import gc

@@ -27,7 +27,6 @@ SOURCES = {
     "rows_amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
 }
 FLAGS = "-std=c++17 -O1 -w -ffp-contract=off -pthread".split()
-# Blocks of 18 and 34 bytes are not aligned: their loads allow for that, and so does x86.
 # A null pointer needs no separate check: the address sanitizer reports the access.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
 # Undefined behaviour ends the program by a trap, which compiles in half the time that a message and

@@ -151,7 +151,7 @@ def test_a_thousand_random_schedules(tmp_path):
 
 @native
 def test_the_comparison_finds_a_wrong_block(tmp_path):
-    """A sequence that reads another's block, and a copy that is left out."""
+    """A sequence that reads another's block."""
     model = model_of(tmp_path, "q8_0")
     with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
         first, second = engine.sequence(), engine.sequence()

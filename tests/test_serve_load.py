@@ -1,6 +1,6 @@
 """`sparkinfer serve` as a process: OpenAI's client, load, hostile requests, keys, signals.
 
-Quick tests use the bundled model and a random one that writes ASCII characters; those marked slow
+Tests use the bundled model and a random one that writes ASCII characters; most of those marked slow
 use SmolLM2, with many more requests. These tests check that answers are the same whatever else is
 running; other tests check their content."""
 

@@ -1,6 +1,6 @@
-"""Main memory of the server's process: what is announced, and nothing per text.
-
-Python's cycle collector is off where memory must be freed without it."""
+"""Main memory of the server's process: a cache that does not fit is refused, and a text that is over is
+freed at once, which is tested with Python's cycle collector off. Other threads run while a long text
+is tokenised."""
 
 import asyncio
 import gc

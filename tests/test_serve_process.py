@@ -88,7 +88,7 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     assert ended["status"] == 200 and ended["path"] == "/v1/completions" and ended["id"]
 
 
-def test_a_stop_that_times_out_fails_the_remaining_answers(model):
+def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
     served = Served(model, "--drain", "0.1")
     found = []
     waiting = in_background(served, {**LONG, "n": 16}, found)
