@@ -521,7 +521,7 @@ def corruptions(split: Split):
         "half the time",
         replace(split, objective_s=split.objective_s / 2, bound_s=split.bound_s / 2),
     )
-    yield "a millionth of the time", replace(split, objective_s=split.objective_s * (1 + 1e-6))
+    yield "a millionth more of the time", replace(split, objective_s=split.objective_s * (1 + 1e-6))
     yield "bound", replace(split, bound_s=split.objective_s * 1.01)
     yield "budget", replace(split, vram_budget_bytes=sum(split.gpu_bytes.values()) - 1)
     yield "dense block", replace(split, dense_on_gpu=tuple(not d for d in split.dense_on_gpu))

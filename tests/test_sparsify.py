@@ -1,4 +1,4 @@
-"""Training to be sparse: the loss, the limits, the schedule, and the files of a run.
+"""Training to be sparse: whole runs, what they write, and what they refuse.
 
 Models are tiny and random; benchmarks/sparsify.py measures a real one."""
 

@@ -54,7 +54,7 @@ WORDS = ["the ", "quick ", "brown ", "fox ", "def ", "add(a, ", "b):\n", "return
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model file of every case (by name, f16, OUTTYPES otherwise), and a text."""
+    """A model file of every case (by name; opt in q8_0, falcon-7b in f32, others in f16), and a text."""
     made = tmp_path_factory.mktemp("streaming")
     order = np.random.default_rng(0).integers(0, len(WORDS), 12_000)
     (made / "text.txt").write_text("".join(WORDS[i] for i in order))

@@ -34,7 +34,7 @@ def _narrow(folder: Path, *, is_tied: bool) -> LlamaForCausalLM:
 
 
 def _with_limits(model: LlamaForCausalLM, folder: Path) -> Tensor:
-    """Logits [1, T, V] of a model that follows its limits: gates of at most a limit are silent."""
+    """Logits [1, T, V] of a model with its limits: an activated gate at most its limit is silent."""
     limits = load_file(folder / LIMITS_FILE)
     for number, layer in enumerate(model.model.layers):
         limit_F = limits[f"blk.{number}.ffn_gate.limit"]
