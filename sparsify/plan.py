@@ -114,7 +114,7 @@ class Plan:
 
 def check_outputs(config: SparsifyConfig) -> None:
     """Raises SparkinferError for outputs that exist or cannot be written; a resumed run may have
-    some of its checkpoints."""
+    some of its checkpoints, and a killed one may have left some in its work folder."""
     goes_on = (config.work_folder / STATE).exists()
     read = [config.model, config.start_from, *config.corpora, *config.held_out]
     inputs = [path for path in read if path is not None]
@@ -128,7 +128,7 @@ def check_outputs(config: SparsifyConfig) -> None:
     check_files([], force=True, inputs=[*inputs, *kept], output_folders=[config.work_folder])
     for folder in checkpoints:
         check_output_folder(
-            folder, force=config.force or goes_on,
+            folder, force=config.force or goes_on or config.save_checkpoint is None,
             is_ours=lambda name: name in CHECKPOINT_FILES or is_written(name, source),
         )  # fmt: skip
 

@@ -122,6 +122,18 @@ def test_a_run_may_start_over_on_what_it_wrote(config, tmp_path):
     check_outputs(replace(of_file, force=True))
 
 
+def test_a_run_that_was_killed_before_it_saved_its_state_can_be_repeated(config):
+    """It left a trained checkpoint in its work folder, and nothing to continue from."""
+    config = replace(config, save_checkpoint=None)
+    folder = config.checkpoint_of(0.6)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    check_outputs(config)
+    (folder / "notes.md").write_text("mine")
+    with pytest.raises(SparkinferError, match="which this command has not written"):
+        check_outputs(config)
+
+
 def test_a_run_from_python_takes_the_lock_too(config):
     with locked_folder(config.work_folder):
         with pytest.raises(SparkinferError, match="another run is at work in this folder"):
