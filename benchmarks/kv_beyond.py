@@ -1,16 +1,17 @@
 """Measures perplexity far beyond a model's training context, on the second half of long texts.
 
-    python benchmarks/kv_beyond.py MODEL TEXT [--tokens 16384] [--texts 3]
+    python benchmarks/kv_beyond.py MODEL TEXT [--tokens 16384] [--texts 3] [--first 0]
 
 The baseline stays in the window: it predicts each token from half a context or more of
 preceding tokens, as in training. The others go through the text once, with capped positions: with
 only a window and the first tokens (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453; `top` has its
 minimum, one block), and with keys selected from the whole text. None reads more positions than the
-context has."""
+context has. Intervals are of 95 % (Student's t), over the texts, of the ratio to half a window."""
 
 import argparse
 import json
 import math
+import statistics
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from machine import machine, processor, slug
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
 
+# Half the width of an interval of 95 % in standard errors, by the number of texts.
+STUDENT_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
 
 def ways_of(context: int) -> dict[str, str]:
     """Selections whose sinks, window, top and block add up to at most the context."""
@@ -29,6 +33,7 @@ def ways_of(context: int) -> dict[str, str]:
     return {
         "a window of the context": f"{common},window={context - 48},top=16",
         "half a window": f"{half},top=16",
+        "half a window and 48 more": f"{common},window={context // 2 + 48},top=16",
         "half a window, and keys": f"{half},top=64",
         "half a window, and whole blocks": f"{half},top=64,candidates=0",
         "half a window, and as many keys": f"{half},top={context // 2 - 32}",
@@ -60,6 +65,17 @@ def through(engine: Engine, ids: list[int]) -> torch.Tensor:
     return torch.cat(losses)
 
 
+def interval_of(loss_N: list[float], base_N: list[float]) -> list[float] | None:
+    """The interval of 95 % of a ratio of perplexities, over N texts that both have read."""
+    difference_N = [loss - base for loss, base in zip(loss_N, base_N, strict=True)]
+    count = len(difference_N)
+    if count not in STUDENT_95:
+        return None
+    middle = statistics.mean(difference_N)
+    reach = STUDENT_95[count] * statistics.stdev(difference_N) / math.sqrt(count)
+    return [math.exp(middle - reach), math.exp(middle + reach)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -68,18 +84,20 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--texts", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="number of the first text")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     half = arguments.tokens // 2
     with Engine.load(arguments.model, mode="dense", device="cpu") as engine:
         context = engine.context_length
         ids = engine.codec.encode(arguments.text.read_text())
-        texts = list(torch.tensor(ids).split(arguments.tokens))[: arguments.texts]
+        texts = list(torch.tensor(ids).split(arguments.tokens))[arguments.first :]
+        texts = texts[: arguments.texts]
         assert len(texts[-1]) == arguments.tokens, f"{arguments.text}: {len(ids)} tokens"
         losses = [
             in_window(engine, text.tolist(), context)[half - context // 2 :] for text in texts
         ]
-    means = {"in the window": torch.cat(losses).mean().item()}
+    by_text = {"in the window": [loss.mean().item() for loss in losses]}
     ways = ways_of(context)
     for name, sizes in ways.items():
         with Engine.load(
@@ -87,16 +105,23 @@ def main() -> None:
             kv_offload=sizes,
         ) as engine:  # fmt: skip
             losses = [through(engine, text.tolist())[half - 1 :] for text in texts]
-        means[name] = torch.cat(losses).mean().item()
+        by_text[name] = [loss.mean().item() for loss in losses]
+        print(f"{name:32} {' '.join(f'{loss:.4f}' for loss in by_text[name])}", flush=True)
+    means = {name: statistics.mean(found) for name, found in by_text.items()}
     found: dict[str, Any] = {}
     for name, mean in means.items():
         ratio = math.exp(mean - means["in the window"])
-        found[name] = {"selection": ways.get(name), "perplexity": math.exp(mean), "times": ratio}
+        found[name] = {
+            "selection": ways.get(name), "perplexity": math.exp(mean), "times": ratio,
+            "times_half": math.exp(mean - means["half a window"]),
+            "interval": interval_of(by_text[name], by_text["half a window"]),
+        }  # fmt: skip
         print(f"{name:32} perplexity {math.exp(mean):.3f}, {ratio:.3f}x")
     result = {
         "benchmark": "kv-beyond", "model": arguments.model.stem, "machine": machine(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"), "context": context,
-        "tokens": arguments.tokens, "texts": len(texts), "ways": found,
+        "tokens": arguments.tokens, "texts": len(texts),
+        "first": arguments.first, "ways": found,
     }  # fmt: skip
     folder = Path(__file__).parent / "results"
     output = arguments.output or folder / f"kv-beyond-{slug(processor())}.json"
