@@ -19,26 +19,22 @@ Trial = tuple[str, str, float]  # type, rule, share
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """A relative gain in tokens/s, 0.1 for 10 % more: the median of the rounds, and the quartiles."""
+    """A relative gain in tokens/s, 0.1 for 10 % more: the median of the rounds, and its 95 % interval."""
 
     median: float
     low: float
     high: float
 
     @property
-    def spread(self) -> float:
-        return self.high - self.low
-
-    @property
     def is_clear(self) -> bool:
-        """True if the gain is larger than the spread of the rounds that it comes from."""
-        return self.median > self.spread
+        """True if the rounds tell the gain from none."""
+        return self.low > 0
 
     @property
     def line(self) -> str:
         if self.low == self.high:  # estimated
             return f"{self.median:+.0%}"
-        return f"{self.median:+.0%} (quartiles {self.low:+.0%} to {self.high:+.0%})"
+        return f"{self.median:+.0%} (95%: {self.low:+.0%} to {self.high:+.0%})"
 
 
 class Times(Protocol):
@@ -153,8 +149,8 @@ def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Poin
 
     It is the fastest of those whose `least_increase` is within `max_loss`: a dense one, unless a rule
     beats every dense one (see `_beats`) and has LEAST_SPEED of the speed that its bytes say. Among
-    dense points, and among rules that pay, of those that are slower than the fastest by no more than
-    the spread of the rounds, the one with the smallest loss counts as the fastest."""
+    dense points, and among rules that pay, of those that the rounds do not tell from the fastest, the
+    one with the smallest loss counts as the fastest."""
     dense_of = {point.type: point for point in points if point.rule == "dense"}
     allowed = sorted((p for p in points if p.least_increase <= max_loss), key=lambda p: p.seconds)
     whole = [p for p in allowed if p.rule == "dense"]
@@ -178,7 +174,7 @@ def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Poin
 
 
 def _gain(point: Point, over: Point, times: Times) -> Gain:
-    """Without a spread if one of the two is estimated: whatever is recommended will be timed."""
+    """Without an interval if one of the two is estimated: whatever is recommended will be timed."""
     if point.is_timed and over.is_timed:
         return times.gain(point.trial, over.trial)
     gain = over.seconds / point.seconds - 1
@@ -186,8 +182,8 @@ def _gain(point: Point, over: Point, times: Times) -> Gain:
 
 
 def _beats(rule: Point, dense: Point, times: Times) -> bool:
-    """True if the rule is faster by more than LEAST_GAIN and the spread, or if it is faster at all
-    and its loss is the smaller one."""
+    """True if the rule is surely faster, and by more than LEAST_GAIN, or if it is faster at all and
+    its loss is the smaller one."""
     gain = _gain(rule, dense, times)
     if gain.median > LEAST_GAIN and gain.is_clear:
         return True
@@ -195,7 +191,7 @@ def _beats(rule: Point, dense: Point, times: Times) -> bool:
 
 
 def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
-    """The point with the smallest loss of those that are as fast as the first, within the spread."""
+    """The point with the smallest loss of those that the rounds do not tell from the first."""
     first = points[0]
     alike = [p for p in points if p is first or (
         p.is_timed and first.is_timed and not _gain(first, p, times).is_clear)]  # fmt: skip
@@ -204,7 +200,9 @@ def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
 
 def _why_rule(rule: Point, dense: Point, own: Point, limit: str, times: Times) -> str:
     gain = _gain(rule, dense, times)
-    small = "" if gain.is_clear else " which is less than this spread, but its loss is smaller,"
+    small = (
+        "" if gain.is_clear else " which the rounds do not tell from none, but its loss is smaller,"
+    )
     over = "" if own is dense else f" {_gain(rule, own, times).line} over {own.name},"
     return (
         f"{rule.name} is the fastest within {limit}: {gain.line} tokens/s over {dense.name},{small}"
@@ -225,8 +223,8 @@ def _why_dense(
     said = f"every rule costs more than {limit}"
     if rule is not None:
         gain, own = _gain(rule, fastest, times), next(p for p in types if p.type == rule.type)
-        is_small = 0 < gain.median <= gain.spread and rule.close.kl >= fastest.close.kl
-        small = ", less than this spread, so the smaller loss counts" if is_small else ""
+        is_small = gain.median > 0 and not gain.is_clear and rule.close.kl >= fastest.close.kl
+        small = ", not told from none, so the smaller loss counts" if is_small else ""
         over = f", and {_gain(rule, own, times).line} over {own.name}" if own is not fastest else ""
         said = (
             f"the fastest rule within {limit}, {rule.name}, gains {gain.line} over"
@@ -235,8 +233,8 @@ def _why_dense(
     more = ""
     if fastest is not dense:
         more = (
-            f"; {fastest.name} gains {_gain(fastest, dense, times).line} over it, less than this"
-            " spread, and loses more"
+            f"; {fastest.name} gains {_gain(fastest, dense, times).line} over it, which the rounds"
+            " do not tell from none, and loses more"
         )
     smallest = min(types, key=lambda p: p.seconds)
     if smallest is not fastest and smallest is not dense:

@@ -3,7 +3,7 @@
 In a round each open model decodes the same few tokens of the user's text, and the next round goes on
 where this one ended. So a slow spell of seconds or minutes slows all models of a round alike, and the
 ratio of two times of one round is nearly free of it. What two models are compared by is the median of
-these ratios, and the distance of their quartiles is its spread. A median of each model's own times
+these ratios, with an interval of 95 % for this median. A median of each model's own times
 would not do: where a spell ends amid a round, the two medians may come from different spells.
 
 Models that do not fit into memory together are timed in groups, each beside the reference; two models
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Protocol, Self
 
 from sparkinfer.profile.advice_choice import Gain, Point, Trial
@@ -29,6 +29,7 @@ STEPS = 8  # tokens of a model's turn; one more comes first and is not counted
 FEW, MORE = 5, 20  # rounds for all, and further ones for what may be recommended
 MOST_POSITIONS = 512  # tokens of the text that are decoded, again and again
 MEMORY_SHARE = 0.5  # of the free memory, for models that are open at once
+NORMAL_95 = 1.96
 COPIES = 2  # of a model file's bytes that an open model takes at most: mapped, and packed
 
 
@@ -80,10 +81,13 @@ class Timings:
 
 
 def _gain(ratios: Sequence[float]) -> Gain:
-    if len(ratios) == 1:
-        return Gain(median=ratios[0] - 1, low=ratios[0] - 1, high=ratios[0] - 1)
-    low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    return Gain(median=middle - 1, low=low - 1, high=high - 1)
+    """The interval is between two of the ratios in order, by the normal approximation of the number
+    of ratios below the median; of five ratios or fewer, the first and the last."""
+    ordered, count = sorted(ratios), len(ratios)
+    first = max(0, int((count - NORMAL_95 * math.sqrt(count)) / 2))
+    return Gain(
+        median=median(ordered) - 1, low=ordered[first] - 1, high=ordered[count - 1 - first] - 1
+    )
 
 
 class Decoder(Protocol):

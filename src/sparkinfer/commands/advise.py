@@ -212,26 +212,36 @@ def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
 
 
 def _lines(advice: "Advice", compared_with: str) -> list[str]:
-    head = ("", "bytes/token", "KL", "+-", "perplexity", "same top", "tokens/s", "quartiles", "")
+    head = (
+        "",
+        "bytes/token",
+        "KL",
+        "+-",
+        "perplexity",
+        "same top",
+        "tokens/s",
+        "95% of the ratio",
+        "",
+    )
     rows = [head]
     for point in sorted(advice.points, key=lambda p: p.seconds, reverse=True):
         close = point.close
         rows.append((
             point.name, f"{point.bytes_per_token / 1e6:.1f} MB", f"{close.kl:.4f}",
             f"{close.kl_error:.4f}", f"{close.perplexity_increase:+.2%}", f"{close.same_top:.1%}",
-            f"{1 / point.seconds:.1f}", _quartiles(point),
+            f"{1 / point.seconds:.1f}", _interval(point),
             "front" if point.is_on_front else "",
         ))  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     name = "{} {}".format(*advice.reference)
     return [*table, f"on {advice.num_tokens:,} tokens, against {compared_with}",
-            f"tokens/s: medians of rounds in turns, as ratios to {name}; quartiles of these ratios",
+            f"tokens/s: medians of rounds in turns, as ratios to {name}",
             f"advice: {advice.why}"]  # fmt: skip
 
 
-def _quartiles(point: "Point") -> str:
-    """The quartiles of the ratios to the reference, in words."""
+def _interval(point: "Point") -> str:
+    """The interval of the ratio to the reference, in words."""
     if point.gain is None:
         return "by bytes"
     return f"x {1 + point.gain.low:.2f} to {1 + point.gain.high:.2f}"
