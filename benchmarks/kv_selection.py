@@ -2,8 +2,10 @@
 against bytes read.
 
     python benchmarks/kv_selection.py MODEL TEXT [TEXT ...] [--length 8000] [--queries 48]
+    python benchmarks/kv_selection.py --planted [--length 8000] [--queries 48]
 
-Queries and keys are a real model's own, after the rotary embedding, over whole documents. A rule
+Queries and keys are a real model's own, after the rotary embedding, over whole documents; or they
+are planted, so that two known keys have nearly all of the mass (see planted_heads). A rule
 may read a share of the bytes of a cache in f16: bytes of summaries and codes are subtracted first,
 and the rest goes to keys and values of the positions it selects. The selection is judged by the
 exact attention of each query head: the share of its mass on these positions. Heads that share keys
@@ -48,6 +50,7 @@ SHARES = (0.02, 0.05, 0.1)
 SINKS = 4
 F16 = 2  # bytes
 UNIT, REPRESENTATIVES, FOLLOWING = 128, 4, 512
+PLANTED_HEADS, STRENGTH = 8, 2.0
 
 
 @dataclass(frozen=True)
@@ -273,11 +276,30 @@ def heads_of(engine: Engine, ids: Tensor) -> Iterator[tuple[int, Head]]:
             yield layer, Head(key_NKW[:, k].float().contiguous(), grouped[:, k].contiguous())
 
 
-def measure(engine: Engine, ids: Tensor, num_queries: int) -> dict[str, dict[float, list[float]]]:
+def planted_heads(length: int) -> Iterator[tuple[int, Head]]:
+    """Heads whose queries are STRENGTH times the sum of two earlier keys at random places. A key is
+    half a topic of 64 positions, half its own; all are normal, of width 64, for three queries."""
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for number in range(PLANTED_HEADS):
+        topic_NW = normal(-(-length // 64), 64).repeat_interleave(64, dim=0)[:length]
+        key_NW = (topic_NW + normal(length, 64)) / math.sqrt(2)
+        place_NG2 = (
+            torch.rand(length, 3, 2, generator=generator) * torch.arange(length)[:, None, None]
+        )
+        yield number, Head(key_NW, STRENGTH * key_NW[place_NG2.long()].sum(dim=2))
+
+
+def measure(
+    heads: Iterator[tuple[int, Head]], length: int, num_queries: int
+) -> dict[str, dict[float, list[float]]]:
     """Recalls of every head at evenly spaced places in the second half."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    places = torch.linspace(len(ids) // 2, len(ids), num_queries).int().tolist()
-    for layer, head in heads_of(engine, ids):
+    places = torch.linspace(length // 2, length, num_queries).int().tolist()
+    for layer, head in heads:
         named: dict[str, Rule | None] = {"window": None, "oracle": None, **rules(head)}
         for name, rule in named.items():
             for share in SHARES:
@@ -288,31 +310,46 @@ def measure(engine: Engine, ids: Tensor, num_queries: int) -> dict[str, dict[flo
     return found
 
 
+def measured(arguments: argparse.Namespace) -> dict[str, dict[float, list[float]]]:
+    """Recalls of all documents, or of planted heads."""
+    if arguments.planted:
+        return measure(planted_heads(arguments.length), arguments.length, arguments.queries)
+    totals: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with Engine.load(
+        arguments.model, mode="dense", device="cpu", cache_type_k="f32",
+        context_length=arguments.length, is_resident=False,
+    ) as engine:  # fmt: skip
+        for path in arguments.texts:
+            ids = torch.tensor(engine.codec.encode(path.read_text()[: 8 * arguments.length]))
+            assert len(ids) >= arguments.length, f"{path}: {len(ids)} tokens"
+            heads = heads_of(engine, ids[: arguments.length])
+            for name, shares in measure(heads, arguments.length, arguments.queries).items():
+                for share, recalls in shares.items():
+                    totals[name][share] += recalls
+    return totals
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("texts", type=Path, nargs="+")
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("texts", type=Path, nargs="*")
+    parser.add_argument("--planted", action="store_true", help="instead of a model and texts")
     parser.add_argument("--length", type=int, default=8000, help="tokens per document")
     parser.add_argument(
         "--queries", type=int, default=48, help="queries per document, layer and head"
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    totals: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with Engine.load(
-        arguments.model, mode="dense", device="cpu", cache_type_k="f32",
-        context_length=arguments.length, is_resident=False,
-    ) as engine, torch.inference_mode():  # fmt: skip
-        for path in arguments.texts:
-            ids = torch.tensor(engine.codec.encode(path.read_text()[: 8 * arguments.length]))
-            assert len(ids) >= arguments.length, f"{path}: {len(ids)} tokens"
-            for name, shares in measure(engine, ids[: arguments.length], arguments.queries).items():
-                for share, recalls in shares.items():
-                    totals[name][share] += recalls
+    if arguments.planted == bool(arguments.texts):
+        parser.error("give a model and texts, or --planted")
+    with torch.inference_mode():
+        totals = measured(arguments)
+    name = "kv-selection-planted" if arguments.planted else "kv-selection"
     result: dict[str, Any] = {
-        "benchmark": "kv-selection", "model": arguments.model.stem, "machine": machine(),
+        "benchmark": name, "model": None if arguments.planted else arguments.model.stem,
+        "machine": machine(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"), "load": os.getloadavg(),
         "texts": [path.name for path in arguments.texts], "length": arguments.length,
         "queries": arguments.queries,
@@ -324,11 +361,11 @@ def main() -> None:
             for name, shares in totals.items()
         },
     }  # fmt: skip
-    for name, shares in result["recall"].items():
+    for rule, shares in result["recall"].items():
         told = (f"{shares[str(s)]['mean']:.3f}" if str(s) in shares else "  -  " for s in SHARES)
-        print(f"{name:16}", *told)
+        print(f"{rule:16}", *told)
     folder = Path(__file__).parent / "results"
-    output = arguments.output or folder / f"kv-selection-{slug(processor())}.json"
+    output = arguments.output or folder / f"{name}-{slug(processor())}.json"
     with partial_file(output) as partial:
         partial.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {output}")
