@@ -164,7 +164,7 @@ def test_swapping_stops_and_the_plan_returns_where_it_does_not_pay():
     policy = CachePolicy.of([np.arange(16)], np.zeros((1, num_neurons)), make_costs(1), options)
     blocks = [range(start, start + 16) for start in (16, 32, 48, 16, 32, 48)]
     steps = []
-    for _ in range(40):  # first other neurons than the plan's, then the plan's for long
+    for _ in range(40):
         for block in blocks:
             steps += list(steady(1, num_neurons, block, steps=1, random=random, high=1, low=0))
         steps += list(steady(1, num_neurons, range(16), steps=6, random=random, high=1, low=0))

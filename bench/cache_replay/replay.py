@@ -53,7 +53,7 @@ class PolicyResult:
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
     """Means per token. `bound`: a lower bound for any policy; `hindsight`: the neurons that the
-    text reads most stay in the slots; `belady`: the most hits without prefetching."""
+    text reads most stay in the slots; `belady_hit_rate`: the most hits without prefetching."""
 
     num_tokens: int
     num_cached_layers: int

@@ -1,4 +1,4 @@
-"""Qwen2, with biases on the projections, and Qwen3, with norms on queries and keys instead."""
+"""Qwen2, with biases on queries, keys and values, and Qwen3, with norms on queries and keys."""
 
 import gguf
 
