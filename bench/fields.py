@@ -1,4 +1,4 @@
-"""The JSON form of a report: llama-bench's fields, followed by ours."""
+"""The JSON form of a report. Each of its tests has llama-bench's fields, followed by ours."""
 
 from dataclasses import asdict
 from importlib.metadata import version

@@ -18,9 +18,9 @@ PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
 
 def find_folder(source: Path) -> Path:
     """`source` itself if it is a local path or not of the form `org/name`; otherwise the folder in
-    the hub's usual cache, with missing files downloaded (an interrupted download resumes).
+    the hub's usual cache, with missing files downloaded.
 
-    Raises SparkinferError if the hub is unreachable or refuses."""
+    Raises SparkinferError if files are missing there and cannot be downloaded."""
     name = source.as_posix()
     # models/llama beside a folder `models` is a mistyped path rather than an organisation.
     if source.exists() or source.parent.is_dir() or not HUB_NAME.fullmatch(name):
@@ -34,7 +34,7 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     # A broken connection raises the error of the HTTP library, which differs between versions of
-    # the hub's client (requests, httpx, httpx2); in all of them its base class is HTTPError.
+    # the hub's client (httpx, httpx2); in both its base class is HTTPError.
     library = sys.modules[type(get_session()).__module__.partition(".")[0]]
 
     def fetch(patterns: list[str]) -> Path:

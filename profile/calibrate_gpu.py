@@ -1,4 +1,5 @@
-"""Calibrates a CUDA device: memory bandwidth, copies to it, and the cost of synchronising with it.
+"""Calibrates a CUDA device: memory bandwidth, copies to it, and the fixed costs of copies, kernels and
+round trips.
 
 Kernels and asynchronous copies are timed by CUDA events, on the device's own clock, which leaves
 out the synchronisation with the host. Fixed costs are those inside a captured graph, since that is
@@ -19,7 +20,7 @@ from torch import Tensor
 from sparkinfer.machine_file import Gpu
 from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
 
-READ_BYTES = 1 << 30  # far above any second-level cache (126 MB is the largest of 2025)
+READ_BYTES = 1 << 30  # far above any second-level cache
 COPY_BYTES = 128 << 20
 NUM_NODES = 100
 HIDDEN_STATE_VALUES = 8192
@@ -85,7 +86,7 @@ def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
 
 
 def _round_trip(device: torch.device) -> Callable[[], float]:
-    """Times NUM_NODES round trips in sequence; the result is the seconds of one."""
+    """A function that times NUM_NODES round trips in sequence and returns the seconds of one."""
     x, x_host = torch.ones(HIDDEN_STATE_VALUES, device=device), _pinned(HIDDEN_STATE_VALUES)
     there = _captured(lambda: x_host.copy_(x, non_blocking=True), 1)
     back = _captured(lambda: x.copy_(x_host, non_blocking=True), 1)

@@ -22,7 +22,7 @@ STACK_BYTES = {"_rotate_append": 32}  # the library's cosine reduces angles of m
 
 
 def compiled(arch: int, *kinds: str) -> list[dict]:
-    """One record per kernel."""
+    """One record per compiled launch."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, SCRIPT, str(arch), *kinds]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -34,15 +34,15 @@ def compiled(arch: int, *kinds: str) -> list[dict]:
 
 
 def assert_good(records: list[dict]) -> None:
-    """Asserts that no program needs more than a device has, or more than 16 bytes of stack unless it is
-    in STACK_BYTES."""
+    """Asserts at most 255 registers, 48 KiB of shared memory, and 16 bytes of stack or those in
+    STACK_BYTES."""
     for record in records:
         assert record["registers"] <= 255 and record["shared_bytes"] <= 48 << 10, record
         assert record["stack_bytes"] <= STACK_BYTES.get(record["kernel"], 16), record
 
 
 def assert_wide_loads(records: list[dict]) -> None:
-    """Asserts that matrices are read 16 bytes at a time wherever they are read in bulk."""
+    """Asserts that every kernel but _unpack has a load of 16 bytes, or of 8 where rows are narrow."""
     hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] != "_unpack"]
     assert hot
     for record in hot:

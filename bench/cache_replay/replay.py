@@ -42,7 +42,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """One policy's means per token."""
+    """One policy: `ms` and `copied` are means per token, `hit_rate` is of all reads."""
 
     name: str
     hit_rate: float
@@ -52,19 +52,20 @@ class PolicyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """Means per token. `bound`: a lower bound for any policy; `hindsight`: the neurons that the
+    """Counts, and means per token. `bound_ms`: a lower bound for policies that copy no more neurons
+    for a step than there are slots; `hindsight`: the neurons that the
     text reads most stay in the slots; `belady_hit_rate`: the most hits without prefetching."""
 
     num_tokens: int
     num_cached_layers: int
     num_slots: int
-    read: float  # number of neurons in cached layers
+    read: float  # neurons of cached layers
     policies: tuple[PolicyResult, ...]
     hindsight: PolicyResult
     belady_hit_rate: float
     bound_ms: float
     bound_copies: float
-    link_weight: float  # of the bound
+    link_weight: float  # m in bound.py
 
     @property
     def of(self) -> dict[str, PolicyResult]:

@@ -21,7 +21,7 @@ _ROUNDS = 3
 
 @torch.inference_mode()
 def least_tokens_of(stream: ColdStream, ffn: FeedForward, layer: int, most: int) -> int:
-    """The smallest power of two from 2 on for which the CPU takes longer than the copy; `most` + 1
+    """The smallest power of two from 2 to `most` for which the CPU takes longer than the copy; `most` + 1
     if there is none, so that the CPU always computes."""
     block = stream.blocks[layer]
     start, stop = next(block.pieces(stream.piece_bytes))

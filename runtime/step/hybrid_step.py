@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 # K-quants sums differ in the last bits, and a prediction or activation close to a threshold may flip.
 ROWS_BOUND = 0.1
 
-# Turns a submission to a stream into a function that is called for every token.
+# Turns a submission to a stream into a function that is called for every step.
 Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
-# Tries a step of these weights with so many rows by calling a function that raises if the step is
+# Tries a step of these weights with this many rows by calling a function that raises if the step is
 # wrong; returns the reason why the step must not be used, "" if it works. A stored result may replace
 # the trial.
 TryRows = Callable[[Weights, int, Callable[[], None]], str]

@@ -1,4 +1,5 @@
-"""Instructions of whole warps: shuffles, votes, reductions, and matrices through shared memory."""
+"""Instructions of whole warps: shuffles, votes, reductions, barriers, and matrices through
+shared memory."""
 
 import numpy as np
 
@@ -117,8 +118,8 @@ def _matrices(modifiers):
 
 
 def load_matrix(name, modifiers, operands, registers):
-    """Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m; lane l gets value 2 (l mod 4)
-    of row l / 4, and the next value."""
+    """Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m; of each matrix, transposed
+    or not, lane l gets values 2 (l mod 4) and 2 (l mod 4) + 1 of row floor(l / 4)."""
     count, is_turned = _matrices(modifiers)
     numbers = [registers.find(text) for text in vector(operands[0])]
     assert len(numbers) == count, operands
