@@ -13,13 +13,14 @@ from sparkinfer.profile.limit_meter import Closeness
 
 LEAST_GAIN = 0.03  # smallest gain in speed that is worth a rule's loss
 LEAST_SPEED = 0.9  # a rule's least speed, relative to what the bytes that it saves promise
-NEAR = 1.25  # times that are so close to the fastest one may turn out to be shorter
+NEAR = 1.25  # points up to this many times slower than the fastest get further rounds
 Trial = tuple[str, str, float]  # type, rule, share
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """A relative gain in tokens/s, 0.1 for 10 % more: the median of the rounds, and its 95 % interval."""
+    """A relative gain in tokens/s, 0.1 for 10 % more: the median of the rounds and its 95 %
+    interval. If the gain is estimated, all three are equal."""
 
     median: float
     low: float
@@ -27,18 +28,18 @@ class Gain:
 
     @property
     def is_clear(self) -> bool:
-        """True if the rounds tell the gain from none."""
+        """True if the whole interval is above 0."""
         return self.low > 0
 
     @property
     def line(self) -> str:
-        if self.low == self.high:  # estimated
+        if self.low == self.high:
             return f"{self.median:+.0%}"
         return f"{self.median:+.0%} (95%: {self.low:+.0%} to {self.high:+.0%})"
 
 
 class Times(Protocol):
-    """What the rounds of profile.turns say."""
+    """The timings of profile.turns."""
 
     @property
     def reference(self) -> Trial: ...
@@ -86,8 +87,8 @@ class Point:
 
 
 def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
-    """One point of each type and rule: that of the largest share within `max_loss`, or else of the
-    smallest share."""
+    """One point of each type and rule but dense: that of the largest share within `max_loss`, or
+    else of the smallest share."""
     chosen: dict[tuple[str, str], Point] = {}
     for point in sorted(points, key=lambda p: p.share):
         place = point.type, point.rule
@@ -98,8 +99,8 @@ def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
 
 def timed_points(points: Sequence[Point], times: Times) -> list[Point]:
     """The points with their seconds. Those that were not timed are extrapolated by bytes from the
-    nearest timed share of their rule, which includes the rule's overhead, or else from dense; all
-    dense ones must have been timed."""
+    timed point of their type and rule with the nearest share, or else from their type's dense
+    point; all dense points must have been timed."""
     dense = {point.type: point for point in points if point.rule == "dense"}
     timed = [point for point in points if times.num_rounds(point.trial)]
 
@@ -121,8 +122,8 @@ def timed_points(points: Sequence[Point], times: Times) -> list[Point]:
 
 
 def contenders(points: Sequence[Point], max_loss: float) -> list[Point]:
-    """The timed points that may yet be recommended, all within `max_loss` and not much slower than
-    the fastest of them, and the dense points of their types."""
+    """The points worth timing further: timed ones within `max_loss` that take at most NEAR times as
+    long as the fastest of them, and the dense points of types whose rules are among them."""
     allowed = [p for p in points if p.is_timed and p.least_increase <= max_loss]
     most = NEAR * min(p.seconds for p in allowed)
     near = [p for p in allowed if p.seconds <= most]
@@ -147,10 +148,10 @@ def with_front(points: Sequence[Point]) -> list[Point]:
 def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Point, str]:
     """The recommended point, and the reason in a sentence or two.
 
-    It is the fastest of those whose `least_increase` is within `max_loss`: a dense one, unless a rule
-    beats every dense one (see `_beats`) and has LEAST_SPEED of the speed that its bytes say. Among
-    dense points, and among rules that pay, of those that the rounds do not tell from the fastest, the
-    one with the smallest loss counts as the fastest."""
+    Only points whose `least_increase` is within `max_loss` count. A rule pays if it beats every dense
+    point (`_beats`) and reaches LEAST_SPEED of the speed that its bytes promise. The fastest rule
+    that pays is recommended, or else the fastest dense point; of points that are not clearly slower
+    than the fastest, the one with the smallest KL."""
     dense_of = {point.type: point for point in points if point.rule == "dense"}
     allowed = sorted((p for p in points if p.least_increase <= max_loss), key=lambda p: p.seconds)
     whole = [p for p in allowed if p.rule == "dense"]
@@ -174,7 +175,7 @@ def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Poin
 
 
 def _gain(point: Point, over: Point, times: Times) -> Gain:
-    """Without an interval if one of the two is estimated: whatever is recommended will be timed."""
+    """The gain of `point` over another, estimated unless both are timed."""
     if point.is_timed and over.is_timed:
         return times.gain(point.trial, over.trial)
     gain = over.seconds / point.seconds - 1
@@ -182,8 +183,8 @@ def _gain(point: Point, over: Point, times: Times) -> Gain:
 
 
 def _beats(rule: Point, dense: Point, times: Times) -> bool:
-    """True if the rule is surely faster, and by more than LEAST_GAIN, or if it is faster at all and
-    its loss is the smaller one."""
+    """True if the rule is clearly faster, by more than LEAST_GAIN in the median, or if its median is
+    faster and its KL smaller."""
     gain = _gain(rule, dense, times)
     if gain.median > LEAST_GAIN and gain.is_clear:
         return True
@@ -191,7 +192,8 @@ def _beats(rule: Point, dense: Point, times: Times) -> bool:
 
 
 def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
-    """The point with the smallest loss of those that the rounds do not tell from the first."""
+    """The point with the smallest KL among the first and those that it is not clearly faster
+    than."""
     first = points[0]
     alike = [p for p in points if p is first or (
         p.is_timed and first.is_timed and not _gain(first, p, times).is_clear)]  # fmt: skip

@@ -2,10 +2,10 @@
 
 Rules are first measured on a part of the text, and each is timed at one share, all in turns
 (profile.turns). Then the point that profile.advice_choice recommends is measured on the whole text
-and timed itself, until it recommends one for which this is done. So most of the time goes into points that may be recommended, and no
-recommendation rests on an estimate.
+and timed, until it recommends one for which both are done. So no recommendation rests on an
+estimate.
 
-The caller makes the files, with `convert`.
+The caller makes the files.
 
 Letters: T tokens."""
 
@@ -53,7 +53,7 @@ from sparkinfer.runtime.engine import Engine
 
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
-TRIAL_TOKENS = 2048  # that every rule is measured on at every share
+TRIAL_TOKENS = 2048  # about, that a rule is first measured on at a share
 HOPELESS = 0.1  # rise in perplexity; a rule that surely costs more is not tried at larger shares
 
 
@@ -88,8 +88,8 @@ class Adviser:
         self.allocation = self._allocate(tune)
 
     def _texts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """A third of the text, to choose limits on, and as much of the rest as fits into memory, to
-        report on."""
+        """A third of the text, to choose limits on, and as much of the rest as `fitting` allows, to
+        measure on."""
         windows = read_windows(
             self.config.corpora, self.engine.codec, context_length=self.engine.context_length,
             max_tokens=self.config.max_tokens, seed=self.config.seed,
@@ -119,12 +119,12 @@ class Adviser:
             return allocate(self.scores, self.bytes_of, kl_of)
 
     def limits(self, rule: str, share: float) -> Limits | None:
-        """Limits by a rule; None if the rule cannot save that much."""
+        """Limits of a rule that save this share; None if the rule cannot."""
         choice = self.allocation.best(rule, share)
         return None if choice is None else choice.limits(self.scores, self.model.model_id)
 
     def limits_of(self, point: Point) -> Limits:
-        """Limits of a point that is not dense, with their measured cost in its type."""
+        """Limits of a point that is not dense, with its measured quality if that can be recorded."""
         limits = self.limits(point.rule, point.share)
         assert limits is not None, point.name
         close, saved = point.close, point.bytes_per_token
@@ -142,8 +142,8 @@ class Adviser:
 
     def points_of(self, kind: str, engine: Engine, rules: Sequence[str]) -> list[Point]:
         """Points of one type: dense, on the whole text, and each rule at each share, on a part, up to
-        a share that costs too much; dense alone if a smaller type costs more than `max_loss` by
-        itself. `engine` is in mode exact."""
+        a share that costs too much or that the rule cannot save; dense alone if a smaller type
+        costs more than `max_loss` by itself. `engine` is in mode exact."""
         total = self.dense_bytes[kind] = Bytes.of(engine.model).total
         if engine is self.engine:
             close = self.meter.measure_itself()
@@ -199,8 +199,10 @@ def advise(
     free_disk: Callable[[], float] = lambda: math.inf,
 ) -> tuple[Advice, Adviser]:
     """Measures and advises. `file_of` returns the file of the model in a given type, `with_limits`
-    the same with limits in it, for which `free_disk` bytes are left; `types` begins with the model's
-    own type."""
+    the same with limits in it; `free_disk` returns the bytes left for such files. `types` begins
+    with the model's own type.
+
+    Raises SparkinferError for a model that is sparse by itself, and for a text that is too short."""
     adviser = Adviser(config, say)
     points: list[Point] = []
     files: dict[str, Path] = {types[0]: config.model}
@@ -232,8 +234,8 @@ def advise(
 def settled(
     points: Sequence[Point], turns: Turns, adviser: Adviser, files: Mapping[str, Path]
 ) -> list[Point]:
-    """The points with their seconds, with the recommended one measured on the whole text and timed
-    in all rounds."""
+    """The points with their seconds; the recommended one is measured on the whole text and
+    timed."""
     max_loss, say = adviser.config.max_loss, adviser.say
     dense = [point for point in points if point.rule == "dense"]
     points = timed(points, [*dense, *to_time(points, max_loss)], turns, max_loss, say)
@@ -256,8 +258,8 @@ def timed(
     max_loss: float,
     say: Callable[[str], None],
 ) -> list[Point]:
-    """The points with their seconds, after a few rounds of those chosen and more rounds of those
-    that may be recommended; all rounds at once if they cannot all be open."""
+    """The points with their seconds, after FEW rounds of those chosen and MORE of the `contenders`
+    among them; if they cannot all be open at once, after FEW + MORE rounds of each."""
     is_together = len(turns.groups(chosen)) == 1
     say(f"timing {len(chosen)} models in rounds of {STEPS} tokens each"
         f"{'' if is_together else ', of which only some fit into memory together'}")  # fmt: skip

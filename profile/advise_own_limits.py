@@ -1,9 +1,9 @@
 """Advises on a model file that has limits already, such as one that `sparsify` trained.
 
 The file runs in mode exact, in its own type and in smaller ones; the alternative is a dense model in
-the same types: the one that it was trained from or, if that is not given, the file's own mode dense.
-Quality is measured on the whole text, since nothing is fitted to it, and all files are timed in
-turns. The choice is that of profile.advice_choice."""
+these types and its own: the one that the file was trained from or, if that is not given, the file
+itself in mode dense. Nothing is fitted to the text, so no part of it is set aside. All files are
+timed in turns, and profile.advice_choice chooses."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from sparkinfer.runtime.engine import Engine
 
 RULE = "limits"
 WHOLE_BLOCKS = 256  # values that are whole blocks in every type
-COUNTED_TOKENS = 128  # whose bytes are counted, one token at a time
-FileOf = Callable[[Path, str], Path]  # a model file in another type
+COUNTED_TOKENS = 128  # at most, decoded to count the bytes that they read
+FileOf = Callable[[Path, str], Path]  # returns a model file in another type
 
 
 def advise_own_limits(
@@ -38,11 +38,11 @@ def advise_own_limits(
     types: Sequence[str],
     say: Callable[[str], None] = lambda line: None,
 ) -> Advice:
-    """Measures and advises. `dense` is the model that the file was trained from, in its largest type
-    (None: the file's own mode dense); `types` begins with the file's own type.
+    """Measures and advises. `dense` is the model that the file was trained from (None: the file's own
+    mode dense); `types` begins with the file's own type.
 
-    Raises SparkinferError for a dense model with another vocabulary, with limits or in a smaller type
-    than the file, and for a text that is too short."""
+    Raises SparkinferError for a dense model with another vocabulary size, with limits or in a
+    smaller type than the file, and for a text that is too short."""
     reference = config.model if dense is None else dense
     own = _own_type(reference)
     _check_reference(config.model, reference)
@@ -119,7 +119,7 @@ def _windows(config: AdviseConfig, engine: Engine) -> list[Tensor]:
 
 
 def _bytes_per_token(engine: Engine, ids_T: Tensor) -> float:
-    """Mean weight bytes that a decode step reads, over the first COUNTED_TOKENS of a text."""
+    """Mean weight bytes that a decode step reads, over the first tokens of a text."""
     ids = ids_T[:COUNTED_TOKENS].tolist()
     before = asdict(engine.traffic)
     for position, token in enumerate(ids):

@@ -1,10 +1,10 @@
 """Calibrates this machine: measures memory bandwidth, copy bandwidth and latencies.
 
-Each figure is the best of several rounds, with their spread: a plan needs the speed of the machine
-undisturbed, and the spread shows whether it was.
+Each operation is timed in several rounds. A figure has the best round, the speed of the machine
+when other load disturbs it least, and quartiles, which show whether other load disturbed it.
 
 CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over an
-f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The costs that plans are
+f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans are
 priced with are measured in `calibrate_cpu`."""
 
 import os
@@ -31,7 +31,7 @@ CPU_LIMIT_S, COSTS_LIMIT_S, GPU_LIMIT_S = (
     8.0,
     8.0,
     10.0,
-)  # in all; the minimum number of rounds is run even if it takes longer
+)  # of each part, all GPUs together; the minimum number of rounds is run even if it takes longer
 
 Say = Callable[[str], None]
 OnProbe = Callable[[float], None]
@@ -42,7 +42,7 @@ class CalibrateConfig:
     output: Path
     gpu_from: Path | None = None  # a machine file whose GPU to plan for if there is none here
     force: bool = False
-    is_verbose: bool = False  # a note for each figure whose rounds differ, besides the summary
+    is_verbose: bool = False  # a note for each doubtful figure, besides the summary
 
 
 def calibrate(
@@ -50,10 +50,11 @@ def calibrate(
     say: Say = lambda line: None,
     on_probe: OnProbe = lambda count: None,
 ) -> Machine:
-    """Measures and writes machine.json; `say` gets the results, `on_probe` is called after each
-    timing.
+    """Measures and writes `output`; `say` gets the results as lines, `on_probe` is called after each
+    timing. If there is no GPU here, the figures of `gpu_from`'s GPUs are taken.
 
-    `gpu_from` supplies another machine's GPU figures; it is used only if there is no GPU here."""
+    Raises SparkinferError for an output that exists unless `force`, and for a `gpu_from` that has
+    no GPU."""
     inputs = () if config.gpu_from is None else (config.gpu_from,)
     check_output(config.output, force=config.force, inputs=inputs)
     borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
@@ -95,7 +96,7 @@ def _of_another_machine(borrowed: Machine) -> tuple[Gpu, ...]:
 
 
 def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
-    """The measured figures as lines for the user, with a note on those that are in doubt."""
+    """The measured figures as lines for the user, with a note on doubtful ones."""
     lines = [
         f"CPU, {n} thread{'s' if n > 1 else ''}: {figure.best:.1f} GB/s (median {_median(figure):.1f})"
         + (f", torch's sum {sums.best:.1f}" if (sums := machine.cpu_sum_gb_per_s.get(n)) else "")
@@ -116,7 +117,8 @@ def report(machine: Machine, *, is_verbose: bool = False) -> list[str]:
 
 
 def _doubts(machine: Machine, *, is_verbose: bool) -> list[str]:
-    """One line about all figures whose rounds differ; `is_verbose` adds a line for each."""
+    """One line about all doubtful figures (see Figure.is_doubtful), if there are any; `is_verbose`
+    adds a line for each."""
     doubtful = {name: f for name, f in machine.figures.items() if f.is_doubtful and f.quartiles}
     if not doubtful:
         return []
@@ -127,7 +129,7 @@ def _doubts(machine: Machine, *, is_verbose: bool) -> list[str]:
     return [
         *lines,
         f"note: {len(doubtful)} of {len(machine.figures)} figures differ between rounds, most of all"
-        f" {worst} ({ranges[worst]}): another process is using the memory or the processors;"
+        f" {worst} ({ranges[worst]}): another process may be using the memory or the processors;"
         f" calibrate again when the machine is idle{more}",
     ]
 
@@ -160,7 +162,7 @@ def measure_cpu(
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
     """GB/s read by our row products and by torch's sum, by number of threads.
 
-    Without the C++ kernels the runtime uses torch as well, and both figures are those of torch."""
+    Without the C++ kernels, both figures are those of torch's sum."""
     counts, torch_before = thread_counts(num_cores()), torch.get_num_threads()
     values = torch.ones(buffer_bytes() // (4 * ROW_VALUES) * ROW_VALUES)
     probes = {("sum", n): _sum_probe(values, n) for n in counts}
@@ -191,7 +193,7 @@ def _sum_probe(values: torch.Tensor, threads: int) -> Probe:
 
 
 def _kernel_probe(values: torch.Tensor, threads: int) -> Probe:
-    """The same bytes read as an f16 matrix times a vector, as in the runtime's decode steps."""
+    """The same bytes read as an f16 matrix that is multiplied by a vector."""
     matrix = values.view(torch.float16).view(-1, ROW_VALUES)  # halves of ones: 1.875 and 0
     x_D = torch.ones(ROW_VALUES)
 
@@ -219,8 +221,8 @@ def num_cores() -> int:
 
 
 def buffer_bytes() -> int:
-    """Twice the third-level caches, but BUFFER_BYTES to MAX_BUFFER_BYTES; at most an eighth of the free
-    memory, but 8 MiB or more."""
+    """Twice the third-level caches, but BUFFER_BYTES to MAX_BUFFER_BYTES; of this at most an eighth of
+    the free memory, but at least 8 MiB."""
     wanted = min(max(BUFFER_BYTES, 2 * last_cache_bytes()), MAX_BUFFER_BYTES)
     return max(8 << 20, min(wanted, free_memory_bytes() // 8))
 

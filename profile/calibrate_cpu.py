@@ -1,12 +1,11 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
 Rows of every type are read as the runtime reads them: all of them by a product with a vector, and the
-gate, up and down rows of a tenth of the neurons by the native call for a block of neurons. Fixed
-costs per layer and per token come from decode steps of two models of FEW and MANY layers, run by
-the engine; they are so small that their weights stay in a cache. The cost of reading keys and
-values is the difference between steps at the end and at the beginning of a long context.
-
-So if the runtime's kernels change, these figures change with them.
+gate, up and down rows of a tenth of the neurons by the native call for a block of neurons (in torch
+if the C++ kernels are not built). Fixed costs per layer and per token come from decode steps of two
+models of FEW and MANY layers, whose weights are so small that they stay in a cache. The cost of
+reading keys and values is the difference between steps at the end and at the beginning of a long
+context.
 
 Letters: N rows, D row width, A chosen rows."""
 
@@ -53,7 +52,7 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 def measure_costs(
     buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
 ) -> CpuCosts:
-    """Measures with all threads that the runtime uses; matrices have `buffer_bytes`."""
+    """Measures with all threads that the runtime uses; matrices take up to `buffer_bytes` each."""
     probes = [p for kind in KINDS for p in _row_probes(kind, buffer_bytes)]
     engines = {
         (mode, n): _small_engine(
@@ -83,7 +82,8 @@ def measure_costs(
 
 
 def _difference(many: Figure, few: Figure) -> Figure:
-    """Seconds per layer, from the MANY - FEW layers that only one of the models has; never 0."""
+    """Seconds per layer, from the MANY - FEW layers that only one of the models has; at least
+    1e-7."""
     count = MANY - FEW
     best = max(1e-7, (many.best - few.best) / count)
     assert many.quartiles is not None and few.quartiles is not None
@@ -93,7 +93,7 @@ def _difference(many: Figure, few: Figure) -> Figure:
 
 
 def _rest(few: Figure, layer: Figure) -> Figure:
-    """Seconds of a step of FEW layers without the layers."""
+    """Seconds of a step of FEW layers, less those of its layers; at least 1e-7."""
     assert few.quartiles is not None and layer.quartiles is not None
     best = max(1e-7, few.best - FEW * layer.best)
     values = [max(1e-7, f - FEW * layer.quartiles[1]) for f in few.quartiles]
@@ -104,7 +104,7 @@ def _rest(few: Figure, layer: Figure) -> Figure:
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
     """Probes of one type: all rows times a vector, and a tenth of the neurons made of the rows.
 
-    Each timing takes the next tenth, which is not in a cache."""
+    Each timing takes another tenth, since the last one may still be in a cache."""
     entry = _random_rows(kind, num_bytes)
     matrix = Residence().matrix(entry) if library.is_available() else matrix_of(entry, CPU)
     x_D = torch.ones(ROW_VALUES)
@@ -150,8 +150,8 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
-    """The same with the kernels' fallback in torch: two thirds of the rows in a product, as gate
-    and up, and one third in a sum, as down."""
+    """The same with torch: two thirds of the rows in a product, as gate and up, and one third in a
+    weighted sum, as down."""
     x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
     weight_A = torch.ones(len(tenths[0]))
 
@@ -167,7 +167,7 @@ def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
-    """Rows whose values are all ones, or blocks with a scale of one."""
+    """Rows whose values are all ones, or blocks whose bytes are all 1 but for a scale near 1."""
     size = row_bytes(ROW_VALUES, kind)
     count = num_bytes // size
     if kind in FLOATS:
@@ -181,7 +181,7 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 
 
 def _cache_probe() -> Probe:
-    """Steps that attend to a whole cache, minus steps that attend to almost none of it."""
+    """Steps at the end of a context, minus steps at its beginning."""
     shape = _small_shape(
         num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
         num_kv_heads=CACHE_HEADS, head_width=CACHE_WIDTH,
@@ -198,7 +198,7 @@ def _cache_probe() -> Probe:
 
 
 def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
-    """One decode step of a small model, the engine's overhead included."""
+    """One decode step of a small model, the engine's overhead included, as a mean over STEPS."""
 
     def seconds() -> float:
         engine.decode_seconds(steps=2)

@@ -1,15 +1,14 @@
 """Calibrates a CUDA device: memory bandwidth, copies to it, and the fixed costs of copies, kernels and
 round trips.
 
-Kernels and asynchronous copies are timed by CUDA events, on the device's own clock, which leaves
-out the synchronisation with the host. Fixed costs are those inside a captured graph, since that is
-how a decode step runs: the time of a hundred nodes in sequence, divided by a hundred.
+Kernels and copies from pinned memory are timed by CUDA events, the others on the host. The fixed
+cost of a copy is that of 4 bytes, the fixed cost of a kernel that of one on a single value, both as
+a mean over NUM_NODES nodes in sequence of a captured graph: the runtime captures decode steps, too.
 
 The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
-pinned memory, an event is recorded, and the CPU polls the event and launches the second graph,
-which copies the hidden state back. The runtime does the same with a host node inside one graph
-(cudaLaunchHostFunc), which torch does not offer: that saves the launch of the second graph but has
-to wake a thread of the driver. So this figure stands in for that cost; it is not a bound on it."""
+pinned memory, and the CPU polls an event and launches the second graph, which copies the hidden
+state back. The runtime has a host function inside one graph instead, so the measured time is
+neither an upper nor a lower bound on its round trip."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ HIDDEN_STATE_VALUES = 8192
 def measure_gpu(
     index: int, time_limit_s: float, on_probe: Callable[[float], None] = lambda count: None
 ) -> Gpu:
-    """The figures of one device."""
+    """The figures of one device; `on_probe` is called after each timing."""
     device = torch.device("cuda", index)
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -51,8 +50,6 @@ def measure_gpu(
 
 
 def _probes(device: torch.device, free_bytes: int) -> list[Probe]:
-    """The probes. Each kernel runs once before it is captured: loading its code inside a capture
-    may fail."""
     many = torch.ones(min(READ_BYTES, free_bytes // 4) // 4, device=device)
     into = many[: min(COPY_BYTES // 4, len(many))]
     pageable = torch.ones(len(into))
@@ -105,7 +102,7 @@ def _round_trip(device: torch.device) -> Callable[[], float]:
 
 def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
     """A graph of `count` runs in sequence."""
-    _waited(run)
+    _waited(run)  # loads the kernels' code, which may fail inside a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
@@ -115,7 +112,7 @@ def _captured(run: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
 
 
 def _event_seconds(run: Callable[[], object]) -> float:
-    """Seconds between two events around the submitted work, on the device's clock."""
+    """Seconds between two events around the submitted work."""
     with _events() as (begin, end):
         run()
     return begin.elapsed_time(end) / 1e3

@@ -1,7 +1,7 @@
 """Reads a corpus as chat messages: every paragraph becomes a user message in a chat template.
 
 A window is one conversation of one message. The tokens that the template adds are run but not
-counted, as they are always the same. Places in the text are drawn by `corpus`.
+counted. Places in the text are drawn by `corpus`.
 
 Letters: T tokens."""
 
@@ -33,10 +33,11 @@ def read_chat_windows(
     seed: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(token ids, whether each is counted), int64 and bool [T] per window. The tokens of paragraphs
-    are counted, up to `max_tokens` in all; paragraphs of less than MIN_WINDOW tokens are skipped.
+    are counted, up to `max_tokens` in all; a window of fewer than MIN_WINDOW such tokens is skipped.
+    `template` is as in chat_template_of.
 
-    Raises SparkinferError for a model without a template, for a template that changes messages, and
-    for a corpus without a paragraph that is long enough."""
+    Raises SparkinferError if there is no template, for a template that changes messages, and for a
+    corpus without a paragraph that is long enough."""
     length = min(WINDOW, context_length)
     windows, counted, left = list[Tensor](), list[Tensor](), max_tokens
     found = chat_template_of(model, codec, template)

@@ -1,6 +1,5 @@
-"""Profiles a model: runs text through it, counts firings and, on request, trains predictors.
-
-All activations are seen through observers."""
+"""Profiles a model: runs text through it, counts firings and, on request, chooses thresholds and trains
+predictors."""
 
 import hashlib
 import time
@@ -61,8 +60,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
     """Results of a profile. `quality_L` is the quality of the predictors, if any were trained, and
-    `quality` that of the model with predictors, thresholds or limits: None without any of them, and
-    if there was no room for the hidden states."""
+    `quality` that of the model with the predictors or thresholds of this run or its own limits:
+    None without any of them, and if a streamed model left no room for the hidden states."""
 
     output: Path
     model_id: str
@@ -94,7 +93,7 @@ def profile(
     on_tokens: OnTokens = lambda count: None,
     say: Say = lambda line: None,
 ) -> ProfileReport:
-    """Writes the profile and, if asked, the predictors; `on_tokens` reports progress.
+    """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
 
     A model that does not fit is streamed layer by layer, which `say` reports."""
     began = time.perf_counter()
@@ -141,8 +140,8 @@ def _stream_plan(
 ) -> StreamPlan | None:
     """The plan for streaming, None for a model that fits.
 
-    Raises SparkinferError for limits that do not run on the device, and if a model with gates stored
-    by inputs, or a run of several processes, would have to be streamed."""
+    Raises SparkinferError for limits that do not run on the device, if not even one layer fits, and
+    if a model with gates stored by inputs, or a run of several processes, would be streamed."""
     check_rules(model, None, device_of(device))
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(
@@ -238,7 +237,8 @@ def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ra
 
 
 def _types(model: ModelFile) -> str:
-    """A digest of what `convert` decides: activation, tensors and their types (hence roundings)."""
+    """A digest of the activation and of the tensors' names, types and shapes, by which files of one
+    model id may differ."""
     tensors = sorted((name, entry.kind, entry.shape) for name, entry in model.tensors.items())
     return hashlib.sha256(repr((model.activation, tensors)).encode()).hexdigest()
 

@@ -19,7 +19,9 @@ OnTokens = Callable[[float], None]
 def collect_streamed(
     stream: LayerStream, windows: Sequence[Tensor], config: ProfileConfig, on_tokens: OnTokens
 ) -> tuple[tuple[Gate, ...], Counter, Trained | None]:
-    """(gates with the thresholds that firings were counted with, counts, predictors)."""
+    """(gates with the thresholds that firings were counted with, counts, predictors if asked for).
+
+    Raises SparkinferError for a perplexity budget, and if the model gives NaN."""
     model = stream.model
     if config.perplexity_budget is not None:
         raise SparkinferError(

@@ -1,11 +1,8 @@
 """Compares two models on the same tokens, with confidence intervals.
 
-Intervals are at 95 %, from batch means: each window is cut into batches of BATCH consecutive
+Intervals are at 95 %, from batch means: each window is cut into batches of up to BATCH consecutive
 tokens, which are treated as independent. Single tokens are not (a mode that does badly at one token
 mostly does badly at the next, and texts differ), so per-token intervals would be too narrow.
-Example: the KL of SmolLM2-135M with half of its neurons silenced, on 2,933 tokens of code in six
-windows, is 0.296 with a half-width of 0.012 per token, 0.019 in batches of 32, 0.021 of 64, 0.024
-of 128 and 0.027 of 256 (where Student's t is larger because there are only 11 batches).
 
 The mean is a ratio estimator: the batches' sums over their counts. Its variance is that of the
 batches' residuals, and the interval uses Student's t. Both models see the same tokens, and the
@@ -25,7 +22,7 @@ from torch.nn import functional as F
 
 from sparkinfer.errors import SparkinferError
 
-PIECE = 64  # tokens whose probabilities are in memory at a time
+PIECE = 64  # tokens compared at a time
 BATCH = 128
 FEWEST_BATCHES = 8  # a text with fewer whole batches gets shorter ones
 LEAST_BATCHES = 4  # with fewer an interval is meaningless
@@ -56,7 +53,8 @@ class Compared:
 
 
 class Comparison:
-    """Accumulates the dense model's and others' predictions of the same tokens, in float64."""
+    """Accumulates the losses of the dense model and of others on the same tokens, and the others'
+    divergences and agreements, in float64."""
 
     def __init__(self, num_others: int) -> None:
         self.dense_loss = list[Tensor]()
@@ -66,7 +64,7 @@ class Comparison:
         self.lengths = list[int]()  # tokens of each window
 
     def begin_window(self) -> None:
-        """Starts a window: later tokens are one text."""
+        """Starts a window: tokens up to the next call are one text."""
         self.lengths.append(0)
 
     def add(self, dense_TV: Tensor, others: Sequence[Tensor], next_T: Tensor) -> None:
@@ -102,7 +100,7 @@ class Comparison:
 
 
 def batch_mean(value_T: Tensor, lengths: Sequence[int]) -> Estimate:
-    """The mean of values of concatenated windows of these lengths."""
+    """The mean of the values, f64 [T], of concatenated windows of these lengths."""
     mean = value_T.mean().item()
     size = max(1, min(BATCH, len(value_T) // FEWEST_BATCHES))
     pieces = [piece for window in value_T.split(list(lengths)) for piece in window.split(size)]

@@ -21,7 +21,7 @@ class ProfileConfig:
     model: Path
     corpora: tuple[Path, ...]
     output: Path
-    max_tokens: int | None = None  # None: up to DEFAULT_TOKENS; otherwise exactly this many
+    max_tokens: int | None = None  # None: up to DEFAULT_TOKENS; otherwise fewer are an error
     text_key: str = "text"  # for JSON lines and parquet
     train_predictors: Path | None = None  # a folder for them and their report
     predictors: PredictorOptions = PredictorOptions()
@@ -29,9 +29,9 @@ class ProfileConfig:
     # SiLU, GELU: choose thresholds that silence this share of the neurons
     target_sparsity: float | None = None
     # SiLU, GELU: silence a different share in each layer, up to this relative increase of the
-    # perplexity, or up to the target sparsity if there is one
+    # perplexity or up to the target sparsity, whichever comes first
     perplexity_budget: float | None = None
-    max_memory_bytes: int | None = None  # see profile.memory.room_of; None: what is free
+    max_memory_bytes: int | None = None  # see profile.memory.room_of
     device: str | None = None
     seed: int = 0
     force: bool = False

@@ -4,8 +4,7 @@ Places are drawn as follows. The blocks of all files (see profile.sources) form 
 the given order and those of a folder in sorted order; the seed permutes the blocks, and they are
 read in that order until there are enough tokens. A block yields one stretch of each of its texts:
 short texts are joined up to STRETCH characters, and a longer one yields a stretch of about that
-length in each round over all blocks, so that a few long documents do not crowd out the rest. The
-draw depends on the seed and the files, and on nothing else."""
+length in each round over all blocks, so that a few long documents do not crowd out the rest."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -61,12 +60,12 @@ def read_windows(
     """Windows of all files, up to `max_tokens` in all, from places drawn by the seed. A last window
     of one token is left out, unless it is the only one.
 
-    `-` is standard input. Only as many blocks are read and tokenised as needed; files that tokens
-    came from are read through once for their sha256.
+    `-` is standard input. Blocks are read and tokenised until there are enough tokens; then the
+    files that tokens came from are read through for their sha256.
 
-    Raises SparkinferError for a file that is missing or not UTF-8 text, for a corpus
-    without a stretch of MIN_WINDOW tokens (with `must_fill`: of less than `max_tokens` tokens), for tokens at or above
-    `vocab_size`, and for a context of one token."""
+    Raises SparkinferError for a file that is missing or unreadable, for a corpus without a stretch
+    of MIN_WINDOW tokens or, with `must_fill`, of fewer than `max_tokens` tokens, for tokens at or
+    above `vocab_size`, and for a context of one token."""
     if context_length < 2:
         raise SparkinferError("the model has a context of one token, which no text fits into")
     with stdin_as_file(files) as paths:

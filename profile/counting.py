@@ -25,11 +25,12 @@ _MAX_ADDED = 255  # ones that a uint8 can count
 
 
 class Counter:
-    """An observer of `ffn_gate`, `layer_out` and, in layers with limits of hidden values,
+    """An observer of `ffn_gate`, the last `layer_out` and, in layers with limits of hidden values,
     `ffn_hidden`; its sums are those of this process.
 
-    `limits`, of each layer (() for none): a neuron with a limit fires if its value is above it; such
-    a model must run in mode exact, where a neuron that its gate silences has a hidden value of 0."""
+    `limits` has one entry per layer (() for none): a neuron with a limit fires if its value is above
+    it. Such a model must run in mode exact, where neurons that their gates silence have hidden
+    values of 0."""
 
     is_sum = True  # the counts of several processes add up; see profile.run.Part
 
@@ -50,8 +51,8 @@ class Counter:
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        if name == "layer_out":  # a NaN in any layer reaches here, and these values are fewer
-            is_nan = torch.isnan(tensor.max())  # one pass; a NaN is above every number
+        if name == "layer_out":  # a NaN in any layer reaches the last one's output
+            is_nan = torch.isnan(tensor.max())  # max returns NaN if there is one
             self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
             return
         if layer not in self._count:
@@ -142,7 +143,7 @@ class Counter:
         }
 
     def load(self, arrays: dict[str, Tensor]) -> None:
-        """Continues from an earlier `arrays`."""
+        """Continues from what `arrays` returned."""
         self._count = dict(enumerate(arrays["active_count_LF"].clone()))
         self._histogram = dict(enumerate(arrays["gate_histogram_LB"].clone()))
         self.num_tokens = int(arrays["num_tokens"])
@@ -182,7 +183,8 @@ def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @cache
 def _tables() -> tuple[Tensor, Tensor]:
-    """For each bucket, the bin of its smallest value and the edge where the next bin begins.
+    """For each bucket, the bin of its smallest value and the edge where the next bin begins (NaN in
+    the last bin).
 
     A bucket holds the f32 values that share their upper 16 bits (sign, 8 of exponent, 7 of
     mantissa). Bins are wider, so that at most one edge lies in a bucket."""

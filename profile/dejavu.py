@@ -28,7 +28,8 @@ def dejavu_paths(folder: Path, num_layers: int) -> list[Path]:
 
 
 def check_dejavu_output(folder: Path, num_layers: int) -> None:
-    """Raises SparkinferError if the folder has files of another number of layers or of our form."""
+    """Raises SparkinferError if the folder has .pt or .safetensors files other than those to be
+    written."""
     wanted = {path.name for path in dejavu_paths(folder, num_layers)}
     for path in sorted(folder.glob("*")) if folder.is_dir() else []:
         if path.name not in wanted and path.suffix in (".pt", ".safetensors"):
@@ -61,7 +62,7 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
             "fc2.weight": torch.cat([up_FR, -up_FR], dim=1) * scale,
         }
         with partial_file(folder / f"model_{layer}.pt") as partial:
-            data = BytesIO()  # torch itself reports a full disk verbosely, or not at all
+            data = BytesIO()  # write_bytes reports a full disk, torch.save may not
             torch.save(state, data)
             partial.write_bytes(data.getbuffer())
     config = {"sparse_threshold": threshold, "input_layer_offset": info.input_layer_offset}
@@ -71,8 +72,10 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
 
 
 def _common_threshold(threshold_L: tuple[float, ...]) -> float:
-    """The threshold of largest magnitude, so that matrices are only scaled up: no value becomes too
-    small for a reader that converts them to f16."""
+    """The threshold of largest magnitude, so that matrices are only scaled up: scaled down, values
+    could become too small for a reader that converts them to f16.
+
+    Raises SparkinferError unless all are finite, of one sign and not almost 0."""
     signs = {math.copysign(1.0, t) for t in threshold_L}
     if len(signs) > 1 or not all(math.isfinite(t) and abs(t) > 1e-6 for t in threshold_L):
         raise SparkinferError(

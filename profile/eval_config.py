@@ -12,7 +12,8 @@ from sparkinfer.rope import check_scaling
 class EvalConfig:
     model: Path
     corpora: tuple[Path, ...]
-    # None: the plan's mode, else the one that the file's predictors or thresholds are for
+    # None: with a plan or `thresholds` as in Engine.load, else the mode that the file's predictors,
+    # thresholds or limits are for, whatever it costs
     mode: RunMode | None = None
     split: Path | None = None
     thresholds: Path | None = None  # a profile; see Engine.load

@@ -11,7 +11,7 @@ from sparkinfer.profile.quality import EvalReport
 from sparkinfer.typed import Fields, shown
 
 FORMAT, VERSION = "sparkinfer.eval", 3
-MOST = 1e12  # largest plausible perplexity, divergence or width
+MOST = 1e12  # the largest number that is accepted
 _WHAT = "comparison (sparkinfer eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 

@@ -1,7 +1,7 @@
 """Measures a predictor with its threshold on held-out text.
 
-The lost norm is exact here: the layer's output is computed twice, with all neurons that fire and
-with those that the predictor misses.
+The lost norm is exact here (in profile.selection it is estimated): the down projection runs twice,
+for all neurons that fire and for those that the predictor misses.
 
 Letters: T tokens, D model width, F neurons."""
 

@@ -8,7 +8,8 @@ The text is divided among five phases:
 - train: trains one low-rank predictor, of that rank (profile.training).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
   trained or not, and the whole gate in quantised types. The choice follows (profile.selection).
-- examine: measures the chosen predictor, its threshold fixed, on held-out text.
+- examine: measures the chosen predictor and the untrained one of the same shape, their thresholds
+  fixed, on held-out text.
 
 Only the kept tokens' activations are stored.
 
@@ -42,7 +43,8 @@ SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The predictors to consider. Types whose blocks do not divide the rows are left out."""
+    """The predictors to consider. Types whose blocks do not divide the rows are left out; a low-rank
+    predictor is f16 if none is left."""
 
     ranks: tuple[int, ...]
     kinds: tuple[str, ...] = ("f16", "q8_0", "q4_0")
@@ -93,7 +95,7 @@ class LayerTrainer:
 
     def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
         """Begins a phase; the phases must come in order. `num_steps` and `agree` are for training:
-        see LowRank."""
+        see LowRank.begin."""
         self.phase = phase
         if phase == "train":
             self._begin_training(num_steps, agree)
@@ -303,7 +305,8 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def phases(count: int) -> dict[Phase, slice]:
-    """The windows of each phase, out of `count`, in order of the phases; at least one each."""
+    """The windows of each phase, out of `count`, in order of the phases; at least one each if there
+    are five or more."""
     sizes = {name: max(1, round(share * count)) for name, share in SHARES.items()}
     pieces: dict[Phase, slice] = {}
     start = 0

@@ -1,4 +1,4 @@
-"""Measures how far limits move a model from its dense self, always on the same windows.
+"""Measures how far limits or another type move a model from its dense self.
 
 The dense log probabilities are kept, so that a measurement is one pass.
 
@@ -37,7 +37,8 @@ class Closeness:
 def fitting(
     windows: Sequence[Tensor], vocab_size: int, most_bytes: int = KEPT_BYTES
 ) -> list[Tensor]:
-    """The windows whose log probabilities fit into `most_bytes`; at least one."""
+    """The first windows, as many as have log probabilities that fit into `most_bytes`; at least
+    one."""
     chosen: list[Tensor] = []
     for ids_T in windows:
         size = sum(map(len, chosen)) + len(ids_T)
@@ -86,7 +87,7 @@ class LimitMeter:
         most_tokens: int | None = None,
     ) -> Closeness:
         """Measures this engine, or another with the same vocabulary, with these limits (None: the
-        current ones), on all windows or the first of them, up to `most_tokens`.
+        current ones), on all windows or on the first ones until they have `most_tokens`.
 
         Raises SparkinferError if the model gives NaN."""
         engine = engine or self.engine
@@ -126,8 +127,8 @@ def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ..
 
 
 def _closeness(sums_WS: Tensor) -> Closeness:
-    """Means per token, from the sums of `_compare` for each window. The intervals are those of a ratio of sums over
-    windows treated as drawn independently (Cochran 1977, section 2.11)."""
+    """Means per token, from the sums of `_compare` for each window. The intervals are those of a ratio
+    of sums over windows treated as drawn independently (Cochran 1977, section 2.11)."""
     kl_W, loss_W, dense_W, same_W, count_W = sums_WS.unbind(1)
     count = count_W.sum()
 

@@ -3,7 +3,7 @@ that would lose.
 
 Each rule ranks values by their contribution, |value| times the norm of the weights that it
 multiplies (WINA, arXiv 2505.19427; for neurons the row of `down`). Its loss is an energy, the sum
-of the squares of the dropped products: what the layer's output loses if they are independent.
+of the squares of the contributions dropped: what the output loses if they are uncorrelated.
 
     gate      |act(gate_j)| * E|h_j| / E|act(gate_j)| * |down_j|     saves the rows of up and down
     hidden    |h_j| * |down_j|, known after the up product           saves the rows of down

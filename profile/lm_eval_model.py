@@ -117,7 +117,9 @@ class EngineModel(TemplateLM):
         return [score for score in found if score is not None]
 
     def _cut(self, context: list[int], more: list[int]) -> tuple[list[int], list[int]]:
-        """The end of the context that fits together with `more`, whose last token is not run."""
+        """The end of the context that fits together with `more`, whose last token is not run.
+
+        Raises SparkinferError if either is empty, and if `more` does not fit."""
         if not context or not 0 < len(more) <= self.max_length:
             raise SparkinferError(
                 f"a continuation of {len(more)} tokens after {len(context)}; wanted 1 to"
@@ -157,7 +159,8 @@ class EngineModel(TemplateLM):
 
 
 def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
-    """The score of `more` after `context`; tokens shared with the text before are not run again."""
+    """The score of `more` after `context`. Tokens that begin the previous text too are not run again,
+    but for the context's last one."""
     wanted = context + more[:-1]
     same = 0
     for ours, theirs in zip(place.ids, wanted, strict=False):

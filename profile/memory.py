@@ -50,11 +50,11 @@ class Needs:
 
 
 def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
-    """The smaller of the free memory and what `max_memory_bytes` leaves.
+    """The smaller of FREE_SHARE of the free memory and what `max_memory_bytes` leaves.
 
     On the CPU the latter bounds all resident memory: anonymous memory and pages of mapped files,
     the program's own included. On CUDA it bounds what torch allocates there. Raises SparkinferError
-    if it is unknown or leaves nothing."""
+    if the resident memory is needed and unknown, and if the bound leaves nothing."""
     if device.type == "cuda":
         free, taken = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]), 0
     else:
@@ -107,8 +107,8 @@ def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
 
 
 def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, int]:
-    """(bytes while it lives, bytes at its start or in a step) of one layer's
-    profile.layer_trainer.LayerTrainer.
+    """(lasting bytes, further bytes in a single operation) of one layer's
+    profile.layer_trainer.LayerTrainer, estimated.
 
     The first: the gate matrix and its map, moments in f64, their start, every candidate in its
     type, the trained network's weights, gradients, Adam's two moments and the best weights, and the
@@ -131,10 +131,10 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
 def trim() -> None:
     """Returns freed memory to the system; does nothing without malloc_trim.
 
-    Once a block has been freed, glibc keeps freed blocks of up to that size (at most 32 MiB). In
-    the test of a model four times as large as its cap, memory peaked 129 MiB above the start
-    without this, growing by 4 MiB per layer; 101 MiB with a call per window; and 83 MiB with a call
-    per chunk, which took at most 1.1 of 11 seconds."""
+    Once a block has been freed, glibc keeps freed blocks of up to that size (at most 32 MiB). With a
+    model of 417 MiB and a cap of 100 MiB above the start, memory peaked 129 MiB above the start
+    without calls, and at 87 MiB with a call per chunk, which took at most 1 of 11 seconds
+    (docs/log/profile.md)."""
     if hasattr(_C, "malloc_trim"):
         _C.malloc_trim(0)
 

@@ -1,8 +1,8 @@
 """Second moments of a layer's activity, and the untrained predictor derived from them.
 
-For predictors of the layer's own input the map to imitate is the gate matrix G itself. For those of
-the layer before it is the linear regression of the gates on that input. The truncated SVD of G
-M^(1/2), with M = E[x x^T], gives the map of rank R that is closest to it in mean square over the
+A predictor imitates a map G: the gate matrix if it reads the layer's own input, the linear
+regression of the gates if it reads the input of the layer before. The truncated SVD of G M^(1/2),
+with M = E[x x^T], gives the map of rank R whose output is closest to G's in mean square over the
 text (whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
 
 Letters: T tokens, D width of the input, F neurons, R rank."""
@@ -25,14 +25,16 @@ class Start:
     whiten_DD: Tensor  # M^(-1/2) on the right of the SVD: x @ whiten_DD @ right_RD.T
     left_FR: Tensor  # U S
     right_RD: Tensor
-    gate_square_F: Tensor  # E[(gate - bias)^2]
+    gate_square_F: Tensor  # E[(gate - b)^2] with the gate's own bias b
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.map_FD, self.bias_F, self.moment_DD, self.whiten_DD, self.left_FR,
                 self.right_RD, self.gate_square_F)  # fmt: skip
 
     def residual_F(self, rank: int) -> Tensor:
-        """Root mean square of each gate's error with the map of this rank."""
+        """Root mean square of each gate's error with the map of this rank, at least 1 % of the gate's
+        own; for the input of the layer before an estimate, since the regression has another
+        bias."""
         kept_F = self.left_FR[:, :rank].square().sum(dim=1)
         floor_F = 1e-4 * self.gate_square_F + 1e-12
         return (self.gate_square_F - kept_F).clamp(min=floor_F).sqrt()

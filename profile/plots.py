@@ -1,4 +1,4 @@
-"""Three plots of a profile and the report on its predictors.
+"""Plots of a profile and of the report on its predictors.
 
 Letters: L layers, F neurons."""
 

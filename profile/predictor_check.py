@@ -1,7 +1,8 @@
-"""Checks that a model file's predictors do better than chance, and belong to the stated layer.
+"""Checks that a model file's predictors do better than chance, and read the input that they were made
+for.
 
-A predictor that reads the layer before but is run as one that reads its own layer (or the other way
-round) selects neurons at random, without any error.
+A predictor for the input of the layer before that is run on its own layer's (or the other way
+round) selects the wrong neurons, without any error.
 
 Letters: T tokens, D model width, F neurons."""
 
@@ -18,7 +19,7 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Mode, Predictor
 from sparkinfer.runtime.model.loader import load_predictors
 
-# (recall - predicted share) / (1 - predicted share): 1 is perfect, 0 is random.
+# Below this, (recall - predicted share) / (1 - predicted share) is near chance: 1 is perfect, 0 random.
 CHANCE = 0.15
 
 

@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 PredictorForm = Literal["auto", "low-rank", "whole"]
 PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
 PredictorFormat = Literal["sparkinfer", "dejavu"]
-BLOCK = 32  # ranks are whole blocks, so that every type can hold them
+BLOCK = 32  # ranks that are not given are whole blocks, so that every type can hold them
 # Shares of the width. With half of it, a predictor has five eighths of the gate's values, for F = 4 D.
 RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Requirements of a predictor on held-out text; shares in 0..1."""
+    """Requirements of a predictor on the text that it is chosen on (see profile.selection); shares in
+    0..1."""
 
-    contribution: float = 0.992  # up to 0.002 less on other text
+    contribution: float = 0.992
     lost_norm: float = 0.04
     precision: float = 0.75
 
@@ -37,7 +38,8 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorOptions:
-    """`auto` leaves form and type to measurement; a rank of None considers several."""
+    """`auto` leaves form and type to measurement; a rank of None considers several, and a given one
+    low-rank predictors only."""
 
     rank: int | None = None
     form: PredictorForm = "auto"
@@ -78,7 +80,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
     fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
     ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
-    # q8_0 is as good as f16 at half the bytes; f16 is for rows that are not whole blocks.
+    # q8_0 is as good as f16 at about half the bytes.
     kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
     if options.form == "whole" and width % BLOCK:
         raise SparkinferError(

@@ -21,7 +21,7 @@ from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
-MAX_TOKENS = 8192  # of the text on which the model is compared with its dense self
+MAX_TOKENS = 8192  # at most, on which the model is compared with its dense self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class PredictorOutput:
         return self.folder if self.format == "dejavu" else self.folder / FILE_NAME
 
     def check(self, num_layers: int, inputs: Sequence[Path]) -> None:
-        """Raises SparkinferError if an output exists already or is one of `inputs`; called before
-        the work starts."""
+        """Raises SparkinferError if an output exists already (unless `force`) or is one of `inputs`,
+        and for foreign files in a folder of DejaVu's form."""
         if self.format == "dejavu":
             check_dejavu_output(self.folder, num_layers)
         check_outputs(self.paths(num_layers), force=self.force, inputs=inputs)
@@ -111,7 +111,7 @@ def changed(
 def recorded(
     model: ModelFile, reports: Sequence[EvalReport], dense_shares: ShareCounter, corpus_sha256: str
 ) -> Measured:
-    """The reports of `changed`, and the record for the artifacts."""
+    """The last of the reports on the modes of `changed`, and the record of all modes."""
     if not reports:
         return Measured()
     record: dict[SparseMode, ModeQuality] = {}
@@ -134,7 +134,7 @@ def recorded(
 
 
 def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:
-    """The corpus's digest; for several corpora, the sha256 of their concatenated digests."""
+    """The corpus's hex digest; for several corpora, the sha256 of their concatenated hex digests."""
     if len(corpora) == 1:
         return corpora[0].sha256
     return hashlib.sha256("".join(c.sha256 for c in corpora).encode()).hexdigest()

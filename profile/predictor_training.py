@@ -54,7 +54,8 @@ def train_whole(
 ) -> Trained:
     """Trains all layers at once, on as many processes as `run` has; can be interrupted and resumed.
 
-    Only sums, kept tokens and weights are saved; a resumed run derives everything else from them again."""
+    Only sums, kept tokens and the state of the training are saved; a resumed run derives everything
+    else from them again."""
     model, ranks = run.engine.model, run.ranks
     layers = [
         layer_trainer(model, index, layer, gate, config)

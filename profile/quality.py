@@ -1,4 +1,4 @@
-"""Measures how close modes of a model are to its dense self, on held-out text.
+"""Measures how close modes of a model are to its dense self on a text.
 
 Letters: T tokens, V vocabulary."""
 
@@ -56,7 +56,7 @@ class EvalReport:
     bytes_per_token: int
     bytes_half_width: float | None
     dense_bytes_per_token: int
-    named_share_L: tuple[float, ...]  # of neurons that are predicted; () in other modes
+    named_share_L: tuple[float, ...]  # of neurons that are predicted; () unless in mode predicted
     named_half_width: float | None  # of the mean over the layers
     hidden_share_L: tuple[float, ...]  # of neurons that contribute to the output
     hidden_half_width: float | None
@@ -115,7 +115,9 @@ def evaluate(
 ) -> EvalReport:
     """Runs every window through the dense model and through the mode asked for.
 
-    `on_total` is called once with the number of tokens, which may be fewer than asked for."""
+    `on_total` is called once with the number of tokens to run, `on_tokens` with those of each window.
+    The number is below `max_tokens` for a short text, and may be above it with a chat template,
+    whose own tokens are run too."""
     with (
         Engine.load(
             config.model,
@@ -178,9 +180,12 @@ def compare_all(
     counted: Sequence[Tensor] | None = None,
     dense_shares: "ShareCounter | None" = None,
 ) -> list[EvalReport]:
-    """Runs all engines on the same windows of token ids. All have observers and thus take the same
-    code path, so that modes are compared and not orders of summation. `counted` marks the tokens
-    whose prediction counts (None: all); `dense_shares` observes the dense model's neurons."""
+    """Runs all engines on the same windows of token ids, and returns a report on each of `engines`.
+    All have observers and thus take the same code path, so that modes are compared and not orders
+    of summation. `counted` marks the tokens whose prediction counts (None: all); `dense_shares`
+    observes the dense model's neurons.
+
+    Raises SparkinferError if no token is compared."""
     shares = [ShareCounter(engine.model) for engine in engines]
     comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
     observed = [(dense, watcher), *zip(engines, shares, strict=True)]
@@ -257,7 +262,7 @@ def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
 
 
 def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
-    """Half-width of bytes_read: only the neurons that are predicted, fire and contribute vary by token."""
+    """Half-width of bytes_read, in which only the numbers of neurons vary by token."""
     if mode == "dense":
         return 0.0
     model = model.row_major

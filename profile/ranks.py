@@ -15,7 +15,7 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 
 Result = TypeVar("Result")
-# Timeout: the others wait while the first reads the corpus; torchrun ends all if one dies.
+# Timeout of a collective call: the others wait while the first process reads the corpus.
 PATIENCE = timedelta(days=1)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,9 +45,10 @@ class Ranks:
         self._is_own = False
 
     def device(self, asked: str | None) -> str | None:
-        """The device for this process: a GPU of its own, unless another device is asked for.
+        """The device for this process: what is asked for, but one of several processes gets a GPU of
+        its own unless there is none or another device is asked for.
 
-        Raises SparkinferError for a process beyond the number of GPUs, unless there are none."""
+        Raises SparkinferError for a process without a GPU of its own."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
         if self.size == 1 or asked not in (None, "cuda") or not count:
             return asked
@@ -81,9 +82,9 @@ class Ranks:
         return self.rank == 0
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in every process; if one of them fails, all end.
+        """Runs `work` in every process; if it raises SparkinferError in any of them, all end.
 
-        The first that failed raises its SparkinferError, the others exit silently."""
+        The first of those raises its error, all others exit silently."""
         result: list[Result] = []
         failure: SparkinferError | None = None
         try:
@@ -121,7 +122,7 @@ class Ranks:
             dist.broadcast(tensor, 0)
 
     def spread_bytes(self, data: bytes | None) -> bytes:
-        """The first process's `data`; the others pass None."""
+        """The first process's `data`, in every process; the others pass None."""
         if self.size == 1:
             assert data is not None
             return data

@@ -40,8 +40,8 @@ def _of_limits(report: "ProfileReport") -> list[str]:
     if report.limits is None:
         return []
     return [
-        f"a neuron fires above the file's limits (sha256 {report.limits[:12]}); counted in mode exact,"
-        " and compared with the file without them"
+        f"the file has limits (sha256 {report.limits[:12]}): firings are counted in mode exact, which is"
+        " compared with the file without them"
     ]
 
 
@@ -62,8 +62,8 @@ def _of_trained(report: "ProfileReport") -> list[str]:
 
 
 def warnings(report: "ProfileReport") -> list[str]:
-    """Warns of predictors that read more than they save, and of modes that cost more than MAX_LOSS
-    of the perplexity."""
+    """Warns of predictors that read more than they save, and of modes that raise the perplexity by
+    more than MAX_LOSS."""
     lines = [f"warning: {line}" for line in _not_paying(report.quality_L)]
     costly = {m: q for m, q in report.record.items() if q.perplexity_increase > MAX_LOSS}
     if not costly:
@@ -90,7 +90,7 @@ def _cost(quality: ModeQuality) -> str:
 
 
 def _not_paying(quality_L: Sequence[LayerQuality]) -> list[str]:
-    """A line on the layers whose density is above the break-even."""
+    """A line on the layers whose density is not below the break-even, if there are any."""
     bad = [q for q in quality_L if q.chosen.density >= q.break_even_density]
     if not bad:
         return []
@@ -111,10 +111,7 @@ def _of_model(quality: EvalReport | None) -> str:
 def _untrained(quality_L: Sequence[LayerQuality]) -> str:
     trained = sum(q.chosen.is_trained for q in quality_L)
     if not trained:
-        return (
-            "untrained: the same, since in every layer the untrained predictor was at least as good"
-            " as the trained one and is kept"
-        )
+        return "untrained: the same, since no layer's best predictor is a trained one"
     what = f"untrained (in {trained} of {len(quality_L)} layers training was better): "
     return what + _summary([q.start for q in quality_L])
 

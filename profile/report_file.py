@@ -13,7 +13,7 @@ from sparkinfer.profile.report import FORMAT, VERSION
 from sparkinfer.profile.selection import Form, Quality
 from sparkinfer.typed import Fields, shown
 
-MOST = 1e18  # largest plausible number of bytes, or lost norm
+MOST = 1e18  # the largest number that is accepted
 _WHAT = "report of a profile"
 
 

@@ -63,8 +63,8 @@ def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
 
 def _damped_factor(moment_MM: Tensor) -> Tensor:
     """The Cholesky factor of the moment with the least of three dampings that makes it positive
-    definite; if none does, that of its diagonal with damping. With fewer tokens than values, rounding can leave negative eigenvalues of 1 % of the
-    diagonal."""
+    definite; if none does, that of its diagonal with damping. With fewer tokens than values the
+    moment is singular, and rounding can make eigenvalues negative."""
     eye_MM = torch.eye(len(moment_MM), dtype=moment_MM.dtype, device=moment_MM.device)
     unit = moment_MM.diagonal().mean().clamp(min=1e-30)
     for damping in (DAMPING, 10 * DAMPING, 100 * DAMPING):

@@ -1,8 +1,8 @@
 """Runs windows of text through a model, phase by phase, so that it can be interrupted and resumed.
 
-Each of `size` processes takes every `size`-th window. State that accumulates, sums or weights in
-training, is called a part; this module saves the parts from time to time, adds them up over the
-processes and loads them again."""
+Each of n processes takes every n-th window. State that changes with every window (sums, or weights in
+training) is called a part; this module saves the parts from time to time, sums added up over the
+processes, and loads them again."""
 
 import signal
 import threading
@@ -97,7 +97,8 @@ class Run:
         del self.parts[name]
 
     def total(self, name: str) -> dict[str, Tensor]:
-        """A part's arrays, added up over the processes."""
+        """A part's arrays, added up over the processes if they are sums. Raises SparkinferError if a
+        process's `check` of the part does."""
         part = self.parts[name]
         self.ranks.together(part.check)
         arrays = part.arrays()
@@ -165,7 +166,8 @@ class Run:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """The first SIGINT, SIGTERM or SIGHUP ends the run after the current window, or at once
-        between phases; a second one ends a single process at once."""
+        between phases. In a run of one process, a second one of the same kind is handled as it was
+        before."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread only
             return

@@ -1,18 +1,17 @@
 """Selects a layer's predictor: the one with which a token reads the fewest bytes.
 
-Predictors are compared on held-out text exactly as the runtime will run them, rounding included.
-Each gets the largest threshold that still keeps `contribution` of sum |h_j| |down_j| and loses at
-most `lost_norm` of the output, |y - y_named| / |y|. A token then reads
+Predictors are compared, on text that they were not trained on, as the runtime will run them,
+rounding included. Each gets the largest threshold that still keeps `contribution` of sum |h_j|
+|down_j| and loses at most `lost_norm` of the output, |y - y_named| / |y|. A token then reads
 
     predictor + named * gate_row + open * (up_row + down_row)
 
-bytes, and the candidate with the fewest wins, provided that enough of its predicted neurons fire
-(`precision`): rows predicted in vain are read from slow memory, the predictor mostly from fast
-memory. Precision does not help if more bytes are read than in mode exact, as with the whole gate
-in q4_0 for a model in q4_0.
+bytes, and the candidate with the fewest wins. Those of which enough of the predicted neurons fire
+(`precision`) and which read less than mode exact take precedence: rows predicted in vain are read
+from slow memory, the predictor mostly from fast memory.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
-orthogonal directions, so |sum lost h_j down_j|^2 is the sum of (h_j |down_j|)^2 to 1-3 %
+orthogonal directions, so |sum lost h_j down_j| is the root of the sum of (h_j |down_j|)^2 to 1-3 %
 (docs/log/predictors.md).
 
 Letters: T tokens, F neurons, B histogram bins."""
@@ -36,7 +35,7 @@ Form = Literal["low-rank", "whole"]
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """One predictor with one threshold, on held-out tokens; shares in 0..1."""
+    """One predictor with one threshold, on tokens that it was not trained on; shares in 0..1."""
 
     form: Form
     rank: int
@@ -147,7 +146,7 @@ def bytes_per_token(
 
 def choose(qualities: Sequence[Quality], target: Target, exact_bytes: float) -> int:
     """The index of the candidate with the fewest bytes per token among those that are precise
-    enough and read less than `exact_bytes`, which a token reads without a predictor; if there are
+    enough and read less than `exact_bytes`, those of a token without a predictor; if there are
     none, among all."""
     precise = [
         i

@@ -1,7 +1,7 @@
 """The files of a corpus, with random access by block.
 
-A file is never in memory as a whole: a block is found by its position, for which only the file's
-size is needed (for parquet, its footer)."""
+Files are read block by block: a block is found by its position, for which only the file's size is
+needed (for parquet, its footer)."""
 
 import codecs
 import hashlib
@@ -146,7 +146,8 @@ class JsonLinesSource:
 
 
 class ParquetSource:
-    """Block k has BLOCK_ROWS rows of one row group; rows before them in the group are skipped."""
+    """Block k has up to BLOCK_ROWS rows of one row group; those before them in the group are decoded
+    and skipped."""
 
     is_utf8 = False
 
@@ -203,9 +204,11 @@ def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
     sorted.
 
     A file given by name may have any suffix: unless it is JSON lines or parquet, it is read as
-    text. In a folder, empty files and names that begin with a dot are skipped. Raises
-    SparkinferError for a missing path, for a folder without a corpus, and for a file given by
-    name that has no text or begins with NUL bytes."""
+    text. In a folder, empty files and names that begin with a dot are skipped.
+
+    Raises SparkinferError for a missing path, for a folder that is unreadable or without a corpus,
+    for a parquet file without the column `text_key`, and for a file given by name that is refused
+    by `_refuse_blank`."""
     sources: list[Source] = []
     for path in paths:
         if path.is_dir():
@@ -251,8 +254,8 @@ def _source(name: str, path: Path, text_key: str) -> Source:
 
 
 def _refuse_blank(source: Source) -> None:
-    """Raises SparkinferError for a file of one block without text, and for a text file with NUL bytes
-    in its first block, such as UTF-16, a disk image or a sparse file."""
+    """Raises SparkinferError for a file of at most one block without text, and for a text file with
+    NUL bytes in its first block, such as UTF-16, a disk image or a sparse file."""
     if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
         raise SparkinferError(
             f"{source.path}: has NUL bytes, so it is not text in UTF-8; convert it, or leave it out"

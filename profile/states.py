@@ -1,7 +1,7 @@
 """Hidden states of many tokens between two layers: in memory, or in an unnamed file.
 
-The file is read and written, not mapped, so that only a few megabytes at a time count as this
-process's memory; the rest is in the system's page cache at most.
+The file is read and written, not mapped, so that the system's page cache may hold it without
+counting as this process's memory.
 
 Letters: N tokens of all windows, T tokens at a time, D model width."""
 

@@ -1,6 +1,7 @@
 """Compares modes of a model that does not fit into memory with the dense model.
 
-Each mode takes one pass over the weights, layer by layer; then the head runs for all of them.
+The dense model and each mode take one pass over the weights, layer by layer; then the head runs for
+all of them.
 
 Letters: N tokens of all windows, T tokens at a time, D model width, V vocabulary."""
 
@@ -31,7 +32,8 @@ def compare_streamed(
     max_tokens: int,
     dense_shares: ShareCounter,
 ) -> list[EvalReport]:
-    """Does what quality.compare_all does, on as many tokens as there is room for; [] if none."""
+    """Does what quality.compare_all does, on up to `max_tokens` tokens for whose hidden states there
+    is room; [] if none."""
     room = room_of(plan.device, plan.max_memory_bytes)
     row_bytes = (1 + len(others)) * plan.needs.state_row_bytes
     count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / row_bytes))
@@ -76,8 +78,8 @@ def _hidden(
     observe: Observe,
     wants: Wants,
 ) -> Tensor:
-    """Hidden states after the last layer, f32 [N, D] on the CPU; `observe` as in
-    quality.compare_all."""
+    """Hidden states after the last layer, f32 [N, D] on the CPU; `observe` and `wants` as in
+    Engine.observe."""
     last, pieces = model.shape.num_layers - 1, []
     with LayerStream(model, plan, mode=mode) as stream:
         with stream.observe(

@@ -1,8 +1,8 @@
 """Runs many windows of text through a model one layer at a time.
 
-All windows go through a layer before the next layer is loaded, so that a model several times larger
-than memory is read once and not once per window. Chunks and arithmetic are those of Engine.hidden:
-observers see the same bits of each layer, in another order.
+All windows go through a layer before the next layer is loaded, so that a pass over all windows
+reads a model larger than memory once and not once per window. Chunks and arithmetic are those of
+Engine.hidden: observers see the same bits of each layer, in another order.
 
     with LayerStream(model, plan, say) as stream:
         for step in stream.steps(windows):

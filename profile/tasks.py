@@ -51,7 +51,8 @@ class TasksReport:
 def run_tasks(
     config: TasksConfig, on_requests: Callable[[float], None] = lambda count: None
 ) -> TasksReport:
-    """Raises SparkinferError if lm-eval, a task or its data is unavailable."""
+    """Raises SparkinferError if lm-eval, a task or its data is unavailable, and if lm-eval cannot
+    prepare the tasks."""
     lm_eval = _library()
     manager = _manager(config)
     is_plain = config.split is None and device_of(config.device).type == "cpu"

@@ -7,9 +7,9 @@ arXiv 2408.14690, does within a block): starting with nothing silenced, the shar
 a step costs least is raised by one step, again and again, until a mean share or a perplexity is
 reached.
 
-A step's cost is measured on the whole model with all other layers in their current state. The cost
-is the KL divergence from the dense model, in nats per token; the loss on a few thousand tokens is
-too noisy to rank layers, so it only decides when a perplexity budget is used up.
+A step's cost is the rise of the whole model's KL divergence from dense, in nats per token; the loss
+on a few thousand tokens is too noisy to rank layers, so it only decides when a perplexity budget is
+used up.
 
 Letters: T tokens, L layers, B histogram bins, V vocabulary."""
 
@@ -30,8 +30,8 @@ from sparkinfer.runtime.engine import Engine
 
 STEP = 0.05  # the share of a layer's neurons that a step of the search silences
 MOST_STEPS = 19  # a layer keeps at least the largest 5 %
-TUNE_TOKENS = 4096  # per measurement of the search; their dense logits are kept in memory
-CHECK_TOKENS = 8192  # for the reported cost, on other text
+TUNE_TOKENS = 4096  # at most, per measurement of the search; their dense logits are kept in memory
+CHECK_TOKENS = 8192  # at most, for the reported cost, on other text
 
 
 def thresholds_for(
@@ -207,8 +207,7 @@ class ThresholdReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The limits of a search, which ends at the first one reached. An infinite budget, or a
-    sparsity of one, means no limit."""
+    """The limits of a search, which ends at the first one reached; infinity and 1 mean no limit."""
 
     perplexity_budget: float  # relative increase
     sparsity: float  # mean over the layers

@@ -126,7 +126,7 @@ class SharedSteps:
     """Makes all processes take every step together, with the mean of their gradients.
 
     The mean is weighted by tokens; a process that has no text left contributes nothing. A step of n
-    processes equals a step of one process on n chunks, so there are n times fewer steps."""
+    processes takes up to n chunks, so there are about n times fewer steps."""
 
     def __init__(self, ranks: Ranks, layers: Sequence[LayerTrainer]) -> None:
         self.ranks, self.networks = ranks, networks_of(layers)

@@ -2,8 +2,8 @@
 
 It is initialised from the whitened SVD of profile.moments, with logits in units of each neuron's
 residual: for a normal residual of standard deviation s, P(gate > 0 | estimate) is close to a
-logistic function of 1.7 estimate / s. Without that scale, training begins by unlearning the
-initialisation (docs/log/predictors.md).
+logistic function of 1.7 estimate / s. With one scale for all neurons, training made the predictor
+worse than its initialisation (docs/log/predictors.md).
 
 Training is AdamW on a logistic loss, in which a neuron that fires is weighted by its contribution
 to the output, |h_j| |down_j|, so that the neurons missed are the least important ones. It stops
@@ -12,7 +12,7 @@ early once the loss on held-out tokens no longer falls, and keeps the best weigh
 SiLU and GELU neurons fire on both sides of zero, which no linear logit can express; their predictor
 imitates the gate, and its score is |act(estimate)|. All neurons of a layer share one threshold of
 the score. If each has a limit of its own, the predictor imitates multiples of the gates, such that
-|act| of each reaches its neuron's limit where the score reaches the layer's median limit (`Level`).
+the score reaches the layer's median limit where |act(gate)| reaches the neuron's own (`Level`).
 
 Letters: T tokens, D model width, F neurons, R rank."""
 
@@ -34,7 +34,7 @@ LEARNING_RATE = 0.01
 LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in units of the mean contribution
 CHECKS = 16  # checks of the held-out loss, about
-MOST_STRETCH = 8.0  # of a gate by its limit
+MOST_STRETCH = 8.0  # largest multiple of a gate; the smallest is its inverse
 PATIENCE = 4  # checks without a better loss before training stops
 Agree = Callable[[Tensor], None]
 
@@ -63,7 +63,7 @@ class Level:
 
     @classmethod
     def of(cls, gate: Gate, limit_F: Tensor | None, like_F: Tensor) -> "Level":
-        """Without limits, the gate's threshold and the gates themselves."""
+        """Without limits, or if their median is 0, the gate's threshold and the gates themselves."""
         if limit_F is None or not (score := limit_F.median().item()):
             return cls(score=gate.threshold, stretch_F=torch.ones_like(like_F))
         edges_F = _inverse(gate, torch.cat([limit_F, limit_F.new_tensor([score])]).double())
@@ -257,8 +257,8 @@ class LowRank:
 
 
 def whole(start: Start, kind: str, gate: Gate, limit_F: Tensor | None = None) -> Predictor:
-    """A predictor that is the whole map, nearly the gate itself (with limits, its multiples), in one
-    matrix of `kind`; it is not trained."""
+    """A predictor that is the whole map of `start` (with limits, multiples of its rows) in one matrix
+    of `kind`; it is not trained."""
     stretch_F = Level.of(gate, limit_F, start.bias_F).stretch_F
     bias_F = start.bias_F * stretch_F
     return Predictor(

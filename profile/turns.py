@@ -2,9 +2,9 @@
 
 In a round each open model decodes the same few tokens of the user's text, and the next round goes on
 where this one ended. So a slow spell of seconds or minutes slows all models of a round alike, and the
-ratio of two times of one round is nearly free of it. What two models are compared by is the median of
-these ratios, with an interval of 95 % for this median. A median of each model's own times
-would not do: where a spell ends amid a round, the two medians may come from different spells.
+ratio of two times of one round is nearly free of it. Two models are compared by the median of these
+ratios and its 95 % interval. Medians of each model's own times would not do: they may come from
+different spells.
 
 Models that do not fit into memory together are timed in groups, each beside the reference; two models
 of different groups are compared through it.
@@ -30,7 +30,7 @@ FEW, MORE = 5, 20  # rounds for all, and further ones for what may be recommende
 MOST_POSITIONS = 512  # tokens of the text that are decoded, again and again
 MEMORY_SHARE = 0.5  # of the free memory, for models that are open at once
 NORMAL_95 = 1.96
-COPIES = 2  # of a model file's bytes that an open model takes at most: mapped, and packed
+COPIES = 2  # an open model takes at most twice the bytes of its file: mapped, and packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ class Timings:
 
 
 def _gain(ratios: Sequence[float]) -> Gain:
-    """The interval is between two of the ratios in order, by the normal approximation of the number
-    of ratios below the median; of five ratios or fewer, the first and the last."""
+    """The interval is between two of the sorted ratios, by the normal approximation of the number of
+    ratios below the median; of seven or fewer, between the first and the last."""
     ordered, count = sorted(ratios), len(ratios)
     first = max(0, int((count - NORMAL_95 * math.sqrt(count)) / 2))
     return Gain(
@@ -147,8 +147,8 @@ class Turns:
             self.rounds(group, num_rounds)
 
     def groups(self, points: Sequence[Point]) -> list[list[Point]]:
-        """The reference with as many of the points as there is room for, again and again; at least
-        one point each time, whether it fits or not."""
+        """Groups of the reference and as many of the points as there is room for, at least one in
+        each, whether it fits or not."""
         used = [point for point, _ in self.opened.values()]
         memory = MEMORY_SHARE * (free_memory_bytes() + sum(map(self.num_bytes, used)))
         disk = self.free_disk() + self._made_bytes(used)

@@ -1,11 +1,11 @@
-"""Verifies that a written model file is the model it was made from, by its logits on a short text.
+"""Verifies that a written model file is the model it was made from, by logits on a short text.
 
 The reference is the source's own graph (transformers' in f32, or for a GGUF that of our runtime)
 with the file's values put back into it, so that both sides have the rounding of the file's types,
 whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
-unpacked to f32, hence with an f32 KV cache. What can still differ is the order of f32 sums and
-errors: wrong names, a wrong order of rows, a wrong graph. Putting the values back also checks that
-they equal the source's up to rounding.
+unpacked to f32, hence with an f32 KV cache. The logits can then differ by the order of f32 sums and
+by errors: wrong names, a wrong order of rows, a wrong graph. Reading the values back (see
+sparkinfer.written) also checks that they equal the source's up to rounding.
 
 Letters: T tokens, V vocabulary."""
 
@@ -55,7 +55,8 @@ class Skipped(Exception):
 
 @torch.inference_mode()
 def verify(written: Written) -> Verification:
-    """Compares a written file with its source. Raises SparkinferError if they differ."""
+    """Compares a written file with its source; the logits only if there is a reference. Raises
+    SparkinferError if they differ."""
     model = ModelFile.load(written.path)
     ids = text_token_ids(model)
     is_folder = written.source.is_dir()
@@ -211,8 +212,8 @@ def _refuse_too_large(folder: Path) -> None:
 
 
 def _source_logits(written: Written, ids: list[int]) -> Tensor:
-    """f32 [T, V]: our runtime's logits with the source's header and layout and the file's
-    values."""
+    """f32 [T, V]: our runtime's logits with the source's header and layout, and the file's values,
+    activation and thresholds. Raises Skipped if memory is too small."""
     keys, tensors = read_model_gguf(written.source)
     needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
     if needed > 0.8 * free_memory_bytes():

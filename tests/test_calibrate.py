@@ -147,7 +147,7 @@ def test_figures_whose_rounds_differ_widely_are_doubtful():
     notes = [line for line in report(machine) if line.startswith("note")]
     assert len(notes) == 1
     assert "cpu with 2 threads (10 at best" in notes[0]
-    assert "another process is using the memory" in notes[0] and "-v" not in notes[0]
+    assert "another process may be using the memory" in notes[0] and "-v" not in notes[0]
     machine = replace(machine, cpu_bandwidth_gb_per_s={n: torn for n in range(1, 20)})
     (note,) = [line for line in report(machine) if line.startswith("note")]
     assert note.startswith(f"note: 19 of {len(machine.figures)} figures") and "-v lists all" in note

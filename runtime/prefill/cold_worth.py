@@ -1,8 +1,8 @@
-"""Measures, at load, from how many tokens on it pays to stream cold weights to a GPU.
+"""Measures the number of tokens from which a pass streams cold weights to a GPU.
 
-The copy of a piece takes the same time for any number of tokens and overlaps with the GPU's
-product; the CPU's product takes longer with more tokens. Copies are timed as in a pass, and
-products with the layer's own code on the same neurons.
+The CPU's time for cold neurons grows with the tokens, the time of their copy does not. Both are
+measured for the first piece of one layer: the copy, which allocates the stream's buffers, and the
+CPU's product with the layer's own code.
 
 Letters: T tokens, D model width."""
 
@@ -21,8 +21,10 @@ _ROUNDS = 3
 
 @torch.inference_mode()
 def least_tokens_of(stream: ColdStream, ffn: FeedForward, layer: int, most: int) -> int:
-    """The smallest power of two from 2 to `most` for which the CPU takes longer than the copy; `most` + 1
-    if there is none, so that the CPU always computes."""
+    """The smallest power of two from 2 to `most` for which the CPU takes longer than the copy, each by
+    the shortest of three timings; `most` + 1 if there is none.
+
+    `most` is the length of the longest pass."""
     block = stream.blocks[layer]
     start, stop = next(block.pieces(stream.piece_bytes))
     copy_s = min(_seconds(lambda: stream.copy_once(layer)) for _ in range(_ROUNDS))
