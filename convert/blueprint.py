@@ -59,8 +59,8 @@ def gguf_names(arch: gguf.MODEL_ARCH, num_layers: int) -> NameOf:
 
 
 def adjacent_pairs(num_rows: int, num_heads: int) -> np.ndarray:
-    """The row order of a query or key projection [H * 2P, D] that makes the two rows of a rotary
-    pair adjacent: row r of the model file is row order[r] of the checkpoint.
+    """The row order of a query or key projection (heads of 2P rows each) that makes the two rows of
+    a rotary pair adjacent: row r of the model file is row order[r] of the checkpoint.
 
     transformers pairs row p of a head with row p + P, llama.cpp row 2p with row 2p + 1."""
     return np.arange(num_rows).reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)

@@ -45,8 +45,8 @@ class Checkpoint:
     def open(cls, folder: Path) -> "Checkpoint":
         """Reads the config and every file's header, but no weights.
 
-        Raises SparkinferError for a missing, truncated or inconsistent file, and for weights of an
-        unknown type."""
+        Raises SparkinferError for a missing, truncated or inconsistent file, for weights of a type
+        that is not in DTYPES, and for a name longer than MAX_NAME."""
         if not folder.is_dir():
             raise SparkinferError(
                 f"{folder}: no such folder; wanted a checkpoint folder, a model file (.gguf) or"
@@ -82,8 +82,8 @@ class Checkpoint:
         """The stored weights, a view of the mapped file if possible. A safetensors file is
         mapped as long as the view exists.
 
-        Concurrent holders, in any thread, share one mapping, since columns of a large matrix touch
-        all its pages."""
+        While one is held, in any thread, others get the same tensor, since columns of a large
+        matrix touch all its pages."""
         with self._lock:
             tensor = self._mapped.get(name)
             if tensor is None:

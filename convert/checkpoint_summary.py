@@ -18,8 +18,8 @@ from sparkinfer.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """If `convert` would refuse the checkpoint, `refusal` says why, and all that it would have
-    determined (shape, activation, graph, size) is None."""
+    """If `convert` would refuse the checkpoint, `refusal` says why; `shape`, `activation`, `graph`
+    and `f16_bytes` are then None."""
 
     kind: str = "checkpoint"
     path: Path

@@ -97,7 +97,8 @@ class ConfigReader:
         return cast(Activation, known[found])
 
     def threshold(self, activation: Activation) -> float:
-        """FATReLU's threshold, above which values pass (ProSparse, arXiv 2402.13516); else 0."""
+        """FATReLU's threshold, above which values pass (ProSparse, arXiv 2402.13516); 0 for another
+        activation."""
         if activation != "fatrelu":
             return 0.0
         number = _number(self.values.get("hidden_act_param"))
@@ -124,8 +125,8 @@ class ConfigReader:
         return heads, kv_heads, head_width
 
     def check_size(self, shape: ModelShape, num_positions: int = 0) -> None:
-        """Raises SparkinferError for a size above the largest dimension of the checkpoint's tensors.
-        Called before anything of that size is allocated."""
+        """Raises SparkinferError for a size above the largest dimension of the checkpoint's
+        tensors. Called before anything of that size is allocated."""
         sizes = {
             "hidden_size": shape.width,
             "vocab_size": shape.vocab_size,
@@ -209,7 +210,7 @@ def _instead(rope_type: object) -> str:
 
 
 def _number(value: object) -> float | None:
-    """The value if it is a finite number in f32, or None."""
+    """The value if it is a number below 1e38 in magnitude, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e38 else None  # a model file has f32

@@ -1,7 +1,7 @@
-"""Converts a checkpoint folder, or any GGUF, to a model file.
+"""Converts a checkpoint (a folder, or a name on the hub), or any GGUF, to a model file.
 
     HF checkpoint (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
-    model.gguf    (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
+    GGUF          (+ predictors, + a profile's thresholds, + limits)  ->  model.gguf
 
 The model's tensors are encoded and written a few rows at a time; only `verify` needs whole ones in
 memory."""
@@ -67,10 +67,10 @@ def convert(
     """Writes `config.output` whole or not at all.
 
     `on_total` is called once with the total size of the tensors, `on_bytes` with the size of each
-    piece as it is written.
-    `verify` gets the written file before it is renamed: it compares it with the source and returns
-    a line and further notes for the user, or raises SparkinferError. Raises SparkinferError, with
-    nothing written, for any source that cannot be converted."""
+    piece as it is written. `verify` gets the written file before it is renamed: it compares it with
+    the source and returns a line and further notes for the user, or raises SparkinferError.
+
+    Raises SparkinferError, with nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
     _check_output(config, config.source)
     draft = draft_of(config)
@@ -124,7 +124,8 @@ def _written(draft: Draft, output: Path, path: Path) -> Written:
 
 
 def _check_output(config: ConvertConfig, source: Path) -> None:
-    """Raises SparkinferError for an output that is among the files that are read.
+    """Raises SparkinferError for an output that exists (unless `force`), or that is among the files
+    that are read.
 
     Those are the model file or everything in the checkpoint folder, the predictors, the profile
     with the thresholds, and the limits."""
@@ -273,7 +274,8 @@ def _from_model_file(config: ConvertConfig) -> Draft:
 
 
 def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
-    """The model with a `general.file_type` that matches its matrices, if it has one."""
+    """The model with a `general.file_type`, if it has one, that matches the outtype or else its
+    first up projection."""
     number = model.extra_keys.get("general.file_type")
     kind = outtype or model.row_major.tensors["blk.0.ffn_up.weight"].kind
     if not isinstance(number, np.integer) or _is_of_type(int(number), kind):

@@ -1,6 +1,6 @@
 """Any GGUF as the source of a model file: in another layout, another type, or as it is.
 
-Unchanged tensors are copied byte by byte; those that change their type or are transposed are
+Unchanged tensors are copied as they are; those that change their type or are transposed are
 unpacked and repacked a few rows at a time.
 
 Letters: N rows, M values of a row."""
@@ -36,7 +36,8 @@ DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     """The model in `config.source`, in the layout and types asked for, and notes for the user.
 
-    Raises SparkinferError for a file that cannot be run, and if there is nothing to change."""
+    Raises SparkinferError for a file that cannot be run, for types or limits that do not fit it,
+    and if there is nothing to change."""
     keys, tensors = read_model_gguf(config.source)
     tokenizer = keys.get(TOKENIZER_KEY)
     if isinstance(tokenizer, str):
@@ -214,7 +215,8 @@ def _activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ..
 def _error_notes(
     tensors: dict[str, TensorEntry], entries: dict[str, TensorEntry], names: dict[str, str]
 ) -> tuple[str, ...]:
-    """The block types that were repacked, and the relative error in the first such matrix."""
+    """The block types that were repacked, and the relative error in the first 64 rows of the first
+    such matrix."""
     first: dict[tuple[str, str], str] = {}
     for target, entry in entries.items():
         old = tensors[names[target]]

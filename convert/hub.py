@@ -1,6 +1,6 @@
 """Finds the folder of a checkpoint named as on the Hugging Face hub: downloaded, or cached.
 
-Only data is fetched: no Python file of a repository ever reaches this machine."""
+Only data is fetched, no Python file."""
 
 import re
 import sys
@@ -48,7 +48,7 @@ def _download(name: str) -> Path:
         tried = (
             f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no copy"
             if constants.HF_HUB_OFFLINE
-            else f"{constants.ENDPOINT} cannot be reached"
+            else f"{constants.ENDPOINT} does not list it, and {constants.HF_HUB_CACHE} has no copy"
         )
         _refuse(name, tried, "download it elsewhere and give its folder", error)
     except HfHubHTTPError as error:

@@ -1,8 +1,8 @@
 """Predictors, ours or DejaVu's, as tensors of a model file.
 
 DejaVu's form (and PowerInfer's): a folder of model_0.pt, model_1.pt and so on, each a state dict
-with fc1.weight [R, D] and fc2.weight [F, R] and ReLU between them, and a config.json that may hold
-`sparse_threshold`, the threshold of logits, and our `input_layer_offset`.
+with fc1.weight [R, D] and fc2.weight [F, R], optionally biases, and ReLU between them; and perhaps
+a config.json with `sparse_threshold`, the threshold of logits, and our `input_layer_offset`.
 
 Letters: L layers, D model width, F neurons of a layer, R predictor rank."""
 
@@ -81,8 +81,8 @@ def add_predictors(
 
 def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, ModeQuality]:
     """The recorded quality of the model with these predictors. They were measured together with
-    thresholds or limits, so for SiLU and GELU models it holds only if the model has those of the same
-    run."""
+    thresholds or limits, so for SiLU and GELU models it holds only if the model has those of the
+    same run."""
     if model.activation not in SMOOTH or (model.has_limits and source.limits):
         return dict(source.quality)
     own = model.quality.get("exact")
@@ -149,7 +149,8 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
 
 
 def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> PredictorSource:
-    """Reads every layer once to check it, and again to write it: the last one read is kept."""
+    """Reads every layer once to check it, and again to write it; only the last one read stays in
+    memory."""
     found = {path.name for path in folder.glob("*.pt")}
     wanted = [f"model_{layer}.pt" for layer in range(shape.num_layers)]
     if found != set(wanted):
@@ -190,10 +191,10 @@ def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
 def _dejavu_offset(
     path: Path, config: dict[str, object], stated: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """The layer whose input predictors read, and a note if it is not stated.
+    """The input layer offset (0 or 1), and a note if it is not stated and 0 is assumed.
 
     Predictors of DejaVu and PowerInfer read the input of their own layer, those of SparkInfer that
-    of the layer before. Their files look alike, so the offset has to be stated."""
+    of the layer before. Their files look alike."""
     written = config.get("input_layer_offset")
     if written not in (None, 0, 1) or isinstance(written, bool | float):
         raise SparkinferError(f"{path}: input_layer_offset is {str(written)[:60]}, wanted 0 or 1")

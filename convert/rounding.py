@@ -25,7 +25,7 @@ ERRORS = {
     "q6_k": 0.06,
 }
 # Absolute errors near zero, where f16 has steps of 2^-24. So has the scale of a block, which is
-# multiplied by up to 127. The scales of K-quants are multiplied by up to 63 * 15, 63 * 31 and
+# multiplied by up to 127 or 8. The scales of K-quants are multiplied by up to 63 * 15, 63 * 31 and
 # 128 * 32, and are off by half a step.
 TINY = {"f32": 0.0, "f16": 2.0**-24, "bf16": 1e-38, "q8_0": 127 * 2.0**-24, "q4_0": 8 * 2.0**-24,
         "q4_k": 2.0**-15, "q5_k": 2.0**-14, "q6_k": 2.0**-13}  # fmt: skip

@@ -146,7 +146,8 @@ def _constant(plan: Blueprint, name: str) -> float | None:
 
 
 def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[str, str]:
-    """The name in the checkpoint of each tensor that is read, by its name in the model file."""
+    """The name in the checkpoint of each tensor that is read, by the name that `plan.name_of` gives
+    it."""
     shapes: Shapes = {}
     for name, shape in wanted.items():
         rows = _rows(plan, name)

@@ -74,7 +74,8 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
 
 
 def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
-    """tokenizer.json, or transformers' conversion of older files (vocab.json, tokenizer.model)."""
+    """tokenizer.json, or transformers' conversion of older files (vocab.json, tokenizer.model), or
+    None; and notes."""
     if path.exists():
         return read_text(path, "tokenizer.json"), []
     if not any((path.parent / name).exists() for name in OLDER_FILES):

@@ -1,10 +1,10 @@
 """Reads a pickled state dict without unpickling: no class is imported, nothing is called.
 
 A pickle is a program for a stack machine. torch writes state dicts with few of its instructions and
-three functions; those are understood here and all others refused. The reading is bounded by the
-size of the pickle: no instruction makes anything larger than itself. (torch.load with
-weights_only=True runs no foreign code either, but it calls functions that allocate what the file
-asks for, bytearray and tensors among them.)"""
+three functions; those are understood here and all others refused. No instruction allocates more
+than a small object or its own argument, so that memory is bounded by the size of the pickle.
+(torch.load with weights_only=True runs no foreign code either, but it calls functions that allocate
+what the file asks for, bytearray and tensors among them.)"""
 
 import pickletools
 from collections.abc import Callable

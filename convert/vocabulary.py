@@ -1,8 +1,8 @@
 """Converts Hugging Face's tokenizer.json to the `tokenizer.ggml.*` keys that llama.cpp reads.
 
-Only tokenizers whose texts llama.cpp splits in the same way are converted: byte-level BPE with a
-known pre-tokenizer, and SentencePiece's BPE with byte fallback. (llama_differences lists what
-llama.cpp still does differently. Our own runtime reads tokenizer.json itself.)"""
+Only tokenizers whose kind llama.cpp has are converted: byte-level BPE with a known pre-tokenizer,
+and SentencePiece's BPE with byte fallback. (llama_differences lists what llama.cpp still does
+differently. Our own runtime reads tokenizer.json itself.)"""
 
 import re
 from collections.abc import Mapping

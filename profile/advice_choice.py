@@ -148,10 +148,10 @@ def with_front(points: Sequence[Point]) -> list[Point]:
 def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Point, str]:
     """The recommended point, and the reason in a sentence or two.
 
-    Only points whose `least_increase` is within `max_loss` count. A rule pays if it beats every dense
-    point (`_beats`) and reaches LEAST_SPEED of the speed that its bytes promise. The fastest rule
-    that pays is recommended, or else the fastest dense point; of points that are not clearly slower
-    than the fastest, the one with the smallest KL."""
+    Only points whose `least_increase` is within `max_loss` count. A rule pays if it beats every
+    dense point (`_beats`) and reaches LEAST_SPEED of the speed that its bytes promise. The fastest
+    rule that pays is recommended, or else the fastest dense point; of points that are not clearly
+    slower than the fastest, the one with the smallest KL."""
     dense_of = {point.type: point for point in points if point.rule == "dense"}
     allowed = sorted((p for p in points if p.least_increase <= max_loss), key=lambda p: p.seconds)
     whole = [p for p in allowed if p.rule == "dense"]
@@ -183,8 +183,8 @@ def _gain(point: Point, over: Point, times: Times) -> Gain:
 
 
 def _beats(rule: Point, dense: Point, times: Times) -> bool:
-    """True if the rule is clearly faster, by more than LEAST_GAIN in the median, or if its median is
-    faster and its KL smaller."""
+    """True if the rule is clearly faster, by more than LEAST_GAIN in the median, or if its median
+    is faster and its KL smaller."""
     gain = _gain(rule, dense, times)
     if gain.median > LEAST_GAIN and gain.is_clear:
         return True

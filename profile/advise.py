@@ -124,7 +124,8 @@ class Adviser:
         return None if choice is None else choice.limits(self.scores, self.model.model_id)
 
     def limits_of(self, point: Point) -> Limits:
-        """Limits of a point that is not dense, with its measured quality if that can be recorded."""
+        """Limits of a point that is not dense, with its measured quality if that can be
+        recorded."""
         limits = self.limits(point.rule, point.share)
         assert limits is not None, point.name
         close, saved = point.close, point.bytes_per_token
@@ -141,8 +142,8 @@ class Adviser:
         return replace(limits, quality={"exact": quality} if is_recordable(quality) else {})
 
     def points_of(self, kind: str, engine: Engine, rules: Sequence[str]) -> list[Point]:
-        """Points of one type: dense, on the whole text, and each rule at each share, on a part, up to
-        a share that costs too much or that the rule cannot save; dense alone if a smaller type
+        """Points of one type: dense, on the whole text, and each rule at each share, on a part, up
+        to a share that costs too much or that the rule cannot save; dense alone if a smaller type
         costs more than `max_loss` by itself. `engine` is in mode exact."""
         total = self.dense_bytes[kind] = Bytes.of(engine.model).total
         if engine is self.engine:
@@ -202,7 +203,8 @@ def advise(
     the same with limits in it; `free_disk` returns the bytes left for such files. `types` begins
     with the model's own type.
 
-    Raises SparkinferError for a model that is sparse by itself, and for a text that is too short."""
+    Raises SparkinferError for a model that is sparse by itself, and for a text that is too
+    short."""
     adviser = Adviser(config, say)
     points: list[Point] = []
     files: dict[str, Path] = {types[0]: config.model}

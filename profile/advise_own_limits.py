@@ -1,9 +1,9 @@
 """Advises on a model file that has limits already, such as one that `sparsify` trained.
 
-The file runs in mode exact, in its own type and in smaller ones; the alternative is a dense model in
-these types and its own: the one that the file was trained from or, if that is not given, the file
-itself in mode dense. Nothing is fitted to the text, so no part of it is set aside. All files are
-timed in turns, and profile.advice_choice chooses."""
+The file runs in mode exact, in its own type and in smaller ones; the alternative is a dense model
+in these types and its own: the one that the file was trained from or, if that is not given, the
+file itself in mode dense. Nothing is fitted to the text, so no part of it is set aside. All files
+are timed in turns, and profile.advice_choice chooses."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ def advise_own_limits(
     types: Sequence[str],
     say: Callable[[str], None] = lambda line: None,
 ) -> Advice:
-    """Measures and advises. `dense` is the model that the file was trained from (None: the file's own
-    mode dense); `types` begins with the file's own type.
+    """Measures and advises. `dense` is the model that the file was trained from (None: the file's
+    own mode dense); `types` begins with the file's own type.
 
     Raises SparkinferError for a dense model with another vocabulary size, with limits or in a
     smaller type than the file, and for a text that is too short."""

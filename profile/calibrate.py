@@ -3,9 +3,9 @@
 Each operation is timed in several rounds. A figure has the best round, the speed of the machine
 when other load disturbs it least, and quartiles, which show whether other load disturbed it.
 
-CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over an
-f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans are
-priced with are measured in `calibrate_cpu`."""
+CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over
+an f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans
+are priced with are measured in `calibrate_cpu`."""
 
 import os
 import platform
@@ -50,8 +50,8 @@ def calibrate(
     say: Say = lambda line: None,
     on_probe: OnProbe = lambda count: None,
 ) -> Machine:
-    """Measures and writes `output`; `say` gets the results as lines, `on_probe` is called after each
-    timing. If there is no GPU here, the figures of `gpu_from`'s GPUs are taken.
+    """Measures and writes `output`; `say` gets the results as lines, `on_probe` is called after
+    each timing. If there is no GPU here, the figures of `gpu_from`'s GPUs are taken.
 
     Raises SparkinferError for an output that exists unless `force`, and for a `gpu_from` that has
     no GPU."""
@@ -221,8 +221,8 @@ def num_cores() -> int:
 
 
 def buffer_bytes() -> int:
-    """Twice the third-level caches, but BUFFER_BYTES to MAX_BUFFER_BYTES; of this at most an eighth of
-    the free memory, but at least 8 MiB."""
+    """Twice the third-level caches, but BUFFER_BYTES to MAX_BUFFER_BYTES; of this at most an eighth
+    of the free memory, but at least 8 MiB."""
     wanted = min(max(BUFFER_BYTES, 2 * last_cache_bytes()), MAX_BUFFER_BYTES)
     return max(8 << 20, min(wanted, free_memory_bytes() // 8))
 

@@ -1,10 +1,10 @@
 """Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
 
-Rows of every type are read as the runtime reads them: all of them by a product with a vector, and the
-gate, up and down rows of a tenth of the neurons by the native call for a block of neurons (in torch
-if the C++ kernels are not built). Fixed costs per layer and per token come from decode steps of two
-models of FEW and MANY layers, whose weights are so small that they stay in a cache. The cost of
-reading keys and values is the difference between steps at the end and at the beginning of a long
+Rows of every type are read as the runtime reads them: all of them by a product with a vector, and
+the gate, up and down rows of a tenth of the neurons by the native call for a block of neurons (in
+torch if the C++ kernels are not built). Fixed costs per layer and per token come from decode steps
+of two models of FEW and MANY layers, whose weights are so small that they stay in a cache. The cost
+of reading keys and values is the difference between steps at the end and at the beginning of a long
 context.
 
 Letters: N rows, D row width, A chosen rows."""

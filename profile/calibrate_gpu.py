@@ -1,5 +1,5 @@
-"""Calibrates a CUDA device: memory bandwidth, copies to it, and the fixed costs of copies, kernels and
-round trips.
+"""Calibrates a CUDA device: memory bandwidth, copies to it, and the fixed costs of copies, kernels
+and round trips.
 
 Kernels and copies from pinned memory are timed by CUDA events, the others on the host. The fixed
 cost of a copy is that of 4 bytes, the fixed cost of a kernel that of one on a single value, both as

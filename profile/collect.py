@@ -1,5 +1,5 @@
-"""Profiles a model: runs text through it, counts firings and, on request, chooses thresholds and trains
-predictors."""
+"""Profiles a model: runs text through it and counts firings; on request, chooses thresholds and
+trains predictors."""
 
 import hashlib
 import time

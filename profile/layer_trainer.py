@@ -43,8 +43,8 @@ SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The predictors to consider. Types whose blocks do not divide the rows are left out; a low-rank
-    predictor is f16 if none is left."""
+    """The predictors to consider. Types whose blocks do not divide the rows are left out; a
+    low-rank predictor is f16 if none is left."""
 
     ranks: tuple[int, ...]
     kinds: tuple[str, ...] = ("f16", "q8_0", "q4_0")

@@ -127,8 +127,8 @@ def _compare(want_TV: Tensor, got_TV: Tensor, next_T: Tensor) -> tuple[float, ..
 
 
 def _closeness(sums_WS: Tensor) -> Closeness:
-    """Means per token, from the sums of `_compare` for each window. The intervals are those of a ratio
-    of sums over windows treated as drawn independently (Cochran 1977, section 2.11)."""
+    """Means per token, from the sums of `_compare` for each window. The intervals are those of a
+    ratio of sums over windows treated as drawn independently (Cochran 1977, section 2.11)."""
     kl_W, loss_W, dense_W, same_W, count_W = sums_WS.unbind(1)
     count = count_W.sum()
 

@@ -14,8 +14,8 @@ of the squares of the contributions dropped: what the output loses if they are u
 A value's limit is the threshold on its rank divided by its factor, so that the runtime only
 compares magnitudes.
 
-Letters: T tokens of the sample, F neurons, D inputs, N values that a rule ranks (neurons or inputs),
-A shares."""
+Letters: T tokens of the sample, F neurons, D inputs, N values that a rule ranks (neurons or
+inputs), A shares."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -8,11 +8,11 @@ The loss of a choice is modelled as a sum over layers and rules,
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
 the whole model from its dense self with limits in one part of one layer (its neurons, or one of its
 inputs). Those of a part are scaled such that they add up to a probe with limits in that part of all
-layers. With four parts (PARTS), this takes four probes per layer and four more, and no gradients. Silencing inputs of the feed-forward
-needs gate and up stored by columns, and silencing gates needs the rows of up, so a layer has at
-most one of these two rules. A choice for a number of saved bytes is found by a price per byte: each
-layer minimises its loss minus the price times the bytes saved, and the price is bisected. The
-caller measures the true cost of a choice.
+layers. With four parts (PARTS), this takes four probes per layer and four more, and no gradients.
+Silencing inputs of the feed-forward needs gate and up stored by columns, and silencing gates needs
+the rows of up, so a layer has at most one of these two rules. A choice for a number of saved bytes
+is found by a price per byte: each layer minimises its loss minus the price times the bytes saved,
+and the price is bisected. The caller measures the true cost of a choice.
 
 Letters: L layers, A shares."""
 
@@ -138,8 +138,8 @@ class Allocation:
         self.inputs_price_L = {name: price_L(name) for name in INPUTS}
 
     def best(self, rule: str, saved_share: float) -> Choice | None:
-        """The choice at the lowest price that saves this share of all bytes: by the model, no choice
-        that saves as many bytes loses less. None if the rule cannot save that share."""
+        """The choice at the lowest price that saves this share of all bytes: by the model, no
+        choice that saves as many bytes loses less. None if the rule cannot save that share."""
         wanted = saved_share * self.bytes_of.total
         low, high = 1e-30, 1e30
         if self._take(rule, high).saved_share * self.bytes_of.total < wanted:

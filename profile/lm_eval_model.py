@@ -159,8 +159,8 @@ class EngineModel(TemplateLM):
 
 
 def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
-    """The score of `more` after `context`. Tokens that begin the previous text too are not run again,
-    but for the context's last one."""
+    """The score of `more` after `context`. Tokens that begin the previous text too are not run
+    again, but for the context's last one."""
     wanted = context + more[:-1]
     same = 0
     for ours, theirs in zip(place.ids, wanted, strict=False):

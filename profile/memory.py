@@ -131,8 +131,8 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
 def trim() -> None:
     """Returns freed memory to the system; does nothing without malloc_trim.
 
-    Once a block has been freed, glibc keeps freed blocks of up to that size (at most 32 MiB). With a
-    model of 417 MiB and a cap of 100 MiB above the start, memory peaked 129 MiB above the start
+    Once a block has been freed, glibc keeps freed blocks of up to that size (at most 32 MiB). With
+    a model of 417 MiB and a cap of 100 MiB above the start, memory peaked 129 MiB above the start
     without calls, and at 87 MiB with a call per chunk, which took at most 1 of 11 seconds
     (docs/log/profile.md)."""
     if hasattr(_C, "malloc_trim"):

@@ -34,9 +34,9 @@ class MergeReport:
 def merge(config: MergeConfig) -> MergeReport:
     """Writes the sum.
 
-    Raises SparkinferError for profiles of different models, sizes, thresholds or limits, and, unless
-    `force`, if two have a text in common: a profile does not record which places of a text it
-    counted, so both may have counted the same ones."""
+    Raises SparkinferError for profiles of different models, sizes, thresholds or limits, and,
+    unless `force`, if two have a text in common: a profile does not record which places of a text
+    it counted, so both may have counted the same ones."""
     check_output(config.output, force=config.force, inputs=config.profiles)
     loaded = [(path, Profile.load(path)) for path in config.profiles]
     notes = []

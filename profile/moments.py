@@ -32,8 +32,8 @@ class Start:
                 self.right_RD, self.gate_square_F)  # fmt: skip
 
     def residual_F(self, rank: int) -> Tensor:
-        """Root mean square of each gate's error with the map of this rank, at least 1 % of the gate's
-        own; for the input of the layer before an estimate, since the regression has another
+        """Root mean square of each gate's error with the map of this rank, at least 1 % of the
+        gate's own; for the input of the layer before an estimate, since the regression has another
         bias."""
         kept_F = self.left_FR[:, :rank].square().sum(dim=1)
         floor_F = 1e-4 * self.gate_square_F + 1e-12

@@ -1,5 +1,5 @@
-"""Checks that a model file's predictors do better than chance, and read the input that they were made
-for.
+"""Checks that a model file's predictors do better than chance, and read the input that they were
+made for.
 
 A predictor for the input of the layer before that is run on its own layer's (or the other way
 round) selects the wrong neurons, without any error.
@@ -19,7 +19,8 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Mode, Predictor
 from sparkinfer.runtime.model.loader import load_predictors
 
-# Below this, (recall - predicted share) / (1 - predicted share) is near chance: 1 is perfect, 0 random.
+# Below this, (recall - predicted share) / (1 - predicted share) is near chance: 1 is perfect, 0 is
+# random.
 CHANCE = 0.15
 
 
@@ -53,8 +54,8 @@ class PredictorCheck:
 
 
 def check_predictors(path: Path) -> PredictorCheck | None:
-    """Checks predictors; None for a model without any, or if more than 95 % of the neurons fire or are
-    predicted: then there is nothing to judge by."""
+    """Checks predictors; None for a model without any, or if more than 95 % of the neurons fire or
+    are predicted: then there is nothing to judge by."""
     model = ModelFile.load(path)
     if model.predictor is None:
         return None
@@ -100,8 +101,8 @@ def _activity(model: ModelFile) -> tuple[list[Tensor], list[Tensor]]:
 def _quality(
     predictors: tuple[Predictor, ...], inputs: list[Tensor], fires: list[Tensor], offset: int
 ) -> tuple[float, float, float]:
-    """(recall, predicted share, gain over chance) of all layers but layer 0, whose predictor reads its
-    own input for either offset; of layer 0 if it is the only one."""
+    """(recall, predicted share, gain over chance) of all layers but layer 0, whose predictor reads
+    its own input for either offset; of layer 0 if it is the only one."""
     first = 1 if len(predictors) > 1 else 0
     caught = fired = named = pairs = 0
     with torch.inference_mode():

@@ -22,8 +22,8 @@ RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Requirements of a predictor on the text that it is chosen on (see profile.selection); shares in
-    0..1."""
+    """Requirements of a predictor on the text that it is chosen on (see profile.selection); shares
+    in 0..1."""
 
     contribution: float = 0.992
     lost_norm: float = 0.04

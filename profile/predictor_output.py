@@ -37,8 +37,8 @@ class PredictorOutput:
         return self.folder if self.format == "dejavu" else self.folder / FILE_NAME
 
     def check(self, num_layers: int, inputs: Sequence[Path]) -> None:
-        """Raises SparkinferError if an output exists already (unless `force`) or is one of `inputs`,
-        and for foreign files in a folder of DejaVu's form."""
+        """Raises SparkinferError if an output exists already (unless `force`) or is one of
+        `inputs`, and for foreign files in a folder of DejaVu's form."""
         if self.format == "dejavu":
             check_dejavu_output(self.folder, num_layers)
         check_outputs(self.paths(num_layers), force=self.force, inputs=inputs)
@@ -134,7 +134,8 @@ def recorded(
 
 
 def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:
-    """The corpus's hex digest; for several corpora, the sha256 of their concatenated hex digests."""
+    """The corpus's hex digest; for several corpora, the sha256 of their concatenated hex
+    digests."""
     if len(corpora) == 1:
         return corpora[0].sha256
     return hashlib.sha256("".join(c.sha256 for c in corpora).encode()).hexdigest()

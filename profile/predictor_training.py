@@ -1,7 +1,7 @@
 """Trains the predictors of all layers, with the model in memory or streamed.
 
-Both ways run the same phases on the same windows in the same order, and in one process give the same
-predictors.
+Both ways run the same phases on the same windows in the same order, and in one process give the
+same predictors.
 
 Letters: T tokens of a chunk, F neurons of a layer."""
 

@@ -115,9 +115,9 @@ def evaluate(
 ) -> EvalReport:
     """Runs every window through the dense model and through the mode asked for.
 
-    `on_total` is called once with the number of tokens to run, `on_tokens` with those of each window.
-    The number is below `max_tokens` for a short text, and may be above it with a chat template,
-    whose own tokens are run too."""
+    `on_total` is called once with the number of tokens to run, `on_tokens` with those of each
+    window. The number is below `max_tokens` for a short text, and may be above it with a chat
+    template, whose own tokens are run too."""
     with (
         Engine.load(
             config.model,
@@ -314,8 +314,8 @@ class ShareCounter:
         self.counts[name].setdefault(layer, []).append(counts_T)
 
     def per_token(self, name: str, layer: int) -> Tensor:
-        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted), fire by their
-        gates (ffn_gate) or contribute (ffn_hidden) for each token."""
+        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted), fire by
+        their gates (ffn_gate) or contribute (ffn_hidden) for each token."""
         return torch.cat(self.counts[name][layer]).double()
 
     def fired_per_token(self, layer: int) -> Tensor:

@@ -45,8 +45,8 @@ class Ranks:
         self._is_own = False
 
     def device(self, asked: str | None) -> str | None:
-        """The device for this process: what is asked for, but one of several processes gets a GPU of
-        its own unless there is none or another device is asked for.
+        """The device for this process: what is asked for, but one of several processes gets a GPU
+        of its own unless there is none or another device is asked for.
 
         Raises SparkinferError for a process without a GPU of its own."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()

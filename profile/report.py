@@ -1,7 +1,7 @@
 """Reports on a profile's predictors, thresholds and limits: a few lines, JSON, and Markdown.
 
-The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on the
-text that the choice was made on.
+The quality of a layer's chosen predictor is measured on held-out text, that of its candidates on
+the text that the choice was made on.
 
 Letters: L layers."""
 
@@ -40,8 +40,8 @@ def _of_limits(report: "ProfileReport") -> list[str]:
     if report.limits is None:
         return []
     return [
-        f"the file has limits (sha256 {report.limits[:12]}): firings are counted in mode exact, which is"
-        " compared with the file without them"
+        f"the file has limits (sha256 {report.limits[:12]}): firings are counted in mode exact, which"
+        " is compared with the file without them"
     ]
 
 

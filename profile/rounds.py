@@ -12,8 +12,9 @@ MIN_ROUNDS, MAX_ROUNDS = 5, 15
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """An operation to time. `seconds()` runs it, waits for its end and returns the seconds of one run;
-    the figure is `num_bytes` over that time in GB/s or, if `num_bytes` is None, the time itself."""
+    """An operation to time. `seconds()` runs it, waits for its end and returns the seconds of one
+    run; the figure is `num_bytes` over that time in GB/s or, if `num_bytes` is None, the time
+    itself."""
 
     name: str
     seconds: Callable[[], float]

@@ -1,7 +1,7 @@
 """Runs windows of text through a model, phase by phase, so that it can be interrupted and resumed.
 
-Each of n processes takes every n-th window. State that changes with every window (sums, or weights in
-training) is called a part; this module saves the parts from time to time, sums added up over the
+Each of n processes takes every n-th window. State that changes with every window (sums, or weights
+in training) is called a part; this module saves the parts from time to time, sums added up over the
 processes, and loads them again."""
 
 import signal
@@ -92,13 +92,9 @@ class Run:
         if found and (self.ranks.is_first or not part.is_sum):
             part.load({key: torch.from_numpy(array) for key, array in found.items()})
 
-    def drop(self, name: str) -> None:
-        """Stops saving the part, which is no longer needed."""
-        del self.parts[name]
-
     def total(self, name: str) -> dict[str, Tensor]:
-        """A part's arrays, added up over the processes if they are sums. Raises SparkinferError if a
-        process's `check` of the part does."""
+        """A part's arrays, added up over the processes if they are sums. Raises SparkinferError if
+        a process's `check` of the part does."""
         part = self.parts[name]
         self.ranks.together(part.check)
         arrays = part.arrays()

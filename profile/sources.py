@@ -146,8 +146,8 @@ class JsonLinesSource:
 
 
 class ParquetSource:
-    """Block k has up to BLOCK_ROWS rows of one row group; those before them in the group are decoded
-    and skipped."""
+    """Block k has up to BLOCK_ROWS rows of one row group; those before them in the group are
+    decoded and skipped."""
 
     is_utf8 = False
 

@@ -144,8 +144,8 @@ class Allocation:
 
 
 def most_runs(num_layers: int, sparsity: float = 1.0) -> int:
-    """Upper bound on the measurements of `greedy` until it reaches a mean sparsity: one to begin with
-    and one for each layer, two for each step, and two for each layer that goes no further."""
+    """Upper bound on the measurements of `greedy` until it reaches a mean sparsity: one to begin
+    with and one for each layer, two for each step, and two for each layer that goes no further."""
     steps = min(num_layers * MOST_STEPS, math.ceil(num_layers * sparsity / STEP) + 1)
     return 1 + num_layers + 2 * (steps + num_layers)
 
@@ -223,8 +223,8 @@ def search(
 ) -> tuple[tuple[float, ...], ThresholdReport]:
     """Thresholds of a greedy search, and their cost; leaves the engine without thresholds.
 
-    Raises SparkinferError if the goal is too small for any step, if the text is too short, and if the
-    model gives NaN."""
+    Raises SparkinferError if the goal is too small for any step, if the text is too short, and if
+    the model gives NaN."""
     began = time.perf_counter()
     num_layers = len(histogram_LB)
     meter = Meter(engine, histogram_LB, up_to(tune, TUNE_TOKENS))

@@ -63,7 +63,8 @@ class Level:
 
     @classmethod
     def of(cls, gate: Gate, limit_F: Tensor | None, like_F: Tensor) -> "Level":
-        """Without limits, or if their median is 0, the gate's threshold and the gates themselves."""
+        """Without limits, or if their median is 0, the gate's threshold and the gates
+        themselves."""
         if limit_F is None or not (score := limit_F.median().item()):
             return cls(score=gate.threshold, stretch_F=torch.ones_like(like_F))
         edges_F = _inverse(gate, torch.cat([limit_F, limit_F.new_tensor([score])]).double())
@@ -257,8 +258,8 @@ class LowRank:
 
 
 def whole(start: Start, kind: str, gate: Gate, limit_F: Tensor | None = None) -> Predictor:
-    """A predictor that is the whole map of `start` (with limits, multiples of its rows) in one matrix
-    of `kind`; it is not trained."""
+    """A predictor that is the whole map of `start` (with limits, multiples of its rows) in one
+    matrix of `kind`; it is not trained."""
     stretch_F = Level.of(gate, limit_F, start.bias_F).stretch_F
     bias_F = start.bias_F * stretch_F
     return Predictor(

@@ -1,13 +1,13 @@
 """Times models in turns, on a machine whose speed changes from one moment to the next.
 
-In a round each open model decodes the same few tokens of the user's text, and the next round goes on
-where this one ended. So a slow spell of seconds or minutes slows all models of a round alike, and the
-ratio of two times of one round is nearly free of it. Two models are compared by the median of these
-ratios and its 95 % interval. Medians of each model's own times would not do: they may come from
-different spells.
+In a round each open model decodes the same few tokens of the user's text, and the next round goes
+on where this one ended. So a slow spell of seconds or minutes slows all models of a round alike,
+and the ratio of two times of one round is nearly free of it. Two models are compared by the median
+of these ratios and its 95 % interval. Medians of each model's own times would not do: they may come
+from different spells.
 
-Models that do not fit into memory together are timed in groups, each beside the reference; two models
-of different groups are compared through it.
+Models that do not fit into memory together are timed in groups, each beside the reference; two
+models of different groups are compared through it.
 
 Letters: T tokens."""
 
@@ -81,8 +81,8 @@ class Timings:
 
 
 def _gain(ratios: Sequence[float]) -> Gain:
-    """The interval is between two of the sorted ratios, by the normal approximation of the number of
-    ratios below the median; of seven or fewer, between the first and the last."""
+    """The interval is between two of the sorted ratios, by the normal approximation of the number
+    of ratios below the median; of seven or fewer, between the first and the last."""
     ordered, count = sorted(ratios), len(ratios)
     first = max(0, int((count - NORMAL_95 * math.sqrt(count)) / 2))
     return Gain(
@@ -126,9 +126,9 @@ class Turns:
         free_disk: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`num_bytes` gives the size of a point's model file, and `free_disk` the room for those that
-        `open_point` makes; `num_positions` are the tokens of the text, which is decoded over and
-        over."""
+        """`num_bytes` gives the size of a point's model file, and `free_disk` the room for those
+        that `open_point` makes; `num_positions` are the tokens of the text, which is decoded over
+        and over."""
         assert num_positions > STEPS, num_positions
         self.reference, self.open_point, self.num_bytes = reference, open_point, num_bytes
         self.num_positions, self.free_disk, self.clock = num_positions, free_disk, clock

@@ -4,10 +4,11 @@
                   fully overlapped and without fixed costs: max(GPU bytes / B_g, CPU bytes / B_c)
     fits from     the budget that holds everything
     helps from    below it no placement is more than WORTH_IT faster than the CPU alone, by the
-                  bound at single prices (`lagrangian`), which is never above the true minimum
+                  bound at single prices (`lagrangian`), which is never above the true minimum;
+                  found to a NUM_BUDGETS-th of the range of budgets
 
-B_c is the highest rate at which any measured loop reads memory on this machine, so the limit is a
-lower bound on the seconds. Splits by whole layers are in `layer_split`.
+B_c is the highest rate of row products and of torch's sum in the machine file. Splits by whole
+layers are in `layer_split`.
 
 Letters: L layers, F neurons of a layer, I = L + 1 items (the head is the last), P prices."""
 
@@ -59,7 +60,7 @@ def advise(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -> Advic
 
 
 def best_cpu_rate(inputs: Inputs) -> float:
-    """Bytes per second of the fastest loop."""
+    """Bytes per second, the highest rate of row products and of torch's sum."""
     machine = inputs.machine
     rates = [f.best for f in machine.cpu_sum_gb_per_s.values()]
     rates += [f.best for f in machine.costs.all_rows_gb_per_s.values()]
@@ -90,7 +91,8 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
 
 
 def helps_from(problem: Problem) -> int | None:
-    """The smallest budget at which a placement may be WORTH_IT faster than the CPU alone."""
+    """The smallest of NUM_BUDGETS evenly spaced budgets at which a placement may be WORTH_IT faster
+    than the CPU alone; None if there is none."""
     cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     price_P = first_prices(problem)
     least_P = least_costs(problem, price_P)
@@ -100,11 +102,6 @@ def helps_from(problem: Problem) -> int | None:
         if bound_s < (1 - WORTH_IT) * cpu_only_s:
             return int(budget)
     return None
-
-
-def host_bytes(inputs: Inputs, pipeline: Pipeline) -> int:
-    """Main memory that the model takes with nothing on a GPU."""
-    return pipeline.model.placeable_bytes + inputs.always_on_host
 
 
 # ---- notes on budgets ------------------------------------------------------------------------------

@@ -68,9 +68,9 @@ def cache_costs(
     placement: Placement,
     gpu: Gpu | None = None,
 ) -> CacheCosts:
-    """The costs for a placement; `problem` was built from the other arguments, and `gpu` defaults
-    to the machine's first. Layers that are not cached have costs of zero: their seconds are in
-    `rest_s`."""
+    """The costs for a placement; `problem` was built for the same model, profile, machine, mode and
+    GPU, and `gpu` defaults to the machine's first. Layers that are not cached have costs of zero:
+    their seconds are in `rest_s`."""
     gpu = machine.gpus[0] if gpu is None else gpu
     reads_LF = expected_reads(model, profile, mode)
     reads_LF = np.take_along_axis(reads_LF, problem.order_LF.astype(np.int64), axis=1)
@@ -130,7 +130,7 @@ def _sides(
         sizes = layer_bytes(model, layer)
         hot_row_s = (sizes.up_row + sizes.down_row) * problem.gpu_s_per_byte
         cold_row_s = _cpu_row_seconds(model, machine, layer, reads_F.mean())
-        if num_cold > 0:  # cold_s, which then has only the gates, must not become negative
+        if num_cold > 0:  # what is left of cold_s, for the gates, must not become negative
             cold_row_s = min(cold_row_s, cold_s / num_cold)
     else:
         row_bytes = touched_F.sum() / max(reads_F.sum(), 1e-300)

@@ -1,6 +1,5 @@
-"""Explains what each byte of a plan's GPU memory is used for: a table of items, and one of layers.
-
-It reads the written plan and its model file, not the solver's data."""
+"""Explains what a plan's GPU memory is used for, by item and by layer, from the written plan and
+its model file."""
 
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from sparkinfer.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class LayerUse:
-    """One layer's bytes on its GPU; a layer entirely on the CPU has none."""
+    """One layer's bytes on its GPU, all 0 for a layer entirely on the CPU."""
 
     layer: int
     gpu: int
@@ -80,7 +79,7 @@ def _layer_lines(layers: tuple[LayerUse, ...]) -> list[str]:
 
 
 def _unused_lines(unused: tuple[int, ...], split: Split) -> list[str]:
-    """The reasons are among the notes (`solve`)."""
+    """A line for each GPU; the reasons are among the notes of `solve`."""
     return [
         f"  GPU {number}: {format_bytes(left)} of {format_bytes(limit)} left unused"
         for number, (left, limit) in enumerate(zip(unused, split.budgets, strict=True))

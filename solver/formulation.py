@@ -42,9 +42,9 @@ groups to be on the GPU: where the GPU takes longer than the CPU, another choice
 layer better.
 
 HiGHS works with absolute tolerances of 1e-6, so the unit of seconds is a thousandth of a token on
-the CPU alone, and the unit of bytes the largest neuron. In each layer, the boundary between the
-start's hot and cold neurons is also a boundary between groups, so that the start is a feasible
-point of the program and the answer is never slower.
+the CPU alone, and the unit of bytes the largest neuron. In each layer, the boundaries between the
+start's hot and cold neurons are also boundaries between groups, so that the start is a feasible
+point of the program.
 
 Measured (7B shape, f16, power-law frequencies, budgets of 2 to 14 GiB, two cores busy with other
 work). To a gap of 0.1 %, without the start's boundaries: 0.9-7.9 s with 1,000 groups and 1.7-31 s
@@ -146,10 +146,8 @@ def solve_grouped(
     time_limit_s: float,
     max_groups: int = MAX_GROUPS,
 ) -> GroupedResult:
-    """The best placement of whole groups, to GROUPED_GAP (or NEURON_GAP) or as far as the time
-    allows.
-
-    `start` must be feasible."""
+    """The best placement of whole groups, to GROUPED_GAP (NEURON_GAP if each has one neuron) or as
+    far as the time allows; `start` if none is found. `start` must be feasible."""
     began = time.perf_counter()
     assert start is None or plan_is_feasible(pipeline, start), "the start is not feasible"
     program = _build(pipeline, start=start, max_groups=max_groups)
@@ -171,7 +169,7 @@ def solve_grouped(
     is_solved = found == statuses.kOptimal or highs.getInfo().primal_solution_status == 2
     if is_solved and found != statuses.kInfeasible:
         plan = _read(pipeline, program)
-        # HiGHS's tolerances may exceed a budget by a byte; the start never does.
+        # Within HiGHS's tolerances a budget may be exceeded by a byte.
         if not plan_is_feasible(pipeline, plan):
             plan = start
     names = {statuses.kOptimal: "optimal", statuses.kTimeLimit: "time_limit"}

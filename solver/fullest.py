@@ -149,7 +149,7 @@ def _classes(run: Problem) -> Iterator[_Class]:
 
 
 def _union(intervals: Intervals) -> Intervals:
-    """Merges ascending intervals that touch; drops empty ones."""
+    """Merges ascending intervals that touch or overlap; drops empty ones."""
     found: Intervals = []
     for low, high in intervals:
         if low > high:
@@ -221,8 +221,7 @@ def _placement(run: Problem, classes: list[_Class], counts: list[int]) -> Placem
 
 
 def _spread(run: Problem, layers: tuple[int, ...], count: int) -> list[int]:
-    """Spreads this many neurons over as many layers as possible; `layers` are sorted by C_l. The
-    hottest of each layer go first, so that every layer gets the most for its round trip."""
+    """Spreads this many neurons over as many layers as possible; `layers` are sorted by C_l."""
     least = [max(1, int(run.min_hot_L[layer])) for layer in layers]
     used = int((np.cumsum(least) <= count).sum()) if count else 0
     found = least[:used] + [0] * (len(layers) - used)

@@ -12,7 +12,8 @@ units; an option takes u of them:
 where `on` is 1 if the item's block is on the GPU. The result is at most T of any placement, a lower
 bound, if the bytes of every option are rounded down (as if there were up to L + 1 more units of
 memory), M_l of n neurons is that of `lagrangian` (at most that of any n neurons) and the host's
-limit is ignored. With bytes rounded up and the n hottest neurons, it is a placement that fits.
+limit is ignored. With bytes rounded up and the n hottest neurons, it is a placement that the GPU
+holds.
 
 Measured (8 layers of 1,024 neurons, width 256, launch 4 us, round trip 15 us, one busy core of
 two): gaps of 0.8 to 9.6 % become 0.04 % or less in 0.3 s or less. With 22 layers of 5,632 neurons
@@ -20,8 +21,8 @@ it takes 1-8 s and proves less than the Lagrangian search, whose gap there is 0.
 
 The memory that rounding up leaves unused is filled by `refine`.
 
-Letters: L layers, F neurons, N = F + 1 counts of hot neurons, C those that are allowed, O options of
-an item, R units of memory."""
+Letters: L layers, F neurons, N = F + 1 counts of hot neurons, C those that are allowed, O options
+of an item, R units of memory."""
 
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ _Item = tuple[_Side, _Side]  # block on the CPU, on the GPU
 
 
 def knapsack_bound(problem: Problem) -> float:
-    """A lower bound on all placements of single neurons."""
+    """A lower bound on T of all placements of single neurons."""
     cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     if problem.room_bytes < 0:
         return cpu_only_s * (1 - ROUNDING)
@@ -72,7 +73,7 @@ def knapsack_bound(problem: Problem) -> float:
 
 
 def knapsack_placement(problem: Problem) -> Placement:
-    """A placement that fits; nothing on the GPU if the workspace leaves no room."""
+    """A placement that the GPU holds; nothing is on it if the workspace leaves no room."""
     if problem.room_bytes < 0:
         return on_one_device(problem, gpu=False)
     unit = -(-max(1, problem.room_bytes) // PLACEMENT_UNITS)

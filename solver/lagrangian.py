@@ -19,7 +19,7 @@ device of the head. Within a branch the minimum over the sets of m layers is exa
 over the layers: it keeps the least cost of all layers so far with m blocks on the GPU, once with
 the last layer's block there and once without (the cost of a visit couples a layer only to the one
 before it). The bound is the least, over the branches that fit, of the best value found in each, or
-T of the placement without a GPU if that is less.
+T of the placement without a GPU if that is feasible and less.
 
 For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
 n < F: the layer is then split, wherever its dense block is, and
@@ -35,7 +35,8 @@ rises, by more and more, once even the n smallest are above x*. So the best n fo
 first whose next step changes M by at least -price * bytes: one binary search in the steps for all
 prices. n = 0 and n = F are compared separately.
 
-Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU."""
+Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU, S
+first ranks of a window."""
 
 import heapq
 from collections.abc import Iterator
@@ -65,9 +66,9 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class LagrangianResult:
-    """No placement takes less than `bound_s`; `placement` takes `objective_s`.
+    """No feasible placement takes less than `bound_s`; `placement` takes `objective_s`.
 
-    `placement` is None, and `objective_s` infinite, if none was found that the host can hold."""
+    `placement` is None, and `objective_s` infinite, if no feasible one was found."""
 
     bound_s: float
     objective_s: float
@@ -229,7 +230,7 @@ def _sums(
 
 
 def _branches(problem: Problem) -> list[_Branch]:
-    """Every branch that fits, least value first; the first has its best price, found by zooming."""
+    """Every branch that fits, least value first; the price of the first was refined by zooming."""
     if problem.room_bytes < 0:
         return []
     price_K = first_prices(problem)
@@ -287,8 +288,9 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
     """A placement of neurons for these dense blocks; None if none fits.
 
-    Takes the neurons chosen at the lowest price >= 0 at which they fit, then calls `fill`; if they
-    are too few for the host, takes those at the highest price <= 0 at which they suffice."""
+    Takes the neurons chosen at the lowest price >= 0 at which they fit, or, if they are too few for
+    the host, at the highest price <= 0 at which they suffice; then calls `fill`. In the second case
+    `_balanced` may be faster."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
     if room < 0:
@@ -311,9 +313,9 @@ def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Place
 def _balanced(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
 ) -> Placement:
-    """The same numbers of neurons per layer, but each layer's consecutive ranks moved to where they
-    balance the two sides best: shifting such a window by one rank changes the touched bytes by at most
-    a neuron's. For hosts that can hold so few neurons that more are on the GPU than pay off."""
+    """The same numbers of neurons per layer, in each a window of consecutive ranks that balances
+    the two sides best: shifting it by one rank changes the touched bytes by at most a neuron's. For
+    hosts that can hold so few neurons that more are on the GPU than pay off."""
     hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
     for layer, count in enumerate(num_hot_L.tolist()):
         if 0 < count < problem.num_neurons:
@@ -381,8 +383,8 @@ def _trimmed(
 
 
 def _without_harm(problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray) -> np.ndarray:
-    """The counts, with one neuron fewer or none in layers where that is no slower: where the two
-    sides balance, the relaxation may count one too many."""
+    """The counts, with one neuron fewer or none in layers where that is no slower: near the balance
+    of the two sides, `least_split_s_LN` is below what the hottest neurons take."""
 
     def seconds_L(count_L: np.ndarray) -> np.ndarray:
         touched_L = np.take_along_axis(problem.prefix_LN, count_L[:, None], axis=1)[:, 0]

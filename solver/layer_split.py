@@ -3,15 +3,14 @@
 Assumptions:
 
 - -ngl n puts the last n layers on the GPUs, each with its whole KV cache; with n = L + 1, the head
-  too. The largest n that fits is the best, since nothing here is faster on the CPU. Several GPUs
-  are filled one after the other, in order.
+  too. The largest n that fits is taken. Several GPUs are filled one after the other, in order.
 - Every GPU in use has a compute buffer of the size of our workspace. Memory that the driver takes
   for itself is counted for neither program.
 - There is no sparsity and there are no predictors: a token reads every weight, and half of the
   KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
   matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
 - Nothing overlaps: V / B_g + (W - V) / B_c if V of W bytes are on GPUs, plus the launch of every
-  kernel.
+  kernel on them.
 - The hidden state is copied once to each GPU in use and once from it. If a GPU has the head, the
   logits are copied from it as well.
 
@@ -46,7 +45,7 @@ from sparkinfer.solver.problem import (
 @dataclass(frozen=True, kw_only=True)
 class LayerSplit:
     """Seconds per token, the number of layers on GPUs, whether the head is on one, and the GPU of
-    each of them."""
+    each of these layers and of the head."""
 
     seconds: float
     num_layers: int
@@ -67,7 +66,7 @@ def layer_split(inputs: Inputs) -> LayerSplit:
                     has_head=has_head,
                     homes=tuple(home),
                 )
-    raise AssertionError("no layers on a GPU fit any budget")
+    raise AssertionError("a split without a layer on a GPU fits any budget")
 
 
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
@@ -86,7 +85,8 @@ def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
 
 
 def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
-    """The GPU of each layer from `first` on, and of the head; None if they do not fit."""
+    """The GPU of each layer from `first` on and, with `has_head`, of the head; None if they do not
+    fit."""
     model, homes = inputs.model, list[int]()
     kv = inputs.kv_bytes
     layers = range(first, model.shape.num_layers)

@@ -35,7 +35,8 @@ class TooSmallError(SparkinferError):
 
 
 def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
-    """Raises TooSmallError for memories that evidently hold no plan."""
+    """Raises TooSmallError for memories that hold no plan by a quick check: a budget that holds
+    nothing, or too little room in all."""
     is_unusable = any(0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
     room = min(pipeline.room_bytes, pipeline.model.placeable_bytes)
     if is_unusable or room < pipeline.need_bytes:
@@ -65,8 +66,8 @@ def too_small(inputs: Inputs, pipeline: Pipeline) -> TooSmallError:
 
 
 def _context(inputs: Inputs, missing: int) -> int | None:
-    """The longest context whose keys and values take at least `missing` bytes less of main memory; None
-    if there is none, or if they are not there."""
+    """The longest context whose keys and values take at least `missing` bytes less of main memory;
+    None if there is none, or without key selection."""
     if inputs.kv_offload is None:
         return None
     limit = inputs.offloaded_bytes - missing

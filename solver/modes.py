@@ -1,9 +1,9 @@
 """Chooses a plan's mode: the fastest by the solver's own model, among those within the loss limit.
 
 The best plan in the same memories is found for each mode that the model file supports and whose
-recorded loss is within the limit (sparkinfer.mode_choice). Mode dense is among them, unless a
-neuron cache is asked for, and its plan is never slower than a split by whole layers, which is one of its own placements
-(`layer_split`). The fastest wins; the others' times are reported."""
+recorded loss is within the limit (sparkinfer.mode_choice). Mode dense is among them unless a neuron
+cache is asked for; its plan is never slower than a split by whole layers that fits (`layer_split`).
+The fastest wins; the others' times are reported."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -37,8 +37,8 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The plan and the inputs that it was found for; `others` are not faster, not allowed, or do not
-    fit."""
+    """The plan and the inputs that it was found for; `others` are not faster, not allowed, or do
+    not fit."""
 
     inputs: Inputs
     pipeline: Pipeline
@@ -58,7 +58,8 @@ def find(inputs: Inputs, *, time_limit_s: float) -> Found:
 def find_fastest(
     inputs: Inputs, *, max_loss: float, time_limit_s: float, workspace: Workspace
 ) -> Found:
-    """The best plan of all allowed modes. Raises SparkinferError if none fits."""
+    """The best plan of all allowed modes. Raises SparkinferError if none fits, and for a neuron
+    cache if only mode dense is allowed."""
     allowed, others = allowed_modes(inputs, max_loss)
     if inputs.swapped_rows:
         allowed = _cached_modes(inputs, allowed, max_loss)
@@ -135,7 +136,7 @@ def _find(inputs: Inputs, pipeline: Pipeline, *, time_limit_s: float, beat_s: fl
 
 
 def whole_layers(inputs: Inputs) -> list[PipelinePlacement]:
-    """The split by whole layers if the mode is dense, an upper bound for the plan's time."""
+    """The split by whole layers if the mode is dense; it may not fit."""
     return [as_plan(inputs, layer_split(inputs))] if inputs.mode == "dense" else []
 
 

@@ -2,10 +2,10 @@
 
 For one GPU, or one run of layers on it, the Lagrangian search comes first, then a dynamic program
 if it leaves a gap. For several GPUs, rows of cuts (`pipeline`) are tried in order of their bounds,
-until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. The grouped integer program starts
-from there, and its answer is refined to single neurons. The fastest plan wins. The bound is that of
-the numpy methods, which can be recomputed by adding up; the integer program's own is only compared
-with it, since it depends on HiGHS's tolerances."""
+until the rest cannot beat the best plan by more than CUT_GAP, or CUTS_S are over. The grouped
+integer program starts from there, and its answer is refined to single neurons. The fastest plan
+wins. The bound is that of the numpy methods, which can be recomputed by adding up; the integer
+program's own is only compared with it, since it depends on HiGHS's tolerances."""
 
 import time
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ class Answer:
     """A plan, its seconds per token, and a lower bound on those of any placement.
 
     Status: `optimal` (proven to 0.1 %, or the integer program was solved to its gap), `time_limit`
-    (neither; the bound holds anyway), `fits` (everything is on one GPU), `cpu_only` (nothing
-    can be)."""
+    (the search ended early, at its time limit or at `beat_s` of find_plan; the bound holds anyway),
+    `fits` (everything is on one GPU), `cpu_only` (no budget holds anything)."""
 
     status: Status
     plan: PipelinePlacement
@@ -236,7 +236,8 @@ def _for_host(
 def _with_more(
     pipeline: Pipeline, cut_K: np.ndarray, plan: PipelinePlacement, more_K: list[int]
 ) -> PipelinePlacement | None:
-    """The plan with at least this many more bytes on each GPU."""
+    """A plan for the same cuts with at least this many more bytes on each GPU; None if none is
+    found."""
     parts = []
     for gpu, (held, more) in enumerate(zip(held_bytes(pipeline, plan), more_K, strict=True)):
         start, stop = int(cut_K[gpu]), int(cut_K[gpu + 1])
@@ -278,7 +279,7 @@ def _answer(
 
 
 def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
-    """Everything on one GPU, which needs no round trips and no CPU kernels."""
+    """The plan with everything on one GPU."""
     problem = pipeline.problems[gpu]
     everything = on_one_device(problem, gpu=True)
     plan = PipelinePlacement(
@@ -287,7 +288,7 @@ def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
     bound_s = min(_start(pipeline)[1], plan_seconds(pipeline, plan))
     answer = _answer(pipeline, "fits", plan, bound_s)
     size = format_bytes(placement_bytes(problem, everything))
-    notes = [f"fits entirely in {size}: all of it is on the GPU, the CPU computes nothing"]
+    notes = [f"fits entirely in {size}: every layer and the head are on the GPU"]
     if answer.gap > NOTED_GAP:
         notes.append(
             f"a plan that also uses the CPU could take up to {answer.gap:.1%} less time, by the"
@@ -318,8 +319,8 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
 
 
 def refined(problem: Problem, placement: Placement) -> list[Placement]:
-    """The placement; the same with the rest of the budget filled with single neurons; and one with
-    neurons chosen anew for the same dense blocks."""
+    """The placement; as many neurons of each layer, the hottest, and single ones that fill the rest
+    of the budget; and neurons chosen anew for the same dense blocks."""
     if problem.room_bytes < 0 or problem.num_layers == 0:
         return [placement]
     num_hot_L = fill(
@@ -344,12 +345,12 @@ def _disagreements(start_s: float, bound_s: float, grouped: GroupedResult) -> tu
     if grouped.objective_s < bound_s * (1 - HIGHS_SLACK):
         notes.append(
             f"the methods disagree: the integer program has a plan of {grouped.objective_s:.6g} s,"
-            f" below the Lagrangian bound of {bound_s:.6g} s"
+            f" below the other methods' bound of {bound_s:.6g} s"
         )
     if grouped.status == "optimal" and grouped.bound_s > start_s * (1 + HIGHS_SLACK):
         notes.append(
-            f"the methods disagree: the Lagrangian search has a plan of {start_s:.6g} s,"
-            f" below the integer program's bound of {grouped.bound_s:.6g} s"
+            f"the methods disagree: the integer program started from a plan of {start_s:.6g} s,"
+            f" below its bound of {grouped.bound_s:.6g} s"
         )
     if grouped.status == "time_limit":
         proven = "none" if np.isinf(start_s) else f"one of {1 - bound_s / start_s:.2%}"

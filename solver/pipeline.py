@@ -12,8 +12,8 @@ GPU (`problem`), so that bounds and placements of single GPUs add up:
 other). With one GPU there is one run and nothing to cut. A cheap bound for all cuts at once prices
 every layer on every GPU once: for any prices p_k and any reward r >= 0 with p_k + r >= 0
 
-    T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k] + r *
-    need
+    T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k]
+         + r * need
 
 since the bytes of run k are at most room_k, and those of all runs at least `need`, which the host
 cannot hold. For a given r each run has its own best price. If need is 0, so is r. The problem of
@@ -79,7 +79,8 @@ class Pipeline:
 
     @cached_property
     def run_bound_NKII(self) -> np.ndarray:
-        """A lower bound on T - reward * bytes of the items start..stop-1 on GPU k, for each reward; f64 [N, K, I + 1, I + 1]."""
+        """A lower bound on T - reward * bytes of the items start..stop-1 on GPU k, for each reward;
+        f64 [N, K, I + 1, I + 1], infinite for start > stop."""
         runs = [_run_bounds(problem, self.rewards_N) for problem in self.problems]
         return np.stack(runs, axis=1)
 

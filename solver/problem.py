@@ -7,8 +7,8 @@ GPU in bytes per second, for layer l:
     T_l = D_l + M_l
     D_l = seconds of the dense block on its device: attention, the keys and values of half the
           context, and the predictor (only in mode predicted: in others it is not even in memory)
-    M_l = max(hot_l / B_g + launch * [l has hot neurons], cold_l / B_c_l + round_trip * [l is
-    split])
+    M_l = max(hot_l / B_g + launch * [l has hot neurons],
+              cold_l / B_c_l + round_trip * [l is split])
 
 and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU, seconds are
 bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block and in the head;
@@ -42,11 +42,11 @@ hottest neurons satisfy
 
 (their cost on the GPU does not enter, as it overlaps), or F if no n does: all or none.
 
-With key selection (`kv_offload`), the keys and values of every layer are in main memory, and the CPU
-attends. A dense block on the GPU then takes, in place of the kernels of attention and of the keys'
-bytes, a round trip, the copies of queries, keys, values and of what the heads find, and the bytes
-that are read there, of keys, values and tables, over the CPU's rate for the cache. These are counted
-for a token in the middle of the context.
+With key selection (`kv_offload`), the keys and values of every layer are in main memory, and the
+CPU attends. A dense block on the GPU then takes, in place of the kernels of attention and of the
+keys' bytes, a round trip, the copies of queries, keys, values and the heads' outputs, and the bytes
+of keys, values and tables that the CPU reads, over its rate for the cache. These are counted for a
+token in the middle of the context.
 
 The GPU holds at most its budget, including a workspace if it holds anything; the host at most its
 own, which is the same as at least `need_bytes` on the GPU.
@@ -211,7 +211,8 @@ def build_problem(
 
     The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
     estimate of `sparkinfer.budget`. A token reads the keys and values of one of `num_sequences`
-    texts. `cache_types` with a selection put them into main memory; None is the model's own type."""
+    texts. `cache_types` with a selection put them into main memory; None is the model's own
+    type."""
     gpu = machine.gpus[0] if gpu is None else gpu
     gpu_s, shape = 1e-9 / gpu.bandwidth_gb_per_s.best, model.shape
     sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
@@ -294,7 +295,8 @@ def _dense_launches(model: ModelFile, mode: PlanMode, *, has_cache: bool) -> np.
 
 
 def attend_seconds(model: ModelFile, machine: Machine, gpu: Gpu, kv_read: float) -> float:
-    """Seconds of a layer's attention on the CPU, for projections on a GPU."""
+    """Seconds of a layer's attention on the CPU if its projections are on a GPU, with the round
+    trip and the copies."""
     shape = model.shape
     values = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
     copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.best
@@ -344,7 +346,7 @@ def layer_seconds(machine: Machine, mode: PlanMode) -> float:
 
 
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
-    """Predicted neurons for each one that fires, f64 [L]; 1 if unknown.
+    """Predicted neurons for each one that fires, f64 [L]; 1 if unknown, or if none fires.
 
     Raises SparkinferError for an invalid share of neurons."""
     named = model.predictor.density_L if model.predictor is not None else ()

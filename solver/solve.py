@@ -1,7 +1,7 @@
 """The solve command: model + profile + machine -> model.split.gguf.
 
-`inputs` loads the files and checks that they belong together, `optimise` finds a plan, `verify`
-checks it, `advice` comments on it, and this module writes it."""
+`inputs` loads the files and checks that they belong together, `modes` chooses a mode, `optimise`
+finds a plan, `verify` checks it, `advice` comments on it, and this module writes it."""
 
 import time
 from dataclasses import dataclass, replace
@@ -263,7 +263,7 @@ def split_of(found: Found, *, solve_s: float) -> Split:
 
 
 def _doubts(inputs: Inputs) -> list[str]:
-    """Warns if the CPU's rates, on which every prediction rests, varied when they were measured."""
+    """Warns if a quarter or more of the CPU's rates varied when they were measured."""
     costs = inputs.machine.costs
     rates = [*costs.all_rows_gb_per_s.values(), *costs.chosen_rows_gb_per_s.values()]
     doubtful = sum(figure.is_doubtful for figure in rates)
@@ -312,7 +312,8 @@ def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
 
 
 def _memory_notes(inputs: Inputs, split: Split) -> list[str]:
-    """Notes on memory granted or taken beyond what exists, or was free when measured."""
+    """Notes on budgets above a GPU's memory, or above what was free when it was measured, and on a
+    plan that takes more main memory than was free."""
     notes = []
     for gpu, budget in zip(inputs.machine.gpus, inputs.budgets, strict=False):
         if budget > gpu.memory_bytes:

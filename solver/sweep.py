@@ -46,7 +46,7 @@ class Sweep:
     model: str
     gpu: str
     cpu: str
-    mode: str  # "fastest" if none was asked for
+    mode: str  # "fastest" if there are several modes to choose from
     context_length: int
     cpu_only_s: float
     fits_from_bytes: int
@@ -68,8 +68,9 @@ def sweep(
     num_budgets: int,
     workspace: Workspace | None = None,
 ) -> Sweep:
-    """Plans for evenly spaced budgets from `first` to `last`. A budget that is too small for anything
-    gets the plan of the CPU alone; one with which main memory cannot hold the rest gets no point.
+    """Plans for evenly spaced budgets from `first` to `last`. A budget that is too small for
+    anything gets the plan of the CPU alone; one with which main memory cannot hold the rest gets no
+    point.
 
     Raises SparkinferError if no budget has a plan, for a neuron cache, for a machine without a GPU,
     and for fewer than two budgets."""
@@ -94,8 +95,8 @@ def sweep_of(
     is_proven: bool = True,
 ) -> Sweep:
     """`sweep` for loaded inputs; each plan is the fastest of `modes` (by default the inputs' own).
-    Unless `is_proven`, the integer program is left out, because it stops at a time limit: the same
-    inputs then give the same curve, with plans less than 1 % slower."""
+    Unless `is_proven`, the integer program, which stops at a time limit, is left out: the same
+    inputs then give the same curve, of plans that may be slower."""
     sizes: dict[PlanMode, int] = {}
 
     def known_workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:

@@ -2,8 +2,8 @@
 
 It is independent of how plans are found: it shares with the solver only the classes of the files,
 with the rates that they give, and `budget` and `kernel_counts` of `sparkinfer`, since bytes and
-kernels must be the runtime's. The times are those in
-the docstring of `sparkinfer.solver.problem`, implemented a second time."""
+kernels must be the runtime's. The times are those in the docstring of `sparkinfer.solver.problem`,
+implemented a second time."""
 
 from collections.abc import Sequence
 
@@ -31,8 +31,9 @@ TOLERANCE = 1e-9
 
 
 def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> None:
-    """Raises SparkinferError if the plan exceeds a budget, if its bytes or its seconds are wrong,
-    if a layer has too few hot neurons, or if they are not listed hottest first, ties by id."""
+    """Raises SparkinferError if the plan is of another model than the files, if it exceeds a
+    budget, if its bytes or its seconds are wrong, if a layer has too few hot neurons, if they are
+    not listed hottest first, ties by id, or if its neuron cache contradicts it."""
     split.validate()
     split.check_against(model, model.path)
     if profile.model_id != split.model_id:
@@ -136,8 +137,8 @@ def _copy_rate(gpu: Gpu) -> float:
 def _dense_seconds(
     split: Split, model: ModelFile, machine: Machine, layer: int, home: int
 ) -> float:
-    """Attention, half of the context's keys and values or what is selected of them, and the predictor
-    if it is run."""
+    """Seconds of attention, of half of the context's keys and values or what is selected of them,
+    and of the predictor if it is run."""
     types, shape = split.cache_types(model), model.shape
     kv_read = kv_read_per_layer(model, split.context_length, types)
     read = {

@@ -24,7 +24,7 @@ from sparkinfer.solver.pipeline import Pipeline
 from sparkinfer.solver.problem import Placement
 from sparkinfer.split_file import Split, without_predictors
 
-# Advice is given if the cache takes at most this share of the hot neurons' bytes.
+# Advice is given if the cache takes at most this share of the hot neurons' bytes on the GPU.
 SMALL_SHARE = 0.02
 
 
@@ -92,9 +92,10 @@ def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: flo
 def advice_line(
     inputs: Inputs, pipeline: Pipeline, placement: Placement, split: Split
 ) -> str | None:
-    """A line that says that there is room for a cache, and its bytes. None if it would take more than
-    SMALL_SHARE on the GPU or more main memory than is free, and if no swap could make a token
-    faster, because no layer is divided or none waits for the CPU."""
+    """A line that says that there is room for a cache, and its bytes. None in mode dense, with
+    several GPUs, if the cache would take more than SMALL_SHARE on the GPU or more main memory than
+    is free, and if no swap is expected to make a token faster, because no layer is divided or none
+    waits for the CPU."""
     if len(inputs.budgets) > 1 or inputs.mode == "dense" or not _is_cached_L(placement).any():
         return None
     size = CacheSize(most_rows=CacheOptions.most_rows, packs_bits=inputs.mode == "exact")

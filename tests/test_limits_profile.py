@@ -431,7 +431,7 @@ def test_a_trained_model_goes_through_the_commands(tmp_path):
     profiled, solved, exact, predicted = reports[1], reports[3], reports[5], reports[6]
     assert 0.3 < np.mean(profiled["density_L"]) < 0.5
     assert profiled["limits"] == ModelFile.load(tmp_path / "m.gguf").limits.sha256
-    assert "above the file's limits" in (tmp_path / "p.report.md").read_text()
+    assert "The file has limits (sha256" in (tmp_path / "p.report.md").read_text()
     assert any("run only on the CPU" in note for note in solved["notes"])
     assert 0 < solved["num_hot"] < solved["num_neurons"]
     assert reports[4]["mode"] == "exact" and reports[7]["mode"] != "dense"

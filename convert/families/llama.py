@@ -80,7 +80,7 @@ def llama_shape(read: ConfigReader, has_window: bool = True) -> tuple[ModelShape
     return shape, notes
 
 
-# mistral has no key for biases, and no layers with them.
+# transformers' Mistral has neither of the keys for biases; `mistral` refuses them.
 DEFAULTS = {"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
 MISTRAL_DEFAULTS = DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096}
 LLAMA = Family(blueprint=llama, defaults=DEFAULTS)

@@ -1,4 +1,4 @@
-"""OPT (arXiv 2205.01068): layer norms, learned positions, no gates, tied embeddings.
+"""OPT (arXiv 2205.01068): layer norms, learned positions, no gates, embeddings tied by default.
 
 llama.cpp has no graph for it; the names are PowerInfer's."""
 

@@ -31,8 +31,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
-    """Raises SparkinferError, naming the key, for a model that would be computed wrongly, or that
-    has more rows in a matrix than any tensor of the checkpoint (`max_rows`).
+    """Raises SparkinferError, naming the key, for a model that would be computed wrongly, or whose
+    sizes are above the largest dimension of the checkpoint's tensors (`max_rows`).
 
     Only the config is read: Python code in a checkpoint is never run."""
     architectures = config.get("architectures")

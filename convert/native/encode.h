@@ -1,8 +1,8 @@
 // Encodes weights of one float type as a type of the model file, in one pass:
 //   target[n][m] = source[(index ? index[n] : n) * row_stride + m * column_stride]   n < N, m < M
-// The bytes are those of gguf.quants (gguf-py/gguf/quants.py of ggml-org/llama.cpp), which are ggml's,
-// and for the K-quants, which it only unpacks, those of ggml itself. All arithmetic is f32 and
-// never fused, so that every instruction set gives the same result.
+// The bytes are those of gguf.quants (gguf-py/gguf/quants.py of ggml-org/llama.cpp), which are
+// ggml's, and for the K-quants, which it only unpacks, those of ggml itself. All floating-point
+// arithmetic is f32 and never fused, so that every instruction set gives the same result.
 #pragma once
 #include <stdint.h>
 
@@ -22,7 +22,9 @@ constexpr int32_t NUM_SOURCE_KINDS = 3;  // f32, f16, bf16
 
 enum Status : int32_t {
     STATUS_OK,
-    STATUS_BAD_ARGUMENT,  // unknown kind or level, neither stride 1, M not in whole blocks of the kind
+    // Unknown kind, a level that cannot run, a negative size, strides that Job excludes, or M not
+    // in whole blocks of the kind.
+    STATUS_BAD_ARGUMENT,
 };
 
 // Each level includes those before it.
@@ -37,8 +39,8 @@ struct Job {
     uint8_t* target;                    // N contiguous rows
 };
 
-// Returns the bits of the largest magnitude read; those of a NaN are above those of infinity. Values
-// near one that reaches the limit are read but not written.
+// Returns the bits of the largest magnitude read; those of a NaN are above those of infinity. The
+// piece of a row, or the tile, in which a value reaches the limit is read but not written.
 using Encode = uint32_t(const Job& job);
 using Encoders = Encode* [NUM_SOURCE_KINDS][NUM_KINDS];
 

@@ -76,7 +76,7 @@ inline int32_t block_largest(const float* x) {  // as a signed number, which SSE
     return largest;
 }
 
-// 1 / scale, or 0 if that is infinite: gguf then writes zeros too, by casting NaN.
+// 1 / scale, or 0 if that is infinite: gguf then writes zeros too, by casting infinity and NaN.
 inline float inverse_of(float scale) { return magnitude(scale) < 0x00200001 ? 0.0f : 1.0f / scale; }
 
 inline void write_scale(float scale, uint8_t* p) {
@@ -203,7 +203,8 @@ uint32_t encode_rows(const Job& job) {
     return largest;
 }
 
-constexpr int64_t TILE = 64;  // rows and columns transposed at a time: twice 16 KiB, K-quants 64
+// Rows and columns transposed at a time, in two buffers of 16 KiB each (64 KiB for K-quants).
+constexpr int64_t TILE = 64;
 // The part of a row packed at once: a tile, or the four that make a K-quant's block.
 template <class Target>
 constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;

@@ -3,8 +3,7 @@
 It reads f32, f16 or bf16 weights in place, along rows or columns, writes the same bytes as
 gguf.quants or, for K-quants, ggml, and finds the largest magnitude in the same pass.
 
-If the C++ is not built, importing this raises SparkinferError. It does not fall back to
-gguf.quants, which packs fewer types and takes fifteen times as long.
+If the C++ is not built, importing this raises SparkinferError.
 
 Letters: N rows, M values of a row."""
 

@@ -21,8 +21,8 @@ _ROUNDS = 3
 
 @torch.inference_mode()
 def least_tokens_of(stream: ColdStream, ffn: FeedForward, layer: int, most: int) -> int:
-    """The smallest power of two from 2 to `most` for which the CPU takes longer than the copy, each by
-    the shortest of three timings; `most` + 1 if there is none.
+    """The smallest power of two from 2 to `most` for which the CPU takes longer than the copy, each
+    by the shortest of three timings; `most` + 1 if there is none.
 
     `most` is the length of the longest pass."""
     block = stream.blocks[layer]
