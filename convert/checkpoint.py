@@ -82,8 +82,8 @@ class Checkpoint:
         """The stored weights, a view of the mapped file if possible. A safetensors file is
         mapped as long as the view exists.
 
-        While one is held, in any thread, others get the same tensor, since columns of a large
-        matrix touch all its pages."""
+        While a caller holds the tensor, others get the same one, in any thread: each further
+        mapping would count as this process's memory."""
         with self._lock:
             tensor = self._mapped.get(name)
             if tensor is None:

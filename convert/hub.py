@@ -48,7 +48,8 @@ def _download(name: str) -> Path:
         tried = (
             f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no copy"
             if constants.HF_HUB_OFFLINE
-            else f"{constants.ENDPOINT} does not list it, and {constants.HF_HUB_CACHE} has no copy"
+            else f"no list of its files came from {constants.ENDPOINT}, and"
+            f" {constants.HF_HUB_CACHE} has no copy"
         )
         _refuse(name, tried, "download it elsewhere and give its folder", error)
     except HfHubHTTPError as error:

@@ -1,7 +1,7 @@
 """Calibrates this machine: measures memory bandwidth, copy bandwidth and latencies.
 
-Each operation is timed in several rounds. A figure has the best round, the speed of the machine
-when other load disturbs it least, and quartiles, which show whether other load disturbed it.
+Each operation is timed in several rounds. A figure has the best round, the one that other load
+disturbed least, and the quartiles, which show how much the rounds differ.
 
 CPU bandwidth is measured for several numbers of threads, with the runtime's own row products over
 an f16 matrix and with torch's sum; both read one buffer (`buffer_bytes`). The CPU costs that plans
@@ -60,7 +60,7 @@ def calibrate(
     borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
     if borrowed is not None and not borrowed.gpus:
         raise SparkinferError(
-            f"{config.gpu_from}: has no GPU either; give the file of a machine that has one"
+            f"{config.gpu_from}: has no GPU; give the file of a machine that has one"
         )
     total, free = memory_bytes()
     num_gpus = torch.cuda.device_count()

@@ -7,7 +7,7 @@ of two models of FEW and MANY layers, whose weights are so small that they stay 
 of reading keys and values is the difference between steps at the end and at the beginning of a long
 context.
 
-Letters: N rows, D row width, A chosen rows."""
+Letters: N rows, D row width, A chosen rows, L layers, W words of a bit mask."""
 
 import itertools
 import math

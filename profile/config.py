@@ -23,7 +23,7 @@ class ProfileConfig:
     output: Path
     max_tokens: int | None = None  # None: up to DEFAULT_TOKENS; otherwise fewer are an error
     text_key: str = "text"  # for JSON lines and parquet
-    train_predictors: Path | None = None  # a folder for them and their report
+    train_predictors: Path | None = None  # a folder for them
     predictors: PredictorOptions = PredictorOptions()
     input_layer_offset: int = 0
     # SiLU, GELU: choose thresholds that silence this share of the neurons

@@ -3,7 +3,7 @@
 The sums stay on the layer's device, in int64; without limits, nothing synchronises with it after
 its first pass until they are read.
 
-Letters: T tokens, L layers, F neurons, B histogram bins."""
+Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,7 @@
 """Writes predictors in the form that DejaVu, PowerInfer and SparkInfer read.
 
 A folder of model_0.pt, model_1.pt and so on (fc1.weight [2R, D], fc2.weight [F, 2R], ReLU between,
-no biases) and a config.json with one sparse_threshold for all layers and input_layer_offset.
+no biases) and a config.json with one sparse_threshold for all layers and our input_layer_offset.
 
 The linear form converts exactly: z = relu(z) - relu(-z), so fc1 = [down; -down] and fc2 = [up,
 -up]. The single threshold is met by scaling fc2, which needs thresholds of one sign.

@@ -13,7 +13,7 @@ The text is divided among five phases:
 
 Only the kept tokens' activations are stored.
 
-Letters: T tokens, D model width, F neurons, R rank."""
+Letters: T tokens, D model width, F or N neurons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -2,7 +2,7 @@
 
 The dense log probabilities are kept, so that a measurement is one pass.
 
-Letters: T tokens, V vocabulary, W windows, S sums of a window."""
+Letters: T tokens, V vocabulary, W windows, S sums of a window, L layers."""
 
 import math
 from collections.abc import Sequence
@@ -37,8 +37,7 @@ class Closeness:
 def fitting(
     windows: Sequence[Tensor], vocab_size: int, most_bytes: int = KEPT_BYTES
 ) -> list[Tensor]:
-    """The first windows, as many as have log probabilities that fit into `most_bytes`; at least
-    one."""
+    """The first windows whose log probabilities fit into `most_bytes` together; at least one."""
     chosen: list[Tensor] = []
     for ids_T in windows:
         size = sum(map(len, chosen)) + len(ids_T)

@@ -15,7 +15,7 @@ A value's limit is the threshold on its rank divided by its factor, so that the 
 compares magnitudes.
 
 Letters: T tokens of the sample, F neurons, D inputs, N values that a rule ranks (neurons or
-inputs), A shares."""
+inputs), A shares, H inputs of the output projection."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,6 +1,6 @@
 """The memory that a profile takes, with all layers at once or one at a time, and the memory free.
 
-Letters: T tokens of a chunk, D model width, F neurons of a layer, R predictor rank."""
+Letters: T tokens of a chunk, D model width, F neurons of a layer."""
 
 import ctypes
 from dataclasses import dataclass

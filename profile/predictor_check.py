@@ -4,7 +4,7 @@ made for.
 A predictor for the input of the layer before that is run on its own layer's (or the other way
 round) selects the wrong neurons, without any error.
 
-Letters: T tokens, D model width, F neurons."""
+Letters: T tokens, D model width, F neurons, L layers."""
 
 from dataclasses import dataclass
 from pathlib import Path

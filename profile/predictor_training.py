@@ -3,7 +3,7 @@
 Both ways run the same phases on the same windows in the same order, and in one process give the
 same predictors.
 
-Letters: T tokens of a chunk, F neurons of a layer."""
+Letters: T tokens of a chunk, D model width, F or N neurons of a layer, L layers."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,6 +1,6 @@
 """Measures how close modes of a model are to its dense self on a text.
 
-Letters: T tokens, V vocabulary."""
+Letters: T tokens, L layers, F neurons."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -149,7 +149,7 @@ def markdown(report: "ProfileReport") -> str:
     for line in _of_limits(report):
         lines += [f"{line[:1].upper()}{line[1:]}.", ""]
     if report.quality is not None:
-        lines += [f"On text that nothing was fitted to, {_of_model(report.quality)}.", ""]
+        lines += [f"On text that this run fitted nothing to, {_of_model(report.quality)}.", ""]
         lines += ["± is half of the 95 % confidence interval.", ""]
     for line in warnings(report):
         lines += [f"**{line[:1].upper()}{line[1:]}.**", ""]
@@ -194,7 +194,7 @@ def _of_predictors(report: "ProfileReport") -> list[str]:
         "",
         "## Chosen",
         "",
-        "On text that nothing was fitted to. *Lost norm*: |y - y_named| / |y| of the layer."
+        "On text that this run fitted nothing to. *Lost norm*: |y - y_named| / |y| of the layer."
         " *Break-even*: the density below which predicted mode reads fewer bytes than exact.",
         "",
     ]

@@ -258,7 +258,7 @@ def _refuse_blank(source: Source) -> None:
     NUL bytes in its first block, such as UTF-16, a disk image or a sparse file."""
     if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
         raise SparkinferError(
-            f"{source.path}: has NUL bytes, so it is not text in UTF-8; convert it, or leave it out"
+            f"{source.path}: has NUL bytes, so it is not text; convert it to UTF-8, or leave it out"
         )
     if source.num_blocks < 2 and not any(text.strip() for text in _first(source)):
         raise SparkinferError(f"{source.path}: an empty corpus; give a file with text in it")

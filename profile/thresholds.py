@@ -1,5 +1,5 @@
-"""Chooses thresholds on |act(gate)| for SiLU and GELU models, below which neurons are skipped.
-No training is involved.
+"""Chooses thresholds on |act(gate)| for SiLU and GELU models, at or below which neurons are
+skipped. No training is involved.
 
 A layer's threshold is read off the histogram of its magnitudes for the share of neurons to silence
 (CATS, arXiv 2404.08763). The share is either the same for all layers, or found greedily (as TEAL,

@@ -1,6 +1,8 @@
 """The state of predictor training that a run saves and loads and that processes share.
 
-Training itself is in profile.layer_trainer."""
+Training itself is in profile.layer_trainer.
+
+Letters: T tokens, D model width, F neurons, L layers."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -14,7 +14,7 @@ imitates the gate, and its score is |act(estimate)|. All neurons of a layer shar
 the score. If each has a limit of its own, the predictor imitates multiples of the gates, such that
 the score reaches the layer's median limit where |act(gate)| reaches the neuron's own (`Level`).
 
-Letters: T tokens, D model width, F neurons, R rank."""
+Letters: T tokens, D model width, F or N neurons, R rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -23,14 +23,14 @@ dense_l_k (dense_gpu_s_l_k - dense_cpu_s_l):
     cpu_side_l         seconds_l >= D_l + sum_g (1 - sum_k hot_l_g_k) t_lg / B_l
                                     + sum_k round_trip_k split_l_k
     hot_is_seen_l_g_k  hot_l_g_k <= has_hot_l_k
-    cold_is_split_l_g_k  dense_l_k - hot_l_g_k <= split_l_k  (dense block there, cold group here)
-    hot_is_split_l_k   has_hot_l_k - dense_l_k <= split_l_k  (dense block here, hot group there)
+    cold_is_split_l_g_k  dense_l_k - hot_l_g_k <= split_l_k  (dense block on GPU k, group not)
+    hot_is_split_l_k   has_hot_l_k - dense_l_k <= split_l_k  (a group on GPU k, dense block not)
     least_hot_l_k      sum_g n_lg hot_l_g_k >= C_l_k has_hot_l_k
     head_time          head_seconds = head_cpu_s + sum_k head_k (head_gpu_s_k - head_cpu_s)
     budget_k           sum_l (dense_bytes_l dense_l_k + sum_g n_lg b_l hot_l_g_k)
                        + head_bytes head_k <= budget_k - workspace_k
     host               the left side summed over all k >= need    (only if need > 0)
-    one_home_i         sum_k home_i_k = 1                         (this and the next only if K > 1)
+    one_home_i         sum_k home_i_k = 1            (this and the rows below only if K > 1)
     hot_at_home_l_k, dense_at_home_l_k, head_at_home_k    has_hot, dense, head <= home
     order_i_k          sum_(j <= k) home_(i+1)_j <= sum_(j <= k) home_i_j
 
@@ -81,7 +81,7 @@ from sparkinfer.solver.problem import Placement, ffn_seconds
 
 # Over all layers and GPUs, but at least one per layer; the start's boundaries add more.
 MAX_GROUPS = 1000
-GROUPED_GAP = 1e-3  # below this the grouping itself is the error
+GROUPED_GAP = 1e-3  # a smaller gap is lost in the error of grouping
 NEURON_GAP = 1e-6  # if every group is one neuron
 THOUSANDTHS = 1000.0
 

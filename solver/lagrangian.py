@@ -13,13 +13,13 @@ among those minimised over, and need <= its bytes <= room. Here room is the budg
 workspace and need the bytes that the host cannot hold; if it holds everything, negative prices
 prove nothing and are not tried. So every price yields a valid bound, however it was found.
 
-The bound is loosest where the best price leaves a dense block half on the GPU, since one block is
-worth milliseconds. So there is one branch for each number m of dense blocks on the GPU and each
-device of the head. Within a branch the minimum over the sets of m layers is exact, by a recursion
-over the layers: it keeps the least cost of all layers so far with m blocks on the GPU, once with
-the last layer's block there and once without (the cost of a visit couples a layer only to the one
-before it). The bound is the least, over the branches that fit, of the best value found in each, or
-T of the placement without a GPU if that is feasible and less.
+The bound is loosest where the best price leaves a dense block half on the GPU. So there is one
+branch for each number m of dense blocks on the GPU and each device of the head. Within a branch the
+minimum over the sets of m layers is exact, by a recursion over the layers: it keeps the least cost
+of all layers so far with m blocks on the GPU, once with the last layer's block there and once
+without (the cost of a visit couples a layer only to the one before it). The bound is the least,
+over the branches that fit, of the best value found in each, or T of the placement without a GPU if
+that is feasible and less.
 
 For the inner minimum over one layer's neurons, write x for the touched bytes of n hot neurons, 1 <=
 n < F: the layer is then split, wherever its dense block is, and
@@ -35,8 +35,8 @@ rises, by more and more, once even the n smallest are above x*. So the best n fo
 first whose next step changes M by at least -price * bytes: one binary search in the steps for all
 prices. n = 0 and n = F are compared separately.
 
-Letters: L layers, F neurons, K prices, m number of dense blocks on the GPU, q head on the GPU, S
-first ranks of a window."""
+Letters: L layers, F neurons, N = F + 1 counts of hot neurons, K prices, m number of dense blocks on
+the GPU, q head on the GPU, S first ranks of a window."""
 
 import heapq
 from collections.abc import Iterator

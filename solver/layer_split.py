@@ -10,13 +10,13 @@ Assumptions:
   KV cache, in the types of this file; on the CPU at the measured rates of our products of whole
   matrices, plus the fixed cost of a layer. The fixed cost of a token is added in any case.
 - Nothing overlaps: V / B_g + (W - V) / B_c if V of W bytes are on GPUs, plus the launch of every
-  kernel on them.
+  kernel on them. A feed-forward part has DENSE_FFN_KERNELS kernels, one more than ours.
 - The hidden state is copied once to each GPU in use and once from it. If a GPU has the head, the
   logits are copied from it as well.
 
 The rates of llama.cpp's own kernels are not modelled.
 
-Letters: L layers."""
+Letters: L layers, F neurons, I = L + 1 items (the head is the last)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

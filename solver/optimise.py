@@ -319,8 +319,8 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
 
 
 def refined(problem: Problem, placement: Placement) -> list[Placement]:
-    """The placement; as many neurons of each layer, the hottest, and single ones that fill the rest
-    of the budget; and neurons chosen anew for the same dense blocks."""
+    """Placements with the same dense blocks and head: this one; one with its numbers of neurons,
+    now the hottest, and more that fill the rest of the budget; and one with neurons chosen anew."""
     if problem.room_bytes < 0 or problem.num_layers == 0:
         return [placement]
     num_hot_L = fill(

@@ -19,8 +19,8 @@ since the bytes of run k are at most room_k, and those of all runs at least `nee
 cannot hold. For a given r each run has its own best price. If need is 0, so is r. The problem of
 one run is solved by `lagrangian` and `knapsack`.
 
-Letters: K GPUs, L layers, I = L + 1 items (the head is the last), P prices, N rewards, C rows of
-cuts."""
+Letters: K GPUs, L layers, F neurons, I = L + 1 items (the head is the last), S = I + 1 places of a
+cut, P prices, N rewards, C rows of cuts."""
 
 from dataclasses import dataclass
 from functools import cached_property

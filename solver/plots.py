@@ -1,6 +1,6 @@
 """Two plots: predicted speed against the budget, and a plan as a heat map.
 
-Letters: L layers, R columns of ranks."""
+Letters: L layers, F neurons, R columns of ranks."""
 
 from pathlib import Path
 

@@ -100,7 +100,7 @@ class Problem:
     head_cpu_s: float
     workspace_bytes: int  # taken if anything is on the GPU
     budget_bytes: int
-    need_bytes: int = 0  # least bytes on the GPU, workspace excluded, that the host cannot hold
+    need_bytes: int = 0  # that must be on the GPU, since the host cannot hold them; no workspace
     gpu_s_per_byte: float
     cpu_s_per_byte_L: np.ndarray
     launch_s: float  # of all kernels of a layer's hot neurons

@@ -6,7 +6,7 @@ before neurons are placed. Main memory holds a copy of every hot neuron of a div
 use depends on the plan: the search ignores it and finds the fastest plan for the GPU's budget, and
 `check_host` checks it afterwards.
 
-Letters: L layers."""
+Letters: L layers, F neurons."""
 
 from dataclasses import fields
 

@@ -78,7 +78,7 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
     monkeypatch.setattr(calibrating, "measure_costs", lambda *sizes: machine.cpu_costs)
     bare = calibrate(CalibrateConfig(output=tmp_path / "n.json"))
     assert bare.gpus == ()
-    with pytest.raises(SparkinferError, match="has no GPU either"):
+    with pytest.raises(SparkinferError, match="has no GPU; give"):
         calibrate(CalibrateConfig(output=tmp_path / "o.json", gpu_from=tmp_path / "n.json"))
     real = make_machine()
     gpu = replace(real.gpus[0], source="measured")
