@@ -276,13 +276,14 @@ def _doubts(inputs: Inputs) -> list[str]:
 
 
 def notes_of(inputs: Inputs, advice: Advice, split: Split) -> list[str]:
-    """Notes on doubtful figures, and on other budgets."""
+    """Notes on the figures, memories and assumptions that the plan rests on, and on other
+    budgets."""
     model, notes = inputs.model, []
     if not inputs.machine.gpus:
         notes.append("the machine file has no GPU: the plan is for the CPU alone")
     for gpu in inputs.gpus:
         if gpu.source not in ("measured", NO_GPU.source):
-            line = f"the figures of {gpu.name} are not measured here, but from: {gpu.source}"
+            line = f"the figures of {gpu.name} were not measured here: {gpu.source}"
             notes += [] if line in notes else [line]
     notes += _memory_notes(inputs, split) + _offload_notes(inputs, split) + _doubts(inputs)
     unused = len(inputs.machine.gpus) - len(inputs.budgets)
