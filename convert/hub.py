@@ -45,16 +45,21 @@ def _download(name: str) -> Path:
         if not any(folder.glob("model*.safetensors")):
             folder = fetch([*DESCRIPTIONS, *PICKLED])
     except LocalEntryNotFoundError as error:
-        tried = (
-            f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no copy"
-            if constants.HF_HUB_OFFLINE
-            else f"no list of its files came from {constants.ENDPOINT}, and"
-            f" {constants.HF_HUB_CACHE} has no copy"
-        )
+        if constants.HF_HUB_OFFLINE:
+            tried = f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} has no copy"
+        elif isinstance(error.__cause__, HfHubHTTPError):
+            reason = str(error.__cause__).strip().splitlines()[0][:160]
+            tried = f"{constants.ENDPOINT} answers with an error ({reason})"
+        else:
+            tried = (
+                f"no list of its files came from {constants.ENDPOINT}, and"
+                f" {constants.HF_HUB_CACHE} has no copy"
+            )
         _refuse(name, tried, "download it elsewhere and give its folder", error)
     except HfHubHTTPError as error:
         reason = str(error).strip().splitlines()[-1][:160]
-        _refuse(name, f"{constants.ENDPOINT} refuses it ({reason})", "check the name", error)
+        next_step = "check the name, and HF_TOKEN if the model is private or gated"
+        _refuse(name, f"{constants.ENDPOINT} refuses it ({reason})", next_step, error)
     except (OSError, ValueError, library.HTTPError) as error:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else "no reason"
         _refuse(name, f"cannot be downloaded ({reason})", "give the folder of a copy", error)

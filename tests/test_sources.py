@@ -4,9 +4,11 @@ Oracle: torch.load, and the same weights as safetensors."""
 
 import json
 import shutil
+import threading
 import time
 import zipfile
 from collections import OrderedDict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -239,6 +241,7 @@ def test_an_unreachable_hub_gives_one_line_within_seconds(tmp_path, monkeypatch,
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
     started = time.perf_counter()
@@ -246,7 +249,50 @@ def test_an_unreachable_hub_gives_one_line_within_seconds(tmp_path, monkeypatch,
     assert time.perf_counter() - started < 10
     message = capsys.readouterr().err.strip()
     assert "\n" not in message and "some-org/none" in message and "give its folder" in message
+    assert "no list of its files came from http://127.0.0.1:9, and" in message
     assert not (tmp_path / "a.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "status, code, what",
+    [
+        (500, None, "answers with an error (Server error '500"),
+        (404, None, "answers with an error (Client error '404"),
+        (404, "RepoNotFound", "refuses it ("),
+    ],
+)
+def test_a_hub_that_answers_with_an_error_is_not_called_unreachable(
+    tmp_path, monkeypatch, status, code, what
+):
+    from huggingface_hub import constants
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            if code is not None:
+                self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        try:
+            with pytest.raises(SparkinferError) as caught:
+                hub.find_folder(Path("some-org/none"))
+        finally:
+            server.shutdown()
+    assert f"{endpoint} {what}" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["models/tiny", "/org/name", "org/name/more", "../name", "name"])
