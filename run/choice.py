@@ -136,7 +136,7 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
 
 
 def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
-    """Drops all GPUs if the smallest budget would hold nothing but the temporaries of a pass."""
+    """Drops all GPUs if the smallest budget does not exceed the temporaries of a pass."""
     if not room.gpus or min(room.gpus) > SURELY * workspace_bytes(model, context_of(model, wishes)):
         return room
     least = measure_workspace(model, context_of(model, wishes), "dense")
@@ -208,6 +208,8 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
         return f"type {source.own_type}: the file's own ({fits})"
     if kind is None:
         made = source.draft(None).tensors["blk.0.ffn_up.weight"].kind
+        if made == source.own_type:
+            return f"type {made}: the file's own ({fits})"
         return (
             f"type {made}: there are no kernels for the file's {source.own_type}, and {made} keeps"
             f" its quality ({fits})"

@@ -7,6 +7,8 @@ from run_fixtures import MIB
 from test_gguf_source import powerinfer_file
 
 from sparkinfer.cli import main
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.model_file import ModelFile
 from sparkinfer.run import choice, corpora, estimate, prepare, stages
 from sparkinfer.run.cache_folder import Cache
@@ -41,6 +43,15 @@ def test_the_type_is_the_most_precise_that_fits(source):
     kind, line = choose_type(source, Wishes(), Room(main=1000))
     assert kind == "q4_0" and "more than the 1000 B of memory" in line
     assert choose_type(source, Wishes(outtype="f16"), Room(main=0))[0] == "f16"
+
+
+def test_a_file_in_llamacpps_layout_keeps_its_type(silu, tmp_path):
+    stock = tmp_path / "stock.gguf"
+    convert(ConvertConfig(source=silu, output=stock, outtype="q8_0", layout="stock"))
+    given = look_at(stock, None, tmp_path / "none.gguf")
+    assert given.own is None
+    kind, line = choose_type(given, Wishes(), Room(main=1 << 40))
+    assert kind is None and line.startswith("type q8_0: the file's own (")
 
 
 def test_a_plan_is_made_only_where_one_is_needed(source):
