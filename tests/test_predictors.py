@@ -355,6 +355,13 @@ def test_wrong_predictors_of_one_matrix_are_refused(tmp_path, changes, words):
         mixed(plain, tmp_path, layers=layers)
 
 
+def test_a_relu_predictor_of_one_matrix_is_refused():
+    one = LayerPredictor.of(down_RD=None, up_FR=np.zeros((192, 64), np.float32))
+    info = PredictorInfo(kind="relu", rank_L=(0,), threshold_L=(0.0,))
+    with pytest.raises(SparkinferError, match="a relu predictor of rank 0, wanted 1 or more"):
+        Predictors(model_id=None, info=info, layers=(one,)).validate()
+
+
 def test_an_unknown_type_in_the_file_is_refused(tmp_path):
     mixed(small_model(tmp_path), tmp_path)
     path = tmp_path / FILE_NAME

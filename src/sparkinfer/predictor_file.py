@@ -238,10 +238,14 @@ class Predictors:
         for layer, (predictor, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
             for name, matrix in predictor.matrices(layer).items():
                 matrix.check(name)
-            if predictor.rank != rank or (rank == 0 and self.info.kind == "relu"):
+            if predictor.rank != rank:
                 raise SparkinferError(
                     f"layer {layer} has a {self.info.kind} predictor of rank {predictor.rank},"
                     f" and its stated rank is {rank}"
+                )
+            if rank == 0 and self.info.kind == "relu":
+                raise SparkinferError(
+                    f"layer {layer} has a relu predictor of rank 0, wanted 1 or more"
                 )
             _check(layer, predictor)
 

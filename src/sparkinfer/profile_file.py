@@ -150,7 +150,10 @@ class Profile:
             or counts.dtype != np.int64
             or histogram.dtype != np.int64
         ):
-            raise SparkinferError(f"counts are {counts.dtype} {counts.shape}, wanted int64 [L, F]")
+            raise SparkinferError(
+                f"counts are {counts.dtype} {counts.shape} and histograms {histogram.dtype}, wanted"
+                " int64 [L, F] and int64"
+            )
         if histogram.shape != (len(counts), NUM_BINS) or len(self.threshold_L) != len(counts):
             raise SparkinferError(
                 f"histograms are {histogram.shape} and thresholds {len(self.threshold_L)}"
