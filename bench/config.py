@@ -11,7 +11,7 @@ from sparkinfer.mode_quality import RunMode
 from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.rope import check_scaling
 
-MOST_TOKENS = 1 << 24  # per test; above any context length
+MOST_TOKENS = 1 << 24  # of one length
 MOST_TESTS, MOST_REPETITIONS = 256, 10_000
 
 Kind = Literal["pp", "tg"]

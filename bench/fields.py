@@ -1,4 +1,4 @@
-"""The JSON form of a report. Each of its tests has llama-bench's fields, followed by ours."""
+"""The JSON form of a report."""
 
 from dataclasses import asdict
 from importlib.metadata import version
@@ -8,8 +8,8 @@ from sparkinfer.bench.result import BenchReport, Result, Setting, Times
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
-    """The report as one object. Each of its `tests` has those of llama-bench's fields that
-    apply."""
+    """The report as one object. Each of its `tests` has those of llama-bench's fields that apply,
+    and ours."""
     config, setting = report.config, report.setting
     return {
         "benchmark": "bench",

@@ -65,7 +65,7 @@ class Limit:
     """The speed that memory bandwidth allows for the bytes of a token."""
 
     bytes_a_token: float
-    tokens_per_s: float  # at the median bandwidth
+    tokens_per_s: float  # the median over rounds
     share: float  # of the limit reached: the median over rounds, each with its own bandwidth
 
 
@@ -102,7 +102,7 @@ class Setting:
     model_size: int
     model_n_params: int
     mode: str
-    device: str  # "cpu" or "cuda"
+    device: str  # e.g. "cpu" or "cuda:0"
     gpu_layers: int
     num_threads: int
     rows_a_pass: int

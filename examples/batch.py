@@ -1,4 +1,4 @@
-"""Several texts in common steps: each gets the tokens that it would get alone.
+"""Continue several texts together, in common steps.
 
 python examples/batch.py MODEL PROMPT..."""
 

@@ -10,7 +10,8 @@ MAX_BYTES = 2 << 20  # of a page
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """The files of one model; where one is None, the page names the command that makes it."""
+    """The files of one model. For a section whose files are not given, the page names the command
+    that makes them."""
 
     model: Path
     output: Path

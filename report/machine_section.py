@@ -73,7 +73,7 @@ def _cost_tables(machine: Machine) -> list[Table]:
     return [
         Table(caption="CPU rates by type", head=("type", "all rows", "a tenth of them"), rows=rows,
               is_folded=True),
-        Table(caption="CPU costs besides the bytes", head=(), rows=tuple(fixed),
+        Table(caption="Other CPU costs", head=(), rows=tuple(fixed),
               is_folded=True),
     ]  # fmt: skip
 

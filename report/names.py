@@ -9,7 +9,8 @@ PROFILE, MACHINE, PLAN = "model.profile.safetensors", "machine.json", "model.spl
 
 
 class Names:
-    """The names of the given files, without folders; defaults for those not given."""
+    """The names of the given files, without folders. A file that is not given has a default name,
+    a plan has none."""
 
     def __init__(self, config: ReportConfig) -> None:
         self.model = shlex.quote(config.model.name)

@@ -96,7 +96,7 @@ def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
 
 
 def _summary(found: Artifacts, speeds: Speeds, mode: RunMode) -> str:
-    """The headline, in a sentence or two."""
+    """The headline, one sentence."""
     split, cost = found.split, cost_of(found, mode)
     parts = [f"Runs in mode {mode}"]
     if split is not None:

@@ -87,7 +87,7 @@ def placement_section(found: Artifacts, names: Names) -> Section:
         tables = (_device_table(split, profile), _layer_table(split, profile))
     return Section(
         name="placement", title="Placement",
-        lead="The neurons that the GPU holds: the hottest of each layer, as many as pay off.",
+        lead="The neurons that GPUs hold: the hottest of each layer, as many as fit and pay off.",
         plots=drawn, tables=tables, missing=tuple(missing),
     )  # fmt: skip
 

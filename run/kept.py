@@ -21,8 +21,8 @@ _PROFILES = ("profile", "look")  # the better kind first
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Files that belong together. `model` is a copy of the given one in another type, or with
-    predictors; None if there is none."""
+    """Files for one model. `model` is a copy of the given one: with predictors, or converted from a
+    source; None if there is none. `machine` comes only with a plan."""
 
     model: Path | None = None
     profile: Path | None = None

@@ -2,7 +2,7 @@
 stages.
 
 A file is identified, wherever it is, by its size, its modification time and samples of its bytes; a
-small one by its size and all of its bytes. That is cheap even for 100 GB, and any change of a file
+small one by its size and all of its bytes. That is cheap even for 100 GB, and writing to a file
 changes its modification time."""
 
 import hashlib

@@ -1,6 +1,7 @@
 """The source given to `sparkinfer run`: a checkpoint folder, a name on the hub, or any GGUF.
 
-A name on the hub is downloaded; of a local source only headers and samples of bytes are read."""
+A name on the hub is downloaded; of large local files only headers and samples of bytes are
+read."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -29,8 +30,8 @@ class Source:
     scratch: Path  # an unused path, for files that are only planned
 
     def draft(self, outtype: Outtype | None) -> ModelFile:
-        """The model file that a conversion would write, without reading weights. Raises
-        SparkinferError for a source that cannot be converted."""
+        """The model file that a conversion would write, without reading weights; `own` if there is
+        one and it cannot be converted. Raises SparkinferError for any other source that cannot."""
         try:
             return _draft(self.path, outtype, self.activation, self.scratch)
         except SparkinferError:

@@ -27,7 +27,7 @@ class SparsifyConfig:
     model: Path
     corpora: tuple[Path, ...]
     output: Path  # the model file; with several shares, one for each (see `of_share`)
-    shares: tuple[float, ...] = ()  # (): DEFAULT_SHARE; not used for ReLU, which has its own
+    shares: tuple[float, ...] = ()  # (): DEFAULT_SHARE; none may be given for the rules in UNCHOSEN
     tokens: int = 1_000_000  # per share, over all processes
     held_out: tuple[Path, ...] = ()  # the first selects the best state
     held_out_tokens: int = 16_384  # per file, at the end of a share
@@ -97,7 +97,8 @@ class SparsifyConfig:
 
     @property
     def targets(self) -> tuple[float, ...]:
-        """The shares to reach, in sequence; for ReLU a single one that has no effect."""
+        """The shares to reach, in sequence; for the rules in UNCHOSEN DEFAULT_SHARE, which limits
+        nothing."""
         return self.shares or (DEFAULT_SHARE,)
 
     @property

@@ -1,9 +1,9 @@
 """The training loss: KL(dense || sparse), between the predictions of the dense model and those of
 the model in training.
 
-The vocabulary is large (49,152 tokens for a width of 576 in SmolLM2-135M: a token's logits are 85 times
-as large as its hidden state), so logits exist only for a few tokens at a time: the forward pass
-also computes the gradient with respect to the hidden state, as in Liger-Kernel's fused linear
+The vocabulary is large (49,152 tokens for a width of 576 in SmolLM2-135M: a token's logits are 85
+times as large as its hidden state), so logits exist only for a few tokens at a time: the forward
+pass also computes the gradient with respect to the hidden state, as in Liger-Kernel's fused linear
 losses.
 
 Letters: T tokens, D model width, V vocabulary."""

@@ -121,7 +121,8 @@ class Scores:
         self.values.setdefault(layer, []).append(scores.flatten())
 
     def quantiles(self, share: float, ranks: Ranks) -> Tensor:
-        """f64 [L]: the quantile, at the share, of each layer's scores, or of all together."""
+        """f64 [L]: the quantile, at the share, of each layer's scores, or of all together; the mean
+        over the processes."""
         of_layer = [torch.cat(self.values[layer]) for layer in sorted(self.values)]
         if self.limits.allocation != "uniform":
             found = [_quantile(torch.cat(of_layer), share)] * len(of_layer)

@@ -23,9 +23,9 @@ PROGRAM_BYTES = 600 << 20  # Python, torch, transformers, products' own copies
 class Needs:
     """Bytes by purpose."""
 
-    frozen: int  # attention, norms, embeddings
+    frozen: int  # the matrices of attention, the embedding and the head
     dense: int  # the dense feed-forward matrices
-    trained: int  # f32, with their gradients and AdamW's moments
+    trained: int  # f32, with gradients, AdamW's moments, and a copy for products in bf16
     best: int  # a copy of the best state
     kept: int  # of the forward pass, for the backward pass
     logits: int
@@ -50,7 +50,7 @@ def needs_of(shape: ModelShape, config: SparsifyConfig, dtype: torch.dtype, tied
     feed_forward = 3 * shape.num_layers * shape.num_neurons * shape.width
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width * shape.width
     outer = (1 if tied else 2) * shape.vocab_size * shape.width
-    trained = feed_forward  # updates share the dense matrices
+    trained = feed_forward
     if config.rank is not None:
         trained = 3 * shape.num_layers * config.rank * (shape.num_neurons + shape.width)
     kept = shape.num_layers * (KEPT_WIDTHS * shape.width + KEPT_NEURONS * size * shape.num_neurons)
@@ -66,7 +66,8 @@ def needs_of(shape: ModelShape, config: SparsifyConfig, dtype: torch.dtype, tied
 
 
 def check_memory(needs: Needs, device: torch.device, processes: int) -> str:
-    """A line on the memory needed, by all processes of this machine, and free.
+    """A line on the memory that is needed (on the CPU by all processes of this machine, on a GPU by
+    one) and free.
 
     Raises SparkinferError if it does not fit."""
     if device.type == "cuda":

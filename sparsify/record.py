@@ -23,7 +23,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A finished share: its checkpoint, and its quality on every held-out text, by file name."""
+    """A finished share: its checkpoint, and its quality by held-out text."""
 
     share: float
     checkpoint: Path

@@ -75,8 +75,8 @@ class Run:
         self.saved_at, self.save_s = time.monotonic(), 0.0
 
     def begin(self, position: Position) -> None:
-        """Continues from the position of an earlier run; without one, starts from a trained checkpoint if
-        one is given, or else sets the first limits."""
+        """Continues from the position of an earlier run; without one, starts from a trained
+        checkpoint if one is given, or else sets the first limits."""
         if position.arrays:
             self.best, self.record = state.restore(self.trainer, position)
             self._set_first_share()
@@ -163,7 +163,7 @@ class Run:
         return report.kl
 
     def _note(self, step: int, loss: float) -> None:
-        """Reports a point of the curve; keeps the state if it is the best so far."""
+        """Reports a point of the curve; while the share is held, keeps the best state of it."""
         quality = self.check(self.config.check_tokens)
         point = Point(
             step=self.trainer.step, tokens=self.trainer.step * self.plan.step_tokens,

@@ -3,8 +3,8 @@
 Silencing a value v costs about v² E[g²] / 2 nats, where g is the gradient of -log p(y) with respect
 to v, and y is a token drawn from the model's own prediction. E[g²] is the diagonal of the Fisher
 information (Kunstner et al. 2019, arXiv 1905.12558, explain why y is drawn and not taken from the
-text). So the root mean square of g weighs values of all layers on one scale. One backward pass
-measures all neurons; it needs no weight gradients.
+text). So the root mean square of g weighs values of all layers on one scale. One backward pass per
+window measures all neurons; it needs no weight gradients.
 
 Letters: L layers, T tokens, D model width, V vocabulary, F neurons."""
 

@@ -15,8 +15,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class Signals:
     """A context manager. During training the first signal is noted and a second one ends the
-    program at once, except under torchrun, which sends every signal twice. Before training, the
-    first one ends the program."""
+    program at once; of several processes it does not, since torchrun sends every signal twice.
+    Before training, the first one ends the program."""
 
     def __init__(self) -> None:
         self.number: int | None = None

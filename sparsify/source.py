@@ -72,7 +72,8 @@ CHECKPOINT_FILES = (
 
 
 def as_checkpoint(source: Path, folder: Path) -> Path:
-    """`source` if it is a checkpoint folder; otherwise `folder`, written from the model file.
+    """`source` if it is a checkpoint folder; otherwise `folder`, written from the model file unless
+    it is there already.
 
     Raises SparkinferError for a model that cannot be trained."""
     if source.is_dir():

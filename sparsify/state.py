@@ -67,7 +67,7 @@ def position_of(trainer: Trainer, best: Best, record: Record) -> Position:
 
 
 def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
-    """Restores the trainer from a position."""
+    """Restores the trainer from a position; returns the best state and the record."""
     tensors = {n: torch.from_numpy(a) for n, a in position.arrays.items() if "/" in n}
     load_model_arrays(trainer, _part(tensors, "model/"))
     for name, parameter in trainer.parameters.items():

@@ -30,7 +30,8 @@ class Stream:
         self.held_out: frozenset[int] = frozenset()
 
     def hold_out(self, num_tokens: int) -> list[Tensor]:
-        """Windows of about `num_tokens` tokens, from blocks that `windows` then leaves out."""
+        """Windows with `num_tokens` tokens in all (fewer if the corpus has fewer), from blocks that
+        `windows` then leaves out."""
         places: list[int] = []
         ids: list[int] = []
         for place in self._order(0):

@@ -29,7 +29,7 @@ class Student:
 def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> Student:
     """Loads a checkpoint folder. Frozen matrices are in `dtype`, everything else is f32.
 
-    Raises SparkinferError for weights that are not finite."""
+    Raises SparkinferError for weights that are not finite, and like `install`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -68,7 +68,8 @@ def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype)
 
 
 def dtype_of(precision: Precision, device: str) -> torch.dtype:
-    """bf16 if the processor has instructions for it (on a Zen 4 core 2.5 times as fast as f32)."""
+    """The type of products; "auto" is bf16 if the device has instructions for it (2.5 times as fast
+    as f32 on a Zen 4 core), else f32."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else torch.float32
     if device.startswith("cuda"):

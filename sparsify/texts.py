@@ -17,13 +17,14 @@ from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.stream import Stream
 from sparkinfer.tokenizer_text import read_tokenizer
 
-MEASURED_WINDOWS = 16  # for measuring the neurons' weights; also used for training
+MEASURED_WINDOWS = 16  # for the neurons' weights and the first limits; training uses them too
 HELD_OUT_WINDOW = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """`held_out` is by file, and the first file selects the best state; `training` never ends."""
+    """`held_out` has the windows of each held-out file, or of a part of the corpus if there are
+    none; the first text selects the best state. `training` never ends."""
 
     held_out: dict[str, tuple[Tensor, ...]]
     measured: tuple[Tensor, ...]
@@ -35,7 +36,7 @@ class Texts:
 
 
 def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
-    """Raises SparkinferError for a corpus that is too short, or not text."""
+    """Raises SparkinferError for a corpus that is stdin, too short, or not text."""
     codec = codec_of(folder)
     if STDIN in config.corpora:
         raise SparkinferError("-: the corpus is read more than once; give files, or a folder")

@@ -89,7 +89,8 @@ def _rename_activation(path: Path, rule: str, threshold: float) -> None:
 
 
 def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, Tensor]) -> None:
-    """Writes files of about SHARD_BYTES, with an index if there are several."""
+    """Writes files of at most SHARD_BYTES, or of one larger tensor, with an index if there are
+    several."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in checkpoint.tensors.items():

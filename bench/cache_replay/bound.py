@@ -11,10 +11,10 @@ which is linear in the hits and the copies. The limit of N slots per layer and s
 a price for each slot and step (Lagrangian relaxation). Then neurons are independent: a hit saves
 a_l cold_row_s - b_l hot_row_s, a copy costs m copy_row_s, and dynamic programming finds the best
 times for a neuron to be in a slot (runtime/neuron_cache/native/bound.cpp). The sum is a lower bound
-for any weights and prices; a subgradient method searches for those that make it large. To keep the
-bound valid for every policy, it leaves out gathering, fixed times of copies, and the rule that a
-copy must begin a step before it is used. It holds for policies that compute neurons without a slot
-on the CPU, not for one that copies more neurons for a step than there are slots.
+for any weights and prices; a subgradient method searches for those that make it large. It leaves
+out gathering, the fixed times of copies, and the rule that a copy must begin a step before it is
+used, which could only raise it. It holds for policies that compute neurons without a slot on the
+CPU, not for one that copies more neurons for a step than there are slots.
 
 Letters: T steps, L layers, F neurons of a layer, N slots of a layer, W words of F bits."""
 
@@ -42,8 +42,8 @@ class Bound:
 
 
 def lower_bound(case: Case, known_s: float) -> Bound:
-    """The largest bound found. `known_s`: the seconds per step of some policy, which the bound
-    cannot exceed; the subgradient's step size follows from it."""
+    """The largest bound found. `known_s`: the seconds per step of some policy, from which the
+    subgradient's step size follows."""
     search = _Search(case, known_s)
     low, high = 0.0, 1.0
     tried: dict[float, Bound] = {}
@@ -140,8 +140,8 @@ class _Search:
     def _gain(
         self, layer: int, earned_s: float, fetch_s: float
     ) -> tuple[float, np.ndarray, int, int]:
-        """The most seconds that a layer's slots can save at these prices; and the slots used [T],
-        copies and hits."""
+        """An upper bound, from these prices, on the seconds that a layer's slots can save; and the
+        slots used [T], copies and hits of the solution that it comes from."""
         case = self.case
         if earned_s <= 0:  # leaving slots empty is best, and costs nothing
             return 0.0, np.zeros(case.num_tokens, np.int32), 0, 0

@@ -1,8 +1,10 @@
 """Policies of the neuron cache: ours as it runs, and the published ones that it is compared with.
 
 All start with the plan's neurons in the slots, except `hindsight` and `sparkinfer`, which start
-with the best neurons of the text and the best groups of the profile. Neurons copied during a step
-are in the slots from the next step on, except in policies that copy misses before computing them.
+with the best neurons of the text and the best groups of the profile. Copies decided after a step
+are made while the next step runs. In `ours`, as in the engine, the copied neurons are in the slots
+from the step after that on; in `lfu` and `sparkinfer` already in the step that copies them, which
+favours these two. `lru` copies misses before computing them.
 
 Letters: T tokens, L layers, F neurons of a layer, N slots of a layer, G groups of neurons,
 W words of F bits."""
@@ -99,8 +101,8 @@ def lru(case: Case) -> Outcome:
 
 
 def lfu(case: Case) -> Outcome:
-    """Keeps the neurons with the largest decayed counts; all swaps are made in one step, while it
-    runs."""
+    """Keeps the neurons with the largest decayed counts; all swaps that this takes are made during
+    the next step."""
     count_LF = case.frequency_LF / (1.0 - LFU_DECAY)
 
     def then(resident_LF: np.ndarray, is_read_LF: np.ndarray) -> np.ndarray:

@@ -53,8 +53,8 @@ class PolicyResult:
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
     """Counts, and means per token. `bound_ms`: a lower bound for policies that copy no more neurons
-    for a step than there are slots; `hindsight`: the neurons that the
-    text reads most stay in the slots; `belady_hit_rate`: the most hits without prefetching."""
+    for a step than there are slots; `hindsight`: the neurons that the text reads most stay in the
+    slots; `belady_hit_rate`: the highest without prefetching."""
 
     num_tokens: int
     num_cached_layers: int

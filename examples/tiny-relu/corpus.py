@@ -2,7 +2,7 @@
 
     python corpus.py --part held-out -o FILE      # or --part train
 
-Every interpreter carries it, so nothing has to be downloaded or shipped. Tests, installed packages,
+It comes with the interpreter, so nothing has to be downloaded or shipped. Tests, installed packages,
 generated tables and the text of the manual are left out. The library of another Python version
 differs, so perplexities are comparable within one version only."""
 

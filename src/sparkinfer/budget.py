@@ -55,8 +55,8 @@ def part_neurons(width: int, num_tokens: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
     """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
-    block (see `is_dense`) and includes `head_norms`, the norms of single heads, which are stored on the device that
-    holds the keys and values.
+    block (see `is_dense`) and includes `head_norms`, the norms of single heads, which are stored on
+    the device that holds the keys and values.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
     projection, and `up_row` is zero. A neuron's biases are counted with their rows."""

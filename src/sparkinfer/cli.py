@@ -5,8 +5,8 @@ Exit codes are in top_level, commands in commands.all_commands."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns 0, 1 after a one-line error, 2 after wrong usage, 128 + n if ended by
-    signal n, 70 after a bug in this program."""
+    """Runs a command; returns 0, 1 after a failure, 2 after wrong usage, 128 + n if ended by signal
+    n, 70 after a bug in this program."""
     try:
         import sys
 

@@ -4,7 +4,8 @@ from signal import SIGINT
 
 
 class SparkinferError(Exception):
-    """Wrong input, or a request that this machine cannot meet. The message says what is wrong, where, what was wanted and what to do next."""
+    """Wrong input, or a request that this machine cannot meet. The message says what is wrong,
+    where, what was wanted and what to do next."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -19,7 +19,7 @@ from sparkinfer.steady import changed_inputs, is_taken, wrote
 
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
-TRIES = 100  # to make a folder that other runs remove; /proc, say, has room for none
+TRIES = 100  # to make a folder that other runs may remove; in /proc, say, no try ever succeeds
 MODEL_SUFFIX = ".gguf"
 # Errors that only writing raises: disk full, quota or file size limit reached, read-only disk.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -35,8 +35,8 @@ def partial_file(path: Path) -> Iterator[Path]:
     removes it and the folders that were made for it.
 
     Its name, `path`.xxxxxxxx.partial with eight random hex digits, is unique, so that two runs with
-    the same output do not collide. It is locked while it is written; the next run removes files of
-    such names that are not locked, since only a killed run leaves them. The caller must therefore
+    the same output do not collide. It is locked while it is written; the next run with this output
+    removes files of such names that are not locked, since only a killed run leaves them. The caller must therefore
     write into this file and not replace it with another one. Its bytes are synced to disk before the
     rename, and the rename before this returns, so that a power cut leaves either the old file or
     the new one. Raises SparkinferError if the folder cannot be written, if the disk is full, if an

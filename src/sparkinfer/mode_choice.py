@@ -68,8 +68,8 @@ def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
 
 
 def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
-    """The default mode. Without records of bytes, predicted is preferred to exact, and exact to
-    dense."""
+    """The default mode. If an allowed mode has no record of its bytes, predicted is preferred to
+    exact, and exact to dense."""
     model = model.row_major
     modes = sparse_modes(model)
     allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]

@@ -132,8 +132,8 @@ class ModelFile:
                    on_bytes=on_bytes, check=check)  # fmt: skip
 
     def validate(self) -> None:
-        """Raises SparkinferError unless exactly the expected tensors are there, in valid shapes and
-        types."""
+        """Raises SparkinferError unless all required tensors and no unknown ones are there, in valid
+        shapes and types."""
         self._check_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
@@ -280,7 +280,7 @@ class ModelFile:
         """The model with these limits instead of its own, and with their recorded quality; limits
         of gates also replace thresholds.
 
-        Raises SparkinferError, which quotes `source`, for limits of another model or shape, and for
+        Raises SparkinferError for limits of another model or shape (it quotes `source`), and for
         models that cannot have them."""
         if limits.model_id not in (None, self.model_id):
             raise SparkinferError(
@@ -367,7 +367,7 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
     """Keys and tensors of a GGUF; those of PowerInfer's files are translated.
 
     There is always a `sparkinfer.model_id`: `convert` writes it, and for a third-party file it is
-    computed here. Raises SparkinferError for a broken file."""
+    computed here. Raises SparkinferError for a folder, a split file and a broken file."""
     if path.is_dir():
         raise SparkinferError(
             f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes from a"

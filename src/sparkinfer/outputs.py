@@ -32,7 +32,8 @@ def check_outputs(
     In `folders` all files except .gguf ones are inputs, and a new file could become one, so an
     output there must end in .gguf. A link to a file is replaced itself, not the file; devices,
     pipes and dangling links are refused. `output_folders` are replaced as a whole, so no input and
-    no other output may be inside them. The check leaves nothing behind."""
+    no other output may be inside them; they may exist, and whether they can be written is not
+    checked. The check leaves nothing behind."""
     folders = list(folders)
     inputs = [*inputs, *(file for folder in folders for file in _inputs_in(folder))]
     check_apart([*paths, *output_folders], inputs)

@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def num_threads() -> int:
-    """One for each core that this process may use, up to 4: beyond that the disk is the limit."""
+    """One for each core that this process may use, up to 4."""
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux; a container may use fewer than it sees
     return min(4, len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1)
 

@@ -1,8 +1,8 @@
 """Translates PowerInfer's model files to our keys and names.
 
-The container is GGUF except for its first four bytes and three type numbers (gguf_reader). Names and meanings are those of PowerInfer's
-convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp; the activation, which the file does not
-state, is that of PowerInfer's graphs."""
+The container is GGUF except for its first four bytes and three type numbers (gguf_reader). Names
+and meanings are those of PowerInfer's convert.py, convert-hf-to-powerinfer-gguf.py and llama.cpp;
+the activation, which the file does not state, is that of PowerInfer's graphs."""
 
 import numpy as np
 

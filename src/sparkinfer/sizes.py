@@ -23,14 +23,14 @@ def parse_bytes(text: str) -> int:
 
 
 def whole_number(text: str) -> int:
-    """Python's int in the digits 0 to 9 alone. Raises ValueError."""
+    """Python's int, for ASCII text only. Raises ValueError."""
     if not text.isascii():
         raise ValueError(f"{text!r} has other characters than plain digits")
     return int(text)
 
 
 def format_bytes(count: int) -> str:
-    """Formats bytes in the largest binary unit that gives at least one, e.g. 1.50 GiB."""
+    """Formats bytes in the largest of GiB, MiB, KiB and B that gives at least one, e.g. 1.50 GiB."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit.upper()]:
             return f"{count / UNITS[unit.upper()]:.2f} {unit}"

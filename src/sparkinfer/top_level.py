@@ -30,8 +30,8 @@ NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, 1 after a one-line error, 2 after wrong usage, 128 + n if ended by
-    signal n, 70 after a bug in this program."""
+    """Runs a command; returns 0, 1 after a failure, 2 after wrong usage, 128 + n if ended by signal
+    n, 70 after a bug in this program."""
     is_program = argv is None
     arguments = list(sys.argv[1:] if argv is None else argv)
     with ending(is_program=is_program):

@@ -1,8 +1,8 @@
 """Type-checked reads of values in our own JSON objects and GGUF keys, and helpers that quote
 foreign values in errors.
 
-A value of the wrong type is refused with its name and never converted. The caller that catches the
-error adds the file's name."""
+A value of the wrong type is refused with its name. The caller that catches the error adds the
+file's name."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,8 +22,8 @@ class Fields:
     """The values of an object by their keys; errors call it `name`."""
 
     def __init__(self, values: object, name: str = "", keys: set[str] | None = None) -> None:
-        """Raises SparkinferError for a value that is not an object, and for keys other than
-        `keys`."""
+        """Raises SparkinferError for a value that is not an object and, if `keys` is given, for an
+        unknown or missing key."""
         if not isinstance(values, Mapping):
             name = one_line(name or "the content", MAX_SHOWN)
             raise SparkinferError(f"{name} is {shown(values)}, wanted an object")

@@ -132,7 +132,8 @@ def _advice(
     *,
     has_limits: bool,
 ) -> "tuple[Advice, Limits | None]":
-    """The advice, and the limits of the rule that it recommends unless the file has them."""
+    """The advice, and the limits of the rule that it recommends; None if that is dense, or if the
+    file has limits."""
     from sparkinfer.profile.advise import advise as run
     from sparkinfer.profile.advise_own_limits import advise_own_limits
 
@@ -200,7 +201,7 @@ class _Files:
 
 
 def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
-    """The model's own type and smaller ones."""
+    """The model's own type, and the smaller ones (of those asked for, if any)."""
     from sparkinfer.model_file import ModelFile
 
     own = ModelFile.load(model).row_major.tensors["blk.0.attn_output.weight"].kind
@@ -284,6 +285,6 @@ def _convert(model: Path, kind: str) -> str:
 
 
 def _new_file() -> Path:
-    """A name in this folder that is not taken."""
+    """A name in the working folder that is not taken."""
     names = (Path(f"out{number or ''}.gguf") for number in count())
     return next(name for name in names if not os.path.lexists(name))

@@ -136,7 +136,7 @@ def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def generate(**options: Any) -> None:
     """Continue a text, or several together.
 
-    The text goes to stdout, everything else to stderr."""
+    The text, or the JSON asked for instead, goes to stdout; everything else goes to stderr."""
     write(**options)
 
 

@@ -133,7 +133,7 @@ def flag_of(name: str, command: str) -> Flag | None:
 def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments with llama.cpp's options translated, and notes on options without effect.
 
-    Raises click's UsageError for an option without a counterpart."""
+    Raises click's UsageError for an option of llama.cpp that the table refuses."""
     own = {name: param for param in ctx.command.params if isinstance(param, click.Option)
            for name in (*param.opts, *param.secondary_opts)}  # fmt: skip
     rest, taken, notes = list(arguments), list[str](), list[str]()

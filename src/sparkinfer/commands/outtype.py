@@ -20,8 +20,7 @@ _READ_ONLY = ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "iq", "tq", "mxfp4")
 
 
 class OuttypeChoice(click.Choice):
-    """A type (f32, f16, ..., q6_k) in upper or lower case, or by its name in llama.cpp's
-    quantiser."""
+    """A type (f32, f16, ..., q6_k) in upper or lower case, or by another program's name for it."""
 
     def __init__(self) -> None:
         super().__init__(get_args(Outtype), case_sensitive=False)

@@ -34,7 +34,7 @@ from sparkinfer.sizes import format_bytes
 @force_option
 @json_option
 def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
-    """Write everything known about a model to one HTML page.
+    """Write what the given files say about a model to one HTML page.
 
     The page needs no network."""
     let_threads_sleep()

@@ -48,7 +48,7 @@ _OPTIONS = (
                  help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
                  " GPU. [default: most of what is free on the first]"),
     click.option("--chat", "is_chat", is_flag=True,
-                 help="With -p: treat the prompt as a message and print the answer. Without -p, run"
+                 help="With a prompt: treat it as a message and print the answer. Without one, run"
                  " always holds a conversation."),
     click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
                  help="The system message."),

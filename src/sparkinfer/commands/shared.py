@@ -26,8 +26,8 @@ from sparkinfer.steady import reading
 
 
 class OutputPath(click.Path):
-    """A file that the command writes; every other path but a FolderPath is an input. With `endings`, names with the
-    ending of another kind of file are refused."""
+    """A file that the command writes; every other path but a FolderPath is an input. With
+    `endings`, names with the ending of another kind of file are refused."""
 
     endings: tuple[str, ...] = ()
 
@@ -55,7 +55,7 @@ FOLDER = FolderPath(path_type=Path)
 
 
 class _Plain:
-    """Refuses numbers in other digits than 0 to 9, which Python's int and float take."""
+    """Refuses text that is not ASCII: Python's int and float take other digits than 0 to 9."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not value.isascii():
@@ -268,8 +268,7 @@ def let_threads_sleep() -> None:
 
 
 def say(line: str) -> None:
-    """Writes a line for people, wrapped on a terminal. Unlike click.echo it goes through
-    sys.stderr, which a progress bar redirects, so that the two do not garble each other."""
+    """Writes a line for people to stderr, wrapped on a terminal."""
     if sys.stderr is not None:
         is_terminal = sys.stderr.isatty()
         print(wrapped(line, terminal_width()) if is_terminal else line, file=sys.stderr, flush=True)

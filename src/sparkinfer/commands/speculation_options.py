@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SpeculationOptions()
-# docs/measured.md: rewriting a file with changes is 2.6 times as fast in q8_0; prose is at most 2 %
+# docs/measured.md: rewriting a file with changes is 2.6 times as fast in q8_0; the rest is at most 2 %
 # slower in q8_0 and q4_0.
 _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
@@ -24,7 +24,7 @@ _OPTIONS = (
         "--speculate", "--spec-type", "spec_type", type=click.Choice(get_args(SpecType)),
         help="Draft tokens and verify several in one step; the text stays the same. ngram drafts"
         " from the text, ngram-mod from a table of all texts so far, draft with a smaller model"
-        f" (-md).  [default: {_UNLESS_TOLD} on the CPU with native steps; draft with -md]",
+        f" (-md).  [default: {_UNLESS_TOLD} where the text stays the same; draft with -md]",
     ),
     click.option(
         "-md", "--model-draft", "model_draft", type=click.Path(path_type=Path), metavar="FILE",
@@ -82,9 +82,8 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
 def speculating(
     engine: "Engine", options: SpeculationOptions, model_draft: Path | None = None
 ) -> "Iterator[Speculation | None]":
-    """Drafts for a Generation, or for many; None if none are wanted, or if the default could change
-    the text. The draft model is loaded at
-    the beginning of the block and closed at its end.
+    """Drafts for one Generation after another; None if none are wanted, or if the default could
+    change the text. The draft model is loaded at the beginning of the block and closed at its end.
 
     Raises SparkinferError if speculation could change the text, and for a draft model of another
     vocabulary."""

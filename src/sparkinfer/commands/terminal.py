@@ -1,6 +1,6 @@
 """The user's side of a conversation: a terminal with line editing and history, or a pipe.
 
-In a pipe, each line is a message. At a terminal, Enter sends, Alt-Enter or a backslash before Enter
+In a pipe, each line is a message, unless a backslash at its end continues it. At a terminal, Enter sends, Alt-Enter or a backslash before Enter
 starts a new line, and a paste is one message."""
 
 import os

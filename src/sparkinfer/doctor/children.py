@@ -33,7 +33,7 @@ class Result:
 
 
 class Child:
-    """A started child; several run at the same time."""
+    """A started child; several can run at the same time."""
 
     def __init__(self, module: str, *arguments: str, limit_s: float | None = None) -> None:
         self._ends = time.monotonic() + (LIMIT_S if limit_s is None else limit_s)

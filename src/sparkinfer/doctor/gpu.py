@@ -124,7 +124,7 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
         f" {format_bytes(gpu['total'])}"
     )
     if capability < LEAST_CAPABILITY:
-        return [wrong(about, f"{text}: below {LEAST_CAPABILITY}, the lowest that torch supports",
+        return [wrong(about, f"{text}: below {LEAST_CAPABILITY}, the lowest of torch's wheels",
                       "use --device cpu")]  # fmt: skip
     if capability < BF16_CAPABILITY:
         return [note(about, f"{text}: it has no bf16, so a bf16 model may run slower on it",
@@ -133,7 +133,8 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
 
 
 def is_checked(gpu: Mapping[str, Any], stored: Sequence[Checks]) -> bool:
-    """True if a load would find stored results for this GPU."""
+    """True if a load would find stored results for this GPU; if its key is unknown, true if there
+    are results for its number."""
     now = gpu.get("key")
     if now is not None:
         return any(asdict(each.key) == now for each in stored)
@@ -165,7 +166,7 @@ def checks(
 
 def _changes(key: DeviceKey, now: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """The fields in which the system differs from the one that was checked. If torch does not see
-    the GPU, only versions are compared."""
+    the GPU, only the versions of torch, Triton and sparkinfer are compared."""
     if key.index in now:
         found, of = asdict(key), now[key.index]
         return [name for name in found if found[name] != of.get(name)]

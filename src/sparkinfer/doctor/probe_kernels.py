@@ -1,4 +1,5 @@
-"""Child process: compares the C++ kernels with numpy, at every level that the processor can run.
+"""Child process: compares the C++ kernels for products, sums of rows and unpacking with numpy, at
+every level that the processor can run.
 
 It needs numpy and gguf, not torch.
 

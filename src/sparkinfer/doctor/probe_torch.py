@@ -1,4 +1,5 @@
-"""Child process that checks whether torch can be imported, multiplies correctly, and sees GPUs."""
+"""Child process that checks whether torch can be imported, multiplies correctly and sees GPUs, and
+whether the runtime can be imported."""
 
 import os
 from dataclasses import asdict

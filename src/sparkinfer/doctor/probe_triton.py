@@ -1,5 +1,5 @@
 """Child process that checks whether Triton can be imported, whether it has a compiler and Python's
-headers, and how large its kernel cache is."""
+headers, and whether its kernel cache can be written and how large it is."""
 
 import os
 import shutil
