@@ -32,8 +32,8 @@ LARGE = ("f32", "f16", "bf16")
 # The rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
 STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that the next run gets the same
-# A predictor's bytes relative to its layer's neurons: 9.4 % in f16 (docs/predictors.md), 18 % in
-# q8_0. It names a tenth more neurons than fire.
+# Assumed until predictors are trained: a whole gate matrix in q4_0 (docs/predictors.md), in bytes
+# relative to its layer's neurons by their type, and a tenth more neurons named than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
 SURELY = 4  # a GPU with this many times the estimated temporaries holds the measured ones
@@ -287,7 +287,7 @@ def bytes_exact(model: ModelFile, density: float) -> float:
 
 
 def bytes_predicted(model: ModelFile, density: float) -> float:
-    """Neurons' bytes per token in mode predicted, with predictors of the usual size."""
+    """Neurons' bytes per token in mode predicted, with predictors of the assumed size."""
     share = PREDICTOR_SHARE.get(model.tensors[f"blk.0.{model.gate_name}.weight"].kind, 0.3)
     named = min(1.0, NAMED_PER_FIRING * density)
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]

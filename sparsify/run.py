@@ -3,10 +3,10 @@ neurons.
 
     checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share
 
-Under the rule "threshold", the neurons' weights and first limits are measured on the first windows
-of the corpus. Then every step trains on a batch while the silent share follows the schedule. From
-time to time the model is compared with its dense self on held-out text; the best state of every
-share is written.
+The first windows of the corpus set the neurons' weights (rule "threshold") and the first limits
+(rules "threshold" and "fatrelu"). Then every step trains on a batch while the silent share follows
+the schedule. From time to time the model is compared with its dense self on held-out text; the best
+state of every share is written.
 
 Model files are written by the command line, which calls convert."""
 

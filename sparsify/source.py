@@ -85,6 +85,11 @@ def as_checkpoint(source: Path, folder: Path) -> Path:
             f"{source}: its activation is {model.activation}: the model is sparse by itself and"
             " needs no training; profile it as it is"
         )
+    if model.has_limits:
+        raise SparkinferError(
+            f"{source}: has limits already; give the model that it was made from, with --start-from to"
+            " continue a trained checkpoint"
+        )
     if model.architecture not in CLASSES or "rope_freqs.weight" in model.tensors:
         raise SparkinferError(
             f"{source}: a {model.architecture} graph"

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import random_llama
@@ -23,8 +24,9 @@ from sparkinfer.cli import main
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import Interrupted, SparkinferError
-from sparkinfer.limits import FILE_NAME
+from sparkinfer.limits import FILE_NAME, LayerLimits
 from sparkinfer.limits import Limits as LimitsFile
+from sparkinfer.model_file import ModelFile
 from sparkinfer.sparsify import state
 from sparkinfer.sparsify.config import SparsifyConfig
 from sparkinfer.sparsify.feed_forward import Update, matrix_names, whole_matrices
@@ -238,6 +240,20 @@ def test_a_model_file_becomes_the_checkpoint_it_was_made_of(inputs, tmp_path, la
         AutoModelForCausalLM.from_pretrained(path)(ids_T[None]).logits for path in (folder, model)
     ]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("field, size", [("gate_F", "num_neurons"), ("qkv_D", "width")])
+def test_a_model_file_with_limits_is_not_trained(inputs, tmp_path, field, size):
+    """Limits of inputs also transpose matrices, for which there are no names in a checkpoint."""
+    file, limited = tmp_path / "m.gguf", tmp_path / "limited.gguf"
+    convert(ConvertConfig(source=inputs[0], output=file, outtype="f32"))
+    shape = ModelFile.load(file).shape
+    layer = LayerLimits(**{field: np.full(getattr(shape, size), 0.01, np.float32)})
+    LimitsFile(model_id=None, layers=(layer,) * shape.num_layers).save(tmp_path / "limits")
+    convert(ConvertConfig(source=file, output=limited, limits=tmp_path / "limits"))
+    with pytest.raises(SparkinferError, match="limited.gguf: has limits already; give the model"):
+        as_checkpoint(limited, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])

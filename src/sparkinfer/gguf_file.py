@@ -51,7 +51,7 @@ class TensorEntry:
 
     `kind` is the type's name in lower case ("f32", "q8_0", "i32"). `read_rows(start, stop)` returns
     the bytes of some rows (for a vector: values) as an array. For a file that was read it is a view
-    of the mapped file; for a file to be written it is computed on demand."""
+    of the mapped file; for a file to be written it may be computed on demand."""
 
     shape: tuple[int, ...]
     kind: str

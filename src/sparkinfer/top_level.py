@@ -1,7 +1,8 @@
 """Runs a command and turns errors and signals into one line and an exit code.
 
-No command ends in a traceback: an error of the user or the machine is one line with exit code 1,
-and an unexpected error is one line with exit code 70, after its traceback if SPARKINFER_DEBUG=1.
+No command ends in a traceback: an error of the user or the machine is one line with exit code 1, or
+2 for a wrong command line, and an unexpected error is one line with exit code 70. With
+SPARKINFER_DEBUG=1, the traceback of another library's error comes first.
 All slow imports happen inside the block that ensures this. Commands are in
 commands.all_commands."""
 

@@ -25,8 +25,9 @@ class Written:
     """`source` is a checkpoint folder or a GGUF; `path` is where the file is before it is renamed
     to `output`.
 
-    `restored` yields every tensor once, and raises SparkinferError for one whose values differ from
-    the source's by more than the rounding of its type."""
+    `restored` yields the source's tensors except predictors and limits (of a fused one, each part),
+    and raises SparkinferError for one whose values differ from the source's by more than the
+    rounding of its type."""
 
     source: Path
     path: Path

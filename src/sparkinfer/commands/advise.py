@@ -237,7 +237,7 @@ def _lines(advice: "Advice", compared_with: str) -> list[str]:
     table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
     name = "{} {}".format(*advice.reference)
     return [*table, f"on {advice.num_tokens:,} tokens, against {compared_with}",
-            f"tokens/s: medians of rounds in turns, as ratios to {name}",
+            f"tokens/s: timed in turns, as ratios to {name}; by bytes: extrapolated",
             f"advice: {advice.why}"]  # fmt: skip
 
 

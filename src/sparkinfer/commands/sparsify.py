@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     "--checks",
     default=12,
     show_default=True,
-    help="Number of measurements during training, per share.",
+    help="About how many measurements to make during training, per share.",
 )
 @click.option("--activation", "rule", default="threshold", show_default=True,
               type=click.Choice(["threshold", "relu", "fatrelu", "drelu"]),
@@ -73,7 +73,9 @@ if TYPE_CHECKING:
 @click.option("--text-key", default="text", show_default=True,
               help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
 @click.option(
-    "--save-checkpoint", type=FOLDER, help="Save a Hugging Face checkpoint to this folder, too."
+    "--save-checkpoint",
+    type=FOLDER,
+    help="Save a Hugging Face checkpoint to this folder, too; with several shares, one for each.",
 )
 @click.option("--start-from", type=FILE,
               help="A trained checkpoint of this model to continue from, e.g. to a larger share.")  # fmt: skip
