@@ -93,7 +93,7 @@ def costs_nothing(found: Artifacts, mode: RunMode) -> bool:
 def quality_section(found: Artifacts, names: Names) -> Section:
     measured = measured_of(found)
     missing = () if found.evals else (names.no_eval,)
-    lead = "The loss of each mode against the same file run densely, on the same held-out text."
+    lead = "What each mode loses against the same file run densely on the same held-out text."
     if not measured:
         return Section(name="quality", title="Quality against dense", lead=lead, missing=missing)
     rows = tuple(

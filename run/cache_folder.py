@@ -6,7 +6,7 @@
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
 the state from which an interrupted stage resumes. Users of an artifact hold its lock shared; to
 make or remove it takes the exclusive lock, so that concurrent runs make nothing twice and nothing
-in use is removed. `keys` defines the keys."""
+in use is removed. `stages` makes the keys, from the identities in `keys`."""
 
 import fcntl
 import json

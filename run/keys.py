@@ -1,5 +1,5 @@
-"""The keys of the artifacts of `sparkinfer run`: identities of sources and files, versions of
-stages.
+"""What the keys of `sparkinfer run`'s artifacts are made of: identities of sources and files,
+versions of stages.
 
 A file is identified, wherever it is, by its size, its modification time and samples of its bytes; a
 small one by its size and all of its bytes. That is cheap even for 100 GB, and writing to a file

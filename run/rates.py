@@ -38,7 +38,7 @@ class Rates:
 
     @classmethod
     def load(cls, folder: Path, machine: str) -> "Rates":
-        """The rates in a cache folder; empty if there is no readable file."""
+        """A machine's rates in a cache folder; empty if there is no readable file."""
         rates = cls(path=folder / FILE, machine=machine)
         with suppress(OSError, ValueError, TypeError, AttributeError, *TOO_LARGE):
             found = json.loads(rates.path.read_text(encoding="utf-8")).get(machine, {})

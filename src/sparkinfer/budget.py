@@ -228,8 +228,8 @@ class CacheSize:
     packs_bits: bool
 
     def gpu_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
-        """Staging; if the GPU packs bits, also the bits and the slot of each neuron of the cached
-        layers."""
+        """Staging; if the GPU packs bits, also a bit for each neuron, and the slot of each neuron of
+        the cached layers."""
         packing = step_bits_bytes(model)
         packing += sum(
             NUMBER_BYTES * model.shape.num_neurons

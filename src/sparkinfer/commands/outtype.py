@@ -10,7 +10,8 @@ from sparkinfer.convert.options import Outtype
 _SAME = {"fp32": "f32", "float32": "f32", "fp16": "f16", "float16": "f16", "bfloat16": "bf16",
          "q8": "q8_0"}  # fmt: skip
 # llama.cpp's mixtures give some matrices a larger type than the rest.
-_M, _S = "some in q6_k, which --tensor-type 'attn_v|ffn_down=q6_k' does", "the output head in q6_k"
+_M = "some of attn_v and ffn_down, and the output head, in q6_k (see convert --tensor-type)"
+_S = "the output head in q6_k"
 _MIXTURES = {
     "q4_k_m": ("q4_k", _M), "q5_k_m": ("q5_k", _M),
     "q4_k_s": ("q4_k", f"a few in q5_k and {_S}"), "q5_k_s": ("q5_k", _S),

@@ -106,7 +106,7 @@ def profile(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Count how often each neuron fires on a text, and train predictors.
+    """Count how often each neuron fires on a text; with --train-predictors, also train predictors.
 
     If stopped, it leaves OUTPUT.resume, and the same command continues from there. With torchrun -m
     sparkinfer profile ... several processes share the text."""

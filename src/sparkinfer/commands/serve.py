@@ -50,13 +50,13 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
     "--port", default=8080, show_default=True, help="Port to listen on; 0 picks a free one."
 )
 @click.option("-np", "--parallel", type=int, default=4, show_default=True,
-              help="Requests processed at a time, each with a whole --context; with a plan, by default no"
-                   " more than it has room for.")  # fmt: skip
+              help="Texts generated at a time, each with a whole --context; with a plan, by default no more"
+                   " than it has room for.")  # fmt: skip
 @click.option("--kept", type=int,
               help="Number of further texts whose KV cache is kept for requests with the same prefix."
                    " [default: as many as --parallel; with a plan, all that it has room for]")  # fmt: skip
 @click.option("--queue", default=64, show_default=True,
-              help="Requests that may wait; more are refused with 429.")  # fmt: skip
+              help="Texts that may wait; requests for more are refused with 429.")  # fmt: skip
 @context_option(
     "Context length of a request in tokens. [default: the plan's, or the model's up to 4,096]"
 )
@@ -67,7 +67,8 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--drain", "drain_s", default=30.0, show_default=True,
               help="Seconds that answers have to finish when the server is stopped.")  # fmt: skip
 @click.option("--read-timeout", "read_s", default=30.0, show_default=True,
-              help="Seconds that a client has to send a request, or to read a piece of an answer.")  # fmt: skip
+              help="Seconds that a client has to send a request's headers, its body, and to read each piece of"
+                   " an answer.")  # fmt: skip
 @click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
               help="Maximum size of a request. [default: 8MiB]")  # fmt: skip
 @click.option("--api-key", metavar="KEY",
