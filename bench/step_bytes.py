@@ -2,8 +2,8 @@
 
 On the CPU, the step itself counts the weights of attention, predictors and neurons as it runs; keys
 and values, the head, norms and biases are computed from shapes. On a GPU everything is computed
-from shapes but cold neurons, which the CPU counts; in a sparse mode the rows read of hot neurons are
-unknown.
+from shapes but cold neurons, which the CPU counts; the rows that are read of hot neurons in a
+sparse mode are unknown.
 
 Letters: L layers, P parts of runtime.step.step_times."""
 

@@ -109,7 +109,7 @@ def room_here(wishes: Wishes) -> Room:
         return Room(main=main)
     if wishes.vram is not None:
         return Room(main=main, gpus=wishes.vram if any(wishes.vram) else ())
-    free = GPU_SHARE * torch.cuda.mem_get_info()[0]
+    free = GPU_SHARE * torch.cuda.mem_get_info(torch.device(wishes.device or "cuda"))[0]
     return Room(main=main, gpus=(int(free) // STEP_BYTES * STEP_BYTES,))
 
 

@@ -115,8 +115,8 @@ def estimate(job: Job, tokens: int | None) -> Estimate:
 
 
 def expected_tokens(job: Job) -> int | None:
-    """Tokens of a profile with predictors, estimated if there was no look yet; None if none is to be
-    made."""
+    """Tokens of a profile with predictors, estimated if there was no look yet; None for no such
+    profile."""
     if job.choice.predictors is False:
         return None
     look = job.cache.find("look", look_key(job))

@@ -85,6 +85,19 @@ def test_it_says_why_no_gpu_is_used(source, monkeypatch, wishes, has_cuda, why):
     assert found.lines[-1].startswith(f"on the CPU, without a plan: {why}")
 
 
+def test_the_default_budget_is_that_of_the_gpu_asked_for(monkeypatch):
+    free = {None: 8 << 30, 0: 8 << 30, 1: 4 << 30}
+    monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        choice.torch.cuda, "mem_get_info", lambda device: (free[device.index], 8 << 30)
+    )
+    for device, index in ((None, 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
+        (budget,) = choice.room_here(Wishes(device=device)).gpus
+        wanted = choice.GPU_SHARE * free[index]
+        assert wanted - choice.STEP_BYTES < budget <= wanted, device
+    assert choice.room_here(Wishes(device="cpu")).gpus == ()
+
+
 def test_which_models_are_looked_at():
     cases = (
         ("silu", Wishes(), False, False),

@@ -1,4 +1,4 @@
-"""A lower bound on the time of any policy of the neuron cache, even one that knows the text in
+"""A lower bound on the time of policies of the neuron cache, even of one that knows the text in
 advance.
 
 A step takes at least the larger of its compute time and its copy time, and a layer at least the

@@ -13,7 +13,7 @@ from sparkinfer.rope import NO_SCALING, RopeScaling
 Layout = Literal["sparse", "stock"]
 Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
 PredictorKind = Literal["linear", "relu", "gate"]
-# Activations whose small values are not zero: only a threshold on |act(gate)| silences neurons.
+# Activations whose small values are not zero: only thresholds and limits silence neurons.
 SMOOTH = ("silu", "gelu", "gelu_tanh")
 PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")

@@ -35,8 +35,8 @@ def put_folder(partial: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names atomically; False if the system cannot. Raises FileNotFoundError if one is
-    missing."""
+    """Exchanges two names atomically; False if the system cannot. Raises FileNotFoundError if one
+    is missing."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -1,9 +1,9 @@
 """The number of kernels that a token launches on a GPU; plans are priced with these counts.
 
-Plans assume that a step on a GPU is a captured graph, in which every kernel waits for the one before
-it and costs `Gpu.launch_s` in addition to its bytes. Each matrix product is one kernel, each norm of
-a block is one (which also adds the residual), and the groups below have as many as stated. The
-kernels of the embedding and of the neuron cache are not counted."""
+Plans assume that a step on a GPU is a captured graph, in which every kernel waits for the one
+before it and costs `Gpu.launch_s` in addition to its bytes. Each matrix product is one kernel, each
+norm of a block is one (which also adds the residual), and the groups below have as many as stated.
+The kernels of the embedding and of the neuron cache are not counted."""
 
 from sparkinfer.budget import is_dense, is_predictor, layer_tensors
 from sparkinfer.model_file import ModelFile

@@ -43,7 +43,7 @@ class Split:
     cpu_bytes: Items
     status: str
     objective_s: float  # predicted seconds per token
-    bound_s: float  # lower bound on any plan
+    bound_s: float  # lower bound on all plans that keep to the rules in docs/solver.md
     solve_s: float
     # The GPU of each layer and, last, of the head, in non-decreasing order; () for one GPU.
     home: tuple[int, ...] = ()

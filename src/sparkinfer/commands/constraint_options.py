@@ -84,7 +84,7 @@ def _grammar(text: str, codec: "TextCodec", *, is_lark: bool) -> "Constraint":
 
 
 def _looks_like_lark(text: str) -> bool:
-    """Every GBNF text defines `root ::=`; every Lark text `start:`."""
+    """A GBNF text has `::=`, a Lark text has a rule `start` or a line %llguidance instead."""
     return "::=" not in text and any(
         line.lstrip().startswith(("start", "?start", "%llguidance")) for line in text.splitlines()
     )

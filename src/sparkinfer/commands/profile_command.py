@@ -194,8 +194,8 @@ def _lines(report: "ProfileReport") -> list[str]:
         )
     if density > NEARLY_ALL:
         lines.append(
-            "note: nearly every neuron fires, as in all SiLU and GELU models without thresholds, so"
-            " there are none to leave out: --target-sparsity chooses thresholds, and sparkinfer advise"
+            "note: nearly every neuron fires, as in SiLU and GELU models without thresholds and limits,"
+            " so there are none to leave out: --target-sparsity chooses thresholds, and sparkinfer advise"
             " measures what pays"
         )
     return lines + short_lines(report)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 @click.option("--rank", type=int, help="Train low-rank updates of this rank, not whole matrices.")
 @click.option("--learning-rate", default=3e-4, show_default=True)
 @click.option("--layer-weight", default=10.0, show_default=True,
-              help="Weight of the error of every layer's output in the loss.")  # fmt: skip
+              help="Weight in the loss of the layers' mean output error.")  # fmt: skip
 @click.option("--window", default=256, show_default=True, help="Tokens per training text.")
 @click.option("--batch-tokens", default=512, show_default=True, help="Tokens per step and process.")
 @click.option("--micro-tokens", default=512, show_default=True, help="Tokens per forward pass.")

@@ -1,7 +1,7 @@
 """The user's side of a conversation: a terminal with line editing and history, or a pipe.
 
-In a pipe, each line is a message, unless a backslash at its end continues it. At a terminal, Enter sends, Alt-Enter or a backslash before Enter
-starts a new line, and a paste is one message."""
+In a pipe, each line is a message; a backslash at its end continues it with the next. At a terminal,
+Enter sends, Alt-Enter or a backslash before Enter starts a new line, and a paste is one message."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Inspects a file of any kind: a path in, a summary out.
+"""Inspects a file: a path in, a summary out.
 
 The kind is detected from the content, never from the name. Summaries are in gguf_summary and
 artifact_summaries, their display in tables."""
