@@ -1,5 +1,5 @@
 """Measures memory bandwidth: on the CPU with the runtime's matrix-vector product and threads, on a
-GPU with torch's sum, over a buffer larger than the caches if free memory allows.
+GPU with torch's sum, over a buffer of up to 1 GiB, which is larger than most caches.
 
 It is measured again in every round, so that whatever slows the model in a round also slows the
 probe."""

@@ -9,8 +9,8 @@ PROFILE, MACHINE, PLAN = "model.profile.safetensors", "machine.json", "model.spl
 
 
 class Names:
-    """The names of the given files, without folders. A file that is not given has a default name,
-    a plan has none."""
+    """The names of the given files, without folders. Files that are not given have default names,
+    except a plan, whose name is then ""."""
 
     def __init__(self, config: ReportConfig) -> None:
         self.model = shlex.quote(config.model.name)

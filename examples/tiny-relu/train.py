@@ -14,8 +14,8 @@ Muon's orthogonal updates make all neurons equally busy. Training windows are 51
 for the last part of the run, so that every position of the context has been seen.
 
 A run is a function of its settings, the seed and the step: batches are drawn from the last two, so
-an interrupted run that resumes sees what it would have seen. Settings may change at a resume; the
-history is kept and written next to the model. This program does not use sparkinfer."""
+an interrupted run that resumes sees what it would have seen. Settings may change at a resume; their
+history is kept and written to metrics.json. This program does not use sparkinfer."""
 
 import argparse
 import json
