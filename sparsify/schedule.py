@@ -13,7 +13,7 @@ from sparkinfer.errors import SparkinferError
 RAMP = 0.15  # the first part of a stage's steps, in which the share rises
 ACTIVATION_RAMP = 0.4  # the same, if the activation meanwhile changes to ReLU
 FROZEN = 0.2  # the last part of a stage's steps, with frozen limits
-FIRST_SHARE = 0.5  # start, relative to the first target; it costs little (docs/sparsify.md)
+FIRST_SHARE = 0.5  # start, relative to the first target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,8 +68,8 @@ def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype)
 
 
 def dtype_of(precision: Precision, device: str) -> torch.dtype:
-    """The type of products; "auto" is bf16 if the device has instructions for it (2.5 times as fast
-    as f32 on a Zen 4 core), else f32."""
+    """The type of products; "auto" is bf16 if the device supports it (a CPU: has AVX512-BF16), else
+    f32."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else torch.float32
     if device.startswith("cuda"):

@@ -28,8 +28,8 @@ def has_prompt(options: dict[str, Any]) -> bool:
 
 
 def check_options(options: dict[str, Any], corpora: Sequence[Path], *, dry_run: bool) -> None:
-    """Checks the options without the model; fills in the default of -n and reads the prompt,
-    possibly from stdin."""
+    """Checks the options without the model; fills in the default of -n and, unless it is a dry run,
+    reads the prompt, possibly from stdin."""
     take_sampling_options(dict(options))
     _, model_draft = take_speculation_options(dict(options))
     ConstraintOptions(**{name: options[name] for name in NAMES})

@@ -1,8 +1,9 @@
 """Writes a profile as PowerInfer's activation files, the input of its own solver.
 
-A folder of activation_0.pt, activation_1.pt, ..., each one 1-D int64 tensor of F counts. Source:
-PowerInfer, powerinfer-py/powerinfer/solver.py and export_split.py (both `torch.load` them by that
-name, so that the numbers cannot be padded with zeros)."""
+A folder of activation_0.pt, activation_1.pt, ..., one per layer, each a 1-D int64 tensor of the
+counts of the layer's F neurons. Source: PowerInfer, powerinfer-py/powerinfer/solver.py and
+export_split.py (both `torch.load` them by that name, so that the numbers cannot be padded with
+zeros)."""
 
 import re
 from io import BytesIO
