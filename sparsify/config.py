@@ -97,8 +97,8 @@ class SparsifyConfig:
 
     @property
     def targets(self) -> tuple[float, ...]:
-        """The shares to reach, in sequence; for the rules in UNCHOSEN DEFAULT_SHARE, which limits
-        nothing."""
+        """The shares to reach, in sequence; for the rules in UNCHOSEN only DEFAULT_SHARE, which has
+        no effect on their limits."""
         return self.shares or (DEFAULT_SHARE,)
 
     @property

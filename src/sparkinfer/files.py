@@ -39,8 +39,8 @@ def partial_file(path: Path) -> Iterator[Path]:
     removes files of such names that are not locked, since only a killed run leaves them. The caller
     must therefore write into this file and not replace it with another one. Its bytes are synced to
     disk before the rename, and the rename before this returns, so that a power cut leaves either
-    the old file or the new one. Raises SparkinferError if the folder cannot be written, if the disk is full, if an
-    input of `steady.reading` has changed, or if another run has written `path`."""
+    the old file or the new one. Raises SparkinferError if the folder cannot be written, if the disk
+    is full, if an input of `steady.reading` has changed, or if another run has written `path`."""
     with _made(path, _new_file) as partial:
         yield partial
         _finish(path, lambda: _sync(partial))

@@ -2,7 +2,7 @@
 
 No command ends in a traceback: an error of the user or the machine is one line with exit code 1, or
 2 for a wrong command line, and an unexpected error is one line with exit code 70. With
-SPARKINFER_DEBUG=1, the traceback of another library's error comes first.
+SPARKINFER_DEBUG=1, the traceback of any error but a SparkinferError or an interrupt comes first.
 All slow imports happen inside the block that ensures this. Commands are in
 commands.all_commands."""
 

@@ -46,7 +46,7 @@ _WRITE = ("prompt", "prompt_file", "prompts_file", "keep", "num_logprobs", "is_s
 _OPTIONS = (
     click.option("-vb", "--vram", "--vram-budget", "vram", type=Size(), multiple=True,
                  help="GPU memory to use, e.g. 8GiB; a bare number is GiB; 0 uses only the CPU. Once per"
-                 " GPU. [default: most of what is free on --device]"),
+                 " GPU. [default: most of what is free on the first, or on --device]"),
     click.option("--chat", "is_chat", is_flag=True,
                  help="With a prompt: treat it as a message and print the answer. Without one, run"
                  " always holds a conversation."),

@@ -67,8 +67,8 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @click.option("--drain", "drain_s", default=30.0, show_default=True,
               help="Seconds that answers have to finish when the server is stopped.")  # fmt: skip
 @click.option("--read-timeout", "read_s", default=30.0, show_default=True,
-              help="Seconds that a client has to send a request's headers, its body, and to read each piece of"
-                   " an answer.")  # fmt: skip
+              help="Seconds that a client has to send a request's headers, to send its body, and to read each"
+                   " piece of an answer.")  # fmt: skip
 @click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
               help="Maximum size of a request. [default: 8MiB]")  # fmt: skip
 @click.option("--api-key", metavar="KEY",

@@ -124,8 +124,8 @@ def _gpu(gpu: Mapping[str, Any]) -> list[Finding]:
         f" {format_bytes(gpu['total'])}"
     )
     if capability < LEAST_CAPABILITY:
-        return [wrong(about, f"{text}: below {LEAST_CAPABILITY}, the lowest of torch's wheels",
-                      "use --device cpu")]  # fmt: skip
+        return [wrong(about, f"{text}: below {LEAST_CAPABILITY}, the lowest that torch's wheels for"
+                      " CUDA 12.8 and later support", "use --device cpu")]  # fmt: skip
     if capability < BF16_CAPABILITY:
         return [note(about, f"{text}: it has no bf16, so a bf16 model may run slower on it",
                      "convert with --outtype f16 or a quantised type")]  # fmt: skip
