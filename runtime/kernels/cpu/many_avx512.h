@@ -130,22 +130,6 @@ inline void add_signed_unit(const Ints* split, int64_t pairs, const UnitFactors<
     }
 }
 
-template <class Format>
-inline void add_in_order(const float* sums, int64_t n, float* y) {
-    constexpr int64_t PARTS = Format::PARTS;
-    for (int64_t half = 0; half < 2; ++half)
-        for (int64_t p = 0; p < PARTS / 2; ++p)
-            for (int64_t i = 0; i < LANES; i += 4) {
-                const int64_t d = Format::column(half, p, i);
-                if (d >= n) continue;
-                const float* at = sums + (half * PARTS + p) * LANES + i;
-                const __m128 even = _mm_load_ps(at), odd = _mm_load_ps(at + PARTS / 2 * LANES);
-                const __m128 low = _mm_unpacklo_ps(even, odd), high = _mm_unpackhi_ps(even, odd);
-                _mm_storeu_ps(y + d, _mm_add_ps(_mm_loadu_ps(y + d), low));
-                _mm_storeu_ps(y + d + 4, _mm_add_ps(_mm_loadu_ps(y + d + 4), high));
-            }
-}
-
 // Adds a unit to eight vectors or fewer: in add_unit()'s order, or, if it is cut to its first n values, in
 // column order.
 template <class Format>

@@ -39,16 +39,6 @@ inline void split_units(const uint8_t* const* quants, int64_t k, int64_t units, 
         }
 }
 
-template <class Format>
-inline void add_in_order(const float* sums, int64_t n, float* y) {
-    constexpr int64_t PARTS = Format::PARTS;
-    for (int64_t v = 0; v < 2 * PARTS; ++v)
-        for (int64_t i = 0; i < LANES; ++i) {
-            const int64_t d = Format::column(v / PARTS, v % PARTS, i);
-            if (d < n) y[d] += sums[v * LANES + i];
-        }
-}
-
 // Sums all k rows of a group for all vectors.
 template <class Format>
 inline void add_group_to_many(const uint8_t* const* rows, int64_t k, int64_t n, const ManySums& s) {

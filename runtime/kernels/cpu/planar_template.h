@@ -238,7 +238,20 @@ void order_sums(float* y, int64_t d0, int64_t d1) {
 
 // y += the first n of a unit's sums (whole blocks), reordered from add_unit()'s order to column order.
 template <class Format>
-inline void add_in_order(const float* sums, int64_t n, float* y);
+inline void add_in_order(const float* sums, int64_t n, float* y) {
+    constexpr int64_t PARTS = Format::PARTS;
+    for (int64_t half = 0; half < 2; ++half)
+        for (int64_t p = 0; p < PARTS / 2; ++p)
+            for (int64_t i = 0; i < LANES; i += 4) {  // four even columns, and the four odd ones
+                const int64_t d = Format::column(half, p, i);
+                if (d >= n) continue;
+                const float* even = sums + (half * PARTS + p) * LANES + i;
+                const float* odd = even + PARTS / 2 * LANES;
+                float whole[8];
+                for (int64_t j = 0; j < 4; ++j) whole[2 * j] = even[j], whole[2 * j + 1] = odd[j];
+                for (int64_t j = 0; j < 8; ++j) y[d + j] += whole[j];
+            }
+}
 
 // The last n values of rows, if fewer than in a unit; their sums are in column order.
 template <class Format>
