@@ -499,10 +499,8 @@ def test_rounding_is_distinguished_from_error(kind):
     assert not is_rounding(off, want, kind)
 
 
-def whole_gate_predictors(folder: Path, checkpoint: Path, *, ahead: bool) -> Path:
-    """Perfect predictors in DejaVu's format: x and -x through ReLU, then the layer's gate rows. With
-    `ahead` they read the input of the layer before, so the gate is scaled by the ratio of the norms'
-    weights, which is only roughly right."""
+def whole_gate_predictors(folder: Path, checkpoint: Path) -> Path:
+    """Perfect predictors in DejaVu's format: x and -x through ReLU, then the layer's gate rows."""
     import torch
     from safetensors.torch import load_file
 
@@ -510,10 +508,7 @@ def whole_gate_predictors(folder: Path, checkpoint: Path, *, ahead: bool) -> Pat
     weights = load_file(checkpoint / "model.safetensors")
     eye = torch.eye(64)
     for layer in range(3):
-        norm = weights[f"model.layers.{layer}.post_attention_layernorm.weight"]
-        before = weights[f"model.layers.{max(0, layer - 1)}.post_attention_layernorm.weight"]
-        scale = norm / before if ahead else torch.ones(64)
-        gate = weights[f"model.layers.{layer}.mlp.gate_proj.weight"] * scale
+        gate = weights[f"model.layers.{layer}.mlp.gate_proj.weight"]
         torch.save({"fc1.weight": torch.cat([eye, -eye]),
                     "fc2.weight": torch.cat([gate, -gate], dim=1).contiguous()},
                    folder / f"model_{layer}.pt")  # fmt: skip
@@ -524,7 +519,7 @@ def test_predictors_near_chance_are_noticed(tmp_path):
     """Random ones are, perfect ones are not."""
     checkpoint = random_llama(tmp_path / "hf", hidden_act="relu")
     for name, make in {
-        "perfect": lambda f: whole_gate_predictors(f, checkpoint, ahead=False),
+        "perfect": lambda f: whole_gate_predictors(f, checkpoint),
         "random": lambda f: random_dejavu(f),
     }.items():
         run(checkpoint, tmp_path / f"{name}.gguf", predictors=make(tmp_path / name))
