@@ -43,10 +43,15 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
     best: Rival | None = None
     while count not in tried and len(tried) < MOST_LOADS:
         tried.add(count)
-        found = _loaded(rival, count, log)
+        try:
+            found = _loaded(rival, count, log)
+        except ProcessError:
+            if best is not None:
+                best.process.close()
+            raise
         room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: layers too many
-        worse = best if room >= 0 else found
-        best = found if room >= 0 else best
+        is_better = room >= 0 and (best is None or count > best.num_layers)
+        worse, best = (best, found) if is_better else (found, best)
         if worse is not None:
             worse.process.close()
         count = min(most, max(0, count + room))

@@ -175,6 +175,36 @@ def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wan
     assert len(loads) <= gpu_rival.MOST_LOADS
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_rival_that_fits_best_stays_open_and_no_other(monkeypatch, tmp_path, fails):
+    """4 layers fit, 6 need 600 bytes too many and 3 fit again; or the load of 3 fails."""
+    needed, is_open = {4: 500, 6: 1600, 3: 900}, dict[int, bool]()
+
+    class Loaded:
+        def __init__(self, count):
+            self.count = count
+            is_open[count] = True
+
+        def close(self):
+            is_open[self.count] = False
+
+    def loaded(rival, count, log):
+        if fails and count == 3:
+            raise ProcessError("llama.cpp: no memory")
+        return gpu_rival.Rival(process=Loaded(count), num_layers=count, gpu_bytes=needed[count])
+
+    monkeypatch.setattr(gpu_rival, "_loaded", loaded)
+    rival = gpu_rival.RivalModel(folder=tmp_path, model=tmp_path, context_length=8, num_layers=32,
+                                 layer_bytes=240)  # fmt: skip
+    if fails:
+        with pytest.raises(ProcessError, match="no memory"):
+            gpu_rival.best_rival(rival, 1000, tmp_path)
+        assert is_open == {4: False, 6: False}
+    else:
+        assert gpu_rival.best_rival(rival, 1000, tmp_path).num_layers == 4
+        assert is_open == {4: True, 6: False, 3: False}
+
+
 def test_the_error_of_a_program_that_dies_quotes_its_last_words(tmp_path):
     text = "import sys; print('{}', flush=True); input(); sys.exit('no memory left')"
     process = Process.of((sys.executable, "-c", text), "worker", tmp_path / "log")
