@@ -5,11 +5,11 @@
 # make evaluate          compare the bundled (or any) model, run by its plan, with its dense self
 # make test              the tests, set-up included
 # make check             lint and types; writes nothing into the tree
-# make fuzz MINUTES=60   feed damaged files to every reader; interrupt FAULTS=200 commands
+# make fuzz MINUTES=60   feed damaged files to every reader; interrupt FAULTS=200 commands; two writers
 # make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
 # make tables            the tables of the documents, from benchmarks/results
 # make docs              the documentation site in build/site; needs a network once
-# make wheels            a wheel and an sdist in build/wheels; CHECK="python3.12 ..." tries them there
+# make wheels            a wheel and an sdist in build/wheels; CHECK="python3.12 ..." tries it there
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
 # make clean             remove .venv and all that was built
@@ -181,7 +181,7 @@ test-llamacpp: build smollm2 $(LLAMACPP)/ready  ## our files in llama.cpp, its f
 	$(BIN)/python -m pytest -q -rP tests/llamacpp
 
 BENCH_DIR ?= build/bench
-bench: build smollm2 $(LLAMACPP)/ready  ## all against llama.cpp on this machine; 16 GiB in BENCH_DIR
+bench: build smollm2 $(LLAMACPP)/ready  ## decode and prefill against llama.cpp; 16 GiB in BENCH_DIR
 	@mkdir -p $(BENCH_DIR)
 	$(BIN)/python benchmarks/chat_model.py $(SMOLLM2) --rival $(LLAMACPP)/bin/python
 	$(BIN)/python benchmarks/decode.py $(BENCH_DIR) --rival $(LLAMACPP)/bin/python
@@ -219,7 +219,7 @@ $(SMOLLM2_STOCK): $(SMOLLM2)/%-stock.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/in
 
 # ---- checks on a CUDA device ------------------------------------------------------------------
 
-# From .venv where that was made, otherwise from PYTHON and what it lacks in GPU_SITE.
+# With .venv where that was made, otherwise with PYTHON, and in GPU_SITE the packages that it lacks.
 GPU_WHEELS := build/gpu-wheels
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RIVAL := build/gpu-rival

@@ -4,9 +4,9 @@
 
 MODEL is our model file, STOCK the same for llama.cpp, made by `make smollm2`; `decode.py` makes a
 ReLU model and its SiLU twin. A round computes 16 steps with one token of each of 1, 2, 4, 8 and 16
-sequences, after prompts of 16 tokens each, on both sides with the same random token ids; a figure
-is the median of the rounds' mean steps. llama.cpp is measured with and without its flash attention,
-and the faster counts. The cost of several rows relative to one is also the cost of drafts."""
+sequences, after prompts of 16 tokens each, on both sides with the same random token ids; figures
+are tokens per second, from the median of the rounds' mean steps. llama.cpp is measured with and
+without its flash attention, and the faster counts."""
 
 import argparse
 import json

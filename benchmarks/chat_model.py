@@ -5,8 +5,8 @@
 FOLDER is what `make smollm2` makes: SmolLM2-135M-Instruct as TYPE.gguf for ours and TYPE-stock.gguf
 for llama.cpp. A round measures the read bandwidth (as decode.py does), decode after a prompt of 16
 tokens, and the seconds from prompts of several lengths to the logits of their last token, each on
-both sides with the same random token ids. A prompt is repeated until a round has spent REPEATS_S on
-it and stands for the median of the repeats; a figure is the median of the rounds.
+both sides with the same random token ids. A prompt is repeated for about REPEATS_S in a
+round, at most MOST_REPEATS times, and counts by the median; a figure is the median of the rounds.
 
 llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
 faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read

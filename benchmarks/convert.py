@@ -3,7 +3,7 @@ Llama in bf16.
 
 Ours runs with --no-verify, because the rival does not verify.
 
-Each round runs both programs once for each type, in turn, and copies the checkpoint's bytes with an
+Each round runs both programs for each type, in turn, and copies the checkpoint's bytes with an
 fsync, which is the least a conversion to 16 bits can take. Times are of the whole command, Python's
 start included. Ours waits until the file is on the disk, the rival does not, so ours is also run
 with fsync switched off. The rival does not write q4_0, so ours is compared with the rival's f16,

@@ -7,7 +7,7 @@ call, through the ordinary path (many native calls), and with torch alone; the b
 must read over the read bandwidth measured in the same rounds (the model fits into the last cache,
 so this limit of memory can be exceeded); and the time of a step right after a product by torch with
 all its threads, which spin while they wait for more work, and alongside a thread that multiplies
-with torch all the time. Medians of the rounds; one JSON object at the end, kept in results/."""
+with torch all the time. The medians of the rounds go to results/."""
 
 import argparse
 import json

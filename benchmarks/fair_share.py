@@ -2,10 +2,8 @@
 
     python benchmarks/fair_share.py MODEL CORPUS [--rounds 5]
 
-Each round runs them alone, then alongside one endless loop per physical core. With as many other
-processes as cores, a fair share of the processor is a half, so twice the time is unavoidable; the
-bound is three times as long. Threads that wait for each other by spinning take ten times as long or
-more."""
+Each round runs them alone, then alongside one endless loop per physical core. An even share of the
+processor is then a half, which takes twice the time; the bound is BOUND times."""
 
 import argparse
 import json

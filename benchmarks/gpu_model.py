@@ -1,9 +1,9 @@
-"""Writes a model file of any size with planted sparsity in seconds, and its profile.
+"""Writes a model file of any size with planted sparsity, and its profile.
 
 The mathematics is that of `planted_checkpoint`; here no checkpoint is made and nothing converted:
-rows are made on the GPU if there is one, while the file is written. Each neuron's firing
-probability is known, so the profile is computed, not counted. Every row depends on the tensor's name and its own index alone, so a file is the same for
-any number of threads; GPU and CPU files differ.
+rows are made on `Planted.device` while the file is written. Each neuron's firing probability is
+known, so the profile is computed, not counted. Random values depend on names and indices alone, so
+a file is the same for any number of threads; GPU and CPU files differ.
 
 `write_stock` makes a random SiLU model of the same shape for llama.cpp, whose Llama graph
 has no ReLU.

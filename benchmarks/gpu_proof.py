@@ -1,4 +1,5 @@
-"""Executes every kernel launch of several plans as PTX, plants faults, and writes the results.
+"""Executes every variant of the kernel launches of several plans as PTX, plants faults, and writes
+the results.
 
     python benchmarks/gpu_proof.py [--only plans|faults]
 
@@ -121,7 +122,8 @@ def execute_plans() -> dict:
 
 
 def plant_faults() -> dict:
-    """{"faults": what each is and what found it, "barriers": by kernel}."""
+    """{"faults": what and where each is, what found it and why, "barriers": by kernel, how often what
+    found the removal of one}."""
     from ptx_mutants import BARRIERS, MUTANTS, outcome, without_each_barrier
 
     from sparkinfer.runtime.kernels.gpu import launch

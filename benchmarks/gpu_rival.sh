@@ -34,8 +34,8 @@ print(*[f for p in nvidia.__path__ for f in glob.glob(p + "/*/lib/libcublas.so.*
   export CMAKE_LIBRARY_PATH="$libraries" CPATH="$(dirname "$packaged")/include"
 fi
 
-# It also lacks the driver's library, which llama.cpp's virtual memory pool links with; its other
-# pool does not.
+# Without the driver's stub library, llama.cpp's virtual memory pool does not link; its other pool
+# needs none.
 options=()
 if ! compgen -G "$cuda/lib*/stubs/libcuda.so" > /dev/null && ! compgen -G "$cuda/targets/*/lib/stubs/libcuda.so" > /dev/null; then
   options=(-DGGML_CUDA_NO_VMM=ON)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a machine without a network ready for the GPU checks: a folder that PYTHONPATH names, with
-# the packages that its Python lacks (from wheels, see `make gpu-wheels`) and sparkinfer built there.
+# Makes a machine without a network ready for the GPU checks: installs the wheels of
+# `make gpu-wheels`, and sparkinfer built there, into the folder SITE for PYTHONPATH.
 #
 #     benchmarks/gpu_setup.sh PYTHON WHEELS SITE [--without-device]
 # PYTHON has torch and Triton, and nothing is installed over its packages, not even another torch. No

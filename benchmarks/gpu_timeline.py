@@ -35,7 +35,7 @@ class Timeline:
 
     @property
     def overlapped(self) -> float:
-        """The share of the CPU's computing time during which kernels run; 0 without any."""
+        """The share of the host's spans during which kernels run; 0 without any."""
         total = sum(end - begin for begin, end in self.host)
         return overlap(self.host, self.kernels) / total if total else 0.0
 

@@ -30,7 +30,7 @@ RULES = {
 
 
 def points(results: Path) -> dict[str, list[tuple[float, float]]]:
-    """(share of the bytes in percent, recall) of each rule, where it may read anything."""
+    """(share of the bytes in percent, recall) of each rule."""
     recall = json.loads(results.read_text())["recall"]
     return {
         name: [(100 * float(share), found["mean"]) for share, found in recall[name].items()]

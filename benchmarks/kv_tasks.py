@@ -3,10 +3,9 @@
     python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 10]
 
 A document consists of lines "The code of WORD is CODE." with words of TEXT and random codes. Then
-some lines are started again; the score is the probability of the code's tokens after the line's
-beginning. A model that copies does this well with full attention. All ways are asked for the same
-facts of the same documents, so they are compared in pairs; the same lines in another order show how
-far full attention itself varies.
+some lines are started again; the score is the mean logarithm of the probability of the code's
+tokens after the line's beginning. Each way is compared with full attention on the same facts of the
+same documents; the same lines in another order show how far full attention itself varies.
 
 The document itself is read with full attention (`after_full`), and for some ways also with the rule
 under test (`under_rule`). At the end of the document, of the bytes of a head's keys and values in
@@ -66,8 +65,8 @@ class Way:
 
 
 ALL = 1_000_000
-# A share in a name holds for some 7,000 tokens and head width 64: of the bytes of keys and values
-# that a token reads, tables included; "of the keys": without tables.
+# A share in a name is what a token reads of the bytes of all keys and values, after some 7,000 tokens
+# and with heads of 64 values. It includes tables, except with "of the keys".
 WAYS = {
     "full attention": Way(num_documents=ALL),
     "full attention, lines in another order": Way(is_shuffled=True),

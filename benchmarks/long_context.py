@@ -2,9 +2,8 @@
 
     python benchmarks/long_context.py MODEL STOCK --rival PYTHON
 
-MODEL is a model file and STOCK the same in llama.cpp's layout. The caches are filled without
-computing: ours with random keys and values, llama.cpp's by repeating those of 256 tokens, which
-take the same time to read. At each depth each of our two modes alternates with llama.cpp (flash
+MODEL is a model file and STOCK the same in llama.cpp's layout. The caches are filled with little
+computing: ours with random keys and values, llama.cpp's by repeating those of a short text. At each depth each of our two modes alternates with llama.cpp (flash
 attention) on the same token ids; a figure is the median of the rounds. The model's context length
 is overridden, since its output does not matter here."""
 

@@ -13,7 +13,7 @@ each layer, from the first on, as far as they fit; the head too if there is room
 Shapes are real, activity is synthetic (power law), and the machines' figures are from datasheets,
 so this compares policies, not measured speeds.
 
-    python placement.py        # a few minutes; writes results/placement.json and prints a table"""
+    python placement.py        # writes results/placement.json and prints it"""
 
 import json
 import resource
@@ -51,9 +51,8 @@ SHAPES = {
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of what everything takes
 BATCH = 64  # neurons that PowerInfer's program places together
 OVERFETCH = 2.0
-BELOW_MINIMUM = (
-    2e-5  # relative gain that a policy may have from layers with fewer hot neurons than C_l
-)
+# The relative gain that a policy may have from layers with fewer hot neurons than C_l.
+BELOW_MINIMUM = 2e-5
 MACHINES = {
     "fast": {"gpu_gb_per_s": 1000.0, "cpu_gb_per_s": 60.0, "launch_s": 4e-6,
              "round_trip_s": 15e-6, "copy_latency_s": 8e-6},

@@ -3,7 +3,7 @@
 The recipe is DejaVu's (arXiv 2310.17157), which PowerInfer and SparkInfer follow: two matrices of a
 fixed rank with ReLU between, trained on whether a neuron fires by plain binary cross entropy, AdamW
 at 1e-3, 20 epochs over stored activations, f16. Both are measured on the same held-out text, by the
-same code, with the threshold that keeps the same share of the output.
+same code, with the threshold that loses the same share of the norm of a layer's output.
 
     python benchmarks/predictors.py build/demo/base.gguf build/demo/predictors \
         --train build/corpus/train.txt --held-out build/corpus/held-out.txt \

@@ -1,7 +1,7 @@
 """Loads one server with many clients, and checks its answers and its memory.
 
 Every finished answer must be byte-identical to that of the same request sent alone; no answer may
-be lost, mixed up or stuck; the server's memory must not grow.
+be lost, mixed up or stuck; the server's memory must not grow by more than MAX_GROWTH.
 
     python benchmarks/serve_load.py MODEL [--clients 200] [--minutes 20] [--parallel 16]
 
@@ -9,12 +9,13 @@ Each request of a pool (chats and completions, greedy and seeded, prompts and an
 lengths, some with a common prefix) is first answered alone. Then each client sends random ones, one
 after another; for a third of them it disconnects at a random moment, before the first token or
 later. After a refusal because the queue is full, it waits and sends another one. The numbers of
-running and waiting texts are read from /metrics twice a second and checked against their bounds.
+running and waiting texts are read from /metrics about twice a second and checked against their
+bounds.
 Times to the first token include the wait in the queue.
 
-Resident memory of the server and its child process is sampled twice a second, after texts as long
-as the context have filled all places. Its growth is the mean of the last fifth of the samples over
-that of the second fifth. Clients run on the same processor."""
+Resident memory of the server and its child process is sampled as often, after texts nearly as long
+as the context have filled all places. Its growth is that from the mean of the second fifth of the
+samples to that of the last. Clients run on the same processor."""
 
 import argparse
 import asyncio
@@ -116,7 +117,7 @@ async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[
 
 
 async def _fill(server: ServerProcess, arguments: argparse.Namespace) -> None:
-    """Fills all places, also those of kept texts, with texts as long as the context, because the
+    """Fills all places, also those of kept texts, with texts of nearly the context, because the
     cache's memory becomes resident only when it is first written."""
     draw = random.Random(arguments.seed)
     for _ in range(2):
@@ -206,7 +207,7 @@ async def _client(
 
 
 async def _asked(port: int, request: Request, patience: float | int | None) -> Answer | None:
-    """The answer; None if the client disconnected."""
+    """The answer; None for a client that was to disconnect."""
     most = patience if isinstance(patience, int) else None
     asked = stream(port, request.path, request.body, most_pieces=most, seconds=STUCK_S)
     if not isinstance(patience, float):

@@ -1,6 +1,6 @@
 """Measures what thresholds cost a SiLU model: FFN sparsity against perplexity on held-out text.
 
-    python benchmarks/silu_thresholds.py [CHECKPOINT]     # the bundled twin: 15 minutes
+    python benchmarks/silu_thresholds.py [CHECKPOINT]     # the bundled twin by default
 
 Histograms and the greedy search see the training text of examples/tiny-relu/corpus.py; results are
 measured on its held-out modules, dense and sparse in one run. Three ways to divide the same mean

@@ -2,9 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py build/smollm2 [--planted build/bench/q8_0.gguf]
 
-A real chat model (`make smollm2`) writes two texts: a Python file of 150 lines again (greedy; it
-leaves out a line here and there), and a story, both greedily and sampled with a fixed seed. In
-each round the text is generated without drafts and with each drafter, in sequences of one engine
+A real chat model (`make smollm2`) writes two texts: a Python file of 150 lines again (greedily), and
+a story, both greedily and sampled with a fixed seed. In each round the text is generated without drafts and with each drafter, in sequences of one engine
 that alternate every few tokens, so that other load affects all alike; the tokens are compared, and
 the time runs from the first token to the last. The controller starts afresh each time. For the
 planted model, whose text is meaningless, only the steps are timed.
@@ -144,7 +143,7 @@ def _round(
     while any(not text.is_over for text in turn):
         for text in turn:
             text.go_on()
-        turn = [*turn[1:], turn[0]]  # each begins a round in turn
+        turn = [*turn[1:], turn[0]]  # each goes first in turn
     plain = texts.pop("none")
     found: dict[str, dict[str, float]] = {"none": {"seconds": plain.seconds}}
     for name, text in texts.items():

@@ -9,10 +9,8 @@ file runs in mode dense, its trained weights without limits, and in mode exact, 
 
 Loss: KL of every file and mode from the reference on the same windows of held-out text, with a 95 %
 interval. Speed: decode steps over the same text, STEPS at a time, all files and modes in turn within
-a round; a ratio is the median over the rounds of two times of one round. The rounds of earlier
-sessions in the JSON are kept: on a machine with other work, several short sessions say more than a
-long one. Bytes are weights that a step reads: those of the layers as the runtime counts them, and
-the head's."""
+a round. The rounds of earlier sessions in the JSON are kept. Bytes are weights that a step reads:
+those of the layers as the runtime counts them, and the head's."""
 
 import argparse
 import json
@@ -45,7 +43,7 @@ def name_of(run: Run) -> str:
 
 
 def losses(reference: Path, runs: Sequence[Run], text: Path, num_tokens: int) -> dict[str, Any]:
-    """KL and difference of loss of each run, against the reference in mode dense."""
+    """KL, difference of loss and same top token of each run, against the reference in mode dense."""
     found = {}
     with Engine.load(reference, mode="dense", device="cpu", is_resident=False) as dense:
         windows = read_windows(

@@ -54,7 +54,7 @@ def widened(
 ) -> Tensor:
     """A tensor of the wide model. Raises SystemExit for one that a Llama does not have."""
     if name == "model.norm.weight":
-        return values.float().repeat(copies)  # main divides it, if the head is tied
+        return values.float().repeat(copies)  # `widen` divides it if the head is tied
     if name.endswith("norm.weight"):
         return values.float().repeat(copies)
     if name == "model.embed_tokens.weight":

@@ -403,5 +403,5 @@ def test_the_tests_for_a_device_work_on_the_cpu(tmp_path):
     some.mkdir()
     for kind, plan, mode in (("f16", "mixed", "predicted"), ("q6_k", "random", "dense")):
         test_step.test_every_division_gives_what_the_cpu_gives(some, "cpu", kind, plan, mode)
-    test_step.test_the_bounds_reject_a_few_neurons_left_out(some, "cpu")
+    test_step.test_the_bounds_reject_neurons_left_out(some, "cpu")
     test_step.test_steps_repeat_to_the_bit(some, "cpu", "mixed")

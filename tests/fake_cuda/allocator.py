@@ -90,7 +90,7 @@ class Allocator:
         self.allocated -= size
 
     def empty_cache(self, pool: int | None = None) -> None:
-        """Returns free segments to the driver: those of all pools, or of one."""
+        """Returns the free segments of a pool, by default the common one, to the driver."""
         for segment in [s for s in self.segments if s.is_free and s.pool == (pool or 0)]:
             library.call("cudaFree", segment.start)
             self.segments.remove(segment)

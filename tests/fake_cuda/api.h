@@ -1,4 +1,4 @@
-// What the calls of the API begin with, but those that only report a state.
+// How the calls of the API begin, except those that only report a state.
 
 #pragma once
 

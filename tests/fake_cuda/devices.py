@@ -1,5 +1,5 @@
-"""The fake devices as torch's C++ sees them: streams, events, graphs and memory, which do on the
-fake runtime what torch's C++ does on CUDA."""
+"""Streams, events, graphs and memory of the fake devices, in place of the classes of torch's C++:
+they call the fake runtime as those call CUDA."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -220,7 +220,8 @@ class Event:
         return status != library.NOT_READY
 
     def _made(self) -> int:
-        """The handle. Where nothing was recorded, torch returns silently; here that is an error."""
+        """The handle. torch returns at once from waiting for an event that was never recorded; here
+        that is an error."""
         if self._handle is None:
             with self._owner.on_device(self._owner.current):
                 self._handle = library.made("cudaEventCreateWithFlags", 2)

@@ -39,7 +39,7 @@ class Graph:
         return cls(nodes=tuple(nodes), edges=tuple(edges))
 
     def before(self, omitted: int | None = None) -> list[set[int]]:
-        """The nodes that certainly run before each node, one edge left out."""
+        """The nodes that certainly run before each node, without edge `omitted`."""
         found: list[set[int]] = [set() for _ in self.nodes]
         for number, (first, second) in sorted(enumerate(self.edges), key=lambda item: item[1][1]):
             if number != omitted:

@@ -251,7 +251,7 @@ void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
 
 void fakeCheckRaces(int checks) { state().checks_races = checks != 0; }
 
-// Lets a process clean up after a failure of the device: queued operations no longer run.
+// Lets a process clean up, also after a failure of the device: drops queued operations and captures.
 void fakeForgive() {
   auto& s = state();
   std::lock_guard<std::recursive_mutex> guard(s.mutex);

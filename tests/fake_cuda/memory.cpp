@@ -1,4 +1,4 @@
-// Memory: its owners, what is pinned and what was freed; the calls that allocate and register.
+// Memory: what is allocated, pinned and freed; the calls that allocate and register.
 
 #include <sys/mman.h>
 

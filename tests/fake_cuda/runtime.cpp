@@ -1,4 +1,4 @@
-// All of the fake CUDA runtime as one unit, which compiles in half the time.
+// All of the fake CUDA runtime as one unit.
 
 #include "graphs.cpp"
 #include "memory.cpp"

@@ -300,8 +300,8 @@ int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* s
   return status || !is_pageable ? status : complete(stream->frontier);  // as CUDA does
 }
 
-// A kernel: `function(argument)` accesses these parts of its device's memory, and returns 0 or the
-// status with which it failed.
+// A kernel: `function(argument)` accesses these ranges of memory, and returns 0 or the status with
+// which it failed.
 int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int64_t), int64_t argument,
                      void (*forget)(int64_t), int count, char** starts, const int64_t* bytes,
                      const int* is_write) {

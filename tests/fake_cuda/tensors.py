@@ -24,7 +24,7 @@ _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 
 
 class Owner(Protocol):
-    """The devices, as torch's C++ sees them (devices.py)."""
+    """What tensors need of the devices; devices.FakeCuda has it."""
 
     def allocate(self, device: int, num_bytes: int) -> tuple[int, Callable[[], None]]:
         """(address, function that frees it) of memory for a tensor on the device's current

@@ -1,10 +1,10 @@
 """Runs the tests that need a CUDA device, and prints a short table of results.
 
-    python tests/gpu/run.py [--output build/test-gpu] [--minutes 5] [--processes 4]
+    python tests/gpu/run.py [--output build/test-gpu] [--minutes 5] [--processes N]
 
-Each file runs in its own process, several at a time, because compiling kernels takes most of the
-time and one core. Exits with 1 unless all tests ran and none failed; those of the sanitizer may be
-stopped early. OUTPUT/test-gpu.json and a log for each file are written as it goes, so that an
+Each file, or part of one, runs in its own process, several at a time, because compiling kernels
+takes most of the time and one core. Exits with 1 unless each of them ended in time, passed a test
+and failed none; those of the sanitizer may be stopped early, or pass none. OUTPUT/test-gpu.json and a log for each file are written as it goes, so that an
 interrupted run leaves its results."""
 
 import argparse
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def is_fine(self) -> bool:
-        """All ran and none failed; of slow tests, none failed."""
+        """It ended in time, with a test that passed and none that failed; a slow one: none failed."""
         if self.name in SLOW:
             return self.state != "FAILED"
         return self.state == "ok" and self.counts.get("passed", 0) > 0

@@ -14,7 +14,7 @@ from test_runtime import make_split
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).with_name("budget_program.py")
 MIB = 1 << 20
-# Takes all of the card except this many bytes, reports it, and holds it until stdin closes.
+# Takes all of the card except about this many bytes, reports it, and holds it until stdin closes.
 HOG = """
 import sys, torch
 held, left = [], int(sys.argv[1])
@@ -26,7 +26,7 @@ sys.stdin.read()
 
 
 def run(model, split):
-    """The program's output; on failure, everything it printed."""
+    """The JSON object that the program printed."""
     done = subprocess.run(
         [sys.executable, PROGRAM, model.path, split], capture_output=True, text=True, timeout=180
     )
@@ -58,8 +58,7 @@ def test_a_full_card_gives_one_line(tmp_path, cuda, large_model):
     hot = [np.arange(4096, dtype=np.int32)] * 6
     split, _ = plan(tmp_path, large_model, hot, more_bytes=64 * MIB)
     (report,) = run(large_model, split)["reports"]
-    # Room for everything that the program has outside torch, part of which it takes after its
-    # weights; but with the weights (200 MB) there is too little even for that part.
+    # Room for all that the program takes outside torch, but not for its weights (200 MB) too.
     left = report["outside"] + 16 * MIB
     hog = subprocess.Popen(
         [sys.executable, "-c", HOG, str(left)],

@@ -1,4 +1,4 @@
-"""The kernels under NVIDIA's compute-sanitizer, where it works: reads out of bounds, and races.
+"""The kernels under NVIDIA's compute-sanitizer, where it works: accesses out of bounds, and races.
 
 Kernels are much slower under it, so only a few of their tests run, by SELECTION. If the
 tool is missing, or does not work on this machine (it needs the driver's debugging interface), the

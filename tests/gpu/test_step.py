@@ -114,7 +114,7 @@ def test_every_graph_of_layers(tmp_path, device, case, outtype):
     check(both(path, "exact", device, tmp_path / "s.gguf"), outtype)
 
 
-def test_the_bounds_reject_a_few_neurons_left_out(tmp_path, device):
+def test_the_bounds_reject_neurons_left_out(tmp_path, device):
     """Predicted logits differ from dense ones by the neurons that the predictors leave out."""
     model = random_file(tmp_path, "f16")
     split = planned(tmp_path, model, "random")

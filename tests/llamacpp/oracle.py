@@ -28,7 +28,7 @@ def about() -> dict:
 
 
 def why_not(model: str) -> dict:
-    """Whether it loads, and llama.cpp's message about it."""
+    """Whether it loads, and llama.cpp's log of it."""
     loaded = load(model) is not None
     return {"loaded": loaded, "log": "".join(LOG)}
 

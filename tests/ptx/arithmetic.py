@@ -1,22 +1,19 @@
 """Arithmetic as PTX defines it, on numpy arrays: fused multiply-add, conversions, flushed denormals
-and approximate functions.
-
-Registers hold bits; functions here take and return arrays of the type that their name says."""
+and approximate functions."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-# The relative error that the PTX manual states for each approximate instruction, as a number or in
-# units of the last place ("ulp"). `lg2.approx` is exact here: near 1 its error is
-# stated as an absolute one.
+# The relative error of each approximate instruction by the PTX manual. `lg2.approx` is exact here:
+# near 1 its error is stated as an absolute one.
 APPROXIMATE = {
     "ex2": 2.0**-22,
     "rcp": 2.0**-23,
     "sqrt": 2.0**-23,
     "rsqrt": 2.0**-22.9,
-    "div.full": 2.0**-22,  # 2 ulp
-    "div.approx": 2.0**-22,  # 2 ulp
+    "div.full": 2.0**-22,  # stated as 2 units of the last place
+    "div.approx": 2.0**-22,  # the same
     "tanh": 2.0**-11,
 }
 _LEAST_NORMAL = np.float32(2.0**-126)
@@ -24,7 +21,7 @@ _TIE, _LOW_BITS = np.int64(1 << 28), np.int64((1 << 29) - 1)
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
-    """f32 with denormals replaced by zeros of the same sign."""
+    """f32 with denormals replaced by zeros of the same sign; other types unchanged."""
     if x.dtype != np.float32:
         return x
     is_small = np.abs(x) < _LEAST_NORMAL

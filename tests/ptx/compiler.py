@@ -138,7 +138,7 @@ def main() -> None:
 
     sys.stdin, questions = None, sys.stdin.buffer
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    CUDABackend.make_cubin = lambda *_: b""  # not needed, and half of the time
+    CUDABackend.make_cubin = lambda *_: b""  # the machine code is not needed
     devices = AbsentDevices()
     driver.set_active(devices)
     while True:

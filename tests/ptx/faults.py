@@ -6,7 +6,8 @@ class Fault(Exception):
 
 
 class OutOfBounds(Fault):
-    """An access outside all registered memory, or a store to read-only memory."""
+    """An access outside all registered memory or outside a block's shared or a thread's local memory,
+    or a store to read-only memory."""
 
 
 class Misaligned(Fault):
@@ -14,11 +15,13 @@ class Misaligned(Fault):
 
 
 class Uninitialised(Fault):
-    """An address, a branch or a stored value that depends on an undefined value."""
+    """An address, a guard, the lane of a shuffle or a value stored to global memory that is undefined,
+    or a read of global memory that was never written."""
 
 
 class DataRace(Fault):
-    """Two threads touch the same bytes, one of them writes, and no barrier lies between."""
+    """Two threads access the same bytes, one of them writes, and no barrier lies between (races.py
+    has the exceptions)."""
 
 
 class BadBarrier(Fault):
@@ -26,8 +29,8 @@ class BadBarrier(Fault):
 
 
 class BadShuffle(Fault):
-    """A warp operation that is not executed by exactly the lanes it names, or reads an inactive
-    one."""
+    """A warp operation that is not executed by exactly the lanes it names, or by all of the warp
+    where all must take part; or one that reads an inactive lane."""
 
 
 class UnknownInstruction(Exception):

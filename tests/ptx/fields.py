@@ -20,7 +20,7 @@ def no_more(modifiers: list[str]) -> None:
 
 
 def shift(name, modifiers, operands, registers):
-    """Amounts beyond the width shift everything out."""
+    """Amounts beyond the width leave zeros, or copies of the sign."""
     kind = of(modifiers[-1], _KINDS)
     no_more(modifiers[:-1])
     target, a, b = operands
@@ -41,8 +41,8 @@ def shift(name, modifiers, operands, registers):
 
 
 def _shifted_bytes(name: str, amount: int):
-    """Which bytes of a result are undefined, for a constant amount. An undefined sign marks at least
-    its own byte."""
+    """Which bytes of a result are undefined, for a constant amount. Copies of an undefined sign are
+    not marked, only the byte that holds the sign itself."""
     whole, has_rest = amount // 8, amount % 8 > 0
 
     def traced(u, _):
@@ -127,7 +127,7 @@ def insert(name, modifiers, operands, registers):
 
 def _inserted_bytes(first: int, last: int):
     """Which bytes of a result are undefined, if these bits are taken from the first operand. A byte
-    that has bits of both is if one of them is."""
+    with bits of both operands is undefined if either operand's byte is."""
     moved = _shifted_bytes("shl", first)
     taken = sum(1 << byte for byte in range(8) if first < 8 * byte + 8 and 8 * byte < last)
     covered = sum(1 << byte for byte in range(8) if first <= 8 * byte and 8 * byte + 8 <= last)

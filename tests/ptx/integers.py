@@ -1,7 +1,7 @@
 """Instructions on integers, bits and predicates.
 
-A factory takes an instruction's modifiers and operands and the kernel's registers, and returns what
-it does as a function of (machine, mask of active lanes: None if all are)."""
+A factory takes an instruction's name, modifiers and operands and the kernel's registers, and
+returns what it does as a function of (machine, mask of active lanes: None if all are)."""
 
 import numpy as np
 
@@ -25,8 +25,7 @@ UNTYPED = ("b16", "b32", "b64", "pred")
 
 
 def binary(compute):
-    """Plain instructions of two operands; for f32 and f64, `floats` handles those of the same
-    name."""
+    """Plain instructions of two integers; `floats` handles those of the same name on floats."""
 
     def factory(name, modifiers, operands, registers):
         kind = modifiers[-1]

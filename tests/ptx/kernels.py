@@ -25,8 +25,8 @@ PACKAGE = "sparkinfer.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = ("rows", "norm", "attention", "predictor", "neurons")
 SLOT_MODULE = "slot_kernels"
-# STORES: the parameters that each kernel may store to. FILLS: those that it never reads and writes
-# completely; they count as uninitialised before a launch and must be initialised after it.
+# STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
+# never reads; it counts as uninitialised before a launch and must be initialised after it.
 STORES = {
     "_dot": {"out"}, "_unpack": {"out"}, "_add_norm": {"out", "x_out"},
     "_rotate_append": {"qkv", "key", "value"}, "_attend_part": {"sums", "peaks", "weights"},
@@ -38,8 +38,8 @@ FILLS = {"_dot": "out", "_attend_join": "out", "_predict": "named", "_gate_up": 
 
 
 class PtxKernels:
-    """`kernels`: the record. `num_lane_instructions`: what has been executed so far; `launches`: for
-    each kernel, how often each PTX text was launched.
+    """`kernels`: the runtime's record of them. `num_lane_instructions`: instructions executed so far,
+    by opcode; `launches`: for each kernel, how often each PTX text was launched.
 
     `edit` changes the PTX of a kernel, given (name, text), before it runs. `package` and `folder`
     name a changed copy of the kernels' sources."""

@@ -52,7 +52,6 @@ class Memory:
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []  # by address
         self._starts: list[int] = []
-        self._removed: dict[str, tuple[int, int]] = {}
 
     def add(
         self,

@@ -16,10 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 WARP = 32
-CLOSE = (
-    2.0**-10
-)  # of 1 and the size of f32 numbers that rounding may have made different: terms are
-# larger than their sum, and up to some hundreds before they are scaled
+# Rounding may explain a difference of CLOSE * (1 + the larger magnitude) between two f32 numbers.
+CLOSE = 2.0**-10
 _LEAST_NORMAL = 2.0**-126
 
 
@@ -46,7 +44,8 @@ class Race(NamedTuple):
 
 
 def find_race(accesses: list[Access], unit: int, num_threads: int) -> Race | None:
-    """A pair that races, in units of `unit` bytes and blocks of `num_threads` threads."""
+    """A pair that races. Memory is compared in units of `unit` bytes; a block has `num_threads`
+    threads."""
     places = [_units(access, unit) for access in accesses]
     written = [place for place, a in zip(places, accesses, strict=True) if a.value_N is not None]
     if not written:
@@ -80,7 +79,7 @@ def _units(access: Access, unit: int) -> np.ndarray:
 
 
 def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
-    """One event for each accessed unit of memory that is also written."""
+    """One event for each access to a unit of memory that is also written."""
     columns: dict[str, list[np.ndarray]] = {}
     for number, (access, place) in enumerate(zip(accesses, places, strict=True)):
         counted = is_written[place]
@@ -100,7 +99,7 @@ def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
             ("block_epoch", access.block_epoch_N[row]),
             ("warp_epoch", access.warp_epoch_N[row]),
             ("value", value),
-            ("number", word),  # the f32 number that the byte is of, if it may be one
+            ("number", word),  # the f32 number that the unit is part of, if it may be one
             ("writes", np.full(len(row), access.value_N is not None)),
             ("access", np.full(len(row), number)),
         ):
