@@ -78,7 +78,7 @@ class Engine(TextEngine):
         """Replaces the thresholds of a SiLU or GELU model from now on.
 
         They replace gate limits too. Raises SparkinferError for other models, and unless there is
-        one finite threshold per layer."""
+        one finite threshold, at least 0, per layer."""
         source, own = str(self.model.path), self.model.limits
         other = tuple(replace(layer, gate_F=None) for layer in own.layers)
         model = self.model.with_limits(replace(own, layers=other), source)

@@ -1,9 +1,7 @@
 """Loads an engine: places the weights of a model file as the plan and the options say, and builds a
 decode step.
 
-The steps of a load, in order, each with a method: mode, device check, placement, sequences and KV
-cache, bytes, neuron cache, memory on the CPU and on GPUs, weights, streams of cold weights, decode
-step. If a GPU is lost during a load, the whole load is repeated on the CPU."""
+If a GPU is lost during a load, the whole load is repeated on the CPU."""
 
 import logging
 import time
@@ -210,7 +208,8 @@ class _Load:
         )  # fmt: skip
 
     def _set_up_neuron_cache(self) -> None:
-        """Chooses the neurons that are in slots at the start, and counts the slots' bytes."""
+        """Chooses the neurons that are in slots at the start, and counts the slots' bytes unless the
+        plan has room for them."""
         model, plan = self.model.row_major, self.plan
         self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
         self.resident_LN = None
@@ -236,8 +235,9 @@ class _Load:
         )  # fmt: skip
 
     def _step_rows(self) -> int:
-        """Most rows of a hybrid step. It is 1 with a neuron cache, which handles the bits of one token,
-        and if keys are in main memory, where steps of several rows have not been tested yet."""
+        """Most rows of a hybrid step. It is 1 without a GPU, with a neuron cache, which handles the
+        bits of one token, and if keys are in main memory, where steps of several rows have not been
+        tested."""
         if self.setup is not None or "gpu" not in self.bytes_by_role:
             return 1
         if self.placement.is_cache_on_host:

@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Gone(Exception):
-    """The client has closed the connection."""
+    """The client has closed the connection, or does not read its answer."""
 
 
 class Exchange:
@@ -72,7 +72,7 @@ class Exchange:
 
     def cancel(self) -> None:
         """Cancels unfinished texts and drops the references to all of them: texts and exchange
-        refer to each other, and the cycle collector would free them minutes later."""
+        refer to each other, and would otherwise wait for the cycle collector."""
         texts, self.texts = self.texts, []
         if self._num_open:
             self._scheduler.cancel(texts)

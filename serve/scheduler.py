@@ -1,9 +1,10 @@
 """The thread that runs the engine: texts join and leave between its steps.
 
 A step computes the last token of every generating text and fills its remaining rows with pieces of
-prompts, so a long prompt does not stall other answers. A row's result is bit-identical whatever
-else is in the step, so every request gets the text that it would get alone. A text that shares a
-long prefix with a prompt being computed waits for that prefix and reuses it."""
+prompts, so a long prompt does not stall other answers. If the engine `has_equal_rows`, a row's result
+is bit-identical whatever else is in the step, so every request gets the text that it would get
+alone. A text that shares a long prefix with a prompt being computed waits for that prefix and reuses
+it."""
 
 import logging
 import threading
@@ -25,7 +26,7 @@ Batch = list[tuple[Text, Event]]
 # Most rows of a step, unless more than STEP_ROWS - LEAST_ROWS texts generate; a native step reads
 # each weight once for all of them.
 STEP_ROWS = 128
-LEAST_ROWS = 16  # prompt rows of a step, however many texts generate
+LEAST_ROWS = 16  # of a step, left for prompts however many texts generate
 READ_S = 0.25  # time that prompt rows may add to a step in which texts generate
 WORTH_WAITING = 64  # more reusable prompt tokens make it worth waiting for another text
 
@@ -43,7 +44,7 @@ class Limits:
 
 
 class Scheduler:
-    """Runs the engine, and calls `post` once per step with all of the step's events.
+    """Runs the engine, and calls `post` once per step with all of the step's events, if any.
 
     `submit`, `cancel` and `stop` may be called from any thread; `run` belongs to the thread that
     owns the engine."""

@@ -84,7 +84,8 @@ class ServedModel:
         continues: bool,
         add_generation_prompt: bool,
     ) -> str:
-        """The text of a conversation. Raises ApiError if the template rejects it."""
+        """The text of a conversation. Raises ApiError if there is no template, or it rejects the
+        conversation."""
         if isinstance(self.template, str):
             raise ApiError(501, self.template, code="no_chat_template")
         try:
@@ -123,7 +124,7 @@ class ServedModel:
                 if token.special and token.content in texts}  # fmt: skip
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; for a special one, those of its name."""
+        """The bytes of a token; for an added one, those of its name."""
         tokenizer = self.codec.tokenizer
         name = tokenizer.id_to_token(token_id)
         if name is None:

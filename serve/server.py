@@ -1,8 +1,9 @@
 """The lifecycle of a server: its socket, the engine's thread, signals, shutdown.
 
 The port is bound before the model is loaded, so a port in use is reported immediately; until the
-model is loaded, /health says "loading model". SIGTERM or SIGINT lets running answers finish
-(drain_s), refuses new requests and ends the process with 0; a second signal kills it."""
+model is loaded, /health says "loading model". After SIGTERM or SIGINT, new requests are refused,
+running answers may take `drain_s` to finish, and `run` returns; a second signal ends the process at
+once, with 130."""
 
 import asyncio
 import os

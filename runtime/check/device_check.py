@@ -12,10 +12,10 @@ its fallback, with one line of output.
     graph                 the step is submitted kernel by kernel
     steps of N rows ...   steps have fewer rows; tried when they are first used
 
-Results are kept (sparkinfer.device_checks), so later loads check nothing and print the same lines.
-A part fails by an exception, a wrong result, a time limit, or the end of the process, which the
-next load finds. If the device no longer answers after a failure, this load goes to the CPU; the
-next one takes the part's own fallback."""
+Results are kept (sparkinfer.device_checks): later loads check only parts without one, and print the
+same lines. A part fails by an exception, a wrong result, a time limit, or the end of the process,
+which the next load finds. If the device no longer answers after a failure, this load goes to the
+CPU, or a step in use raises SparkinferError; the next load takes the part's own fallback."""
 
 import hashlib
 import re

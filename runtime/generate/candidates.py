@@ -78,7 +78,7 @@ class Candidates:
         return Candidates(self.ids_A[by_id], logits_A[by_id], False).largest(len(self))
 
     def positions_of(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions of the candidates among `ids`, their indices in `ids`)."""
+        """(positions of those `ids` that are candidates, their indices in `ids`)."""
         if self.is_sorted:
             by_id = np.argsort(self.ids_A)
             found = np.searchsorted(self.ids_A, ids, sorter=by_id)

@@ -2,9 +2,9 @@
 
 It follows llama.cpp's chain (common/sampling.cpp): mask, logit bias, the samplers in the order of
 the options (with Mirostat: temperature and Mirostat instead), and a draw from the remaining
-candidates. Only an accepted token changes state, so `distribution` may be called any number of
-times: accepting a token updates Mirostat's mu and adaptive-p's mean, and draws the random number
-that decides whether XTC applies to the next token."""
+candidates. Drawing and accepting a token change state, `distribution` does not: accepting updates
+Mirostat's mu and adaptive-p's mean, and draws the random number that decides whether XTC applies to
+the next token."""
 
 import random
 from collections.abc import Sequence

@@ -4,8 +4,8 @@
         for token in chat.say("Hello"):
             print(token.text, end="")
 
-Each turn renders all messages again and computes only the tokens after the common prefix with the
-sequence: in a growing conversation, the new messages."""
+Each turn renders the messages again and computes only the tokens after the common prefix with the
+sequence."""
 
 import json
 import time

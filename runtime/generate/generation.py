@@ -34,7 +34,8 @@ class Token:
 
 @dataclass
 class Run:
-    """Statistics of a generation; times in seconds. `ffn_bytes` were read by the decode steps.
+    """Statistics of a generation; times in seconds. `ffn_bytes` were read since the prompt, by all
+    texts of the engine.
 
     `cached_tokens` of the prompt were in the cache already. `drafted` tokens were guessed and
     checked, and `accepted` of them were right, so there may be fewer decode steps than tokens."""
@@ -92,7 +93,8 @@ class Drafts(Protocol):
 
 class Generation:
     """The generation of one text. `sequence` may hold tokens already; their common prefix with
-    `ids` is not computed again. In the end it holds all yielded tokens, except perhaps the last.
+    `ids` is not computed again. In the end, unless the context was shifted, it holds all yielded
+    tokens, except perhaps the last.
 
     Until it `is_over`, the caller computes `part()`, passes the logits to `take()` and calls
     `draw()`. `tokens()` does so for one text, `together()` for several in shared steps."""
@@ -131,8 +133,9 @@ class Generation:
         return self.run.stopped_by != NOT_STOPPED
 
     def tokens(self) -> Iterator[Token]:
-        """Yields tokens as they are generated. Raises SparkinferError if no token can be drawn or
-        the context cannot hold the next one."""
+        """Yields tokens as they are generated. Raises SparkinferError if no token can be drawn, the
+        context cannot hold the prompt or is too short to be shifted, or the sequence is used for
+        something else meanwhile."""
         try:
             while not self.is_over:
                 part = self.part()

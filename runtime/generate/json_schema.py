@@ -38,8 +38,9 @@ def parse_schema(text: str) -> object:
 
 
 def check_schema(schema: object) -> dict[str, object]:
-    """Returns the schema if all its keywords are enforced. Raises SparkinferError with the first
-    one that is not, and its place as a JSON pointer."""
+    """Returns the schema if all its keywords are enforced or annotations. Raises SparkinferError with
+    the first one that is neither, and its place as a JSON pointer, and for a schema without finite
+    documents."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -109,7 +110,7 @@ def _check_keywords(place: str, schema: dict[str, object]) -> None:
 
 
 def _check_numbers(place: str, schema: dict[str, object]) -> None:
-    """Refuses numbers that llguidance would round."""
+    """Refuses numbers beyond 2^53, which llguidance may round."""
     for keyword in _BOUNDS | {"const", "enum"}:
         waiting = [schema.get(keyword)]
         while waiting:

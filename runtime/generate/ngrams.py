@@ -14,14 +14,15 @@ from sparkinfer.runtime.generate.speculation import Guess
 _SIZES = (12, 6, 3, 2)  # lengths of the n-grams in the index, looked up longest first
 _LONGEST_MATCH = 32  # tokens compared; longer matches carry no more information
 _NUM_LATEST = 4  # latest occurrences of an n-gram compared, besides those near the last guess
-_MOST_TOKENS = 1 << 15  # in the index, about 1 KB each; beyond, the older half is dropped
+_MOST_TOKENS = 1 << 15  # in the index, about 1 KB each; beyond, only the last half of them stay
 _TRUST = (3, 5, 9, 17)  # lengths of a match from which its trust is 1, 2, 3, 4
 
 
 class NgramDrafter:
-    """Drafts from the longest match of the text's end in the text. Of equally long matches it takes
-    the one nearest to the source of the last draft, or the latest if there was none: where a text
-    is copied with changes, drafts resume after the change."""
+    """Drafts from the longest match of the text's end, among the latest occurrences of its last
+    n-gram and those near the source of the last draft. Of equally long matches it takes the one
+    nearest to that source, or the latest if there was no draft: where a text is copied with changes,
+    drafts resume after the change."""
 
     name = "ngram"
     is_free = True
@@ -93,8 +94,8 @@ _WORD = (1 << 64) - 1
 
 
 class NgramPool:
-    """A hash table of `num_entries` 4-byte ids: the token that last followed each n-gram. n-grams
-    with the same hash share an entry, which only makes some drafts wrong."""
+    """A hash table of `num_entries` 4-byte ids: the token that last followed each n-gram. Different
+    n-grams may share an entry, which only makes some drafts wrong."""
 
     name = "ngram-mod"
     is_free = True

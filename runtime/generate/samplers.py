@@ -3,8 +3,8 @@ etc.
 
 Each is a pure function. The formulas are those of llama.cpp's src/llama-sampler.cpp, in float64
 where it uses float32, except for the logit bias. A sampler with `min_keep` leaves at least that
-many candidates, if it has them. penalties.py and dry.py penalise earlier tokens; chain.py runs the
-samplers in order and draws."""
+many candidates, if it has them. penalties.py and dry.py penalise repetition; chain.py runs the samplers
+in order and draws."""
 
 import math
 import sys
@@ -14,8 +14,8 @@ import numpy as np
 
 from sparkinfer.runtime.generate.candidates import Candidates, largest_until, possible
 
-# No float32 divided by this or more overflows a float64. Below it, different logits, which are at
-# least 1e-45 apart, differ by so many temperatures that only the largest can be drawn.
+# No float32 divided by this or more overflows a float64. Below it, different float32 logits,
+# which are at least 1e-45 apart, differ by so many temperatures that only the largest can be drawn.
 _TINY_TEMPERATURE = 1e-200
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 

@@ -87,7 +87,7 @@ class TextEngine:
 
     @out_of_memory_as_error()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
-        """Computes tokens of several sequences in shared steps, which read each weight once.
+        """Computes tokens of several sequences, in shared steps if the engine `has_row_steps`.
         Returns the logits of each part, f32 [R, V]; with `has_equal_rows` they are bit-identical to
         those of the part alone."""
         return self._sequences.run(parts)
@@ -165,7 +165,7 @@ class TextEngine:
         text is the one that `generate` would yield, unless K-quants are on a GPU, where they are
         rounded differently in shared steps. `last_runs` has one entry per prompt.
 
-        Raises SparkinferError for more prompts than the engine has sequences."""
+        Raises SparkinferError for more prompts than free sequences."""
         makers = [
             self._generation_of(
                 prompt, sampling or SamplingOptions(), options or GenerationOptions(),

@@ -249,8 +249,8 @@ class Attention:
     ) -> Tensor:
         """Attention of T normed tokens of a sequence at positions from `start`, [T, D]; appends to
         the cache, which must have room and may be on another device than the weights. `attend`, if
-        given, appends and attends instead of torch. `on_heads` receives
-        the heads' output, [T, H * W]."""
+        given, appends and attends instead of torch. `on_heads` receives the heads' output,
+        [T, H * W]."""
         joined_TQ = self._project(self.inputs, x_TD, self.input_limit_D, start)
         joined_TQ = joined_TQ.to(self.cache.device)
         if attend is None:

@@ -9,10 +9,10 @@ the up projection.
 `exact` computes every gate, and `up` and `down` only for neurons that fire; `predicted` computes
 the gates of predicted neurons, and `up` and `down` for those of them that fire. Both give the
 results of `dense` up to rounding, except for neurons that the predictor misses and, for SiLU and
-GELU, those silenced by a threshold or limit. A single token reads only the rows that it needs. With
-several tokens on the CPU, each computes its own rows, as it would alone (native_neurons). Without
-the C++ kernels, all rows that any token needs are read, and values that a token does not need are
-masked.
+GELU, those silenced by a threshold or limit. On the CPU, each token computes only the rows that it
+needs, as it would alone (native_neurons). Without the C++ kernels, several tokens compute all rows
+that any of them needs, or every row; on a GPU, and for observers of several tokens, every row is
+computed. Values that a token does not need are then masked.
 
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.
@@ -75,7 +75,7 @@ class Predictor:
     gate: Gate
 
     def scores(self, x_TD: Tensor) -> Tensor:
-        """[T, F]; a neuron is predicted if its score is above the threshold."""
+        """[T, F]; a neuron is predicted if its score is above the threshold or NaN."""
         inner_TR = x_TD if self.down is None else self.down.apply(x_TD)
         logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
         return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
@@ -170,8 +170,8 @@ class FeedForward:
         return ~(score_TF <= self.predictor.threshold)
 
     def _gathered(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """One token on the CPU: reads only the gates of predicted neurons, and `up` and `down` of
-        those that fire."""
+        """One token on the CPU: reads the gates of all neurons, or in mode "predicted" of those
+        predicted, and `up` and `down` of those that fire."""
         x_D = x_TD[0].contiguous()
         if named_TN is None:
             position, rows = None, block.row_N
@@ -301,7 +301,8 @@ class FeedForward:
 
     def _transposed(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens, gate and up stored by inputs: reads the rows of inputs that are
-        nonzero for any token, and the `down` rows of neurons that contribute."""
+        nonzero for any token (without input limits, all), and the `down` rows of neurons that
+        contribute (in mode "dense", all)."""
         gate_TF = block.gate.apply(x_TD)
         up_TF = None if block.up is None else block.up.apply(x_TD)
         hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)

@@ -15,11 +15,12 @@ from sparkinfer.runtime.weights.matrix import Linear, Matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer. `ffn_norm` is None if attention and feed-forward share their input."""
+    """One layer. `ffn_norm` is None if attention and feed-forward are parallel: both then read
+    attn_norm's output, unless attention has `attn_norm_2`."""
 
     device: torch.device  # of attention's matrices, norms, predictor, and cache unless offloaded
     attn_norm: Norm
-    attn_norm_2: Norm | None  # attention's own, if it does not share that input
+    attn_norm_2: Norm | None
     attention: Attention
     ffn_norm: Norm | None
     ffn: FeedForward

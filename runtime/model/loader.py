@@ -216,8 +216,8 @@ class Builder:
         self.traffic.attention += num_bytes
 
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
-        """The matrices of query, key and value; joined into one if they are transposed and copied
-        anyway."""
+        """The matrices of query, key and value, or the model's fused one; joined into one if they
+        are transposed, of one kind and copied anyway."""
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         entries = [stored(self.model, index, name) for name in names]

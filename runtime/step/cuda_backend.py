@@ -23,7 +23,7 @@ def cuda_backend(
     """Builds the backend. `take` allocates on a device; None is torch's allocator. Without a graph,
     every step launches its kernels one by one: slower, with the same results.
 
-    Raises ImportError if Triton is not installed."""
+    Raises ImportError if no `kernels` are given and Triton is not installed."""
     return Backend(
         kernels=kernels or triton_kernels(),
         streams=lambda device: (CudaStream(device), CudaStream(device)),

@@ -162,8 +162,7 @@ class Decoder:
 
 
 def _is_decoded(run: Sequence[Row]) -> bool:
-    """True if all rows have logits, as in decoding (drafts included), and none is a copy. A prompt
-    has logits for its last token at most, so it is a pass unless it is a single token."""
+    """True if all rows have logits, as in decoding (drafts included), and none is a copy."""
     return all(row.has_logits and row.source is None for row in run)
 
 

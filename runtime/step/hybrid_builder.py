@@ -1,10 +1,10 @@
-"""Builds a hybrid decode step from loaded weights and a plan: the program of the step, the vectors and
-streams of each device, and the segments that the program is submitted in.
+"""Builds a hybrid decode step from loaded weights and a plan: the program of the step, the buffers
+and streams of each device, and the segments in which the program is submitted.
 
-Layers whose attention is on a GPU run there, their cold neurons concurrently on the CPU;
-neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence, each with a graph
-of its own; a copy from one GPU to another comes between their graphs. Steps of several rows have
-graphs of their own, made at their first use: most engines never run most of them."""
+In a layer with a part on a GPU, neurons on the CPU run concurrently with the GPU's kernels;
+neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence, with a segment for
+each copy between them. Steps of several rows have segments of their own, made at first use; the
+backend may capture a GPU's segment as a graph."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,10 +52,10 @@ def build(
     on_capture: Callable[[], None] = lambda: None,
 ) -> HybridStep:
     """The hybrid step of this model, for up to `max_rows` rows at a time, or one with a neuron cache.
-    `on_capture` is called when graphs for another number of rows have been captured.
+    `on_capture` is called when steps of another number of rows have been prepared.
 
-    Raises NotNative for what the CPU kernels do not cover. A "GPU" of `placement` may be the CPU,
-    with a backend that runs there."""
+    Raises NotNative for what the kernels of the CPU or GPU do not cover. A "GPU" of `placement` may
+    be the CPU, with a backend that runs there."""
     builder = _Builder(
         weights, placement, input_layer_offset, traffic, backend, neuron_cache,
         max_rows=1 if neuron_cache is not None else max_rows, on_capture=on_capture,
@@ -79,7 +79,7 @@ class _Builder:
         self.weights, self.placement = weights, placement
         self.max_rows, self.on_capture = max_rows, on_capture
         self.submissions: list[Sequence[Submission]] = []  # of each number of rows
-        # A device's buffers are all from one allocator: a second one begins where the first did.
+        # One allocator per device: a second could return the memory of the first again.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
         num_neurons = weights.layers[0].ffn.num_neurons
         self.cache = None

@@ -1,13 +1,14 @@
 """One GPU's operations of a decode step: their kernels, and the buffers that they share.
 
-Every buffer has a fixed address and a step allocates nothing, so it can be captured once and
-replayed. program.py has the order of operations, hybrid_lowering.py submits them.
+Every buffer has a fixed address, so that a captured step can be replayed. hybrid_lowering.py calls
+the operations in the order of program.py.
 
-A step of T rows uses the beginning of each buffer, as [T, ...]; with one row, the T axis is
-omitted.
+A step of T rows uses the beginning of each buffer's memory. Vectors become [T, ...], without the T
+axis for one row; `sum_PD` becomes [P, T, D].
 
 Letters: T rows, D model width, F neurons of a layer, N hot ones, H heads, K key-value heads, W head
-width, or words of F bits, S partial sums, P summands, V vocabulary."""
+width, or words of F bits, S partial sums, P summands, V vocabulary; in table_SN, S sequences and N
+blocks of each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -157,7 +158,7 @@ class DeviceBuffers:
         return replace(self, **changes, num_rows=num_rows)
 
     def first(self, values: Tensor, size: int, *, num_rows: int | None = None) -> Tensor:
-        """The beginning of a buffer's memory as [T, size]."""
+        """The beginning of a buffer's memory as [T, size], or [size] for one row."""
         num_rows = self.num_rows if num_rows is None else num_rows
         flat = values.flatten()[: num_rows * size]
         return flat if num_rows == 1 else flat.view(num_rows, size)
@@ -288,7 +289,8 @@ class DeviceKernels:
         )  # fmt: skip
 
     def hot(self, divided: DividedLayer, x_D: Tensor) -> None:
-        """Writes the partial sums of a layer's hot neurons to sum_PD."""
+        """Writes the partial sums of a layer's hot neurons to sum_PD, and their bits if `divided`
+        has `hot_bits`."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert hot is not None
         gate, up, down = hot.gate, hot.up, hot.down

@@ -1,8 +1,9 @@
 """Lowers a step program to submissions to the streams of GPUs: kernels, copies and host functions.
 
-A submission is one or more operations: a sum on a GPU is fused with the norm that reads it, and
-consecutive operations of the host become one host function. From what the submissions read and
-write, `waits` derives which streams must wait for which."""
+A submission is one or more operations: a sum on a GPU is fused with a norm that reads it next, and
+consecutive operations of the host in one layer, or in layers wholly on the host, become one host
+function. From what the submissions read and write, `waits` derives which streams must wait for
+which."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +157,8 @@ class Lowering:
             )
 
     def _norm(self, op: Op, later: Sequence[Op]) -> None:
-        """Submits a norm, fused with a deferred sum, which is also written if it is read again."""
+        """Submits a norm, fused with the deferred sum if there is one; the sum is also written if
+        it is read again."""
         ((value,), (out,)) = op.reads, op.writes
         pending = self.pending.pop(op.device, None)
         norm = self.weights.output_norm

@@ -1,12 +1,13 @@
-"""A decode step over GPUs and the CPU: one graph per GPU, run in sequence, for 1, 2, 4, 8, 16 or 32
-rows. hybrid_builder.py builds it.
+"""A decode step over GPUs and the CPU, built by hybrid_builder.py: segments that run in sequence, one
+for the consecutive work of each GPU and one for each copy between GPUs.
 
-Other numbers of rows are rounded up to the next of these: GPUs repeat the last row, and the CPU
-computes each row once. The first step with a given number of rows is checked against steps of one row
-each; if it fails or differs, such steps are not used, with a line of output. On a GPU the check is one
-of the parts of runtime.check, whose results are kept.
+There are segments for each number of rows in ROWS, made at first use. Other numbers are rounded up:
+GPUs repeat the last row, the CPU does not compute the copies. The first step of several rows, for
+each number, is compared with steps of one row unless a stored result exists; if it fails or its
+logits are off by more than ROWS_BOUND, a warning is logged and steps have fewer rows from then on.
 
-Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width."""
+Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width, S sequences,
+N blocks of a sequence."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ class HybridStep:
     segments: dict[int, tuple[Segment, ...]]  # by number of rows
     before: HostNode | None  # the embedding, if it is on the host
     after: HostNode | None  # the head, if it is on the host
-    positions: Tensor | None  # f32 [C, D] on the host, if the embedding is on a GPU
+    positions: Tensor | None  # learned ones, f32 [C, D] on the host, if the embedding is on a GPU
     meter: "Meter"
     kept: tuple[object, ...]  # keeps alive what graphs refer to by address
     neuron_cache: StepHooks | None = None
@@ -102,7 +103,7 @@ class HybridStep:
     prepare: Callable[[int], tuple[Segment, ...]] | None = None
     try_rows: Callable[[int, Callable[[], None]], str] = lambda num_rows, run: tried(run)
     has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
-    most: int = 0  # rows of a step; 0: as many as `host` has room for
+    most: int = 0  # the most rows of a step; 0: as many as `host` has room for
 
     @property
     def max_rows(self) -> int:
@@ -215,8 +216,8 @@ class HybridStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
-    """Adds to `traffic` the bytes of neurons that the CPU reads. Those that a GPU reads are not
-    counted: only the GPU knows them."""
+    """Adds to `traffic` the bytes of neurons that the CPU reads; those that a GPU reads are not
+    counted."""
 
     traffic: Traffic
     structs: Sequence[NeuronsStruct | StepStruct]

@@ -1,5 +1,4 @@
-"""The native step: one call of step.h runs the whole model for one or several rows. It is built
-once from the loaded weights.
+"""The native step: one call of step.h runs the whole model for one or several rows.
 
 Models that it does not support run layer by layer in decoder.py; `build` returns the reason."""
 
@@ -108,7 +107,8 @@ class NativeStep:
         """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. A
         row's result is bit-identical whatever the other rows are.
 
-        Raises IndexError for a token or position out of range."""
+        Raises IndexError for a token or position out of range, or a position without a block in the
+        cache."""
         structs = (RowStruct * len(rows))()
         num_logits = 0
         for struct, row in zip(structs, rows, strict=True):

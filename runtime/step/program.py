@@ -98,7 +98,7 @@ class StepForm:
     )
     embedding: str = HOST  # the device
     head: str = HOST
-    head_home: str = HOST  # the last GPU
+    head_home: str = HOST  # the GPU to whose streams the head's operations are submitted
     has_positions: bool = False  # learned ones, which are on the host
     has_output_norm: bool = True
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # embedding, output_norm, head
@@ -234,7 +234,7 @@ def ffn_in(layer: int) -> str:
 
 
 def step_program(form: StepForm) -> tuple[Op, ...]:
-    """The operations of a step, from token and position to logits, both on the host."""
+    """The operations of a step, from token and position to logits, which are all on the host."""
     writer = _StepWriter(form)
     writer.embed()
     for index in range(len(form.layers)):

@@ -1,7 +1,7 @@
 """Named chat templates, for model files that have none.
 
-They are those that the models' authors publish in tokenizer_config.json, except that Gemma's and
-Mistral's accept a system message, which is put into the first user message as in later versions."""
+They render messages as the models' authors' templates in tokenizer_config.json do, except that
+Gemma's and Mistral's accept a system message, which is put into the first user message."""
 
 from dataclasses import dataclass
 

@@ -16,8 +16,8 @@ from sparkinfer.typed import shown
 
 
 def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merges. Raises SparkinferError, naming `path`, if the scores do not determine the
-    order."""
+    """The merges. Raises SparkinferError, naming `path`, if the scores do not determine the order,
+    or a token is formed with a character that is not a token."""
     order = sorted((token for token in scores if len(token) > 1), key=lambda t: -scores[t])
     pairs = {token: _pairs(path, token, scores) for token in order}
     start = 0

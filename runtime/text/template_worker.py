@@ -1,14 +1,14 @@
 """The process that renders chat templates: requests on its stdin, answers on its stdout.
 
 A template is a program by the author of the model file. jinja2's sandbox keeps it from Python's
-internals, and the operating system enforces further limits: this process has limited memory and CPU
-time per rendering, cannot open files or start processes, and holds no data but the messages. An
-input line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
+internals, and the operating system enforces further limits: the process has limited memory, and
+limited CPU time per rendering, and cannot open files or (unless it is root) start processes. An input
+line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
 "syntax" | "template" | "other" | "size", "error": ...}.
 
 Environment, filters and globals match transformers' apply_chat_template
-(utils/chat_template_utils.py), so that the outputs are equal. template_process runs this file as a
-script; it imports only jinja2 and the standard library."""
+(utils/chat_template_utils.py), so that the outputs are equal. template_process starts a Python that
+imports this module alone; it imports only jinja2 and the standard library."""
 
 import encodings.unicode_escape  # noqa: F401  imported now, because later no file can be opened
 import json

@@ -1,7 +1,7 @@
 """Options of the online neuron cache, and the times on which it bases decisions.
 
 Hot neurons are in slots of the GPU's memory; all neurons of their layers are in main memory too.
-After each step the cache may replace the neuron in a slot with a cold one. It decides by the neurons
+After each step the cache may replace neurons in slots with cold ones. It decides by the neurons
 that the steps read and by times measured beforehand, never by a clock, so that a text gives the
 same swaps every time.
 
@@ -43,7 +43,7 @@ class CacheOptions:
     margin: float = 0.03
     stay: float = 100.0
     most_rows: int = 64  # most neurons swapped in a step; determines the size of staging
-    visited: float = 0.0625  # share of the layers that a step considers; steps take turns
+    visited: float = 0.0625  # share of the layers that a step considers; layers take turns
     start_gain: float = 0.005  # swapping begins when it would save this share of a step
     is_always_on: bool = False  # for tests: never stops swapping
 
