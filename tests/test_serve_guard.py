@@ -5,6 +5,7 @@ The application is called in this process, without a model: these tests never re
 import asyncio
 import base64
 import contextlib
+import http.client
 import json
 import logging
 import socket
@@ -18,6 +19,7 @@ from forked import run_python
 from scripted_server import page_policy
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.serve import connections
 from sparkinfer.serve.api_error import ApiError
 from sparkinfer.serve.app import ROUTES, app_of
 from sparkinfer.serve.config import ServeConfig
@@ -314,6 +316,55 @@ def test_a_client_that_sends_too_much_reads_why(is_announced):
     ):
         connection.sendall(f"{head}{length}\r\n\r\n".encode() + b"".join(pieces))
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
+
+
+LONG_HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"b" * (8 << 20) + b"\r\n\r\n"
+CLOSED_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (40 << 20)
+) + bytes(40 << 20)
+
+
+@pytest.mark.parametrize("request_, wanted", [(LONG_HEAD, b"431"), (CLOSED_BODY, b"413")])
+def test_a_client_that_sends_more_than_is_read_sees_the_answer(listening, request_, wanted):
+    """More than the server reads before it answers, and more than sockets hold."""
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", listening), timeout=20) as connection:
+            connection.sendall(request_)
+            connection.shutdown(socket.SHUT_WR)
+            found = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # noqa: B023
+        assert found.startswith(b"HTTP/1.1 " + wanted)
+
+
+def test_http_client_sees_the_answer_to_what_is_too_long(listening):
+    body = bytes(40 << 20)
+    for headers, content, wanted in (({"A": "b" * (8 << 20)}, None, 431),
+                                     ({**JSON, "Connection": "close"}, body, 413),
+                                     (JSON, body, 413)):  # fmt: skip
+        connection = http.client.HTTPConnection("127.0.0.1", listening, timeout=20)
+        connection.request("POST", "/v1/completions", content, headers)
+        answer = connection.getresponse()
+        assert answer.status == wanted and answer.read()
+        connection.close()
+
+
+def test_a_client_that_never_stops_sending_is_closed(listening, monkeypatch):
+    monkeypatch.setattr(connections, "LINGER_S", 0.2)
+    began = time.monotonic()
+    with (
+        socket.create_connection(("127.0.0.1", listening), timeout=20) as connection,
+        pytest.raises(ConnectionError),
+    ):
+        while time.monotonic() - began < 20:
+            connection.sendall(b"b" * 1000)
+            time.sleep(0.001)
+    with (
+        socket.create_connection(("127.0.0.1", listening), timeout=20) as connection,
+        pytest.raises(ConnectionError),
+    ):
+        monkeypatch.setattr(connections, "LINGER_S", 60)
+        for _ in range(200):
+            connection.sendall(b"b" * (1 << 20))
 
 
 def test_dropping_a_body_is_bounded_in_bytes_and_time():
