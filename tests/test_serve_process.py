@@ -89,15 +89,16 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
 
 
 def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
-    served = Served(model, "--drain", "0.1")
+    served = Served(model, "-np", "1", "--queue", "1024", "--drain", "1e-6")
     found = []
-    waiting = in_background(served, {**LONG, "n": 16}, found)
+    # One after the other: 256,000 tokens, so that the signal comes before the last one.
+    waiting = in_background(served, {**LONG, "prompt": [[7]] * 64, "n": 16}, found)
     served.until(lambda: served.metric("sparkinfer_running") > 0)
     served.process.send_signal(signal.SIGINT)
     waiting.join(60)
     assert served.process.wait(60) == 0
     status, answer = found[0]
-    assert status in (200, 503), answer
+    assert status == 503 and answer["error"]["message"] == "the server is stopping"
 
 
 @pytest.mark.slow
