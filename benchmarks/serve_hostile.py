@@ -6,9 +6,7 @@ not have grown by more than MAX_GROWTH since SETTLING of the requests.
 
     python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
-About half of the requests are an honest one with one or two values replaced or added; 200 and 400
-are correct for these. The others are of a random kind of KINDS, each of which lists its correct
-statuses."""
+About half of the requests are an honest one with one or two values replaced or added."""
 
 import argparse
 import asyncio
@@ -118,14 +116,21 @@ async def attack(server: ServerProcess, count: int, seed: int) -> dict[str, Any]
             break
     else:
         failures += await _after(server, before)
-    grown = server.rss_bytes() / rss - 1
-    if grown > MAX_GROWTH:
+    grown = growth(server, rss)
+    if grown is not None and grown > MAX_GROWTH:
         failures.append(f"resident memory grew by {grown:.1%}")
     return {
         "benchmark": "serve-hostile", "count": sum(counts.values()), "rss_growth": grown,
         "failures": failures[:20], "num_failures": len(failures),
         "by_kind": dict(sorted(counts.items())),
     }  # fmt: skip
+
+
+def growth(server: ServerProcess, rss_before: int) -> float | None:
+    """Relative growth of resident memory; None if the server has ended, or with `rss_before` 0."""
+    if not rss_before or server.process.poll() is not None:
+        return None
+    return server.rss_bytes() / rss_before - 1
 
 
 async def _after(server: ServerProcess, before: object) -> list[str]:

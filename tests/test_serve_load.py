@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from chat_templates import CHATML
@@ -290,6 +291,13 @@ def test_hostile_requests(open_server):
     result = asyncio.run(serve_hostile.attack(open_server, 150, 0))
     assert result["failures"] == []
     assert result["count"] == 150 and len(result["by_kind"]) > 15
+
+
+def test_the_growth_of_a_server_that_has_ended_is_unknown():
+    gone, alive = (SimpleNamespace(process=SimpleNamespace(poll=lambda code=code: code),
+                                   rss_bytes=lambda: 150) for code in (1, None))  # fmt: skip
+    assert serve_hostile.growth(gone, 100) is None and serve_hostile.growth(alive, 0) is None
+    assert serve_hostile.growth(alive, 100) == 0.5
 
 
 def run_script(name: str, *arguments: object) -> dict[str, object]:
