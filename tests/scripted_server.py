@@ -52,6 +52,7 @@ class ScriptedServer:
         self.scripts, self.key = scripts, key
         self.asked: list[dict[str, Any]] = []
         self.is_closed = False
+        self.unready = ""  # why there is no model yet
         self.num_broken = 0  # answers during which the client disconnected
         handler = type("Handler", (_Handler,), {"owner": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -85,6 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             page = PAGE.read_text()
             self._send(200, "text/html; charset=utf-8", page.encode(), page_policy(page))
+        elif self.path == "/v1/models" and self.owner.unready:
+            self._send_json(503, {"error": {"message": self.owner.unready}})
         elif self.path == "/v1/models" and self._is_allowed():
             model = {"id": "SmolLM2-135M-Instruct", "object": "model", "meta": {"n_ctx": 8192}}
             self._send_json(200, {"object": "list", "data": [model]})

@@ -176,6 +176,17 @@ def test_a_server_that_stops_is_reported(browser, serve):
 
 
 @needs_browser
+def test_a_server_without_its_model_yet_is_not_called_unreachable(browser, serve):
+    server = serve()
+    server.unready = "the model is being loaded"
+    browser.reload()
+    browser.until("document.getElementById('notice').innerText.includes('is being loaded')")
+    server.unready = ""
+    browser.click("#notice button")
+    browser.until("server.model")
+
+
+@needs_browser
 def test_an_api_key_is_requested_and_sent(browser, serve):
     server = serve(key="secret", Hello=Script(pieces=["Hi."]))
     say(browser, "Hello")
