@@ -138,7 +138,7 @@ def uploading(
     notice: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict]:
     """Yields uploaders that fill the slabs, by device; on exit, uploads are complete and
-    `residence` is pinned."""
+    `residence` is pinned if the system allows it."""
     if not memories:
         yield {}
         return

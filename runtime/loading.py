@@ -208,8 +208,8 @@ class _Load:
         )  # fmt: skip
 
     def _set_up_neuron_cache(self) -> None:
-        """Chooses the neurons that are in slots at the start, and counts the slots' bytes unless the
-        plan has room for them."""
+        """Chooses the neurons that are in slots at the start, and counts the slots' bytes unless
+        the plan has room for them."""
         model, plan = self.model.row_major, self.plan
         self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
         self.resident_LN = None

@@ -1,8 +1,9 @@
 """Checks every request before its body is read, and logs it.
 
-The API key, if the server has one, is required for every path but /health. Without a key, a server
-on a loopback address only answers requests whose Host is localhost, an IP address or an allowed
-name: this refuses web pages whose own name resolves to 127.0.0.1 (DNS rebinding)."""
+The API key, if the server has one, is required for every path but /health, except by CORS preflight
+requests from an allowed origin. Without a key, a server on a loopback address only answers requests
+whose Host is localhost, an IP address or an allowed name: this refuses web pages whose own name
+resolves to 127.0.0.1 (DNS rebinding)."""
 
 import base64
 import binascii

@@ -1,10 +1,10 @@
 """The thread that runs the engine: texts join and leave between its steps.
 
 A step computes the last token of every generating text and fills its remaining rows with pieces of
-prompts, so a long prompt does not stall other answers. If the engine `has_equal_rows`, a row's result
-is bit-identical whatever else is in the step, so every request gets the text that it would get
-alone. A text that shares a long prefix with a prompt being computed waits for that prefix and reuses
-it."""
+prompts, so a long prompt does not stall other answers. If the engine `has_equal_rows`, a row's
+result is bit-identical whatever else is in the step, so every request gets the text that it would
+get alone. A text that shares a long prefix with a prompt being computed waits for that prefix and
+reuses it."""
 
 import logging
 import threading

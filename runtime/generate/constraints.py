@@ -32,7 +32,7 @@ Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
 _WHITESPACE = r" |\n[ \t]{0,20}"
 # Without \uXXXX, which could disguise one key as another.
 _ESCAPES = 'nrbtf\\"'
-# A mask of a grammar of single characters exceeds llguidance's default limit of 50,000 items.
+# A mask of a grammar of single characters may exceed llguidance's default limit of 50,000 items.
 _MAX_STEP = 1_000_000
 # Without this, llguidance expands forced text, however long, and allows only the tokens that the
 # tokenizer would use for it. Appended at the end, so line numbers in its messages stay right.

@@ -38,9 +38,9 @@ def parse_schema(text: str) -> object:
 
 
 def check_schema(schema: object) -> dict[str, object]:
-    """Returns the schema if all its keywords are enforced or annotations. Raises SparkinferError with
-    the first one that is neither, and its place as a JSON pointer, and for a schema without finite
-    documents."""
+    """Returns the schema if all its keywords are enforced or annotations. Raises SparkinferError
+    with the first one that is neither, and its place as a JSON pointer, and for a schema without
+    finite documents."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):

@@ -21,8 +21,8 @@ _TRUST = (3, 5, 9, 17)  # lengths of a match from which its trust is 1, 2, 3, 4
 class NgramDrafter:
     """Drafts from the longest match of the text's end, among the latest occurrences of its last
     n-gram and those near the source of the last draft. Of equally long matches it takes the one
-    nearest to that source, or the latest if there was no draft: where a text is copied with changes,
-    drafts resume after the change."""
+    nearest to that source, or the latest if there was no draft: where a text is copied with
+    changes, drafts resume after the change."""
 
     name = "ngram"
     is_free = True

@@ -96,8 +96,8 @@ class _Pending:
 
 @dataclass
 class Totals:
-    """Totals so far; times in seconds. `baseline_s`: the time of the same tokens one by one, at the
-    median of single-row steps."""
+    """Totals so far; times in seconds. `baseline_s`: the time of single-row steps, and of the
+    tokens of other steps at the median of single-row steps."""
 
     tokens: int = 0
     steps: int = 0

@@ -162,8 +162,8 @@ class TextEngine:
         constraints: Sequence[Mask] = (),
     ) -> Iterator[tuple[int, Token]]:
         """Generates several texts in shared steps and yields (index of the prompt, token). Each
-        text is the one that `generate` would yield, unless K-quants are on a GPU, where they are
-        rounded differently in shared steps. `last_runs` has one entry per prompt.
+        text is the one that `generate` would yield if the engine `has_equal_rows`; otherwise
+        rounding in shared steps may change it. `last_runs` has one entry per prompt.
 
         Raises SparkinferError for more prompts than free sequences."""
         makers = [

@@ -79,9 +79,10 @@ class NativeNeurons:
         room: SharedWorkspace | None = None,
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
-        """Prepares a call. `num_neurons` is the layer's F; buffers that are not given are
-        allocated. With a `room`, the call can run once that is allocated. Raises NotNative if the
-        kernels do not support the block, and ImportError if they are not built."""
+        """Prepares a call. `num_neurons` is the layer's F. If not given, `x_D` and `y_D`, and in
+        mode "predicted" `named_W`, are allocated. With a `room`, the call can run once that is
+        allocated. Raises NotNative if the kernels do not support the block, and ImportError if they
+        are not built."""
         structs = Structs()
         width = block.down.width
         x_D = torch.zeros(width) if x_D is None else x_D

@@ -40,7 +40,8 @@ class NeuronLoader:
     stores: Stores
     resident_LN: Sequence[np.ndarray] | None
     are_slots_joined: bool
-    # Layers whose down projection changed its type: old type, new type, relative error.
+    # Layers whose down projection lost precision by a change of type: old type, new one, relative
+    # error.
     transposed: dict[int, tuple[str, str, float]] = field(default_factory=dict)
 
     def blocks(self, index: int) -> tuple[NeuronBlock, ...]:

@@ -18,8 +18,7 @@ _WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One token of a step. Rows of a sequence are consecutive, without gaps in position. A row with
-    a `source` is not computed: it copies the keys and values of the row with that index, as the
-    branches of a draft tree copy their stem."""
+    a `source` is not computed: it copies the keys and values of the row with that index."""
 
     token: int
     position: int

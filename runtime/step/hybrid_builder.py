@@ -2,8 +2,8 @@
 and streams of each device, and the segments in which the program is submitted.
 
 In a layer with a part on a GPU, neurons on the CPU run concurrently with the GPU's kernels;
-neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence, with a segment for
-each copy between them. Steps of several rows have segments of their own, made at first use; the
+neighbouring layers that are wholly on the CPU are one call. GPUs run in sequence, with a segment
+for each copy between them. Steps of several rows have segments of their own, made at first use; the
 backend may capture a GPU's segment as a graph."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -32,8 +32,9 @@ class PartStruct(Structure):
 
 @dataclass(frozen=True, kw_only=True)
 class HostBuffers:
-    """The step program's values on the host, pinned if there is a GPU; with one row, the T axis is
-    omitted. `structs` and `count` pass the rows to the host functions."""
+    """The step program's values on the host, pinned if there is a GPU. `rows(1)` has no T axis,
+    except for tokens, positions and sequences. `structs` and `count` pass the rows to the host
+    functions."""
 
     token_T: Tensor  # int64
     position_T: Tensor  # int64

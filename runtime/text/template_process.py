@@ -41,8 +41,8 @@ class TemplateProcess:
 
     def render(self, name: str, template: str, variables: Mapping[str, object]) -> str:
         """The rendered text. Raises SparkinferError, naming `name`, for a template that does not
-        parse, raises, writes too much, or exceeds the worker's CPU time or memory, and for variables
-        that are not JSON."""
+        parse, raises, writes too much, or exceeds the worker's CPU time or memory, and for
+        variables that are not JSON."""
         try:
             request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:

@@ -2,8 +2,8 @@
 
 A template is a program by the author of the model file. jinja2's sandbox keeps it from Python's
 internals, and the operating system enforces further limits: the process has limited memory, and
-limited CPU time per rendering, and cannot open files or (unless it is root) start processes. An input
-line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
+limited CPU time per rendering, and cannot open files or (unless it is root) start processes. An
+input line is {"template": text, "variables": {...}}, an output line {"text": ...} or {"kind":
 "syntax" | "template" | "other" | "size", "error": ...}.
 
 Environment, filters and globals match transformers' apply_chat_template

@@ -93,8 +93,8 @@ class EngineConfig:
 
     kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long text reads only the
     first keys, a window of the last ones, and between them those with the largest estimated weights
-    (sparkinfer.key_selection). On the CPU, or with cpu_ffn. With a plan, only the plan's own selection
-    is allowed; None takes it.
+    (sparkinfer.key_selection). On the CPU, or with cpu_ffn. With a plan, only the plan's own
+    selection is allowed; None takes it.
 
     rope_scaling, rope_scale: replace the model's own scaling of rotary embeddings: "none", "linear"
     or "yarn" (sparkinfer.rope), and the ratio of the longest text to the training length. If only
