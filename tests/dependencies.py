@@ -30,12 +30,12 @@ BY_WORDS = {
 EXPRESSIONS = {"Apache-2.0", "MIT", "MIT OR Apache-2.0", "MPL-2.0", "MPL-2.0 AND MIT"}
 HEAD = """# What comes with an installation
 
-Every package that `make setup` installs, at the version that `constraints.txt` pins, with the
-licence that its metadata states. The first table is what
-`pip install 'sparkinfer[grammar,serve,parquet]'` brings, the second what only development needs.
-All of them allow use in a program under Apache-2.0; MPL-2.0 only requires the source of its own
-files that were changed. None is copied into this repository. A CUDA build of torch brings NVIDIA's
-libraries under NVIDIA's own terms.
+The packages that `constraints.txt` pins and `make setup` installs, with the licence that the
+metadata of each states. The first table is what `pip install 'sparkinfer[grammar,serve,parquet]'`
+brings, the second what only development needs. On Linux, `make setup` also installs Triton (MIT).
+All of them allow use in a program under Apache-2.0; MPL-2.0 requires the source of its own files
+alone. None is copied into this repository. A CUDA build of torch brings NVIDIA's libraries under
+NVIDIA's own terms.
 """
 
 

@@ -92,7 +92,7 @@ def fake_cuda(
     seed: int = 0,
     kernels: Kernels | None = None,
 ) -> Iterator[FakeCuda]:
-    """CUDA devices for the code in the block, at whose end all their memory must be free.
+    """CUDA devices for the code in the block.
 
     `seed` selects one of the orders that streams and events allow. `kernels` take Triton's place
     (kernels.launched, ptx_kernels.StreamedPtx); None: the float64 reference."""

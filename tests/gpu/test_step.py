@@ -2,7 +2,8 @@
 between both, type of weights, mode and graph of layers; and a graph's tokens against the plain
 path.
 
-The CPU's logits are compared with a decoder in float64 elsewhere (test_runtime, test_families)."""
+The CPU's logits are compared elsewhere: with a decoder in float64 (test_runtime) and with
+transformers (test_families)."""
 
 import dataclasses
 
