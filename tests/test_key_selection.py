@@ -9,6 +9,7 @@ from models import make_model, make_shape
 from test_sequences import Alone, schedule
 
 from sparkinfer import Engine
+from sparkinfer.cache_types import CacheType, CacheTypes
 from sparkinfer.cli import main
 from sparkinfer.errors import SparkinferError
 from sparkinfer.key_selection import KeySelection
@@ -95,6 +96,15 @@ def test_the_first_positions_are_read_in_full(path, rule, num_sequences):
     assert (full != found).any(dim=1)[FULL:].float().mean() > 0.9
     never = logits(path, rule.replace(f"full={FULL}", "full=0"), **options)
     assert (never != found).any(dim=1)[FULL:].float().mean() > 0.9
+
+
+def test_bytes_read_are_those_of_all_keys_within_a_full_beginning():
+    width, row = 64, 2 * 2 * 64  # keys and values in f16
+    rule = KeySelection.parse("window=64,top=64,sinks=64,full=4096")
+    types = CacheTypes(key=CacheType("f16"), value=CacheType("f16"), selection=rule)
+    assert types.read_bytes(4095, width) == 4095 * row
+    assert types.read_bytes(4096, width) == 192 * row + rule.searched_bytes(4096, width)
+    assert types.read_bytes(4096, width) < types.read_bytes(4095, width)
 
 
 @native

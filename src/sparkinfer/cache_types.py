@@ -79,10 +79,11 @@ class CacheTypes:
         return num_positions * self.row_bytes(width) + tables
 
     def read_bytes(self, num_positions: float, width: int) -> float:
-        """Bytes of one head that a token reads after `num_positions` others, if it is not one of
-        the first `selection.full`."""
+        """Bytes of one head that a token reads after `num_positions` others."""
         rule, row = self.selection, self.row_bytes(width)
-        if rule is None or num_positions <= rule.sinks + rule.top + rule.window:
+        if rule is None or num_positions < rule.full:
+            return num_positions * row
+        if num_positions <= rule.sinks + rule.top + rule.window:
             return num_positions * row
         tables = rule.searched_bytes(num_positions, width)
         return (rule.sinks + rule.top + rule.window) * row + tables
