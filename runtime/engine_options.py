@@ -60,8 +60,8 @@ def mode_of(
     notice: Notice = lambda line: None,
     warn: Notice = lambda line: None,
 ) -> Mode:
-    """The requested mode, else the plan's, else the one that reads least with a loss of at most
-    `max_loss`. `notice` gets the reason for the choice, `warn` a warning about a larger loss.
+    """The requested mode, else the plan's, else that of mode_choice for `max_loss`. `notice` gets
+    the reason for the choice, `warn` a warning about a larger loss.
 
     Raises SparkinferError for a mode that the model or the plan does not support."""
     choice = choose_mode(model, max_loss) if mode is None else None

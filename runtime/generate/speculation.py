@@ -7,13 +7,14 @@ yields
     E(n) = 1 + a(1) + a(1) a(2) + ... + a(1) ... a(n)   tokens in   c(n + 1)   seconds,
 
 and the n that maximises E(n) - rate * c(n + 1) maximises the long-run rate, where `rate` is the
-rate of recent steps, or that of single-row steps if it is higher (Dinkelbach 1967, for ratios; n =
-0 is a step without a draft). c(r) is the
-median of the latest steps of r rows. a is counted separately for each confidence (`trust`) of the
-drafter; where guesses are free, unused guesses count too. Losses against single-row steps, and time
-spent on guessing except for reading a new text, are paid from an account that receives draft_costs'
-_SHARE of the time, so a text for which drafts do not pay takes longer by about that share and the
-account's opening balance. The account also pays for occasional trials.
+rate of recent steps, or that of single-row steps if it is higher (Dinkelbach 1967, for ratios).
+Here n = 0 is a step without a draft, and c(n + 1) contains the time for guessing if that is not
+free. The time of a step is the median of the latest steps of as many rows, interpolated where there
+is none. a is counted separately for each confidence (`trust`) of the drafter; where guesses are
+free, unused guesses count too. Losses against single-row steps, and time spent on guessing except
+for reading a new text, are paid from an account that receives draft_costs' _SHARE of the time, so a
+text for which drafts do not pay takes longer by about that share and the account's opening balance.
+The account also pays for occasional trials.
 
 Costs, and therefore choices, depend on the machine. The text does not, because each row of a step
 is bit-identical to a single step; where it is not, `check_rows` refuses."""

@@ -1,10 +1,11 @@
 """A decode step over GPUs and the CPU, built by hybrid_builder.py: segments that run in sequence,
 one for the consecutive work of each GPU and one for each copy between GPUs.
 
-There are segments for each number of rows in ROWS, made at first use. Other numbers are rounded up:
-GPUs repeat the last row, the CPU does not compute the copies. The first step of several rows, for
-each number, is compared with steps of one row unless a stored result exists; if it fails or its
-logits are off by more than ROWS_BOUND, a warning is logged and steps have fewer rows from then on.
+Each number of rows in ROWS, up to `max_rows`, has segments of its own, for several rows made at
+first use. Other numbers are rounded up: GPUs repeat the last row, the CPU does not compute the
+copies. More rows are divided among several steps. The first step of each number of several rows is
+compared with steps of one row unless a stored result exists; if it fails or its logits are off by
+more than ROWS_BOUND, a warning is logged and steps have fewer rows from then on.
 
 Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width, S
 sequences, N blocks of a sequence."""

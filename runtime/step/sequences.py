@@ -81,8 +81,8 @@ class Sequences:
 
     @torch.inference_mode()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
-        """Computes tokens of several sequences in shared steps; returns each part's logits,
-        f32 [R, V].
+        """Computes tokens of several sequences, in shared steps where the decoder has them; returns
+        each part's logits, f32 [R, V].
 
         Raises SparkinferError, without changing anything, if a sequence has no room for its tokens,
         is in two parts, or belongs to another engine."""

@@ -55,13 +55,13 @@ class EngineConfig:
     """How an engine is loaded. Raises SparkinferError for values that no model allows.
 
     mode: "dense", "exact" or "predicted"; None takes the plan's. Without a plan it takes the mode
-    that reads the fewest bytes among those that cost at most `max_loss` of the perplexity by the
-    file's record (mode_choice); with `thresholds` or `limits`, the mode that they and the
-    predictors are for.
+    that reads the fewest bytes among those that cannot change the output or cost at most `max_loss`
+    of the perplexity by the file's record (mode_choice has the details); with `thresholds` or
+    `limits`, the mode that they and the predictors are for.
 
     device: "cpu" or "cuda[:n]", for everything that the plan does not put on the CPU; None takes
     CUDA if there is a device. A GPU is checked when it is first used (runtime.check); a part that
-    fails is replaced by a slower one, with a warning.
+    fails is replaced by its fallback, with a warning.
 
     context_length: tokens per text that the KV cache holds; None takes the plan's, or the model's
     up to 4,096.
@@ -70,14 +70,14 @@ class EngineConfig:
     none.
 
     is_resident: true copies the CPU's weights into memory, in the layout for decoding; false leaves
-    them in the mapped file, which loads at once but decodes more slowly; None copies them if they
-    fit into free memory.
+    them in the mapped file, which loads at once but decodes more slowly; None copies them if the
+    C++ kernels are built and the CPU needs at most nine tenths of the free memory.
 
     graph: whether a step on CUDA is captured as a CUDA graph; without one, results are the same and
     decoding is slower, but can be debugged.
 
-    cpu_ffn: instead of a plan, puts all feed-forward neurons on the CPU and everything else on the
-    device.
+    cpu_ffn: instead of a plan, puts all feed-forward neurons on the CPU, and on the device the
+    rest, except an embedding that is not also the head, and with kv_offload keys and values.
 
     num_sequences: number of texts held at a time, each of up to context_length tokens; with a plan,
     at most as many as it budgets.
