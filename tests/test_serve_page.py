@@ -283,6 +283,8 @@ def test_the_page_with_a_real_server(browser, tmp_path):
         assert first["state"] == "length" and first["stats"]["tokens"] == 12
         assert first["stats"]["total"] > 12 and first["stats"]["perSecond"] > 0
         assert re.search(r"\d tokens/s . first token \d.* 12 tokens . cut off", stats(browser))
+        told = browser.run("document.getElementById('status').innerText")
+        assert told == "Cut off at the token limit."
         act(browser, "Regenerate answer")
         settled(browser)
         assert browser.run("talk.messages[1].content") == first["content"] != ""
