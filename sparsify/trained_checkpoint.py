@@ -45,6 +45,23 @@ def write_trained(
         if rule == "threshold":
             layers = tuple(LayerLimits(gate_F=limit_F) for limit_F in limit_LF)
             Limits(model_id=None, layers=layers, is_trained=True).save(unfinished / FILE_NAME)
+        _copy_others(folder, unfinished, source)
+
+
+def _copy_others(folder: Path, to: Path, source: Path) -> None:
+    """Copies what others have put into the folder meanwhile, since it is replaced as a whole."""
+    others = folder.iterdir() if folder.is_dir() else ()
+    for other in [each for each in others if not is_written(each.name, source)]:
+        try:
+            if other.is_dir() and not other.is_symlink():
+                shutil.copytree(other, to / other.name, symlinks=True)
+            else:
+                shutil.copy2(other, to / other.name, follow_symlinks=False)
+        except (OSError, shutil.Error) as error:
+            raise SparkinferError(
+                f"{other}: cannot be kept in the new {folder} ({error}); move it to another place"
+                " and run the same command again"
+            ) from error
 
 
 def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:

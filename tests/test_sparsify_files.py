@@ -106,6 +106,27 @@ def test_starting_over_deletes_no_file_that_the_command_does_not_write(config, n
         check_outputs(replace(config, force=True))
 
 
+def test_files_that_come_into_the_checkpoints_folder_during_training_are_kept(config):
+    """The folder is replaced as a whole."""
+    config = replace(config, tokens=256)
+    folder = config.checkpoint_of(0.6)
+    outside = config.output.with_name("outside.txt")
+    outside.write_text("outside")
+
+    def put(count: float) -> None:
+        if not folder.exists():
+            (folder / "sub").mkdir(parents=True)
+            (folder / "sub" / "notes.md").write_text("mine")
+            (folder / "link").symlink_to(outside)
+            (folder / "model.safetensors").write_text("an older run's")
+
+    sparsify(config, on_tokens=put)
+    assert (folder / "sub" / "notes.md").read_text() == "mine"
+    assert (folder / "link").readlink() == outside
+    assert "config.json" in files_in(folder)
+    assert (folder / "model.safetensors").stat().st_size > 1000
+
+
 def test_a_run_may_start_over_on_what_it_wrote(config, tmp_path):
     """Runs on a folder and on a model file, whose checkpoint's files have other names."""
     config = replace(config, tokens=256)
