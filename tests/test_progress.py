@@ -23,11 +23,25 @@ def test_a_log_gets_only_a_few_lines(capsys, monkeypatch):
             advance(50)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("counting: 150 tokens of 1,000 (15%), ")
-    assert lines[0].endswith(" s left")
+    assert lines == ["counting: 150 tokens of 1,000 (15%)",
+                     "counting: 300 tokens of 1,000 (30%), about 140 s left",
+                     "counting: 450 tokens of 1,000 (45%), about 110 s left"]  # fmt: skip
     with progress("counting", None, "tokens") as advance:
         advance(5)
     assert capsys.readouterr().err == ""
+
+
+def test_a_slow_beginning_is_not_in_the_estimate(capsys, monkeypatch):
+    """Half a minute for the first run, and a second for each of the others."""
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    with progress("probing", 124, "runs") as advance:
+        for seconds in (30, *[1] * 60):
+            clock[0] += seconds
+            advance(1)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "probing: 1 runs of 124 (1%)"
+    assert second.endswith(", about 93 s left") and third.endswith(", about 63 s left")
 
 
 def test_a_following_part_has_a_bar_of_its_own(capsys, monkeypatch):

@@ -27,6 +27,7 @@ class Advance:
     unit: str
     console: Console | None  # for lines instead of a bar
     said_at: float = field(default_factory=lambda: time.monotonic())
+    since: tuple[float, float] | None = None  # seconds and amount at the first line
 
     def __call__(self, amount: float) -> None:
         self.bar.advance(self.task, amount)
@@ -37,21 +38,27 @@ class Advance:
         self.bar.update(self.task, rate="" if speed is None else f"{speed:,.0f} {self.unit}/s")
 
     def _line(self, console: Console) -> None:
-        """Prints a line from time to time."""
-        if time.monotonic() - self.said_at < LINE_EVERY_S:
+        """Prints a line from time to time. The time left is estimated from the speed since the first
+        line: until then a part of the time went into files and memory that were not ready."""
+        now = time.monotonic()
+        if now - self.said_at < LINE_EVERY_S:
             return
-        self.said_at = time.monotonic()
+        self.said_at = now
         task = self.bar.tasks[-1]
-        elapsed = task.finished_time or task.elapsed or 0.0
         line = f"{task.description}: {task.completed:,.0f} {self.unit}"
-        if task.total and task.completed:
-            left = elapsed * (task.total / task.completed - 1)
-            line += f" of {task.total:,.0f} ({task.completed / task.total:.0%}), {left:,.0f} s left"
+        if task.total:
+            line += f" of {task.total:,.0f} ({task.completed / task.total:.0%})"
+            began, done = self.since or (now, task.completed)
+            if task.completed > done:
+                left = (now - began) * (task.total - task.completed) / (task.completed - done)
+                line += f", about {max(0.0, left):,.0f} s left"
+        self.since = self.since or (now, task.completed)
         console.print(line, highlight=False, soft_wrap=True)
 
     def begin(self, label: str) -> None:
         """Starts another part of the work, of unknown length, with its own bar."""
         self.task = self.bar.add_task(label, total=None, rate="")
+        self.since = None
 
     def set_total(self, total: float) -> None:
         self.bar.update(self.task, total=total)
