@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from sparkinfer.convert.options import Outtype, check_outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.sparsify.schedule import check_shares
 
@@ -46,6 +47,7 @@ class SparsifyConfig:
     text_key: str = "text"
     start_from: Path | None = None  # a trained checkpoint of the same model
     save_checkpoint: Path | None = None  # folder of a Hugging Face checkpoint for each share
+    outtype: Outtype = "f16"  # of the model files' matrices
     device: str | None = None
     seed: int = 0
     force: bool = False
@@ -88,6 +90,7 @@ class SparsifyConfig:
                 f"rule {self.rule!r} with allocation {self.allocation!r}; known:"
                 f" {', '.join(RULES)}; {', '.join(ALLOCATIONS)}"
             )
+        check_outtype(self.outtype, "outtype")
         if self.rank is not None and self.rank < 1:
             raise SparkinferError(f"rank is {self.rank}, wanted 1 or more")
         if self.seed < 0 or self.warmup_steps < 0:

@@ -45,14 +45,19 @@ class Needs:
         )
 
 
+def num_trained(shape: ModelShape, config: SparsifyConfig) -> int:
+    """Values that are trained: whole feed-forward matrices, or low-rank updates of them."""
+    if config.rank is None:
+        return 3 * shape.num_layers * shape.num_neurons * shape.width
+    return 3 * shape.num_layers * config.rank * (shape.num_neurons + shape.width)
+
+
 def needs_of(shape: ModelShape, config: SparsifyConfig, dtype: torch.dtype, tied: bool) -> Needs:
     size = dtype.itemsize
     feed_forward = 3 * shape.num_layers * shape.num_neurons * shape.width
     heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width * shape.width
     outer = (1 if tied else 2) * shape.vocab_size * shape.width
-    trained = feed_forward
-    if config.rank is not None:
-        trained = 3 * shape.num_layers * config.rank * (shape.num_neurons + shape.width)
+    trained = num_trained(shape, config)
     kept = shape.num_layers * (KEPT_WIDTHS * shape.width + KEPT_NEURONS * size * shape.num_neurons)
     return Needs(
         frozen=(shape.num_layers * heads + outer) * size,

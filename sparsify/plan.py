@@ -22,7 +22,8 @@ from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import Settings
 from sparkinfer.runtime.kernels.arithmetic import arithmetic
 from sparkinfer.sparsify.config import TRAINED, SparsifyConfig
-from sparkinfer.sparsify.memory import check_memory, needs_of
+from sparkinfer.sparsify.disk import STATE, check_disk, checkpoint_bytes
+from sparkinfer.sparsify.memory import check_memory, needs_of, num_trained
 from sparkinfer.sparsify.schedule import ACTIVATION_RAMP, RAMP, Schedule
 from sparkinfer.sparsify.source import CHECKPOINT_FILES, as_checkpoint
 from sparkinfer.sparsify.student import dtype_of
@@ -30,8 +31,8 @@ from sparkinfer.sparsify.trained_checkpoint import is_written
 
 # Options that do not affect the results of a run, or are recorded in another form.
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
-                "save_checkpoint", "device", "force", "save_every_s")  # fmt: skip
-STATE, DENSE = "state.safetensors", "dense"  # in the work folder
+                "save_checkpoint", "outtype", "device", "force", "save_every_s")  # fmt: skip
+DENSE = "dense"  # in the work folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +45,30 @@ class Plan:
     schedule: Schedule
     num_processes: int
     memory: str
+    notes: tuple[str, ...]  # of the conversion at the end
 
     @classmethod
     def of(cls, config: SparsifyConfig, ranks: Ranks) -> "Plan":
         """To be called after `make_checkpoint`. Raises SparkinferError for a model that convert
-        does not support, and for one that cannot be trained in this memory."""
+        does not support, for one that cannot be trained in this memory, and if the disk has no room
+        for the results."""
         source = dense_folder(config)
         # Refuses tensors that are missing, unknown or of other shapes, as the conversion at the end
         # would.
-        draft_of(ConvertConfig(source=source, output=config.work_folder / "model.gguf"))
+        output = config.work_folder / "model.gguf"
+        draft = draft_of(ConvertConfig(source=source, output=output, outtype=config.outtype))
         checkpoint = Checkpoint.open(source)
         shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
         device = ranks.device(config.device) or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype_of(config.precision, device)
         is_tied = checkpoint.config.get("tie_word_embeddings") is True
         needs = needs_of(shape, config, dtype, is_tied)
+        check_disk(
+            config,
+            num_trained=num_trained(shape, config),
+            checkpoint_bytes=checkpoint_bytes(checkpoint, shape.num_layers),
+            output_bytes=sum(entry.num_bytes for entry in draft.model.tensors.values()),
+        )
         steps = max(1, math.ceil(config.tokens / (config.batch_tokens * ranks.size)))
         return cls(
             config=config,
@@ -73,6 +83,7 @@ class Plan:
             ),
             num_processes=ranks.size,
             memory=check_memory(needs, torch.device(device), ranks.size),
+            notes=draft.notes,
         )  # fmt: skip
 
     @property

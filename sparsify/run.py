@@ -258,6 +258,8 @@ def sparsify_locked(config: SparsifyConfig, say: Say, on_tokens: OnTokens) -> Sp
             plan = ranks.together(lambda: Plan.of(config, ranks))
             if ranks.is_first:
                 say(f"training {plan.memory}")
+                for note in plan.notes:
+                    say(f"note: {note}")
             found = ranks.first_only(
                 lambda: load_position(plan.state_path, plan.settings, force=config.force)
             )

@@ -4,6 +4,7 @@ Models are tiny and random; benchmarks/sparsify.py measures a real one."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -386,6 +387,49 @@ def test_training_that_does_not_fit_in_memory_is_refused_before_it_starts(config
     monkeypatch.setattr("sparkinfer.sparsify.memory.free_memory_bytes", lambda: 300 << 20)
     with pytest.raises(SparkinferError, match="300.00 MiB of memory are free: it does not fit"):
         sparsify(config)
+
+
+@pytest.mark.parametrize("is_enough", [False, True])
+def test_a_run_whose_results_do_not_fit_on_the_disk_is_refused(config, monkeypatch, is_enough):
+    """The state is there twice when it is saved again: values, two moments and the best values, in
+    f32."""
+    config = replace(config, tokens=256)
+    sparsify(config)
+    tensors = load_file(config.model / "model.safetensors")
+    count = sum(tensor.numel() for name, tensor in tensors.items() if ".mlp." in name)
+    convert(ConvertConfig(source=config.save_checkpoint, output=config.output, outtype="f16"))
+    needed = 2 * 16 * count + size_of(config.save_checkpoint) + size_of(config.output)
+    for path in (config.work_folder, config.save_checkpoint):
+        shutil.rmtree(path)
+    config.output.unlink()
+    usage = shutil.disk_usage(config.model)._replace(free=int(needed * (1.0 if is_enough else 0.8)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    said: list[str] = []
+    if is_enough:
+        sparsify(config, said.append)
+        return
+    with pytest.raises(SparkinferError) as raised:
+        sparsify(config, said.append)
+    line = str(raised.value)
+    assert re.search(r" MiB free, about \d.*needed for the training's state.*; free space", line), (
+        line
+    )
+    assert not said and "\n" not in line and not config.work_folder.exists()
+
+
+def size_of(path: Path) -> int:
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+def test_a_type_that_does_not_suit_the_rows_is_told_before_training(config):
+    said: list[str] = []
+    sparsify(replace(config, tokens=256, outtype="q4_k"), said.append)
+    number = next(i for i, line in enumerate(said) if line.startswith("note: "))
+    assert "are f16, because their rows are not whole q4_k blocks" in said[number]
+    assert not any(line.startswith("step") for line in said[:number])
+    with pytest.raises(SparkinferError, match="outtype: 'q4_1' is unknown"):
+        replace(config, outtype="q4_1")
 
 
 def test_an_output_that_exists_is_refused(config):

@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 @device_option
 @force_option
 @json_option
-def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
+def sparsify(as_json: bool, **options: Any) -> None:
     """Train a dense model to give the same answers with fewer of its neurons.
 
     MODEL is a checkpoint folder or a .gguf file. If stopped, it leaves OUTPUT.sparsify, and the
@@ -108,19 +108,21 @@ def sparsify(outtype: Any, as_json: bool, **options: Any) -> None:
             report = run(config, say, advance or (lambda count: None))
         if not is_first:
             return
-        lines = [_convert(made, config, outtype) for made in report.record.made]
+        lines = [_convert(made, config) for made in report.record.made]
         clean_up(config)
     finish(report, as_json, lines)
 
 
-def _convert(made: "Made", config: "SparsifyConfig", outtype: Any) -> str:
+def _convert(made: "Made", config: "SparsifyConfig") -> str:
     """Converts a trained checkpoint to a model file; returns a line about it."""
     from sparkinfer.convert.convert import convert
     from sparkinfer.convert.options import ConvertConfig
 
     output = config.output_of(made.share)
     convert(
-        ConvertConfig(source=made.checkpoint, output=output, outtype=outtype, force=config.force)
+        ConvertConfig(
+            source=made.checkpoint, output=output, outtype=config.outtype, force=config.force
+        )
     )
     quality = next(iter(made.quality.values()))
     also = "" if config.save_checkpoint is None else f" and {made.checkpoint}"
