@@ -20,8 +20,8 @@ of the share; for the sliding window, all of it).
     codes B      every key by a code of B bits per value, rotated by the Hadamard matrix first
     N > codes B  four times as many keys as needed, in blocks of N by minmax, then keys by their codes
     N > rest     blocks of N by bounds, then the residual of each key from the middle of its block's
-                 bounds in codes of two bits: the runtime's rule (sparkinfer.key_selection), except
-                 that bounds are counted as one byte per value but not rounded to it
+                 bounds in codes of two bits: the runtime's rule (sparkinfer.key_selection), with
+                 bounds and queries rounded as it rounds them
     oracle       the positions with most mass, found at no cost: an upper bound for all rules"""
 
 import argparse
@@ -42,7 +42,12 @@ from torch import Tensor
 
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
-from sparkinfer.runtime.cache.key_tables import decode_keys, encode_keys
+from sparkinfer.runtime.cache.key_tables import (
+    QUERY_LARGEST,
+    SUMMARY_LARGEST,
+    decode_keys,
+    encode_keys,
+)
 from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
 from sparkinfer.runtime.model import attention
 
@@ -113,16 +118,51 @@ def codes(head: Head, bits: int) -> Score:
     return score
 
 
-def rests(head: Head, size: int) -> Score:
-    """Keys approximated by the middle of their block's bounds and a code of the residual, as in the
-    runtime."""
+def rounded(x: Tensor, largest: float) -> Tensor:
+    """Each row's values as whole multiples of its largest size / `largest`."""
+    unit = (x.abs().amax(dim=-1, keepdim=True) / largest).clamp_min(torch.finfo(x.dtype).tiny)
+    return (x / unit).round() * unit
+
+
+def rounded_bounds(head: Head, size: int) -> tuple[Tensor, Tensor]:
+    """The smallest and largest values of blocks [B, W], rounded as in the runtime."""
     blocks_BSW = blocks_of(head, size)
-    middle_B1W = (blocks_BSW.amax(dim=1) + blocks_BSW.amin(dim=1))[:, None] / 2
+    both_BV = torch.cat([blocks_BSW.amin(dim=1), blocks_BSW.amax(dim=1)], dim=1)
+    low_BW, high_BW = rounded(both_BV, SUMMARY_LARGEST).chunk(2, dim=1)
+    return low_BW, high_BW
+
+
+def bounds(head: Head, size: int) -> Score:
+    """The runtime's first stage: `minmax`, rounded."""
+    low_BW, high_BW = rounded_bounds(head, size)
+
+    def score(query_GW: Tensor, t: int) -> Tensor:
+        query_GW = rounded(query_GW, QUERY_LARGEST)
+        up_GB = query_GW.clamp_min(0) @ high_BW.T + query_GW.clamp_max(0) @ low_BW.T
+        return by_block(up_GB, size, t, head.width)
+
+    return score
+
+
+def rests(head: Head, size: int) -> Score:
+    """The runtime's second stage: keys approximated by the middle of their block's bounds and a code
+    of the residual."""
+    blocks_BSW = blocks_of(head, size)
+    low_BW, high_BW = rounded_bounds(head, size)
+    middle_B1W = (high_BW + low_BW)[:, None] / 2
     code, factor = encode_keys(turn_by_hadamard(blocks_BSW - middle_B1W))
     level = decode_keys(code.flatten(0, 1))[:, : head.width].unflatten(0, (-1, size)) - 1.5
-    whole_NW = (middle_B1W + turn_by_hadamard(level * factor[..., None])).flatten(0, 1)
-    kept_NW = torch.cat([whole_NW, head.key_NW[len(whole_NW) :]])
-    return lambda query_GW, t: shared(query_GW @ kept_NW[:t].T, head.width)
+    rest_NW = (level * factor[..., None]).flatten(0, 1)
+    middle_NW = middle_B1W.expand(-1, size, -1).flatten(0, 1)
+    middle_NW = torch.cat([middle_NW, head.key_NW[len(middle_NW) :]])
+    rest_NW = torch.cat([rest_NW, torch.zeros_like(head.key_NW[len(rest_NW) :])])
+
+    def score(query_GW: Tensor, t: int) -> Tensor:
+        turned_GW = rounded(turn_by_hadamard(query_GW), QUERY_LARGEST)
+        from_middle_GT = rounded(query_GW, QUERY_LARGEST) @ middle_NW[:t].T
+        return shared(from_middle_GT + turned_GW @ rest_NW[:t].T, head.width)
+
+    return score
 
 
 def blocks_of(head: Head, size: int) -> Tensor:
@@ -193,7 +233,7 @@ def rules(head: Head) -> dict[str, Rule]:
         found[f"codes {bits}"] = Rule(codes(head, bits), lambda t, n=size: t * n)
     for size in (16, 32, 64):
         found[f"{size} > rest"] = Rule(
-            minmax(head, size), lambda t, n=size: t / n * (2 * width + 4),
+            bounds(head, size), lambda t, n=size: t / n * (2 * width + 4),
             rests(head, size), width / 4 + 4,
         )  # fmt: skip
     for size, bits in ((32, 2), (64, 2), (32, 4), (16, 2)):
