@@ -31,8 +31,8 @@ def wrong(param: str | None, message: str, code: str | None = "invalid_value") -
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str, retry_s: int = 5) -> ApiError:
+def unavailable(message: str) -> ApiError:
     return ApiError(
         503, message, kind="server_error", code="service_unavailable",
-        headers={"Retry-After": str(retry_s)},
+        headers={"Retry-After": "5"},
     )  # fmt: skip

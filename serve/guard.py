@@ -26,6 +26,7 @@ from sparkinfer.serve.request_log import RequestLine
 log = logging.getLogger("sparkinfer.serve")
 OPEN_PATHS = ("/health",)
 MAX_HEAD_BYTES = 32 << 10
+MAX_DIGITS = 20  # of a content length, as in h11
 _ALLOWED = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "Authorization, Content-Type, X-Api-Key, X-Request-Id",
@@ -106,7 +107,9 @@ class Guard:
             raise ApiError(503, "the server is stopping", kind="server_error",
                            code="service_unavailable", headers={"Retry-After": "5"})  # fmt: skip
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._config.max_body_bytes:
+        # Python's int refuses thousands of digits
+        is_number = length.isdecimal() and len(length) <= MAX_DIGITS
+        if not is_number or int(length) > self._config.max_body_bytes:
             raise ApiError(413, f"the body is longer than {self._config.max_body_bytes} bytes",
                            code="request_too_large")  # fmt: skip
 

@@ -177,6 +177,16 @@ def test_a_long_body_is_refused(is_announced):
     assert ask(service, "POST", "/v1/completions", short, [b" " * 2000])[0] == 400
 
 
+@pytest.mark.parametrize("length", ["9" * 21, "9" * 5000, "-1", "0x10", "\u00b2"])
+def test_a_length_that_is_no_number_or_endless_is_refused(length):
+    headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in
+               {**JSON, "Host": "localhost", "Content-Length": length}.items()]  # fmt: skip
+    status, _, content = ask(
+        service_of(), "POST", "/v1/completions", body=[b""], scope={"headers": headers}
+    )
+    assert status == 413 and content["error"]["code"] == "request_too_large"
+
+
 def test_a_slow_body_is_refused():
     service = service_of(read_s=0.1)
     status, _, content = ask(service, "POST", "/v1/completions", JSON, [b"{", None])
