@@ -33,8 +33,8 @@ class Flag:
     text: str = ""
 
 
-def _same(values: Values = "none", commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
-    return Flag(does="same", values=values, commands=commands)
+def _same(commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
+    return Flag(does="same", commands=commands)
 
 
 def _note(text: str, values: Values = "none") -> Flag:

@@ -23,6 +23,7 @@ from sparkinfer.model_file import (
     PredictorInfo,
 )
 
+SHOWN_LENGTH = 80  # characters of a text
 # The beginning of a tensor's name, without "blk.N.", -> its part; the first match wins.
 PARTS = (
     ("ffn_pred_", "predictors"),
@@ -190,13 +191,13 @@ def _tokenizer_facts(keys: Mapping[str, Value]) -> TokenizerFacts:
     )
 
 
-def _short(value: Value, length: int = 80) -> str | int | float | bool:
+def _short(value: Value) -> str | int | float | bool:
     """A value for display: plain numbers, cut texts, counted arrays."""
     if isinstance(value, np.number):
         return cast(int | float, value.item())
     if isinstance(value, list):
         some = ", ".join(str(item)[:20] for item in value[:4])
         return f"[{some}{', ...' if len(value) > 4 else ''}] ({len(value):,} values)"
-    if isinstance(value, str) and len(value) > length:
-        return f"{value[:length]}... ({len(value):,} characters)"
+    if isinstance(value, str) and len(value) > SHOWN_LENGTH:
+        return f"{value[:SHOWN_LENGTH]}... ({len(value):,} characters)"
     return value
