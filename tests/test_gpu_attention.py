@@ -45,7 +45,7 @@ def test_add_norm(kernels, width, has_bias):
 
 @pytest.mark.parametrize("num_parts", [1, 2, 15, 16, 17, 33])
 def test_add_of_any_number_of_parts_in_place(kernels, num_parts):
-    x, parts = vector(40), vector(64 * num_parts, 2).view(num_parts, -1)[:, :40]  # lie apart
+    x, parts = vector(40), vector(64 * num_parts, 2).view(num_parts, -1)[:, :40]  # with gaps
     want = x.double() + parts.double().sum(dim=0)
     bound = rounding(num_parts) * (x.abs() + parts.abs().sum(dim=0))
     kernels.add_norm(x, parts, None, None, 0.0, None, x)
@@ -77,7 +77,7 @@ def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
     for which in (kernels, REFERENCE):
         qkv = vector(8 * width)  # 4 queries, 2 keys, 2 values
         cache = torch.full((100, 2, 2, width), 7.0, dtype=dtype, device=device())
-        if width == 32:  # by heads, as the runtime has it
+        if width == 32:  # head-major in memory, as in the runtime
             cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
         which.rotate_append(
             qkv, frequencies(width), is_adjacent, vector(width, 2) if norms == "both" else None,
@@ -119,7 +119,7 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_angles_of_late_positions(kernels, position):
-    """Angles of up to 20,000 turns, of which only the fraction matters; values are within 6e-7."""
+    """Angles of up to 20,861 turns, of which only the fraction matters; values are within 6e-7."""
     width = 64
     rows = torch.zeros(2, 1, 1, width, device=device())
     caches = rows.expand(2, position + 1, 1, width)  # one row each for all positions
@@ -155,7 +155,7 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
     qkv = by * vector((num_heads + 2 * num_kv) * width)
     cache = vector(context * 2 * num_kv * width, 2).view(context, 2, num_kv, width).to(dtype)
     cache[position + 1 :] = NAN
-    if width == 32:  # by heads, as the runtime has it
+    if width == 32:  # head-major in memory, as in the runtime
         cache = cache.transpose(0, 2).contiguous().transpose(0, 2)
     size = ranges.attend_scratch(context, num_heads, width)
     scratch = torch.full((size,), NAN, device=device())

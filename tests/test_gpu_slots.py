@@ -1,5 +1,5 @@
-"""The neuron cache's GPU kernels, compared byte by byte with their definition on a CUDA device, or
-in Triton's interpreter if there is none."""
+"""The neuron cache's GPU kernels and their definitions give exactly the bytes expected. The kernels
+run on a CUDA device, or in Triton's interpreter if there is none."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def scattered(run, rows, slots, target, form):
 @pytest.mark.parametrize("blocks", [1, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_reach_their_slots(kernels, kind, blocks):
-    """Both in the GPU's layout and in the file's."""
+    """Rows are stored in the GPU's layout or in the file's."""
     source = make_matrix(kind, 5, blocks * block_width(kind))
     own = source.data.cpu().view(torch.uint8)
     before = torch.full((7, own.shape[1]), 255, dtype=torch.uint8)
@@ -57,7 +57,7 @@ def test_rows_of_every_kind_reach_their_slots(kernels, kind, blocks):
 
 
 def test_copies_of_different_lengths_in_one_launch(kernels):
-    """Rows, biases and ids of several layers; nothing else is written."""
+    """Nothing else is written."""
     random = np.random.default_rng(0)
     sizes = [4, 4, 34, 2 * 1024 * 2 - 2, 2 * 1024 * 2 + 2, 8706]
     place = device()

@@ -2,7 +2,7 @@
 that the kernel for one row gives it. What ptxas does with the PTX is not checked; fused
 multiply-adds are already in the PTX.
 
-A few comparisons always run, the others are marked slow."""
+A few comparisons run by default, the others are marked slow; all are skipped if there is a GPU."""
 
 import ptx_plans
 import pytest

@@ -1,5 +1,5 @@
 """`sparkinfer report`: one page about a model's files that needs no network, fits a phone, says what
-is missing, and shows what the files hold. Oracles: the files themselves, and a browser."""
+is missing, and shows what the files hold."""
 
 import contextlib
 import dataclasses
@@ -105,7 +105,7 @@ def page(folder, compared):
 
 
 class Seen(HTMLParser):
-    """Elements, ids and the text that a reader sees."""
+    """The elements, ids, addresses and text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_the_speeds_of_a_plan_with_keys_in_main_memory(folder, tmp_path):
 
 
 def test_the_map_shows_the_plan(folder):
-    """The area drawn in the GPU's colour, against the columns that the plan gives it."""
+    """The area drawn in the colour of each device, against the columns that the plan gives it."""
     split, profile = Split.load(folder / "plan.gguf"), Profile.load(folder / "p.safetensors")
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
@@ -329,7 +329,7 @@ def test_the_page_in_a_browser(page, tmp_path):
         fetched = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
         assert not [name for name in fetched if not name.startswith("data:")]
         assert browser.run("document.querySelectorAll('script').length") == 0
-        # Text is text, not outlines, large enough to read, and in the page's colours.
+        # Text is not drawn as outlines, and colours follow the page's colour scheme.
         assert browser.run("document.querySelector('#bytes svg text').textContent.length") > 0
         fill = "getComputedStyle(document.querySelector('#bytes figure path[style*=blue]')).fill"
         light = browser.run(fill)

@@ -158,7 +158,7 @@ def test_rows_out_of_the_model_are_refused(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_text_a_hundred_times(tmp_path, restore_library):
-    """On a busy machine, with one, two and three threads."""
+    """Beside a thread that multiplies matrices, with one, two and three threads."""
     model = model_of(tmp_path, "q4_0")
     is_over = threading.Event()
 
@@ -188,7 +188,7 @@ def test_the_same_seed_gives_the_same_text_a_hundred_times(tmp_path, restore_lib
         busy.join()
 
 
-# Makes every clock of a process jump, for C++ and Python alike.
+# Makes clock_gettime jump, for C++ and Python alike.
 CLOCK = r"""
 #include <stdlib.h>
 #include <sys/syscall.h>

@@ -1,7 +1,7 @@
 """`sparkinfer run` and `sparkinfer cache`: files are made once, kept, shared, resumed and removed.
 
-GPUs are simulated: their figures are those of models.make_machine, and the engine runs plans on
-the CPU."""
+The GPU is simulated: its memory is what --vram says, its other figures are made up, and plans run
+on the CPU."""
 
 import dataclasses
 import json
@@ -114,7 +114,7 @@ def test_a_changed_source_is_converted_again(capsys, silu, tmp_path):
     first = run(capsys, own, "--no-verify")
     weights = own / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    data[-1] ^= 1  # the last weight's sign or exponent
+    data[-1] ^= 1  # one bit of the last weight
     weights.write_bytes(data)
     assert made(run(capsys, own, "--no-verify")) == ["model"]
     shutil.copyfile(silu / "model.safetensors", weights)
@@ -183,7 +183,7 @@ def interrupting(monkeypatch, place: str, after: int):
     monkeypatch.setattr(stages, place, wrapped(getattr(stages, place)))
 
 
-FIVE = (  # a stage, how often it reports before Ctrl-C, what the run before that has made
+FIVE = (  # a stage, its calls before Ctrl-C, what the same run completed before the stage
     ("convert", 3, []),
     ("profile", 2, ["model"]),
     ("profile", 9, []),
