@@ -19,7 +19,7 @@ from sparkinfer.runtime.model.native_structs import NotNative
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")
 BOUNDS = {"f32": 1e-5, "q8_0": 1e-3, "q4_0": 1e-3}
-F, D = 77, 64  # F is not a whole number of words
+F, D = 77, 64  # F bits do not fill whole words
 
 
 def layer_of(

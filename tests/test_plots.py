@@ -1,4 +1,4 @@
-"""Plots of a profile show its counts; the oracle is numpy on the counts."""
+"""Plots of a profile show its counts and the candidates for its predictors."""
 
 import numpy as np
 import pytest
