@@ -20,6 +20,7 @@ from sparkinfer.outputs import check_output_folder
 from sparkinfer.outputs import check_outputs as check_files
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.resume import Settings
+from sparkinfer.runtime.engine_options import device_of
 from sparkinfer.runtime.kernels.arithmetic import arithmetic
 from sparkinfer.sparsify.config import TRAINED, SparsifyConfig
 from sparkinfer.sparsify.disk import STATE, check_disk, checkpoint_bytes
@@ -59,7 +60,13 @@ class Plan:
         draft = draft_of(ConvertConfig(source=source, output=output, outtype=config.outtype))
         checkpoint = Checkpoint.open(source)
         shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
-        device = ranks.device(config.device) or ("cuda" if torch.cuda.is_available() else "cpu")
+        largest = min(shape.width, shape.num_neurons)
+        if config.rank is not None and config.rank > largest:
+            raise SparkinferError(
+                f"rank is {config.rank}, wanted at most {largest}, the smaller side of the matrices;"
+                " leave --rank out to train whole ones"
+            )
+        device = str(device_of(ranks.device(config.device)))
         dtype = dtype_of(config.precision, device)
         is_tied = checkpoint.config.get("tie_word_embeddings") is True
         needs = needs_of(shape, config, dtype, is_tied)

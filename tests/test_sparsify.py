@@ -432,6 +432,20 @@ def test_a_type_that_does_not_suit_the_rows_is_told_before_training(config):
         replace(config, outtype="q4_1")
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"device": "cuda:99"}, "device 'cuda:99': torch sees [0-9]+ CUDA devices here"),
+        ({"device": "gpu"}, "device 'gpu'; wanted cpu or cuda"),
+        ({"rank": 65}, "rank is 65, wanted at most 64, the smaller side of the matrices"),
+    ],
+)
+def test_what_machine_or_model_cannot_do_is_refused_before_training(config, changes, line):
+    with pytest.raises(SparkinferError, match=line):
+        sparsify(replace(config, **changes))
+    assert not config.work_folder.exists()
+
+
 def test_an_output_that_exists_is_refused(config):
     config.output.write_text("mine")
     with pytest.raises(SparkinferError, match="exists already"):
