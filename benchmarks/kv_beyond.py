@@ -32,6 +32,7 @@ def ways_of(context: int) -> dict[str, str]:
     half = f"{common},window={context // 2}"
     return {
         "a window of the context": f"{common},window={context - 48},top=16",
+        "three eighths of a window": f"{common},window={context * 3 // 8},top=16",
         "half a window": f"{half},top=16",
         "half a window and 48 more": f"{common},window={context // 2 + 48},top=16",
         "half a window, and keys": f"{half},top=64",

@@ -258,7 +258,7 @@ def long_context() -> str:
 
 
 def kv_beyond() -> str:
-    ways = result("kv-beyond-amd-epyc")["ways"]
+    ways = result("kv-beyond-amd-epyc-family-26")["ways"]
     rows = [
         [name, f"`{way['selection']}`" if way["selection"] else "", f"{way['perplexity']:.2f}",
          f"{way['times']:.3f}x"]

@@ -236,10 +236,16 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
         beta_slow=rope.positive("beta_slow", 1.0),
     )
     attention = rope.positive("attention_factor", scaling.magnitude)
+    longest = scaling.factor * length
+    if longest > MAX_COUNT:
+        raise SparkinferError(
+            f"{rope.path}: {rope.prefix}factor is {scaling.factor:g}; times"
+            f" {length:,} tokens it is a context of more than {MAX_COUNT}"
+        )
     return replace(
         shape,
         rope_scaling=replace(scaling, attn_factor=attention / scaling.magnitude),
-        context_length=max(shape.context_length, int(scaling.factor * length)),
+        context_length=max(shape.context_length, int(longest)),
     )
 
 

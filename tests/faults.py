@@ -1,16 +1,17 @@
-"""Runs commands with faults: signals, a full disk, no write access, an input that is truncated.
+"""Runs commands with faults: signals, a full disk, a limit on the size of a file, no write access,
+an input that is truncated.
 
     python tests/faults.py [--cases N] [--seed N] [--only COMMAND]
 
 Each case forks a process that runs a command, and one fault strikes at a random moment: after some
-time, at one of its calls that touch a file, or when it has written some bytes. Afterwards every
-output must be the old or the new one, byte for byte except for elapsed seconds, and inputs must be
-unchanged. Nothing may be left over, except where the process could not remove it (after SIGKILL, a
-truncated mapping or in a read-only folder); the next run does. stderr must have no traceback, and
-its last line must say why the command failed. Then the same command
-runs without a fault and must give the outputs of a run that never had one. Prints a line for each
-case that went wrong, and counts last. The full disk is a preloaded library (full_disk.c), which
-needs a C compiler."""
+time, at a file event, or when some bytes have been written. Afterwards every output must be the old
+or the new one (`content_of` leaves out what differs from run to run), and inputs must be unchanged
+unless one was truncated. Besides state to resume from, nothing may be left over, except partial files
+that the process could not remove (after SIGKILL, a truncated mapping or in a read-only folder).
+stderr must have no traceback, and if the command failed, its last line must say why. Then the same
+command runs without a fault: it must give the outputs of a run that never had one, and leave nothing
+over. Prints a line for each case that went wrong, and counts last. The full disk is a preloaded
+library (full_disk.c), which needs a C compiler."""
 
 import argparse
 import json
@@ -57,13 +58,15 @@ class Reference:
 class Fault:
     kind: str
     seconds: float | None = None  # until it strikes
-    event: int | None = None  # the call at which it strikes
-    count: int = 0  # bytes that may be written, or that remain of the input
+    event: int | None = None  # the file event at which it strikes; 0: by `count`
+    count: int = 0  # bytes that may be written (to one file: "too large"), or that are left of the input
     input: str = ""
 
     def __str__(self) -> str:
-        at = f"at call {self.event}" if self.seconds is None else f"after {self.seconds:.3f} s"
-        return f"{self.kind} {at} {self.count} {self.input}"
+        if self.kind in LIMITS:
+            return f"{self.kind} after {self.count} bytes"
+        at = f"at event {self.event}" if self.seconds is None else f"after {self.seconds:.3f} s"
+        return f"{self.kind} {at}" + (f" to {self.count} bytes: {self.input}" if self.input else "")
 
 
 class Case:
@@ -83,7 +86,7 @@ class Case:
         self.stderr = ""
 
     def restore(self) -> None:
-        """Restores the inputs, and the folders' permissions."""
+        """Restores the inputs, and the output folder's permissions."""
         os.chmod(self.output, 0o755)
         for name in self.command.inputs:
             source, target = self.whole / name, self.input / name
@@ -104,7 +107,8 @@ class Case:
         return {name: content_of(self.output / name) for name in self.command.outputs}
 
     def left(self) -> list[str]:
-        """Names in the output folder that are neither outputs nor state."""
+        """Names in the output folder that are neither outputs nor state, and partial files inside
+        outputs."""
         wanted = {name.split("/")[0] for name in (*self.command.outputs, *self.command.state)}
         found = [path.name for path in self.output.iterdir() if path.name not in wanted]
         inner = [p for name in wanted for p in (self.output / name).rglob("*")
@@ -112,7 +116,7 @@ class Case:
         return sorted(found + [path.name for path in inner])
 
     def run(self, fault: Fault | None) -> tuple[int, int, float]:
-        """(exit code, negative for a signal; calls that touched its files; seconds)."""
+        """(exit code, negative for a signal; file events, 0 if it did not end by itself; seconds)."""
         began = time.monotonic()
         sys.stdout.flush()
         (told, tell), (error, errors) = os.pipe(), os.pipe()
@@ -175,7 +179,8 @@ def _run_child(case: Case, fault: Fault | None, tell: int, errors: int) -> None:
 
 
 def _arm(case: Case, fault: Fault | None) -> list[int]:
-    """Sets up the fault in this process; returns a counter of calls that touch the case's files."""
+    """Sets up the fault in this process; returns a counter of file events: audit events that name the
+    case's files, or a descriptor."""
     counter, place, is_busy = [0], str(case.folder), [False]
 
     def strike() -> None:
@@ -191,7 +196,8 @@ def _arm(case: Case, fault: Fault | None) -> list[int]:
         is_file = event == "open" or event.startswith(("os.", "fcntl.", "mmap."))
         if not is_file or is_busy[0] or event == "os.kill":
             return
-        if not any(str(a).startswith(place) or isinstance(a, int) for a in arguments):
+        is_descriptor = isinstance(next(iter(arguments), None), int)
+        if not is_descriptor and not any(str(each).startswith(place) for each in arguments):
             return
         counter[0] += 1
         if fault is not None and counter[0] == fault.event:
@@ -275,8 +281,8 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
     if code not in (0, -SIGNALS["kill"]) and code >= 0 and not (
         lines[-1:] and ("sparkinfer" in lines[-1] or (code > 1 and lines[-1][0] == "["))
     ):  # fmt: skip
-        wrong.append("no line")
-    # A signal ends the process by itself if the command has not begun, or is over.
+        wrong.append("no line says why")
+    # The default action of a signal ends the process before the command handles it, and afterwards.
     is_whole = code == 0 or (code < 0 and fault.kind != "kill" and found != case.old)
     for name, new in reference.outputs.items():
         allowed = [new] if is_whole else [new, case.old[name]]
@@ -284,7 +290,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
             wrong.append(f"{name} is neither old nor new" if found[name] is not None else
                          f"{name} is gone")  # fmt: skip
     left = case.left()
-    # Nobody removes anything from a read-only folder.
+    # Nothing can be removed from a read-only folder.
     if code in (-SIGNALS["kill"], CUT) or fault.kind == "read-only":
         left = [name for name in left if not LEFT_BY_KILL.match(name)]
     if left:
@@ -305,7 +311,7 @@ def wrong_after(case: Case, reference: Reference) -> list[str]:
     code, _, _ = case.run(None)
     wrong = [] if code == 0 else [f"then exit code {code}: {case.stderr[-300:]}"]
     found = case.found()
-    wrong += [f"then {name} is another" for name, new in reference.outputs.items()
+    wrong += [f"then {name} differs" for name, new in reference.outputs.items()
               if found[name] != new]  # fmt: skip
     left = case.left() + [name for name in case.command.state if (case.output / name).exists()]
     return wrong + ([f"then left {left}"] if left else [])
@@ -359,7 +365,7 @@ def usable_faults() -> list[str]:
 
 
 def _nobody_reads() -> bool:
-    """True if the user nobody can read the modules that a run imports."""
+    """True if the user nobody can read this file and torch."""
     child = os.fork()
     if child == 0:
         try:

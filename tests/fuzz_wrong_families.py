@@ -14,6 +14,7 @@ ROTATION: dict[str, Change] = {
 }
 YARN: dict[str, Change] = ROTATION | {
     "no factor": one_of(R + "factor", *NOT_POSITIVE),
+    "a factor beyond every context": one_of(R + "factor", 1e9, 10**30),
     "no length": one_of(R + "original_max_position_embeddings", 1.5, *NOT_POSITIVE),
     "no fast border": one_of(R + "beta_fast", *NOT_POSITIVE),
     "no slow border": one_of(R + "beta_slow", *NOT_POSITIVE),

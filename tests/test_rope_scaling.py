@@ -3,6 +3,8 @@
 Oracle: transformers with the same scaling in its config."""
 
 import dataclasses
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -221,6 +223,17 @@ def test_models_whose_positions_cannot_be_scaled(tmp_path, words):
     with pytest.raises(SparkinferError, match=words) as caught:
         with_rope_scaling(ModelFile.load(tmp_path / "m"), "yarn", 2.0, None)
     assert "leave --rope-scaling and --rope-scale out" in str(caught.value)
+
+
+@pytest.mark.parametrize("factor", [1e9, 10**30])
+def test_a_context_beyond_every_count_is_refused_before_anything_is_written(folder, tmp_path, factor):
+    found = json.loads((folder / "config.json").read_text())
+    found["rope_parameters"] |= PARAMETERS["yarn"] | {"factor": factor}
+    hostile = shutil.copytree(folder, tmp_path / "hf")
+    (hostile / "config.json").write_text(json.dumps(found))
+    with pytest.raises(SparkinferError, match=r"factor is 1e\+\d+; times 128 tokens it is a context"):
+        convert(ConvertConfig(source=hostile, output=tmp_path / "m.gguf"))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_prompt_kept_under_another_scaling_is_not_restored(model, ids, tmp_path):
