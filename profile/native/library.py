@@ -1,6 +1,6 @@
 """The C++ counter in this folder, called on torch tensors.
 
-If the C++ is not built, importing this raises SparkinferError: torch would be ten times slower.
+If the C++ is not built, importing this raises SparkinferError.
 
 Letters: T tokens, F neurons, B histogram bins."""
 

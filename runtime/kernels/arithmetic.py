@@ -1,5 +1,5 @@
-"""Describes, in one line, everything besides model and text that determines the bits of a result:
-for artifacts, and to check that a resumed run matches the earlier one."""
+"""Describes in one line the device, kernels and torch release that compute a result: for artifacts,
+and to check that a resumed run matches the earlier one."""
 
 import torch
 
@@ -9,7 +9,7 @@ from sparkinfer.runtime.kernels.cpu import library
 def arithmetic(device: torch.device) -> str:
     """E.g. "avx512vnni, torch 2.13.0 AVX512"; the kernels' level is "torch" if they are not built.
 
-    Sums in training also depend on torch's number of threads; those of a pass do not."""
+    Sums in training also depend on torch's number of threads; those of the C++ kernels do not."""
     release = torch.__version__.split("+")[0]
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device)

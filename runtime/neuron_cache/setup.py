@@ -37,8 +37,8 @@ class CacheSetup:
 
     @classmethod
     def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
-        """The setup of a plan with a neuron cache. Raises SparkinferError for a plan without one,
-        and if more rows per step are asked for than it has room for."""
+        """The setup of a plan with a neuron cache; the default most_rows is reduced to the plan's.
+        Raises SparkinferError without such a plan, and if another most_rows exceeds the plan's."""
         planned = None if plan is None else plan.cache
         if planned is None:
             raise SparkinferError(

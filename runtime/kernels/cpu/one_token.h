@@ -1,5 +1,6 @@
 // One token's pass over the candidate neurons of a few chunks: gate, activation, up and down of a few
-// neurons, then of the next, while rows that come later are prefetched.
+// neurons, then of the next, while rows that come later are prefetched. Gates that are not interleaved
+// with up and down are read first, a chunk at a time.
 #pragma once
 #include "gate.h"
 

@@ -23,8 +23,8 @@ void spark_copy_rows(void* data);
 SparkCopier* spark_copier_new();
 // Starts copies. `copies` must stay valid until they are finished, which takes at least `seconds`.
 void spark_copier_start(SparkCopier* copier, const SparkCopies* copies, double seconds);
-// Waits for the copies. If the thread has not begun them, the caller makes them, so a late thread on a
-// busy machine costs nothing. May be called again.
+// Waits for the copies, and until `seconds` have passed since their start. If the thread has not begun
+// them, the caller makes them instead of waiting for it. May be called again.
 void spark_copier_finish(SparkCopier* copier);
 void spark_copier_free(SparkCopier* copier);
 }

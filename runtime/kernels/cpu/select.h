@@ -1,7 +1,7 @@
 // Selects the positions of a long text that a token attends to: sinks at its beginning, a window of the
-// latest positions, and between them the keys with the highest estimated attention, from summaries of
-// blocks of keys and codes of two bits per value. key_tables.py is the reference in torch: its tables are
-// bit-identical, its scores equal up to rounding.
+// latest positions, and between them the keys with the highest estimated attention: whole blocks, chosen
+// by summaries of their keys, or keys of these blocks, chosen by codes of two bits per value. key_tables.py is
+// the reference in torch: its tables are bit-identical, its scores equal up to rounding.
 //
 //   x -> whole(x / unit), unit = max |x| / LARGEST      a summary (LARGEST 63, + 64) or a query (127)
 //   summary of a block     the mean of its keys; or their largest and smallest values, 2 W of them
@@ -306,7 +306,7 @@ class Selector {
         }
     }
 
-    // Codes and factors of the blocks `at` [n].
+    // Loads the codes and factors of the blocks `at` [n].
     void touch_codes(const SparkLayer& l, const int64_t* at, int64_t n) const {
         const int64_t B = rule.block, length = B * (Wp / 4);
         for (int64_t i = 0; i < n; ++i) {

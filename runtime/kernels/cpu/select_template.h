@@ -180,8 +180,8 @@ void share_mass(float* score, int64_t num_queries, int64_t n, float* out) {
     }
 }
 
-// Bisects the bits of the scores, which are in their order, instead of sorting: each step counts, without
-// a branch, and about sixteen find the largest thousand of some thousands.
+// Bisects the bits of the scores instead of sorting; none is negative, so the bits are in the same order.
+// Each step counts without a branch.
 void choose_largest(const float* score, int64_t n, int64_t k, int32_t* bits, int32_t* chosen) {
     constexpr int32_t INFINITE = 0x7f800000;
     int32_t low = INFINITE, high = 0;
@@ -198,7 +198,7 @@ void choose_largest(const float* score, int64_t n, int64_t k, int32_t* bits, int
         for (int64_t i = 0; i < n; ++i) count += bits[i] >= least;
         return count;
     };
-    // At least k scores are from `low` on, fewer from `high` on.
+    // At least k scores are from `low` on, at most k from `high` on.
     int64_t above = 0;  // number from `high` on
     for (++high; high - low > 1 && above < k;) {
         const int32_t middle = low + (high - low) / 2;

@@ -1,5 +1,5 @@
 // Runs a step of some rows, see step.h: the operations that step/program.py declares. attention.py and
-// feed_forward.py are their references; results differ only in the order of summation.
+// feed_forward.py are their references; results are equal up to rounding.
 #include "step.h"
 
 #include <algorithm>
@@ -301,7 +301,8 @@ class Step {
         clock.ended(TIMED_OUTPUT);
     }
 
-    // Norms and rotates queries, keys and values [T, num_values] in place, appends them, and attends.
+    // Norms and rotates queries and keys of qkv [T, num_values] in place (and values, if the cache stores
+    // them rotated), appends keys and values, and attends.
     void attend(const SparkLayer& l, float* qkv, Operand& heads) {
         const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
         rows(4 * w.num_values, [&](int64_t t) {

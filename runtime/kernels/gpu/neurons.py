@@ -24,8 +24,8 @@ from sparkinfer.runtime.kernels.stored import StoredMatrix
 _UNITS = 8
 _CHUNK = 256
 # Rows of a step whose sums a program of `down` holds, by (parts of a unit, whether zeros are
-# skipped). Per row and part, sums take 16 registers if zeros are skipped, else 32. With two rows
-# the compiler uses 170 to 234 registers if zeros are skipped, else 128.
+# skipped). Per row and part, sums take 16 registers if zeros are skipped, else 32 (16 for f32 and
+# q6_k). With two rows the compiler uses 170 to 234 registers if zeros are skipped, else 128.
 _DOWN_GROUP = {(1, True): 2, (2, True): 2, (1, False): 2, (2, False): 1}
 
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr double RECENT = 0.95;         // decay of the averages over steps
+constexpr double RECENT = 0.95;         // decay of step_s, free_s and cold_share per step
 constexpr double ROOM = 0.9;            // the share of a step's time, and of its idle time, for copies
 constexpr double PRICE_UP = 1.1, PRICE_DOWN = 0.97, LEAST_PRICE = 1e-3;
 constexpr int64_t FIRST_STEPS = 16;     // before swapping starts
@@ -127,9 +127,9 @@ struct Candidate {
 };
 
 // Pairs the cold neurons of highest worth with the hot ones of lowest worth while the expected gain
-// exceeds the costs. With `to_plan`, swaps only towards the plan's neurons. Appends to c.swap from
-// `count` on, at most most_rows per layer; adds the gain per step of all pairs, appended or not, to
-// `gain_s`.
+// exceeds the costs, and adds the gain per step of all these pairs, appended or not, to `gain_s`. With
+// `to_plan`, pairs the plan's cold neurons with hot ones outside the plan, whatever the gain, and adds
+// none. Appends to c.swap from `count` on, at most most_rows per layer.
 class Pairing {
   public:
     int64_t run(NeuronCache& c, int64_t l, bool to_plan, int64_t count, double& gain_s) {

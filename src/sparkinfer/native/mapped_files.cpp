@@ -1,7 +1,7 @@
-// A mapped file that is truncated while it is read ends the process with SIGBUS, in whichever
-// thread and library touches the page. This handler prints the file's name in one line, removes
-// the files (not the folders) that the process was writing, and ends it. It reads the file's name from /proc/self/maps and
-// calls only async-signal-safe functions.
+// Touching a page of a mapped file beyond the end to which the file was truncated raises SIGBUS, in
+// whichever thread and library touches it. This handler prints the file's name, from
+// /proc/self/maps, in one line, removes the files set by spark_set_unfinished, and ends the process.
+// It calls only async-signal-safe functions.
 
 #include <atomic>
 #include <cstdint>
@@ -94,7 +94,7 @@ extern "C" __attribute__((visibility("default"))) int32_t spark_guard_mapped_fil
 }
 
 // Sets the files that are removed when the process ends this way, at most MAX_UNFINISHED: `count` names,
-// each terminated by a zero byte.
+// each terminated by a zero byte. Names of PATH_BYTES or more are left out.
 extern "C" __attribute__((visibility("default"))) void spark_set_unfinished(const char* names,
                                                                            int64_t count) {
     num_unfinished = 0;
