@@ -59,7 +59,9 @@ class Fault:
     kind: str
     seconds: float | None = None  # until it strikes
     event: int | None = None  # the file event at which it strikes; 0: by `count`
-    count: int = 0  # bytes that may be written (to one file: "too large"), or that are left of the input
+    count: int = (
+        0  # bytes that may be written (to one file: "too large"), or that are left of the input
+    )
     input: str = ""
 
     def __str__(self) -> str:

@@ -77,7 +77,10 @@ def test_damage_is_reported(case):
     assert "left ['x.01234567.partial']" in wrong()
     assert not faults.wrong_with(case, REFERENCE, faults.Fault(kind="kill"), -9)
     (case.output / "x.01234567.partial").unlink()
-    for said, what in (("Traceback (most recent call last)", "a traceback"), ("", "no line says why")):
+    for said, what in (
+        ("Traceback (most recent call last)", "a traceback"),
+        ("", "no line says why"),
+    ):
         case.stderr = said
         assert what in wrong()
     case.stderr = "sparkinfer: interrupted"

@@ -226,12 +226,16 @@ def test_models_whose_positions_cannot_be_scaled(tmp_path, words):
 
 
 @pytest.mark.parametrize("factor", [1e9, 10**30])
-def test_a_context_beyond_every_count_is_refused_before_anything_is_written(folder, tmp_path, factor):
+def test_a_context_beyond_every_count_is_refused_before_anything_is_written(
+    folder, tmp_path, factor
+):
     found = json.loads((folder / "config.json").read_text())
     found["rope_parameters"] |= PARAMETERS["yarn"] | {"factor": factor}
     hostile = shutil.copytree(folder, tmp_path / "hf")
     (hostile / "config.json").write_text(json.dumps(found))
-    with pytest.raises(SparkinferError, match=r"factor is 1e\+\d+; times 128 tokens it is a context"):
+    with pytest.raises(
+        SparkinferError, match=r"factor is 1e\+\d+; times 128 tokens it is a context"
+    ):
         convert(ConvertConfig(source=hostile, output=tmp_path / "m.gguf"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
