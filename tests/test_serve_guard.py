@@ -253,9 +253,16 @@ def listening():
         yield port
 
 
+@pytest.fixture
+def patient():
+    """The port of a server whose limits on heads and connections no test reaches."""
+    with served_by(app_of(service_of(read_s=20.0)), head_s=20.0, most=64) as port:
+        yield port
+
+
 @contextlib.contextmanager
-def served_by(app):
-    config = uvicorn.Config(app, http=connection_class(0.3, 2), port=0, lifespan="off",
+def served_by(app, head_s=0.3, most=2):
+    config = uvicorn.Config(app, http=connection_class(head_s, most), port=0, lifespan="off",
                             log_config=None, ws="none", timeout_keep_alive=1)  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -336,40 +343,40 @@ CLOSED_BODY = (
 
 
 @pytest.mark.parametrize("request_, wanted", [(LONG_HEAD, b"431"), (CLOSED_BODY, b"413")])
-def test_a_client_that_sends_more_than_is_read_sees_the_answer(listening, request_, wanted):
+def test_a_client_that_sends_more_than_is_read_sees_the_answer(patient, request_, wanted):
     """More than the server reads before it answers, and more than sockets hold."""
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", listening), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", patient), timeout=20) as connection:
             connection.sendall(request_)
             connection.shutdown(socket.SHUT_WR)
             found = b"".join(iter(lambda: connection.recv(1 << 16), b""))  # noqa: B023
         assert found.startswith(b"HTTP/1.1 " + wanted)
 
 
-def test_http_client_sees_the_answer_to_what_is_too_long(listening):
+def test_http_client_sees_the_answer_to_what_is_too_long(patient):
     body = bytes(40 << 20)
     for headers, content, wanted in (({"A": "b" * (8 << 20)}, None, 431),
                                      ({**JSON, "Connection": "close"}, body, 413),
                                      (JSON, body, 413)):  # fmt: skip
-        connection = http.client.HTTPConnection("127.0.0.1", listening, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", patient, timeout=20)
         connection.request("POST", "/v1/completions", content, headers)
         answer = connection.getresponse()
         assert answer.status == wanted and answer.read()
         connection.close()
 
 
-def test_a_client_that_never_stops_sending_is_closed(listening, monkeypatch):
+def test_a_client_that_never_stops_sending_is_closed(patient, monkeypatch):
     monkeypatch.setattr(connections, "LINGER_S", 0.2)
     began = time.monotonic()
     with (
-        socket.create_connection(("127.0.0.1", listening), timeout=20) as connection,
+        socket.create_connection(("127.0.0.1", patient), timeout=20) as connection,
         pytest.raises(ConnectionError),
     ):
         while time.monotonic() - began < 20:
             connection.sendall(b"b" * 1000)
             time.sleep(0.001)
     with (
-        socket.create_connection(("127.0.0.1", listening), timeout=20) as connection,
+        socket.create_connection(("127.0.0.1", patient), timeout=20) as connection,
         pytest.raises(ConnectionError),
     ):
         monkeypatch.setattr(connections, "LINGER_S", 60)
