@@ -1,4 +1,4 @@
-"""Measures recall of facts from a long document under each method of selecting keys.
+"""Measures recall of facts from a long document under each way of selecting keys.
 
     python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 10]
 
@@ -7,12 +7,13 @@ some lines are started again; the score is the mean logarithm of the probability
 tokens after the line's beginning. Each way is compared with full attention on the same facts of the
 same documents; the same lines in another order show how far full attention itself varies.
 
-The document itself is read with full attention (`after_full`), and for some ways also with the rule
-under test (`under_rule`). At the end of the document, of the bytes of a head's keys and values in
-f16, `share_of_keys` is what a token reads of the keys and values themselves, which an offload has to
-fetch; `share_of_bytes` includes the tables it reads to find them; `share_of_tables` is the size of
-the tables. Rules of kv_selection.py, computed in torch, have a share of the bytes in place of sizes;
-unlike in the paper, each head of InfLLM's chooses its own units."""
+In `after_full` the document was read with full attention; in `under_rule`, which has only some of
+the ways, with the rule under test, or, with `is_read_in_full`, with all keys. Shares are of the bytes
+of a head's keys and values in f16, at the end of the document: `share_of_keys` is what a token reads
+of the keys and values themselves, which an offload has to fetch; `share_of_bytes` includes the tables
+it reads to find them; `share_of_tables` is the size of the tables. Rules of kv_selection.py, computed
+in torch, have a share of the bytes in place of sizes; unlike in the paper, InfLLM's units are chosen
+for each key-value head separately."""
 
 import argparse
 import hashlib
@@ -56,7 +57,7 @@ class Way:
     num_documents: int = 1
     num_read: int = 0  # documents that are also read under the rule
     is_shuffled: bool = False  # the lines are in another order
-    # Under the rule, the document is read with all keys (`full` is its length).
+    # In `under_rule`, the document is read with all keys all the same (`full` is its length).
     is_read_in_full: bool = False
 
     def sizes_for(self, num_tokens: int) -> str | None:
@@ -265,7 +266,7 @@ class Chosen:
 
 def against(full: list[float], found: list[float]) -> dict[str, Any]:
     """Compares scores, which are paired by fact. Probabilities are geometric means; the standard error
-    is that of the mean difference of logarithms, and so is the interval of 95 %."""
+    is that of the mean difference of logarithms; the interval of 95 % is that of the ratio `of_full`."""
     full = full[: len(found)]
     differences = [a - b for a, b in zip(found, full, strict=True)]
     middle = statistics.mean(differences)
@@ -354,9 +355,11 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=20, help="of each document")
     parser.add_argument("--documents", type=int, default=10)
     parser.add_argument(
-        "--kept", type=Path, help="folder of scores, from which a run that was ended goes on"
+        "--kept", type=Path, help="folder to keep scores in; an interrupted run resumes from it"
     )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help="only these")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, metavar="WAY", help="only these, and full attention"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     chosen = arguments.ways or list(WAYS)
