@@ -20,6 +20,8 @@ from sparkinfer.serve.server import Server
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
+# 64 texts, 16,000 tokens: as many texts as `narrow` takes, and still running after many requests.
+FULL = {**LONG, "prompt": [[7]] * 4, "n": 16}
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def narrow(model):
-    """A server that computes one text at a time and lets two wait."""
+    """A server that computes one text at a time and lets 63 wait."""
     served = Served(
-        model, "-np", "1", "--kept", "1", "--queue", "2", "--drain", "60", "--log-json", key="k"
+        model, "-np", "1", "--kept", "1", "--queue", "63", "--drain", "60", "--log-json", key="k"
     )
     yield served
     if served.process.poll() is None:
@@ -58,22 +60,23 @@ def in_background(served, body, found):
 def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     """One process for all three, as each takes seconds to start."""
     found = []
-    first = in_background(narrow, {**LONG, "n": 3}, found)
+    first = in_background(narrow, FULL, found)
     narrow.until(lambda: narrow.metric("sparkinfer_running") == 1)
-    status, answer = narrow.ask("/v1/completions", LONG)
+    # Refused until the last of the 64 texts has ended.
+    status, answer = narrow.ask("/v1/completions", FULL)
     assert status == 429 and answer["error"]["type"] == "rate_limit_error"
     assert 1 <= int(narrow.headers["retry-after"]) <= 60
     first.join(120)
     assert found[0][0] == 200 and narrow.ask("/v1/completions", {**LONG, "max_tokens": 1})[0] == 200
 
-    status, answer = narrow.ask("/v1/completions", {**LONG, "timeout": 0.02})
+    status, answer = narrow.ask("/v1/completions", {**FULL, "timeout": 0.02})
     assert status == 504 and answer["error"] == {
         "message": "the answer took longer than the request's timeout allows",
         "type": "server_error", "param": "timeout", "code": "timeout",
     }  # fmt: skip
 
     found.clear()
-    running = in_background(narrow, {**LONG, "n": 2}, found)
+    running = in_background(narrow, FULL, found)
     narrow.until(lambda: narrow.metric("sparkinfer_running") == 1)
     narrow.process.send_signal(signal.SIGTERM)
     narrow.until(lambda: narrow.ask("/health") == (503, {"status": "stopping"}))
@@ -81,10 +84,10 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     assert status == 503 and narrow.headers["retry-after"]
     running.join(120)
     status, answer = found[0]
-    assert status == 200 and answer["usage"]["completion_tokens"] == 500
+    assert status == 200 and answer["usage"]["completion_tokens"] == 16_000
     assert narrow.process.wait(60) == 0
     lines = [json.loads(line) for line in narrow.log if line.startswith("{")]
-    ended = next(line for line in lines if line.get("generated_tokens") == 500)
+    ended = next(line for line in lines if line.get("generated_tokens") == 16_000)
     assert ended["status"] == 200 and ended["path"] == "/v1/completions" and ended["id"]
 
 
