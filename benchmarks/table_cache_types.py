@@ -4,7 +4,7 @@ from math import exp
 
 from table_contents import markdown, percent, result, signed, times
 
-FILE = "cache-types-amd-epyc"
+FILE = "cache-types-amd-epyc-family-26"
 DEPTHS = ("512", "4096", "8000")
 
 
