@@ -6,8 +6,9 @@ and the ratio of two times of one round is nearly free of it. Two models are com
 of these ratios and its 95 % interval. Medians of each model's own times would not do: they may come
 from different spells.
 
-Models that do not fit into memory together are timed in groups, each beside the reference; two
-models of different groups are compared through it.
+Models that do not fit into memory together are timed in groups, each beside the reference, and a
+rule also beside the dense model of its type; two models that share no group are compared through
+the reference.
 
 Letters: T tokens."""
 
@@ -148,7 +149,8 @@ class Turns:
 
     def groups(self, points: Sequence[Point]) -> list[list[Point]]:
         """Groups of the reference and as many of the points as there is room for, at least one in
-        each, whether it fits or not."""
+        each, whether it fits or not. A rule is in the group of the dense model of its type if the
+        three fit together: how much faster it is depends on the spell."""
         used = [point for point, _ in self.opened.values()]
         memory = MEMORY_SHARE * (free_memory_bytes() + sum(map(self.num_bytes, used)))
         disk = self.free_disk() + self._made_bytes(used)
@@ -158,10 +160,18 @@ class Turns:
             return whole <= memory and self._made_bytes(together) <= disk
 
         groups = [[self.reference]]
-        for point in (p for p in points if p.trial != self.reference.trial):
-            if len(groups[-1]) > 1 and not fits([*groups[-1], point]):
+        others = [point for point in points if point.trial != self.reference.trial]
+        for kind in dict.fromkeys(point.type for point in others):
+            same = [point for point in others if point.type == kind]
+            has_own = any(point.rule == "dense" for point in same)
+            if has_own and len(groups[-1]) > 1 and not fits([*groups[-1], *same]):
                 groups.append([self.reference])
-            groups[-1].append(point)
+            for number, point in enumerate(same):
+                if len(groups[-1]) > 1 and not fits([*groups[-1], point]):
+                    dense = [p for p in same[:number] if p.rule == "dense"]
+                    beside = [self.reference, *dense]
+                    groups.append(beside if fits([*beside, point]) else [self.reference])
+                groups[-1].append(point)
         return groups
 
     def _made_bytes(self, points: Sequence[Point]) -> int:

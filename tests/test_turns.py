@@ -194,19 +194,44 @@ def test_what_does_not_fit_into_memory_together_is_timed_beside_the_reference(mo
     turns = turns_of(machine)
     found = timed(points, points, turns, 0.01, print)
     assert [group.trials for group in turns.timings.groups] == [
-        (OWN.trial, other.trial) for other in points[1:]
+        (OWN.trial, other.trial) for other in (SMALLER, rule, SMALLEST)
     ]
-    assert machine.closed == ["q8_0 dense", "q4_0 dense"] and len(turns.opened) == 2
+    assert machine.closed == ["q8_0 dense", rule.name] and len(turns.opened) == 2
     assert turns.timings.gain(rule.trial, SMALLER.trial).median == pytest.approx(0.28, abs=0.03)
     assert choose(found, 0.01, turns.timings)[0].rule == "limits"
     turns.close()
-    assert not turns.opened and machine.closed[2:] == ["f16 dense", rule.name]
+    assert not turns.opened and machine.closed[2:] == ["f16 dense", "q4_0 dense"]
 
 
 def test_trial_files_are_open_together_only_if_the_disk_has_room():
     rules = [point("f16", name, 0.1, 1800, 0.001) for name in ("gates", "hidden", "mixed")]
     turns = turns_of(Machine(1, COSTS), free_disk=lambda: 2)
     assert turns.groups([OWN, SMALLER, *rules]) == [[OWN, SMALLER, *rules[:2]], [OWN, rules[2]]]
+
+
+def test_a_rule_is_timed_beside_the_dense_model_of_its_type(monkeypatch):
+    """In the fast spell the largest type gains much more than the smallest, so that a comparison of
+    two spells through the largest would be wrong by a quarter."""
+    monkeypatch.setattr(module, "free_memory_bytes", lambda: 12.0)  # for three models of size 1
+    rule = point("q4_0", "limits", 0.3, 400, 0.008)
+    fast = {OWN.trial: 0.020, SMALLER.trial: 0.012, SMALLEST.trial: 0.0080, rule.trial: 0.0064}
+    slow = fast | {OWN.trial: 0.030, SMALLER.trial: 0.016}
+    machine = Machine(1, fast)
+    machine.work = lambda seconds: setattr(machine, "now", machine.now + seconds)
+    turns = Turns(OWN, machine.open, lambda p: 1, 200, clock=machine.clock)
+    groups = turns.groups([OWN, SMALLER, SMALLEST, rule])
+    assert groups == [[OWN, SMALLER], [OWN, SMALLEST, rule]]
+    for costs, group in zip((slow, fast), groups, strict=True):
+        machine.costs = costs
+        turns.rounds(group, FEW)
+    assert turns.timings.gain(rule.trial, SMALLEST.trial).median == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_rule_of_a_type_that_does_not_fit_whole_is_still_beside_its_dense_model(monkeypatch):
+    monkeypatch.setattr(module, "free_memory_bytes", lambda: 12.0)
+    rules = [point("q8_0", name, 0.1, 900, 0.001) for name in ("gates", "hidden", "mixed")]
+    groups = turns_of(Machine(1, COSTS)).groups([OWN, SMALLEST, SMALLER, *rules])
+    assert groups == [[OWN, SMALLEST], *([OWN, SMALLER, rule] for rule in rules)]
 
 
 def test_models_decode_the_text_in_order_and_change_places():
