@@ -81,6 +81,29 @@ def test_decisions_equal_those_of_the_definition(seed):
         assert policy.resident(layer).tolist() == ids
 
 
+@pytest.mark.parametrize("copy_s", [(2, 0), (0, 2), (0, 0)])
+def test_swaps_back_to_the_plan_that_lose_are_ordered_alike_where_a_copy_takes_no_time(copy_s):
+    """Swapping in layer 0 does not pay, and layer 1 reads no neurons of the plan, so its swaps back
+    have negative gains."""
+    costs = make_costs(2, copy_row_s_L=np.array(copy_s), cold_row_s_L=np.array([1, 0.15]))
+    options = CacheOptions(
+        decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9, visited=1
+    )
+    plan = [np.arange(16)] * 2, np.zeros((2, 64)), costs, options
+    policy, reference = CachePolicy.of(*plan), ReferencePolicy(*plan)
+    losses = 0
+    for number in range(120):
+        is_read_RLF = np.zeros((1, 2, 64), bool)
+        first = (16, 32, 48, 16, 32, 48, 0, 0, 0, 0, 0, 0)[number % 12]
+        is_read_RLF[0, 0, first : first + 16] = is_read_RLF[0, 1, 16:32] = True
+        swaps, want = policy.step(packed(is_read_RLF)), reference.step(is_read_RLF)
+        assert [tuple(map(int, (s["layer"], s["slot"], s["in"], s["out"]))) for s in swaps] == [
+            (s.layer, s.slot, s.into, s.out) for s in want
+        ]
+        losses += sum(s.gain_s < 0 for s in want)
+    assert losses
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_swaps_fit_into_a_step_and_exchange_residents_for_others(seed):
     random, slots, frequency_LF, costs, options = make_case(seed)

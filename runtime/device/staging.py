@@ -1,5 +1,5 @@
-"""Streams rows from the host to a device through two pinned buffers: one is filled while the other
-is copied."""
+"""Streams rows from the host to a device through two buffers, pinned if possible: one is filled
+while the other is copied."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
-"""Planar rows: all scales of a row's blocks, then all nibbles, and so on. GPUs read this layout,
-and the CPU does for q4_0 and q8_0 (made there by library.pack_rows).
+"""Planar rows: each part of a row's blocks (scales, nibbles, ...) is contiguous. GPUs read this
+layout, and the CPU does for q4_0 and q8_0 (made there by library.pack_rows).
 
 The blocks of q4_0, q8_0 and q6_K in a file have 18, 34 and 210 bytes, so 16-byte loads are not
 aligned. In a planar row each part is contiguous over all blocks; the row has as many bytes as in
@@ -7,9 +7,7 @@ the file:
 
     q4_0_planar   scales f16 | nibbles, 16 bytes per block
     q8_0_planar   scales f16 | values, 32 bytes per block
-    q6_k_planar   ql, 128 bytes per super-block | qh, 64 | scales int8, 16 | d f16
-
-Letters: N rows."""
+    q6_k_planar   ql, 128 bytes per super-block | qh, 64 | scales int8, 16 | d f16"""
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ _PLANES = {
 
 
 def planar(data: Tensor, kind: str) -> tuple[Tensor, str]:
-    """(rows, their kind): a file's rows, uint8 [N, row_bytes], rearranged into new memory.
+    """(rows, their kind): a file's rows, uint8 [..., row_bytes], rearranged into new memory.
 
     Rows of a kind without a planar layout are returned unchanged."""
     if kind not in PLANAR_KIND:

@@ -1,7 +1,5 @@
 """A weight matrix in the type of its file, as kernels on CPU and GPU read it.
 
-Rows are unpacked on use; the unpacked values are not kept.
-
 Letters: N rows, D row width, A chosen rows."""
 
 from dataclasses import dataclass
@@ -42,8 +40,8 @@ def _from_nibbles(bytes_16: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredMatrix:
-    """A matrix as stored. `data` is [N, D] of a float type, or uint8 [N, row_bytes] of blocks; rows
-    may be strided.
+    """A matrix as stored. `data` is [N, D] in the type of a kind in FLOATS, else uint8
+    [N, row_bytes]; rows may be strided.
 
     Kinds that end in "_planar", "_tiled" and "_grouped" exist in memory only: see
     runtime.kernels.planar, tiled and grouped."""

@@ -70,7 +70,7 @@ class NeuronCache:
         self.num_swaps = 0  # done so far
         self.num_bytes = 0  # of the rows copied so far
         self._num_pending = 0  # swaps whose rows are being copied
-        self._is_changing = False  # also after an exception in the middle of a change
+        self._is_changing = False  # stays True after an exception in the middle of a change
         self._bits_TLW = np.zeros((0, 0, 0), np.uint32)
 
     @property

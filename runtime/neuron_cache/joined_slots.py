@@ -1,6 +1,5 @@
-"""Slots beside the full weights, as rows of one block (`weights.slot_rows`), for a processor that
-reads both: slots in a faster memory of it, or a plan whose roles are both the CPU's. Logits are
-bit-identical to those without a cache.
+"""Slots beside the full weights, as rows of one block (`weights.slot_rows`), if the CPU computes
+all neurons. Logits are bit-identical to those without a cache.
 
 Letters: F neurons of a layer, N slots, L layers, S swaps, M tensors of a block."""
 

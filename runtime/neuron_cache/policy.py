@@ -23,7 +23,7 @@ class CacheReport:
     steps_on: int
     num_starts: int  # times that swapping was switched on
     num_swaps: int
-    hit_rate: float  # of the rows read
+    hit_rate: float  # of the neurons read, in layers with some but not all in slots
     planned_hit_rate: float
     seconds: float
     planned_seconds: float
@@ -34,8 +34,8 @@ class CacheReport:
         if not self.num_steps:
             return "neuron cache: no step"
         hits = f"hits {self.planned_hit_rate:.1%} by plan, {self.hit_rate:.1%} with the cache"
-        if not self.num_starts:
-            return f"neuron cache: nothing was swapped, because it would not pay; {hits}"
+        if not self.num_swaps:
+            return f"neuron cache: nothing was swapped; {hits}"
         saved = 1 - self.seconds / self.planned_seconds
         return (
             f"neuron cache: {hits}; {self.num_swaps:,} swaps, on for {self.steps_on} of"
@@ -114,7 +114,7 @@ class CachePolicy:
         return self._array(struct.id, struct.num_slots, np.int32)
 
     def hits_L(self) -> np.ndarray:
-        """Number of rows read from slots so far, by layer."""
+        """Neurons read from slots so far, by layer; 0 where all neurons have slots."""
         struct = self._struct
         return np.array([struct.layer[index].hits for index in range(struct.num_layers)])
 

@@ -45,10 +45,6 @@ class Gate:
         """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
         return self.smooth(gate) if self.activation in SMOOTH else gate
 
-    def above_threshold(self, value: Tensor) -> Tensor:
-        """The value, with zeros where the neuron does not fire."""
-        return value * self._fires(value)
-
     def _fires(self, value: Tensor) -> Tensor:
         if self.activation in SMOOTH:
             return ~(value.abs() <= self.threshold)

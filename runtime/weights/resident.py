@@ -8,9 +8,6 @@ rows all scales come first, which halves the instructions of products and sums; 
 multiplied whole are tiled (runtime.kernels.tiled), which halves them again, and a matrix all of
 whose rows are added is grouped (runtime.kernels.grouped).
 
-Measured on two cores of a Cascade Lake, reading a tenth of the neurons, in GB/s per thread, mapped
-and resident: q8_0 5.4 and 10.0, q4_0 3.8 and 8.2, f16 7.8 and 10.7 (docs/log/kernels.md).
-
 Letters: A chosen rows."""
 
 from dataclasses import dataclass, field, replace
@@ -34,7 +31,8 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Residence:
-    """Memory that grows in segments; each is freed with the last matrix in it."""
+    """Memory that grows in segments; a segment is freed with the last matrix in it, and not before
+    this object unless pinned."""
 
     num_bytes: int = 0  # of the weights
     _rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))

@@ -37,8 +37,8 @@ class WeightStore(Protocol):
         """A whole matrix of the file. `is_summed`: its rows are added, not multiplied."""
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
-        """Matrices of equal type and number of rows as one, with concatenated rows; None unless
-        they are copied anyway."""
+        """Matrices of equal type and number of rows as one, with concatenated rows; None from
+        a store that does not join."""
 
     def neurons(
         self,
@@ -48,7 +48,7 @@ class WeightStore(Protocol):
         adds_all: bool = False,
     ) -> list[Matrix]:
         """These rows (None: all) of every matrix. The matrices of a group are read together; a
-        store that copies rows interleaves them. Each of the first `num_whole` groups is a single
+        resident store interleaves them. Each of the first `num_whole` groups is a single
         matrix that is multiplied whole for every token; with `adds_all`, the last group is a single
         matrix of which every token adds all rows."""
 

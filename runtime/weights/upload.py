@@ -1,7 +1,7 @@
 """Uploads matrices of a model file into a device's slab, in pieces and in the device's layout.
 
 Besides the slab, an upload needs two pinned buffers on the host and, for types that are rearranged
-(runtime.kernels.planar), two pieces on the device. Mapped pages are dropped after each matrix."""
+(runtime.kernels.planar), three pieces on the device. Mapped pages are dropped after each matrix."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ PIECE_BYTES = 8 << 20
 
 @dataclass
 class Uploader:
-    """Fills a slab. `on_bytes` is called after every piece."""
+    """Fills a slab. `on_bytes` is called with the bytes of each piece and vector."""
 
     memory: DeviceMemory
     on_bytes: Callable[[int], None] = lambda num_bytes: None

@@ -1,8 +1,9 @@
 """Attention of a step's rows: rotation, append to the cache, and softmax(q k) v split over the
 context.
 
-Each row has programs of its own, with the same instructions as in a step of one row. Rows of one
-sequence read each other's keys and values from the KV cache, which the previous kernel has written.
+Each row has programs of its own, with the same instructions as in a step of one row. A row reads
+the keys and values of its sequence's earlier rows from the KV cache, where `rotate_append` has
+written them.
 
 Letters: T rows of a step, H heads, K key-value heads, W head width, C positions of the cache, B its
 blocks, P positions of a tile or block, G queries of a key-value head, S sequences (in
@@ -17,7 +18,7 @@ from torch import Tensor
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
 from sparkinfer.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
-# Positions of a tile, whose keys and values are in registers: 16 KiB of f16 each at a width of 128.
+# Positions of a tile, whose keys and values are in registers: 32 KiB of f32 each at a width of 128.
 _TILE = 64
 
 

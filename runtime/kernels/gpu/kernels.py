@@ -185,8 +185,8 @@ class Kernels:
 def triton_kernels() -> Kernels:
     """Triton's kernels, on the current CUDA device, or in its interpreter (TRITON_INTERPRET=1).
 
-    The first call for each combination of widths, types, alignments and T compiles for about a
-    second, which fails during graph capture, so run the step once before. The numbers of neurons
+    The first call for each combination of widths, types, alignments, options and T compiles,
+    which fails during graph capture, so run the step once before. The numbers of neurons
     and of a matrix's rows count only where they change tile sizes or numbers of parts.
     Raises ImportError with one line if Triton is missing."""
     try:

@@ -1,15 +1,15 @@
 """Layouts, tile sizes and groups of rows that launchers pass to kernels.
 
-Tiles depend only on shapes and kinds, so results do not depend on the device and nothing is tuned
-at run time. Each thread has 64 bytes of a tile in flight, in four loads of 16. With four to eight
+Tiles depend only on shapes and kinds; nothing is tuned at run time. In a tile of four or more long
+rows, each thread has 64 bytes in flight, in four loads of 16. With four to eight
 programs per multiprocessor that is 32 to 64 KiB: as much as an H200 needs (4.8 TB/s times 0.8 us,
 over 132 multiprocessors, is 28 KiB) and far more than a laptop's card does. Kinds with nibbles have
 half of that in flight, because their values take twice the registers: with 64 bytes the compiler
 uses 168 to 255, with 32 bytes 72 to 108, so that four to seven programs fit on a multiprocessor.
 
 A step of T rows runs in groups: a program holds the sums of one group's rows and reads each weight
-once for them; the programs of the other groups run concurrently and find the weight in cache. A
-row's sum has the same operations in the same order for every T.
+once for them (`down` once per row if it skips zeros). A row's sum adds the same terms in the same
+order for every T.
 
 Letters: T rows of a step."""
 
@@ -101,8 +101,8 @@ def power_of_2(number: int) -> int:
 
 
 def rows_of_program(num_rows: int, most: int = 4) -> int:
-    """Rows per program: at most `most`, and few enough for LEAST_PROGRAMS programs, which are
-    several for each of an H200's 132 multiprocessors."""
+    """Rows per program: `most`, or fewer, down to 1, if that gives less than LEAST_PROGRAMS
+    programs."""
     rows = most
     while rows > 1 and num_rows < LEAST_PROGRAMS * rows:
         rows //= 2

@@ -1,6 +1,6 @@
 """The numbers of parts into which kernels split sums. They depend only on shapes, so a captured
-graph is valid for every position and every set of neurons, and results do not depend on the
-device."""
+graph is valid for every position and every set of neurons, and the order of sums does not depend on
+the device."""
 
 # Columns of `down` that one program sums, 256 bytes of f16; twice as many in kinds with nibbles.
 DOWN_COLUMNS = 128
@@ -9,7 +9,7 @@ DOWN_COLUMNS = 128
 _DOWN_PROGRAMS = 512
 _LEAST_DOWN_NEURONS = 64
 
-# Positions per program of `attend`, and the maximum number of such parts of a context.
+# Least positions per program of `attend`, and the most such parts of a context.
 _LEAST_SPLIT = 64
 _MOST_SPLITS = 64
 

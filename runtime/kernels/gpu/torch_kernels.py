@@ -1,6 +1,6 @@
 """The GPU kernels in torch, on any device: the fallback where Triton's are missing or wrong.
 
-They run the float64 reference on pieces of matrices and heads, so that temporaries stay small. Some
+They are the float64 reference, run on pieces of matrices and heads to keep temporaries small. Some
 synchronise with the device, so they cannot be captured into a graph.
 
 Contracts and letters: see kernels.py."""

@@ -1,9 +1,9 @@
-// The inner part of a lower bound on the time of any policy, even one that knows the future. With a price
-// for each slot and step and a price for each copy, the best choice for a neuron does not depend on the
-// others: a step in a slot gains `value` if it reads the neuron and costs the slot's price; entering a
-// slot costs `fetch`. For all prices, the sum of the neurons' best gains bounds the gain of every policy,
-// including those that bypass the slots (Lagrangian duality; bench/cache_replay computes the whole
-// bound). The best choice is found by dynamic programming over steps with two states, in and out.
+// The inner part of a lower bound on the time of policies, even of one that knows the future. With a price
+// for each slot and step, the best choice for a neuron does not depend on the others: a step in a slot
+// gains `value` if it reads the neuron and costs the slot's price; entering a slot costs `fetch`. For all
+// prices, the sum of the neurons' best gains plus the prices of all slots is at least the gain of every
+// policy (Lagrangian duality; bench/cache_replay/bound.py computes the whole bound). The best choice is
+// found by dynamic programming over steps with two states, in and out.
 //
 // Letters: T steps, F neurons, W words of F bits: F / 32 rounded up.
 #include <stdint.h>

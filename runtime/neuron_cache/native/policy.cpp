@@ -11,9 +11,9 @@
 namespace {
 
 constexpr double RECENT = 0.95;         // decay of step_s, free_s and cold_share per step
-constexpr double ROOM = 0.9;            // the share of a step's time, and of its idle time, for copies
+constexpr double ROOM = 0.9;  // the share of a step's time for copies, and of its idle time for gathering
 constexpr double PRICE_UP = 1.1, PRICE_DOWN = 0.97, LEAST_PRICE = 1e-3;
-constexpr int64_t FIRST_STEPS = 16;     // before swapping starts
+constexpr int64_t FIRST_STEPS = 16;     // before swapping may start
 constexpr double LEAST_LOSS = 0.002;    // the share of a step whose loss stops swapping
 
 inline int64_t padded(int64_t F) { return (F + 31) / 32 * 32; }
@@ -127,7 +127,7 @@ struct Candidate {
 };
 
 // Pairs the cold neurons of highest worth with the hot ones of lowest worth while the expected gain
-// exceeds the costs, and adds the gain per step of all these pairs, appended or not, to `gain_s`. With
+// exceeds margin and costs, and adds the gain per step of all these pairs, appended or not, to `gain_s`. With
 // `to_plan`, pairs the plan's cold neurons with hot ones outside the plan, whatever the gain, and adds
 // none. Appends to c.swap from `count` on, at most most_rows per layer.
 class Pairing {
@@ -181,10 +181,15 @@ class Pairing {
     std::vector<float> worth_;
 };
 
-// Keeps the swaps with the most gain per second of copying that fit into a step; returns their number.
+// Keeps the swaps with the most gain per second of copying that fit into a step, at most most_rows;
+// returns their number.
 int64_t fitting(NeuronCache& c, int64_t count) {
+    const auto per_second = [&](const CacheSwap& swap) {
+        const double copy_s = c.layer[swap.layer].copy_row_s;
+        return copy_s > 0.0 ? swap.gain_s / copy_s : INFINITY;
+    };
     std::sort(c.swap, c.swap + count, [&](const CacheSwap& a, const CacheSwap& b) {
-        const double x = a.gain_s * c.layer[b.layer].copy_row_s, y = b.gain_s * c.layer[a.layer].copy_row_s;
+        const double x = per_second(a), y = per_second(b);
         if (x != y) return x > y;
         if (a.gain_s != b.gain_s) return a.gain_s > b.gain_s;
         return a.layer < b.layer || (a.layer == b.layer && a.in < b.in);

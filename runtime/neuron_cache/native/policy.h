@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 struct CacheLayer {
-    float *score, *burst;     // [32 W] slow and fast moving averages of whether a step reads a neuron
+    float *score, *burst;     // [32 W] slow and fast moving averages of whether a token reads a neuron
     int32_t* slot;            // [F] each neuron's slot; negative: only in main memory
     int32_t* id;              // [N] the neuron in each slot
     const uint32_t* planned;  // [W] the neurons that the plan has in slots
@@ -24,7 +24,7 @@ struct CacheLayer {
 
 struct CacheSwap {
     int32_t layer, slot, in, out;
-    double gain_s;  // expected over the stay, after the costs of the copy
+    double gain_s;  // expected over the stay, less the margin and the costs of the copy
 };
 
 // Most tokens whose bits are kept until a layer's scores are updated for all of them: see catch_up.
@@ -56,6 +56,6 @@ extern "C" {
 // Updates the scores with the bits [rows, L, W] of tokens, e.g. of a prompt; decides nothing.
 void spark_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows);
 // Called after a step with these tokens (rows >= 1): counts its hits and seconds, records the last
-// decision's swaps as done, and makes the next decision.
+// decision's swaps as done, updates the scores, and makes the next decision.
 void spark_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
 }
