@@ -62,7 +62,13 @@ inline bool is_one_run(const Rows& rows, int64_t row_bytes) {
     return rows.stride == row_bytes && !rows.index && !rows.next && !rows.queue;
 }
 
-// The address that is read `bytes` after `at` in a run that ends before row a1, for prefetching.
+// Where prefetching of contiguous rows ends: at row a1 if other memory is read next, else at the end of
+// the matrix, since the thread's next piece follows this one.
+inline const uint8_t* end_of_run(const Rows& rows, int64_t a1) {
+    return rows.weight + (rows.after ? a1 : rows.A) * rows.stride;
+}
+
+// The address that is read `bytes` after `at` in contiguous rows, of which a1 is the end of this piece.
 inline const uint8_t* ahead_in_run(const Rows& rows, const uint8_t* at, int64_t bytes, int64_t a1) {
     const uint8_t* end = rows.weight + a1 * rows.stride;
     return rows.after && at + bytes >= end ? rows.after + (at + bytes - end) : at + bytes;

@@ -136,7 +136,7 @@ void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, 
                         int64_t d0, int64_t d1) {
     GroupFactors factors[2];
     const int64_t b0 = d0 / BLOCK, b1 = d1 / BLOCK;
-    const uint8_t* end = rows.weight + a1 * rows.stride;
+    const uint8_t* end = end_of_run(rows, a1);
     for (int64_t a = a0; a < a1; a += SUM_ROWS) {
         const uint8_t* group = rows.weight + a * rows.stride;
         fill_group<F>(F::tile(group, b0), c + a, factors[b0 % 2]);
@@ -144,8 +144,9 @@ void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, 
             if (b + 1 < b1) fill_group<F>(F::tile(group, b + 1), c + a, factors[(b + 1) % 2]);
             float* to = y + b * BLOCK;
             const uint8_t *tile = F::tile(group, b), *ahead = tile + stream_ahead;
+            if (ahead >= end) ahead = rows.after ? rows.after + (ahead - end) : nullptr;
             add_group_block<F, 1>(tile, factors + b % 2, is_behind_units<F>(b, rows.D), &to,
-                                  stream_ahead > 0 && ahead < end ? ahead : nullptr);
+                                  stream_ahead > 0 ? ahead : nullptr);
         }
     }
 }

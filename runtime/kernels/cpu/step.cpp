@@ -128,7 +128,9 @@ void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float
             const int64_t a1 = std::min(end - first[m], w.num_rows);
             if (a0 >= a1) continue;
             float* out = y + first[m];
-            kernels().dot_rows[w.kind](rows_of(w), input[m], out, stride, a0, a1);
+            Rows rows = rows_of(w);
+            if (m + 1 < count && a1 == w.num_rows) rows.after = matrix[m + 1].data;
+            kernels().dot_rows[w.kind](rows, input[m], out, stride, a0, a1);
             for (int64_t t = 0; w.bias && t < T; ++t)
                 for (int64_t a = a0; a < a1; ++a) out[t * stride + a] += w.bias[a];
         }

@@ -48,13 +48,30 @@ void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lo
     while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
 }
 
+// Part of a job that a thread has not begun, in units of the job's grain. Only its thread takes from the
+// front; others take from the back.
+struct Range {
+    uint32_t begin, end;
+
+    uint32_t length() const { return end - begin; }
+};
+struct alignas(64) SharedRange {
+    std::atomic<uint64_t> packed{0};
+
+    static uint64_t pack(Range range) { return static_cast<uint64_t>(range.begin) << 32 | range.end; }
+    static Range unpack(uint64_t packed) {
+        return {static_cast<uint32_t>(packed >> 32), static_cast<uint32_t>(packed)};
+    }
+};
+
 // All atomics are sequentially consistent: in each hand-over below, one side writes A and reads B while
 // the other writes B and reads A, and at least one must see the other's write.
 class Pool {
   public:
-    explicit Pool(int threads) {
+    explicit Pool(int threads) : ranges_(threads) {
         try {
-            while (num_threads() < threads) workers_.emplace_back([this] { work(); });
+            while (num_threads() < threads)
+                workers_.emplace_back([this, self = num_threads()] { work(self); });
         } catch (const std::system_error&) {  // fewer threads give the same results
         }
     }
@@ -67,13 +84,17 @@ class Pool {
 
     int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
+    // `least`: of the pieces, in grains.
     void run(int64_t n, int64_t grain, int64_t least, RangeBody* body, const void* context) {
         // No worker reads these: the last job is closed and no worker is inside it.
-        body_ = body, context_ = context, n_ = n, grain_ = grain, least_ = least;
-        next_ = 0;
+        body_ = body, context_ = context, n_ = n, grain_ = grain, least_ = static_cast<uint32_t>(least);
+        const int64_t grains = (n + grain - 1) / grain, threads = num_threads();
+        for (int64_t i = 0; i < threads; ++i)
+            ranges_[i].packed = SharedRange::pack({static_cast<uint32_t>(i * grains / threads),
+                                                   static_cast<uint32_t>((i + 1) * grains / threads)});
         is_open_ = true;
         announce();
-        take_pieces();
+        take_pieces(0);
         is_open_ = false;
         auto all_out = [this] { return num_inside_ == 0; };
         if (spin_until(all_out)) return;
@@ -91,19 +112,49 @@ class Pool {
         start_.notify_all();
     }
 
-    // Takes half of a thread's share of the remaining work at a time (guided scheduling), so that memory
-    // is read in long pieces and yet all threads finish at about the same time.
-    void take_pieces() {
-        for (int64_t begin = next_; begin < n_;) {
-            const int64_t share = (n_ - begin) / (2 * num_threads()) / grain_ * grain_;
-            const int64_t end = std::min(n_, begin + std::max(least_, share));
-            if (!next_.compare_exchange_weak(begin, end)) continue;
-            body_(context_, begin, end);
-            begin = next_;
+    // Each thread starts with an equal range and takes half of what is left of it at a time, so it reads
+    // memory in order and prefetches across pieces. A thread whose range is empty takes half of the
+    // longest range of another (work stealing), or all of a short one, so all finish at about the same
+    // time.
+    void take_pieces(int self) {
+        do {
+            std::atomic<uint64_t>& own = ranges_[self].packed;
+            for (uint64_t packed = own;;) {
+                const Range left = SharedRange::unpack(packed);
+                if (left.length() == 0) break;
+                const uint32_t count = std::min(left.length(), std::max(least_, left.length() / 2));
+                if (!own.compare_exchange_weak(packed, SharedRange::pack({left.begin + count, left.end})))
+                    continue;
+                const int64_t end = (left.begin + static_cast<int64_t>(count)) * grain_;
+                body_(context_, left.begin * grain_, std::min(end, n_));
+                packed = own;
+            }
+        } while (steal(self));
+    }
+
+    // Moves half of the longest range, or all of a short one, into the empty range of thread `self`; false
+    // if all are empty.
+    bool steal(int self) {
+        for (;;) {
+            SharedRange* longest = nullptr;
+            uint64_t packed = 0;
+            for (int i = 0; i < num_threads(); ++i) {
+                const uint64_t found = ranges_[i].packed;
+                if (SharedRange::unpack(found).length() > SharedRange::unpack(packed).length())
+                    longest = &ranges_[i], packed = found;
+            }
+            if (!longest) return false;
+            const Range left = SharedRange::unpack(packed);
+            const uint32_t kept = left.length() > least_ ? left.length() / 2 : 0;
+            const uint32_t middle = left.begin + kept;
+            if (!longest->packed.compare_exchange_weak(packed, SharedRange::pack({left.begin, middle})))
+                continue;
+            ranges_[self].packed = SharedRange::pack({middle, left.end});
+            return true;
         }
     }
 
-    void work() {
+    void work(int self) {
         for (uint64_t seen = 0;;) {
             auto news = [&] { return round_ != seen; };
             if (!spin_until(news)) {
@@ -115,7 +166,7 @@ class Pool {
             seen = round_;
             if (stop_) return;
             ++num_inside_;
-            if (is_open_) take_pieces();
+            if (is_open_) take_pieces(self);
             if (--num_inside_ == 0 && caller_sleeps_) {
                 { std::lock_guard<std::mutex> lock(mutex_); }
                 done_.notify_one();
@@ -127,8 +178,9 @@ class Pool {
     std::condition_variable start_, done_;
     RangeBody* body_ = nullptr;
     const void* context_ = nullptr;
-    int64_t n_ = 0, grain_ = 1, least_ = 1;
-    std::atomic<int64_t> next_{0};
+    int64_t n_ = 0, grain_ = 1;
+    uint32_t least_ = 1;
+    std::vector<SharedRange> ranges_;  // of thread i; the caller is thread 0
     std::atomic<uint64_t> round_{0};
     std::atomic<int> num_inside_{0}, num_asleep_{0};
     std::atomic<bool> is_open_{false}, caller_sleeps_{false}, stop_{false};
@@ -161,8 +213,8 @@ void parallel_for(int64_t n, int64_t grain, int64_t pieces_per_thread, RangeBody
     Pool& pool = the_pool();
     const int64_t pieces = pieces_per_thread * pool.num_threads();
     const int64_t grains = (n + grain - 1) / grain;
-    const int64_t least = (grains + pieces - 1) / pieces * grain;
-    if (pool.num_threads() == 1 || n <= least) return body(context, 0, n);
+    const int64_t least = (grains + pieces - 1) / pieces;
+    if (pool.num_threads() == 1 || grains <= least) return body(context, 0, n);
     pool.run(n, grain, least, body, context);
 }
 

@@ -157,7 +157,7 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
         return;
     }
     const bool is_stream = x.count == 1 && stream_ahead > 0;
-    const uint8_t* last = is_stream ? rows.weight + a1 * rows.stride : nullptr;
+    const uint8_t* last = is_stream ? end_of_run(rows, a1) : nullptr;
     for (int64_t a = a0, end; a < a1; a = end) {
         end = a / TILE_ROWS * TILE_ROWS + TILE_ROWS;
         end = end < a1 ? end : a1;

@@ -69,7 +69,9 @@ struct WholeNeurons {
         float* out = part + c * T * D;
         std::fill_n(out, T * D, 0.0f);
         if (is_grouped(m.kind) && T == 1) {
-            kernels().accumulate_rows[m.kind](rows_of(m), hidden.value, out, c * chunk, a1, 0, D);
+            Rows rows = rows_of(m);
+            if (a1 == end && end < block.num_neurons) rows.after = row(block.gate, end);
+            kernels().accumulate_rows[m.kind](rows, hidden.value, out, c * chunk, a1, 0, D);
             return;
         }
         for (int64_t a = c * chunk; a < a1; a += SUM_ROWS) {
