@@ -1,8 +1,11 @@
 """Tables of invalid content, as in fuzz_wrong: configs of other families and other rotations, and
 model files of other families."""
 
+import random
+
 import numpy as np
 from fuzz_wrong import INF, NAN, Change, one_of, without
+from gguf import TokenType
 
 NOT_POSITIVE = (0, -1, NAN, INF, "x", True, [], {}, 10**400)
 R = "rope_parameters/"
@@ -105,6 +108,15 @@ QWEN_GGUF = _gguf("qwen3") | {
     "no epsilon": one_of("qwen3.attention.layer_norm_rms_epsilon", *map(np.float32, (0, -1, NAN))),
     "keys of another width": one_of("qwen3.attention.key_length", np.uint32(8), np.uint32(0), "x"),
 }
+
+
+def with_missing_part(rng: random.Random, values: dict, arrays: dict) -> None:
+    """A normal token that no two others make up. Control and user-defined ones need no parts."""
+    tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
+    number = rng.choice([i for i, kind in enumerate(types) if kind == TokenType.NORMAL])
+    tokens[number] = rng.choice(["\u4e01a", "a\u4e02"])
+
+
 SCORES: dict[str, Change] = {
     "the same score for all": one_of("tokenizer.ggml.scores", [0.0] * 420, [-1.0] * 420),
     "scores of other tokens": one_of(
@@ -113,7 +125,7 @@ SCORES: dict[str, Change] = {
     "scores that are no numbers": one_of("tokenizer.ggml.scores/*", NAN, INF, -INF),
     "no scores": without("tokenizer.ggml.scores"),
     "a token twice": one_of("tokenizer.ggml.tokens/*", "he", "the", "<0x41>"),
-    "a token with a missing part": one_of("tokenizer.ggml.tokens/*", "\u4e01a", "a\u4e02"),
+    "a token with a missing part": with_missing_part,
     "a token of other bytes": one_of("tokenizer.ggml.tokens/*", "\udcb2a"),
     "other types": one_of(
         "tokenizer.ggml.token_type", [1], "x", np.uint32(1), [1] * 421, [NAN] * 420, [INF] * 420

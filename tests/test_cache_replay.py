@@ -127,6 +127,12 @@ def test_each_neurons_best_gain_equals_brute_force(seed):
     assert hits - fetch * copies - (used_T * price_T).sum() == pytest.approx(sum(want), abs=1e-4)
 
 
+def test_without_steps_nothing_is_gained():
+    no_bits_TW, initial_W = np.zeros((0, 2), np.uint32), np.full(2, 7, np.uint32)
+    gain, used_T, copies, hits = best_gain(no_bits_TW, 64, initial_W, np.zeros(0, np.float32), 1, 0)
+    assert (gain, len(used_T), copies, hits) == (0.0, 0, 0, 0)
+
+
 def test_belady_has_the_most_hits_of_all_policies_that_copy_on_read():
     random = np.random.default_rng(0)
     for _ in range(6):

@@ -192,6 +192,7 @@ def test_the_slab_is_cut_without_overlap_and_not_beyond_its_end():
         take((1,), torch.uint8)
     take = memory.take_for_step()  # another step has the same memory
     assert take((ALIGNMENT,), torch.float32).nbytes == 4 * ALIGNMENT
+    assert memory.taken["step"] == 4 * ALIGNMENT  # of the second step alone
     assert memory.report().slab == 10 * ALIGNMENT
 
 

@@ -479,6 +479,8 @@ def test_a_cache_that_cannot_work_is_refused(tmp_path):
 
     refused("needs a plan", random_setup(), mode="exact")
     refused("mode dense reads every neuron", random_setup(share=0.5), mode="dense")
+    refused("share is 0.0, .* choose another", random_setup(share=0.0), mode="exact")
+    refused("share is 1.0, .* choose another", random_setup(share=1.0), mode="exact")
     refused("stay in the file", random_setup(share=0.5), mode="exact", is_resident=False)
     split = planned(tmp_path, model)
     refused("leave share out", random_setup(share=0.5), split=split, mode="exact")

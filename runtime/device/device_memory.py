@@ -132,6 +132,7 @@ class DeviceMemory:
         step's buffers."""
         self.step_start = self.used_bytes if self.step_start is None else self.step_start
         self.used_bytes = self.step_start
+        self.taken.pop("step", None)
         return lambda shape, dtype: self.take(shape, dtype, "step").zero_()
 
     def set_aside(self) -> None:

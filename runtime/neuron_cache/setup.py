@@ -77,6 +77,11 @@ class CacheSetup:
                 )
             hot = (np.arange(round(self.share * shape.num_neurons)),) * shape.num_layers
         is_divided = [0 < len(ids) < shape.num_neurons for ids in hot]
+        if not any(is_divided) and plan is None:
+            raise SparkinferError(
+                f"share is {self.share}, which gives slots to none or to all of a layer's"
+                f" {shape.num_neurons} neurons, so there is nothing to cache: choose another"
+            )
         if not any(is_divided):
             raise SparkinferError(
                 "the plan divides no layer's neurons, so there is nothing to cache: leave"

@@ -111,6 +111,7 @@ EXPORT double spark_cache_gain(const uint32_t* bits, int64_t num_steps, int64_t 
     std::vector<uint8_t> stays(num_steps * LANES), leaves(num_steps * LANES);
     std::fill_n(used, num_steps, 0);
     *copies = *hits = 0;
+    if (num_steps == 0) return 0.0;
     double gain = 0.0;
     for (int64_t w = 0; w < (num_neurons + 31) / 32; ++w) {
         const int64_t left = num_neurons - 32 * w;
