@@ -131,3 +131,10 @@ def test_a_gate_at_its_threshold_does_not_fire_and_silu_keeps_its_magnitudes(act
     want = np.histogram(size, bins=[*EDGES, np.inf])[0]
     assert np.abs(counted["gate_histogram_LB"][0].numpy() - want).max() <= 1  # at an edge
     assert want[0] < 40 or activation != "silu"
+
+
+def test_a_neuron_that_does_not_fire_gives_zero_for_every_gate_but_nan():
+    gate = torch.tensor([-torch.inf, -1.0, 0.0, 1.0, torch.inf, torch.nan])
+    value, fires = Gate(activation="relu", threshold=0.0).act(gate, is_dense=False)
+    assert fires.tolist() == [False, False, False, True, True, True]
+    assert value.tolist()[:5] == torch.relu(gate).tolist()[:5] and value[5].isnan()

@@ -39,7 +39,7 @@ class Gate:
         if is_dense and self.activation in SMOOTH:
             return value, torch.ones_like(value, dtype=torch.bool)
         fires = self._fires(value) if limit is None else above(value, limit)
-        return value * fires, fires
+        return torch.where(fires, value, 0.0), fires  # a product would turn -inf into NaN
 
     def before_threshold(self, gate: Tensor) -> Tensor:
         """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
