@@ -128,7 +128,7 @@ def test_each_neurons_best_gain_equals_brute_force(seed):
 
 
 def test_without_steps_nothing_is_gained():
-    no_bits_TW, initial_W = np.zeros((0, 2), np.uint32), np.full(2, 7, np.uint32)
+    no_bits_TW, initial_W = np.ones((1, 2), np.uint32)[:0], np.full(2, 7, np.uint32)
     gain, used_T, copies, hits = best_gain(no_bits_TW, 64, initial_W, np.zeros(0, np.float32), 1, 0)
     assert (gain, len(used_T), copies, hits) == (0.0, 0, 0, 0)
 
