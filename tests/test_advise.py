@@ -226,7 +226,7 @@ def test_a_model_with_predictors_is_refused_before_anything_is_measured(files):
 
 
 def test_trial_files_are_removed_when_a_signal_ends_the_process(tmp_path):
-    """In native code no exception is raised, so a `with` block alone would not remove them."""
+    """The signal handler removes them and calls os._exit, which does not end `with` blocks."""
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"

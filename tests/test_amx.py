@@ -1,4 +1,4 @@
-"""The AMX level on emulated tiles, so that a processor without AMX tests it too.
+"""The AMX level on emulated tiles, so that a processor with AVX-512 VNNI but no AMX tests it too.
 
 Emulation cannot show that the processor and its operating system behave like emulated_amx.h; the
 probe checks that when the library is loaded."""

@@ -1,5 +1,5 @@
-"""Each artifact round-trips, has the bytes that docs/formats.md specifies, and is refused if it is
-wrong."""
+"""Each artifact round-trips and is refused if it is wrong; splits and profiles have the bytes that
+docs/formats.md specifies."""
 
 import dataclasses
 import hashlib
@@ -38,7 +38,7 @@ def make_predictors(**changes):
 
 
 def one_of_each(folder):
-    """(path, class) of a valid file of every kind."""
+    """(path, artifact) of a valid model, profile, machine, split and predictors file."""
     model = dataclasses.replace(make_model(predictor_rank=4), path=folder / "model.gguf")
     made = {
         "model.gguf": model,
@@ -91,7 +91,7 @@ def test_round_trip(tmp_path, index):
 def test_a_truncated_file_is_refused_in_one_line(tmp_path, index, share):
     path, artifact = one_of_each(tmp_path)[index]
     content = path.read_bytes()
-    # Cut at least more than padding: a GGUF ends with up to 31 bytes of it.
+    # Cut more than the padding: a GGUF file ends with up to 31 bytes of it.
     path.write_bytes(content[: min(int(share * len(content)), len(content) - 40)])
     with pytest.raises(SparkinferError) as error:
         type(artifact).load(path)
@@ -132,7 +132,7 @@ def test_another_version_is_refused(tmp_path, name):
 
 
 def test_the_exact_bytes_of_a_tiny_split(tmp_path):
-    """The whole file, so that a change of the format cannot go unnoticed."""
+    """Its header with the numbers of tensors and keys, the tensor's entry and data, and one key."""
     model = make_model(shape=make_shape(num_neurons=32))
     split = make_split(model, [[7, 3], []])
     split.save(tmp_path / "a")

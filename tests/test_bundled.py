@@ -32,7 +32,8 @@ TINY = ROOT / "examples" / "tiny-relu"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with the texts, f32.gguf, the profile, and model.gguf with predictors (f16)."""
+    """A folder with the texts, f32.gguf, base.gguf (f16), its profile, model.gguf (base.gguf with
+    predictors) and machine.json."""
     folder = tmp_path_factory.mktemp("bundled")
     for part in ("train", "held-out"):
         corpus = [TINY / "corpus.py", "--part", part, "-o", folder / f"{part}.txt"]

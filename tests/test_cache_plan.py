@@ -76,8 +76,8 @@ def test_the_expected_step_takes_the_plans_seconds(mode, density, machine):
 
 
 def test_the_times_of_a_row_by_hand():
-    """Mode exact, f16, no predictor: rows of up and down with 64 values, chosen ones at half the
-    rate."""
+    """Mode exact, f16, no predictor: rows of up and down have 64 values. One thread, which gathers,
+    reads at half the CPU's rate."""
     parts = made("exact", machine=make_machine(cpu_gb_per_s=2.0, gpu_gb_per_s=100.0, launch_s=3e-6,
                                                round_trip_s=7e-6, copy_latency_s=5e-6))  # fmt: skip
     costs, machine = costs_of("exact", *parts), parts[2]

@@ -1,4 +1,4 @@
-"""Replays of the neuron cache: the bound is below what any policy can reach, checked by brute
+"""Replays of the neuron cache: the bound is at most what the best choices take, found by brute
 force; the policies work as published; the command."""
 
 import dataclasses
@@ -42,8 +42,8 @@ def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=
 
 
 def best_of_all(case):
-    """The fewest seconds per token of one layer, by trying all sequences of sets in the slots. A
-    copy is made during the step before, or before the first one."""
+    """The fewest seconds per token of one layer, by trying all sequences of sets in the slots. All
+    copies may overlap all computing: the longer of the two totals counts."""
     is_read_TF = np.stack([case.trace.is_read(t)[0] for t in range(case.num_tokens)])
     num_slots = len(case.slots_LN[0])
     sets = [frozenset(c) for n in range(num_slots + 1)

@@ -23,8 +23,8 @@ from sparkinfer.runtime.step.sequences import Part
 
 IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PAIRS = (*((name, name) for name in NAMES), ("q8_0", "q4_0"), ("f16", "q8_0"), ("q4_0", "bf16"))
-# The possible effect of rounding keys and values in between, relative to the logits' norm: a value
-# near the boundary of two quants may be rounded differently by torch and by C++.
+# Bounds on the relative error of logits: torch and C++ may round a key or value that is near the
+# boundary between two quants differently.
 BOUNDS = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q4_0": 0.2}
 
 
@@ -43,7 +43,7 @@ def load(path, types=("f16", "f16"), **options) -> Engine:
 
 
 def values() -> torch.Tensor:
-    """Rows of many sizes, with zeros, ties, one large value, tiny and huge ones."""
+    """Rows of many magnitudes, with zeros, ties, one large value, tiny and huge ones."""
     random = torch.Generator().manual_seed(0)
     x = torch.randn(400, 64, generator=random) * torch.randn(400, 1, generator=random).mul(3).exp()
     x[0], x[1, 7], x[2] = 0.0, 1e3, 1.0

@@ -231,7 +231,8 @@ def test_the_figures_of_a_gpu_are_plausible():
 
 
 class FakeCuda:
-    """torch.cuda's names over the CPU: what is captured runs at replay, events read the clock."""
+    """torch.cuda's names on the CPU: captured work runs once, at capture, and replay only checks
+    that there was one capture; events read the clock."""
 
     def __init__(self) -> None:
         self.captured: FakeGraph | None = None

@@ -35,7 +35,8 @@ SAID = GenerationOptions(max_tokens=LENGTH)
 
 
 def chat_keys() -> tuple[dict, int]:
-    """(keys of a tokenizer of ASCII characters with ChatML's tokens and template, its tokens)."""
+    """(keys of a tokenizer of ASCII characters with ChatML's tokens and template, number of
+    tokens)."""
     characters = [chr(code) for code in range(33, 127)] + ["\u0120", "\u010a"]  # space, new line
     tokenizer = Tokenizer(models.BPE({text: i for i, text in enumerate(characters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -79,7 +80,7 @@ def text_of(tokens) -> str:
 
 
 def alone(engine, messages, template: str = CHATML, count: int = LENGTH) -> str:
-    """The answer to the messages by a fresh engine."""
+    """The answer to the messages, computed from scratch in a sequence of its own."""
     with closing(chat_template_of(engine.model, engine.codec)) as found:
         text = replace(found, text=template).render(messages)
     return text_of(engine.generate(engine.codec.encode_rendered(text), count, sampling=GREEDY))

@@ -126,7 +126,7 @@ def test_options(monkeypatch, capsys, model, tmp_path):
     assert piped(monkeypatch, capsys, model, "Hello\n", *loud)[1] == plain
     named = piped(monkeypatch, capsys, model, "Hello\n", "--chat-template", "chatml")[1]
     assert named == piped(monkeypatch, capsys, model, "Hello\n")[1]
-    # Sentences of one letter, by a constraint that starts anew for every answer.
+    # Answers of one repeated letter, by a constraint that starts anew for every answer.
     only = piped(monkeypatch, capsys, model, "Hello\nAnd?\n", "--regex", "z{20}")[1]
     assert only == 2 * ("z" * LENGTH + "\n")
     shifted = piped(
@@ -189,7 +189,7 @@ def test_history_that_cannot_be_written_is_reported(monkeypatch, capsys, tmp_pat
 
 
 class Terminal:
-    """The command with its own terminal; `shown` is all of its output."""
+    """The command with its own terminal; `shown` is its output that `wait` has not consumed."""
 
     def __init__(self, model: Path, state: Path, *options: str) -> None:
         self._ours, theirs = pty.openpty()
@@ -248,7 +248,7 @@ class Terminal:
 
 
 def _take_terminal() -> None:
-    """Makes stdin the terminal that Ctrl-C is typed at."""
+    """Makes stdin the controlling terminal, so that Ctrl-C typed there can send SIGINT."""
     import fcntl
     import termios
 
@@ -261,7 +261,8 @@ def said(path: Path) -> list[str]:
 
 
 def test_at_a_terminal(model, tmp_path):
-    """One session; the prompt is back once a turn's line of numbers has been printed."""
+    """Two sessions, the second with the first one's history; the prompt is back once a turn's line
+    of numbers has been printed."""
     path = tmp_path / "talk.json"
     long = "\n".join(["pasted \U0001f98a \u72d0"] * 1000)
     assert len(long) > 10_000

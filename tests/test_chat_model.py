@@ -35,7 +35,7 @@ def loss_of(logits_TV: torch.Tensor, ids: list[int]) -> float:
 def test_a_prompt_equals_single_steps(kind):
     with Engine.load(model(kind), mode="dense", context_length=512) as engine:
         ids = engine.codec.encode(4 * TEXT)
-        assert len(ids) > 140  # more than a pass
+        assert len(ids) > 140  # all in one pass
         got = engine.logits(ids)
         for position, token in enumerate(ids[:150]):
             assert torch.equal(engine._step(token, position), got[position]), position

@@ -2,7 +2,7 @@
 slow`.
 
 transformers has the same weights in f32, its own rendering of the template and its own loop. Where
-the two first differ, the words must be a tie: keys and values are kept in f16 here."""
+the two first differ, transformers' logits of the two tokens must be within TIE of each other."""
 
 import time
 from collections.abc import Iterator
@@ -107,7 +107,7 @@ def theirs(path) -> LlamaForCausalLM:
         model = LlamaForCausalLM(config)
     model = model.to_empty(device="cpu")
     model.load_state_dict(state)
-    model.model.rotary_emb.__init__(config)  # to_empty left its frequencies out
+    model.model.rotary_emb.__init__(config)  # to_empty left its frequencies uninitialized
     return model.eval()
 
 

@@ -261,7 +261,6 @@ def test_the_process_ends_with_its_owner():
 
 
 def test_the_process_inherits_no_files_and_no_environment(monkeypatch):
-    """It has neither the files nor the environment of its parent."""
     monkeypatch.setenv("SECRET", "x")
     process = TemplateProcess()
     process.render("it", "", {})

@@ -35,7 +35,7 @@ def clean(tmp_path, monkeypatch):
 
 
 def misplaced(kernel):
-    """Copies to a place that is off by one unit."""
+    """Copies to a target address that is off by 2 bytes, the alignment of addresses."""
 
     def scatter(staging_B, copies_C4, most_bytes):
         kernel(staging_B, copies_C4 + torch.tensor([0, 2, 0, 0]), most_bytes)

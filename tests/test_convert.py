@@ -1,4 +1,4 @@
-"""convert/: written files equal the checkpoint, and errors are refused in one line.
+"""convert/: written files equal the checkpoint, and wrong input is refused in one line.
 
 Oracles: the checkpoint's own tensors, gguf's block formats, transformers' logits and rotary
 frequencies, the tokenizers library."""

@@ -152,7 +152,8 @@ def test_transposed_columns_may_begin_within_a_block(kind):
 
 @pytest.mark.parametrize("piece", [7 * 64, 51 * 64])
 def test_a_transposed_file_does_not_depend_on_its_pieces(tmp_path, monkeypatch, piece):
-    """Rows of pieces that are not a multiple of a block, as with 5,120 columns and 4 Mi values."""
+    """Pieces whose number of rows is not a multiple of a block, as with 5,120 columns and 4 Mi
+    values per piece."""
     folder = random_llama(tmp_path / "hf", hidden_act="silu")
     stock = converted(folder, tmp_path / "s.gguf", layout="stock", outtype="q8_0")
     convert(ConvertConfig(source=stock, output=tmp_path / "want.gguf"))

@@ -384,8 +384,8 @@ def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
 
 
 def k_quant_by_hand(kind: str) -> tuple[bytes, Tensor]:
-    """A block's bytes and what it holds, f32 [256]. Parts p of 32 have scale p + 1 and, but for q6_k,
-    minimum p / 2; quants count up in low nibbles and down in high ones."""
+    """A block's bytes and what it holds, f32 [256]. Parts p of 32 have scale p + 1 (q6_k: half of
+    it) and, but for q6_k, minimum p / 2; quants count up in low nibbles, down in high ones."""
     one, half = b"\x00\x3c", b"\x00\x38"
     count = torch.arange(32)
     low, high = count % 16, 15 - count % 16
@@ -479,8 +479,7 @@ def test_an_impossible_thread_count_is_refused(num_threads):
 
 
 def test_no_level_is_missing_because_its_probe_failed():
-    """The tests above cover the levels that the probe accepted: none may be missing because its
-    probe failed."""
+    """The tests above cover only the levels that the probe accepted."""
     assert library._built().spark_faulty_level() is None
 
 

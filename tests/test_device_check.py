@@ -322,8 +322,8 @@ def test_an_error_is_reported_in_one_line():
 
 
 class Texts:
-    """An engine with these parts that computes a few tokens of some texts, and then a step of
-    several rows. The lines, the rows of a step that it takes, and the error in all logits."""
+    """An engine with these parts computes a few tokens of some texts, and then a step of several
+    rows; keeps its lines, the most rows of its steps, and the error in all logits."""
 
     def __init__(self, planned, monkeypatch, capsys, parts, num_texts=3, num_rows=5):
         path, _, _ = planned
@@ -377,7 +377,7 @@ def many(wrong):
 
 @pytest.mark.parametrize("num_texts", [1, 3])
 def test_steps_of_several_rows_are_checked_at_their_first_use(texts, num_texts):
-    """On the engine's cache, whose texts go on as before."""
+    """The check uses the engine's own KV cache, and does not change its texts."""
     found = texts(fake_parts(), num_texts=num_texts)
     assert found.lines == [] and found.error < 1e-4 and found.max_rows > 8
     kept = stored_checks()[0].verdicts

@@ -39,7 +39,7 @@ from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.upload import Uploader
 
 CPU = torch.device("cpu")
-CARD = torch.device("cpu", 0)  # stands for the GPU: a placement tells it from the CPU
+CARD = torch.device("cpu", 0)  # the simulated GPU: not equal to CPU, so placements distinguish them
 WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 
@@ -58,7 +58,8 @@ def planned(request, tmp_path):
 
 
 def load(model, split, *, mode="exact", piece_bytes=1 << 12):
-    """(decoder, the card's memory, the CPU's) with the GPU's part in a slab."""
+    """(decoder, the card's memory, the CPU's residence) with the GPU's part in a slab. Without the
+    C++ kernels the residence is None."""
     placement = Placement.of_split(split, (CARD,))
     size = gpu_setup.slab_bytes(model, split.gpu_bytes, 32, sum(map(len, split.hot)))
     memory = DeviceMemory.of(CARD, size, None)
@@ -140,7 +141,7 @@ def test_each_of_two_gpus_gets_its_part():
 
 
 def tensors_of(weights):
-    """All weight tensors, each once."""
+    """The weight tensors, each once, without biases and the embedding."""
     found = [weights.head.weight.data]
     found += [weights.output_norm.weight_D]
     for layer in weights.layers:
@@ -449,7 +450,7 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeyp
     generator = torch.Generator().manual_seed(1)
     for rows in (64, 1000):  # several tiles; one
         monkeypatch.setattr(gpu_products, "TILE_ROWS", rows)
-        for scale in (1.0, 1e6, 1e-7):  # f16 cannot hold the last two
+        for scale in (1.0, 1e6, 1e-7):  # the last two are outside f16's normal range
             x_TD = scale * torch.randn(5, 256, generator=generator)
             weight_TN = scale * torch.randn(5, 200, generator=generator)
             assert is_right(matrix.product(x_TD), x_TD, exact_ND.T, eps_of(kind))
@@ -516,7 +517,7 @@ def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_byt
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gpu, kind, mode):
-    """With both sides as a GPU computes them, to the rounding of the tiles."""
+    """Both parts of the plan are computed as on a GPU; results differ by the tiles' rounding."""
     shape = make_shape(width=256, num_neurons=96)
     model = make_model(shape=shape, kind=kind, predictor_rank=8)
     split = make_split(model, PATTERNS["random"])

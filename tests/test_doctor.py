@@ -29,8 +29,8 @@ def cache(tmp_path, monkeypatch):
 
 
 class Doctor:
-    """A run of the command in a process: its exit code, its findings, and its seconds of processor
-    time; on an idle machine it takes no longer by the clock."""
+    """A run of the command in a process: its exit code, its findings, and its seconds of user CPU
+    time, which other load lengthens less than the time by the clock."""
 
     def __init__(self, *arguments, **environment):
         began = os.times()
@@ -67,7 +67,7 @@ def broken(tmp_path, monkeypatch):
 
 @pytest.fixture
 def light(broken):
-    """Without torch and Triton, the command takes a second."""
+    """Makes imports of torch and Triton fail; without them the command takes about a second."""
     for name in ("torch", "triton"):
         broken(name, f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')")
 
@@ -95,7 +95,7 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
 
 
 def test_missing_torch_triton_and_compiler_are_reported(light):
-    """A container without a compiler, from which torch was removed, looks like this."""
+    """As in a container without a compiler, from which torch and Triton were removed."""
     found = Doctor(PATH="/nonexistent", CC="")
     assert found.code == 1 and found.wrong() == ["torch"]
     assert "is not installed" in found.of("torch")[0]["text"]

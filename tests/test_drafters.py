@@ -52,7 +52,7 @@ def test_lookup_continues_after_a_change_and_in_repetitions():
 
 @pytest.mark.parametrize("drafter", [NgramDrafter, lambda: NgramPool(3, 1 << 12)])
 def test_a_growing_index_equals_one_made_at_once(drafter):
-    """Also if the text shrinks, is replaced, or is changed in place."""
+    """Compared once, after the text shrank, was changed in place, and at last was replaced."""
     chance = random.Random(6)
     grown, ids = drafter(), []
     for _ in range(300):
