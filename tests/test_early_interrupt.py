@@ -1,6 +1,6 @@
-"""Ctrl-C from the first moment of a command on: one line, or, before any of our code runs, what
-Python itself does. Its start (the interpreter, site, the .pth files of other packages) is not ours
-to change."""
+"""Ctrl-C at any moment while a command starts: it prints one line or, before any of our code runs,
+whatever Python does. How Python starts (the interpreter, site, other packages' .pth files) is not
+ours to change."""
 
 import signal
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = Path(sys.executable).parent / "sparkinfer"
 LINE = "sparkinfer: interrupted; nothing half-written was left"
-OURS = ("sparkinfer", "re/__init__", "enum.py")  # frames of our script, or imported for it
+OURS = ("sparkinfer", "re/__init__", "enum.py")  # in paths of our files and their imports
 
 
 def interrupted_after(seconds: float, *words: str) -> tuple[int, str]:
@@ -73,7 +73,7 @@ def test_the_check_sees_a_traceback_of_ours(monkeypatch):
 
 
 def test_the_script_imports_nothing_before_it_can_answer():
-    """An interrupt within its imports ends in the code of a signal, without a traceback."""
+    """An interrupt during its imports prints one line, not a traceback, and exits with 130."""
     text = PROGRAM.read_text() if PROGRAM.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip() and line[0] != "#"]
     assert lines[:2] == ["try:", "from sparkinfer.cli import main"]

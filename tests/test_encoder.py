@@ -71,8 +71,8 @@ def test_the_comparison_rejects_wrong_bytes():
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_f16_is_read_and_every_tie_rounded(level):
-    """All finite f16 to f32 and to f16; to f16 also the f32 halfway between two f16, and its
-    neighbours."""
+    """Converts all finite f16 to f32 and f16, and to f16 also each f32 halfway between two adjacent
+    f16 with its two neighbours."""
     bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     finite = np.sort(bits[np.isfinite(bits)])
     tensor = torch.from_numpy(finite.copy()).reshape(1, -1)
@@ -118,13 +118,13 @@ def test_without_the_library_there_is_one_line(monkeypatch):
         library._load()
 
 
-# ---- K-quants: gguf packs none, so ggml's own bytes are the oracle --------------------------------
+# ---- K-quants: gguf packs none, so ggml's own bytes are the oracle -------------------------------
 
 K_BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 
 
 def numbers(count: int) -> np.ndarray:
-    """Bell-shaped f32 in (-1, 1) from a linear congruential generator, the same on every
+    """Bell-shaped f32 from -1 to 1, from a linear congruential generator: the same on every
     machine."""
     state = np.uint32(1)
     out = np.empty(count, np.float32)
@@ -139,8 +139,8 @@ def numbers(count: int) -> np.ndarray:
 
 
 def k_quant_values() -> np.ndarray:
-    """[24, 768]: bell-shaped values of all magnitudes, parts of different magnitudes, one sign only, few
-    distinct values, constants."""
+    """[24, 768]: bell-shaped values of all magnitudes, parts of different magnitudes, one sign
+    only, few distinct values, constants."""
     values = numbers(24 * 768).reshape(24, 24, 32)
     values[4:8] *= np.float32(2.0) ** -np.arange(24, dtype=np.float32)[None, :, None]
     values[8], values[9] = abs(values[8]), -abs(values[9])
@@ -186,7 +186,7 @@ def test_bytes_of_k_quants_equal_those_of_ggml(level, kind):
 
 @pytest.mark.parametrize("kind", GGML_SHA256)
 def test_k_quants_are_finite_below_their_limit_and_refused_above(kind):
-    """Just below the limit every f16 number is finite, whatever the rest of a block is."""
+    """Just below the limit every f16 scale is finite, whatever else the block holds."""
     limit = np.float32(LIMITS[kind])
     values = np.stack([np.full(256, -limit), np.full(256, limit), limit * numbers(256)])
     values = np.concatenate([values, np.sign(numbers(256))[None] * limit]) * np.float32(0.999)

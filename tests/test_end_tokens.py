@@ -1,4 +1,5 @@
-"""End tokens: all that a model file or a checkpoint names, and no others."""
+"""End tokens: those that a model file or a checkpoint names, in third-party files also those with
+a known text, and no others."""
 
 import json
 import shutil
@@ -82,7 +83,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def converted(checkpoint: Path, tmp_path: Path, ids: object) -> tuple[frozenset[int], str]:
-    """(end tokens of the model file, notes) of a checkpoint that generates until one of `ids`."""
+    """(end tokens, notes) of a conversion with `ids` as the generation config's eos_token_id."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     report = convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))

@@ -1,4 +1,5 @@
-"""Exports, read back by a byte reader that shares nothing with the writers."""
+"""Exports: GGUF containers, read back by a byte reader that shares no code with the writers, and
+PowerInfer's activations, read with torch."""
 
 import json
 import math
@@ -24,7 +25,7 @@ SCALARS = {4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 12: "<d"}
 
 
 class Bytes:
-    """A GGUF container, read byte by byte. `tensors` is [(name, type, values)] in the file's order."""
+    """A GGUF container, read byte by byte. `tensors` is [(name, type, values)] in file order."""
 
     def __init__(self, content: bytes):
         self.content, self.at = content, 0
@@ -80,8 +81,7 @@ def index_hot(path: Path) -> list[set[int]]:
 
 
 def make_hot(num_layers, seed=0):
-    """A different number of different neurons in every layer; none in the second, all in the
-    last."""
+    """A random number of random neurons in each layer; none in the second, all in the last."""
     random = np.random.default_rng(seed)
     hot = [random.permutation(NEURONS)[: 1 + random.integers(NEURONS)] for _ in range(num_layers)]
     hot[1], hot[-1] = np.zeros(0), random.permutation(NEURONS)
@@ -340,7 +340,7 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path, make):
         export(activations(tmp_path, force=True))
     assert (tmp_path / "activation" / "thesis.tex").read_text() == "years of work"
     (tmp_path / "activation" / "thesis.tex").unlink()
-    export(activations(tmp_path))  # an empty folder may be taken
+    export(activations(tmp_path))  # an empty folder may be replaced
 
 
 # ---- refusals ------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The bundled model on a fake CUDA device in mode predicted, with half of each layer's neurons on
-the device: executes PTX, host functions and a captured graph together."""
+"""The bundled model in mode predicted on a fake CUDA device, which holds half of each layer's
+neurons: PTX, host functions and a captured graph are executed together."""
 
 import subprocess
 import sys
@@ -36,7 +36,8 @@ TOKENS = [11, 250, 7, 301]
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """A folder with the model, with predictors, and a plan that has the hotter half on a GPU."""
+    """A folder with the model and its predictors, and a plan that puts the hotter half of each
+    layer's neurons on a GPU."""
     folder = tmp_path_factory.mktemp("bundled")
     subprocess.run(
         [sys.executable, TINY / "corpus.py", "--part", "train", "-o", folder / "train.txt"],

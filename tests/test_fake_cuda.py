@@ -1,5 +1,6 @@
-"""The fake CUDA runtime rejects every planted misuse with its own message and accepts correct use;
-work that it runs late and in any allowed order gives the results of running in order."""
+"""The fake CUDA runtime rejects every planted misuse with the message listed for it and accepts
+correct use; work that it runs late, in any allowed order, gives the results of running in
+order."""
 
 import re
 
@@ -123,7 +124,7 @@ def test_events_order_work_that_runs_late(accepted, seed):
         side.copy(host, x)
         side.host(read)
         main.wait(side.record())
-    assert not seen  # nobody has waited
+    assert not seen  # nothing has waited yet
     main.finish()
     assert seen == list(range(1, 11))
 

@@ -77,7 +77,8 @@ def test_random_orders_that_the_graph_allows_give_the_same_bits(loaded):
 
 
 def test_the_graph_has_the_steps_operations(loaded):
-    """Two divided layers and two on the CPU: kernels and host functions on two streams, and no race."""
+    """Two divided layers and two on the CPU: kernels and host functions on two streams, without a
+    race."""
     names = Counter(node.name for node in loaded.graph.nodes)
     assert names["gate_up"] == names["down"] == 2 and names["attend"] == 2
     assert names["host function"] == 6

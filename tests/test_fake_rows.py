@@ -1,6 +1,6 @@
-"""Several sequences and drafts with a plan on fake CUDA devices (fake_cuda): the cache is as large as
-announced, steps of several rows are captured at their first use, and each row has the bits of a single
-one."""
+"""Several sequences and drafts with a plan on fake CUDA devices (fake_cuda): the cache has the
+planned size, steps of several rows are captured at their first use, and each of their rows has the
+bits of a single one."""
 
 import json
 import random

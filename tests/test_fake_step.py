@@ -54,8 +54,8 @@ def on_the_device(path, split, mode, ids=TOKENS, **options):
 
 
 def check_the_runtime():
-    """Asserts that there was no violation, that no memory is left except pinned memory, and that every
-    host function declares its memory."""
+    """Asserts that there was no violation, that no memory is left except pinned memory, and that
+    every host function declares its memory."""
     assert not library.text("violations")
     assert not [line for line in library.text("left") if not line.startswith("pinned")]
     assert not library.load().fakeNumUndeclared()

@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    """Forgets what earlier checks found for the process."""
+    """Clears what earlier checks recorded for the process."""
     monkeypatch.setattr(gpu_products, "_in_f32_only", set())
     monkeypatch.setattr(pinned, "_refused", [])
 
@@ -48,7 +48,7 @@ def test_a_gpu_without_bf16_is_not_asked_to_multiply_it_at_load(monkeypatch, maj
 
 
 class OnCuda(torch.Tensor):
-    """A CPU tensor that claims to be on CUDA, so that a product for CUDA alone is tried and fails."""
+    """A CPU tensor that claims to be on CUDA, so that a CUDA-only product is tried and fails."""
 
     is_cuda = True
 
@@ -103,7 +103,7 @@ def test_a_runtime_without_host_functions_fails_only_that_part():
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", None])
 def test_an_allocator_that_keeps_no_limit_fails_only_that_part(monkeypatch, settings):
-    """Another allocator refuses a limit; one that exceeds its limit is detected."""
+    """Settings under which no limit holds are refused; exceeding a limit is detected."""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     if settings is None:
@@ -119,7 +119,7 @@ def test_an_allocator_that_keeps_no_limit_fails_only_that_part(monkeypatch, sett
 
 
 def test_a_budget_that_is_not_enforced_still_sizes_the_slab(monkeypatch):
-    """The slab is the plan's; torch is not held to the budget."""
+    """The slab has the planned size; torch gets no limit."""
     from models import make_model
     from test_runtime import make_split
 
