@@ -95,7 +95,7 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
 
 
 def test_missing_torch_triton_and_compiler_are_reported(light):
-    """As in a container without a compiler, from which torch and Triton were removed."""
+    """Like a container without a compiler, from which torch and Triton were removed."""
     found = Doctor(PATH="/nonexistent", CC="")
     assert found.code == 1 and found.wrong() == ["torch"]
     assert "is not installed" in found.of("torch")[0]["text"]

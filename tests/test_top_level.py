@@ -210,7 +210,8 @@ def stopped(folder: Path, work: str, *numbers: int) -> tuple[int, str, float]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_and_removes_what_it_wrote(tmp_path, number):
     code, error, _ = stopped(tmp_path, "import time; time.sleep(60)", number, signal.SIGTERM)
-    assert code == 128 + number or code == 128 + signal.SIGTERM
+    # On a busy machine the second signal may come after the command has ended.
+    assert code in (128 + number, 128 + signal.SIGTERM, -signal.SIGTERM)
     assert error == "sparkinfer: interrupted; nothing half-written was left\n"
     assert not list(tmp_path.iterdir())
 

@@ -27,6 +27,7 @@ class _Handler:
 
     def __init__(self) -> None:
         self.told_at: float | None = None
+        self.lock = threading.Lock()  # held while the main thread is woken, and while this ends
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -47,9 +48,10 @@ class _Handler:
             came_at = time.monotonic()
             while time.monotonic() < came_at + NATIVE_S:
                 time.sleep(WAKE_S)
-                if self._is_taken(number, came_at):
-                    break
-                signal.pthread_kill(main, number)
+                with self.lock:
+                    if self._is_taken(number, came_at):
+                        break
+                    signal.pthread_kill(main, number)
             else:
                 if not self._is_taken(number, came_at):
                     _end(number)
@@ -80,8 +82,9 @@ def ending(*, is_program: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, found in before.items():
-            signal.signal(number, signal.SIG_DFL if is_program else found)
+        with handler.lock:  # the default action would end a main thread that is woken from here on
+            for number, found in before.items():
+                signal.signal(number, signal.SIG_DFL if is_program else found)
 
 
 def _read(pipe: int) -> int:
