@@ -186,7 +186,7 @@ class ParquetSource:
     def _opened(self) -> Iterator[Any]:
         if find_spec("pyarrow") is None:
             raise SparkinferError(
-                f"{self.path}: reading parquet needs pyarrow; pip install 'sparkinfer[parquet]'"
+                f"{self.path}: reading parquet needs pyarrow: pip install pyarrow"
             )
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile

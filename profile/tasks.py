@@ -1,6 +1,6 @@
 """Runs lm-eval's tasks on an engine: `sparkinfer eval --tasks`.
 
-lm-eval is in the optional dependencies `sparkinfer[tasks]`. Its requests are computed in
+lm-eval is an optional dependency (the extra `tasks`). Its requests are computed in
 lm_eval_model."""
 
 import logging
@@ -93,7 +93,7 @@ def _library() -> Any:
         import lm_eval
     except ImportError as error:
         raise SparkinferError(
-            f"tasks need lm-eval ({one_line(error)}): pip install 'sparkinfer[tasks]'"
+            f"tasks need lm-eval ({one_line(error)}): pip install lm-eval"
         ) from error
     for name in ("lm_eval", "datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -213,7 +213,7 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(monkeyp
     monkeypatch.setitem(sys.modules, "llguidance", None)
     for make in (json_schema_constraint, regex_constraint, lark_constraint, gbnf_constraint):
         text = "{}" if make is json_schema_constraint else 'root ::= "a"'
-        refused(make, text, r"pip install 'sparkinfer\[grammar\]'")
+        refused(make, text, "pip install llguidance")
 
 
 @click.command()

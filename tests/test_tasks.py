@@ -2,7 +2,7 @@
 transformers on the same checkpoint, request by request, and its scores of the same tasks.
 
 Tasks and their data are local files. lm-eval is not a dependency of the tests: without it, those
-that need it are skipped (pip install 'sparkinfer[tasks]')."""
+that need it are skipped (pip install lm-eval)."""
 
 import dataclasses
 import importlib.util
@@ -226,7 +226,7 @@ def test_without_lm_eval_the_command_says_what_to_install(here, capsys, monkeypa
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", str(here / "m.gguf"), "--tasks", "hellaswag", "--limit", "2"]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.endswith("pip install 'sparkinfer[tasks]'")
+    assert line.endswith("pip install lm-eval")
 
 
 @pytest.mark.parametrize(

@@ -234,8 +234,7 @@ def _matcher_class() -> "type[LLMatcher]":
         from llguidance import LLMatcher
     except ImportError as error:
         raise SparkinferError(
-            "grammars and JSON schemas need the package llguidance:"
-            " pip install 'sparkinfer[grammar]'"
+            "grammars and JSON schemas need the package llguidance: pip install llguidance"
         ) from error
     return LLMatcher
 

@@ -59,7 +59,7 @@ class Names(click.ParamType):
               help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
                    " that the template adds are not counted.")  # fmt: skip
 @click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
-              help="Tasks of lm-eval instead of a corpus (pip install 'sparkinfer[tasks]').")  # fmt: skip
+              help="Tasks of lm-eval instead of a corpus (pip install lm-eval).")  # fmt: skip
 @click.option("--limit", type=int, help="Documents of each task. [default: all]")
 @click.option(
     "--num-fewshot",

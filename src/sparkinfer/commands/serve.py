@@ -156,7 +156,7 @@ def _check_packages() -> None:
             import_module(name)
         except ImportError as error:
             raise SparkinferError(
-                f"a server needs the package {name}: pip install 'sparkinfer[serve]'"
+                f"a server needs the package {name}: pip install {' '.join(PACKAGES)}"
             ) from error
 
 
