@@ -235,7 +235,6 @@ class FakeCuda:
     that there was one capture; events read the clock."""
 
     def __init__(self) -> None:
-        self.captured: FakeGraph | None = None
         self.device_count = lambda: 1
         self.get_device_properties = lambda device: SimpleNamespace(name="fake GPU")
         self.mem_get_info = lambda device: (64 << 20, 128 << 20)
