@@ -75,5 +75,7 @@ def test_the_check_sees_a_traceback_of_ours(monkeypatch):
 @pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed next to Python")
 def test_the_script_imports_nothing_before_it_can_answer():
     """An interrupt during its imports prints one line, not a traceback, and exits with 130."""
-    lines = [line.strip() for line in PROGRAM.read_text().splitlines() if line.strip() and line[0] != "#"]
+    lines = [
+        line.strip() for line in PROGRAM.read_text().splitlines() if line.strip() and line[0] != "#"
+    ]
     assert lines[:2] == ["try:", "from sparkinfer.cli import main"]
