@@ -1,7 +1,7 @@
 """The stages of `sparkinfer run`, each of which makes an artifact in the cache.
 
-Each stage does the work of a command (convert, profile, calibrate or solve). An artifact's key has
-what determines it. `prepare` decides which stages run, and in which order."""
+Each stage does the work of a command (convert, profile, calibrate or solve). An artifact's key contains
+all that determines its bytes. `prepare` decides which stages run, and in which order."""
 
 import platform
 import time

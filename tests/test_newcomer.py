@@ -131,6 +131,20 @@ def test_options_of_llamacpp_without_an_equivalent_are_refused_with_advice(given
     assert told in error.value.message
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval", "bench"])
+@pytest.mark.parametrize("option", ["-vb", "--vram", "--vram-budget=8GiB"])
+def test_a_budget_without_a_plan_is_explained(command, option):
+    with pytest.raises(click.UsageError, match="is an option of run and solve: ") as error:
+        translated(command, "a", option, "8G")
+    for advice in ("sparkinfer run MODEL --vram", "sparkinfer solve MODEL", "--split PLAN"):
+        assert advice in error.value.message
+
+
+def test_options_of_powerinfer_are_refused_with_advice():
+    with pytest.raises(click.UsageError, match="is PowerInfer's: .*--split"):
+        translated("generate", "a", "--reset-gpu-index")
+
+
 def test_no_option_of_ours_is_taken_for_llamacpps():
     for name, command in cli.commands.items():
         own = {o for p in command.params if isinstance(p, click.Option) for o in p.opts}

@@ -1,5 +1,5 @@
-"""Translates llama.cpp's options on our command lines: those with a counterpart are accepted,
-others are explained in one line.
+"""Translates options of llama.cpp and PowerInfer on our command lines: those with a counterpart are
+accepted, others are explained in one line, and so is a memory budget given to a command that has none.
 
 A command's own options pass unchanged, including those with llama.cpp's spelling (-c, -n, --temp,
 -ctk)."""
@@ -20,7 +20,7 @@ ALL_LAYERS = 99  # the number of layers that conventionally means "everything on
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """An option of llama.cpp, known in the commands listed.
+    """An option of another program, known in the commands listed.
 
     "same": it is already what we do. "note": it does not change the generated text, and is dropped
     with a note. "refuse": `text` says what to do instead. "rename": `text` is our spelling; if it is
@@ -31,6 +31,7 @@ class Flag:
     values: Values = "none"
     commands: tuple[str, ...] = TEXT_COMMANDS
     text: str = ""
+    whose: str = "llama.cpp's"
 
 
 def _same(commands: tuple[str, ...] = TEXT_COMMANDS) -> Flag:
@@ -51,6 +52,10 @@ _PLAN = (
     "a plan decides what is on the GPU: sparkinfer solve MODEL --profile P --machine M"
     " --vram-budget 8GiB -o PLAN, then --split PLAN; without a plan, everything is on the GPU if there"
     " is one"
+)
+_BUDGET = (
+    "sparkinfer run MODEL --vram 8GiB does everything within a budget; here the plan decides:"
+    " sparkinfer solve MODEL --profile P --machine M --vram-budget 8GiB -o PLAN, then --split PLAN"
 )
 _MEMORY = "weights are copied into memory if they fit, and stay in the mapped file otherwise"
 _PASS = "the number of tokens in a pass is chosen automatically"
@@ -85,6 +90,12 @@ TABLE: tuple[tuple[str, Flag], ...] = (
      _refuse("GPU memory is given in bytes, not in layers: --vram-budget 8GiB", ("solve",))),
     ("-ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -ts --tensor-split -sm --split-mode"
      " -mg --main-gpu", _refuse(_PLAN, MODEL_COMMANDS)),
+    ("-vb --vram --vram-budget",
+     Flag(does="refuse", commands=("generate", "chat", "serve", "eval", "bench"), text=_BUDGET,
+          whose="an option of run and solve")),
+    ("--reset-gpu-index --disable-gpu-index",
+     Flag(does="refuse", commands=MODEL_COMMANDS, whose="PowerInfer's",
+          text="a plan is used only if --split names it, and solve --force replaces it")),
     ("-dev", Flag(does="device", values="one", commands=MODEL_COMMANDS)),
     ("-b --batch-size -ub --ubatch-size", _note(_PASS, "one")),
     ("-tb --threads-batch", _note("prompts use as many threads as generation does (-t)", "one")),
@@ -161,7 +172,7 @@ def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], 
 
 def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> list[str]:
     if flag.does == "refuse":
-        raise click.UsageError(f"{name} is llama.cpp's: {flag.text}")
+        raise click.UsageError(f"{name} is {flag.whose}: {flag.text}")
     if flag.does == "note" or values in (["off"], ["0"]) and flag.values == "optional":
         notes.append(f"note: {' '.join([name, *values])} has no effect: {flag.text}")
     if flag.does == "layers":
