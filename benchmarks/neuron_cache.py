@@ -44,7 +44,7 @@ from sparkinfer.split_file import Split
 
 TURN = 8  # tokens
 WARM_UP = 32
-SLOW_STEPS = 2.0  # that the slow link takes for a step's misses
+SLOW_STEPS = 2.0  # time, in steps, that the slow link takes for the misses of one
 
 
 class Never:

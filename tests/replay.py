@@ -19,7 +19,7 @@ from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
 from sparkinfer.runtime.step.plain_backend import plain_backend
 from sparkinfer.runtime.step.program import HOST, edges, step_program
 
-ORDERS = 3  # tried for each pair whose order nothing keeps any longer
+ORDERS = 3  # tried for each pair whose order is no longer enforced
 
 
 @dataclass(frozen=True)

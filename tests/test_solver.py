@@ -134,7 +134,7 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
             least = number
             break
     read = sizes.attention + kv / 2 + (sizes.predictor if mode == "predicted" else 0)
-    # Llama: four products, two norms, three kernels round the attention, two of a predictor.
+    # Llama: four products, two norms, three kernels around the attention, two of a predictor.
     kernels = 4 + 2 + 3 + (2 if mode == "predicted" else 0)
     options = []
     for on_gpu, hot in product((False, True), subsets):
