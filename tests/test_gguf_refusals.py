@@ -55,6 +55,14 @@ KEYS = {
     "factor' is 0.0, wanted more": {"llama.rope.scaling.factor": np.float32(0)},
     "factor' is None, wanted a number": {"llama.rope.scaling.type": "linear"},
     "scaling 'longrope', wanted none, linear, yarn": {"llama.rope.scaling.type": "longrope"},
+    "rms_epsilon' is 1e.308, beyond the range of f32": {
+        "llama.attention.layer_norm_rms_epsilon": np.float64(1e308),
+    },
+    "freq_base' is 1e-60, beyond the range of f32": {"llama.rope.freq_base": np.float64(1e-60)},
+    "factor' is 1e.39, beyond the range of f32": {"llama.rope.scaling.factor": np.float64(1e39)},
+    "threshold' has 1e.39, beyond the range of f32": {
+        "sparkinfer.ffn.threshold": [np.float64(v) for v in (0.0, 1e39, 0.0)],
+    },
     "threshold' is not all finite": {"sparkinfer.ffn.threshold": [0.0, float("inf"), 0.0]},
     "threshold' is not all finite and at least 0": {"sparkinfer.ffn.threshold": [0.0, -1.0, 0.0]},
 }  # fmt: skip

@@ -35,6 +35,10 @@ OWN_KEYS = {
 }  # fmt: skip
 MAX_LAYERS = 1 << 12
 LIMITS = {"block_count": MAX_LAYERS}
+LEAST_F32, MOST_F32 = (
+    float(np.finfo(np.float32).smallest_subnormal),
+    float(np.finfo(np.float32).max),
+)
 NORM_EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
@@ -139,10 +143,12 @@ class KeyReader:
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A number above zero."""
+        """A number above zero, also as f32, in which conversions write it."""
         value = self.number(key, default)
         if value <= 0:
             raise SparkinferError(f"{self.path}: key {key!r} is {value}, wanted more than 0")
+        if not LEAST_F32 <= value <= MOST_F32:
+            raise SparkinferError(f"{self.path}: key {key!r} is {value}, beyond the range of f32")
         return value
 
     def thresholds(self, key: str, count: int) -> tuple[float, ...]:
@@ -162,6 +168,11 @@ class KeyReader:
         numbers = tuple(float(value) for value in values)
         if np.isnan(numbers).any():
             raise SparkinferError(f"{self.path}: key {key!r} has a NaN")
+        for value in numbers:
+            if MOST_F32 < abs(value) < np.inf:
+                raise SparkinferError(
+                    f"{self.path}: key {key!r} has {value}, beyond the range of f32"
+                )
         return numbers
 
     def choice(self, key: str, kind: object, default: str) -> str:
