@@ -414,6 +414,13 @@ def test_input_that_is_not_text_is_refused(tmp_path, codec_model):
         assert message in done.stderr.decode()
 
 
+@pytest.mark.parametrize("drafts", [("--speculate", "ngram"), ("-md", "draft.gguf")])
+def test_drafts_for_several_prompts_are_refused(tmp_path, drafts):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    done = run("m.gguf", "--prompts", tmp_path / "p.jsonl", *drafts, code=2)
+    assert "--speculate and -md are for one text: leave --prompts out" in done.stderr.decode()
+
+
 def test_options_of_llamacpp_are_explained():
     for args, message in (
         (("-ngl", "20"), "a plan decides what is on"),

@@ -161,6 +161,8 @@ def write(
         variables=template_variables(variables),
     )  # fmt: skip
     _check(wanted)
+    if wanted.is_many and speculation.type != "none" and not speculation.is_optional:
+        raise click.UsageError("--speculate and -md are for one text: leave --prompts out.")
     check_output_options(
         endings.num_logprobs, is_json=wanted.output != "text", is_chat=is_chat, system=wanted.system,
         template=template,
