@@ -10,7 +10,7 @@ round, at most MOST_REPEATS times, and counts by the median; a figure is the med
 
 llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
 faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read
-over the bandwidth; the smaller files fit partly into the last cache, so their share of it may
+over the bandwidth; the smaller files fit partly into the last-level cache, so their share of it may
 exceed what memory alone allows. torch has one thread unless --torch-threads says otherwise: further
 ones would spin after each product and compete with ours."""
 

@@ -4,8 +4,8 @@
 
 MODEL is written to build/demo by `make demo`. For every mode: milliseconds a step with the native
 call, through the ordinary path (many native calls), and with torch alone; the bytes that a step
-must read over the read bandwidth measured in the same rounds (the model fits into the last cache,
-so this limit of memory can be exceeded); and the time of a step right after a product by torch with
+must read over the read bandwidth measured in the same rounds (the model fits into the last-level
+cache, so this limit can be exceeded); and the time of a step right after a product by torch with
 all its threads, which spin while they wait for more work, and alongside a thread that multiplies
 with torch all the time. The medians of the rounds go to results/."""
 
@@ -97,7 +97,7 @@ def _step_s(engine: Engine, steps: int = STEPS) -> float:
 
 
 def _after_s(engine: Engine, product: torch.Tensor) -> float:
-    """Seconds of a step alone that follows a product by torch."""
+    """Seconds of a step right after a product by torch, without the product."""
     total = 0.0
     for position in range(PROMPT, PROMPT + STEPS):
         product @ product

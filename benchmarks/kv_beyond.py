@@ -6,7 +6,8 @@ The baseline stays in the window: it predicts each token from half a context or 
 preceding tokens, as in training. The others go through the text once, with capped positions: with
 only a window and the first tokens (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453; `top` has its
 minimum, one block), and with keys selected from the whole text. None reads more positions than the
-context has. Intervals are of 95 % (Student's t), over the texts, of the ratio to half a window."""
+context has. The intervals, over the texts, are 95 % confidence intervals (Student's t) of the ratio
+to half a window."""
 
 import argparse
 import json

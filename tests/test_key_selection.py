@@ -124,7 +124,7 @@ def test_after_a_full_prompt_the_search_is_that_of_a_restored_one(path, tmp_path
 @native
 @pytest.mark.parametrize("full", [1, 94, 95, 96, 97, 200, LENGTH, CONTEXT, 1 << 24])
 def test_every_length_of_a_full_beginning(path, full):
-    """Round the end of what is read entirely anyway, and the context's length and beyond."""
+    """Lengths around what is read in full anyway, the context's length, and more."""
     entire = 16 + 32 + 32 + 15  # the window begins with a block
     found, want = logits(path, f"{SMALL},full={full}"), logits(path, None)
     same = max(full, entire)
