@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from sparkinfer.convert.chat_templates import OTHERS
 from sparkinfer.errors import SparkinferError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -14,6 +15,13 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DESCRIPTIONS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
+# Files in folders other than that of further chat templates. The hub's patterns have no exceptions, so
+# these list the names that differ in a letter, are shorter, or are longer.
+IN_FOLDERS = [
+    *(f"{OTHERS[:i]}[!{letter}]*/*" for i, letter in enumerate(OTHERS)),
+    *(f"{OTHERS[:i]}/*" for i in range(1, len(OTHERS))),
+    f"{OTHERS}?*/*",
+]
 
 
 def find_folder(source: Path) -> Path:
@@ -38,7 +46,7 @@ def _download(name: str) -> Path:
     library = sys.modules[type(get_session()).__module__.partition(".")[0]]
 
     def fetch(patterns: list[str]) -> Path:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=IN_FOLDERS))
 
     try:
         folder = fetch([*DESCRIPTIONS, *SAFETENSORS])

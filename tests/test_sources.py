@@ -405,3 +405,24 @@ def test_every_end_token_of_a_checkpoint_ends_a_text(tmp_path):
     convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
     assert TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids >= {3, 7, 9}
     assert max(TextCodec.of(ModelFile.load(tmp_path / "m.gguf")).end_ids) == 9
+
+
+def test_files_in_folders_are_not_fetched_but_for_chat_templates():
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = [
+        "config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors",
+        "additional_chat_templates/tool_use.jinja",
+    ]  # fmt: skip
+    others = [
+        "onnx/config.json", "original/params.json", "adapter/a.json", "a/b.json",
+        "additional_chat_templates/old/x.jinja", "modeling_llama.py", "pytorch_model.bin",
+        "additional/config.json", "x/additional_chat_templates/y.jinja",
+        "additional_chat_templates_2/x.jinja",
+    ]  # fmt: skip
+    found = filter_repo_objects(
+        wanted + others,
+        allow_patterns=[*hub.DESCRIPTIONS, *hub.SAFETENSORS],
+        ignore_patterns=hub.IN_FOLDERS,
+    )
+    assert sorted(found) == sorted(wanted)
