@@ -82,7 +82,8 @@ struct TiledTile {
     int64_t lane, n;
     const TiledAhead* ahead;  // or null
 
-    inline Floats load(int64_t b, Ints* quarter) const {
+    // gcc 12 would otherwise call it for each block, with the quants on the stack.
+    __attribute__((always_inline)) inline Floats load(int64_t b, Ints* quarter) const {
         if (ahead) ahead->ask(tile, b, F::BLOCK_BYTES);
         const Floats scale = in_register(load_f16(F::scale_of(tile, b, lane)));
         for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v)
