@@ -1,5 +1,5 @@
-"""Damaged inputs are refused in one line or read like intact ones; inputs that contradict
-themselves are refused in one line, and so are pairs that can be seen not to belong together. See
+"""Damaged inputs are refused in one line or read like intact ones. Well-formed inputs with a wrong
+value are refused in one line, and so are pairs of files that visibly do not belong together. See
 fuzz.py, fuzz_readers, fuzz_odd, fuzz_meaning and fuzz_pairs; fuzz_long.py runs for hours."""
 
 import argparse
@@ -26,8 +26,8 @@ from fuzz_readers import KINDS, TARGETS
 
 from sparkinfer.errors import SparkinferError
 
-# Number of cases by kind, for two processes that take equally long, roughly: MANY are kinds of which most
-# cases must be refused, FEW the others. fuzz_long.py runs further cases, for hours.
+# Number of cases by kind, for two processes that take about equally long. MANY has the kinds of
+# which most cases must be refused, FEW the others. fuzz_long.py runs further cases, for hours.
 MANY = (
     {"safetensors": 110, "gguf": 110, "ours": 75, "index": 50, "profile": 50, "plan": 30},
     {"bin": 110, "stock": 75, "pt": 75, "config": 60, "values": 60, "machine": 50},
@@ -233,7 +233,7 @@ def test_only_new_lines_are_reported():
 
 
 def test_an_overdue_case_is_tried_once_more(inputs, tmp_path, monkeypatch):
-    """A case may be late once because the machine is busy; one that is late twice hangs."""
+    """A case may be late once because the machine is busy; one that is late twice is wrong."""
     tries = []
 
     def run(inputs, work, cases, *more):

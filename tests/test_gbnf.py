@@ -1,4 +1,5 @@
-"""GBNF: the usual grammars, llama.cpp's reading of them, and random ones by brute force."""
+"""GBNF: the usual grammars, llama.cpp's reading of them, and random grammars against a brute-force
+parser."""
 
 import json
 import random
@@ -92,7 +93,8 @@ def test_a_grammar_gives_the_same_masks_as_a_regex_and_as_lark():
 
 
 def ends_of(rules, node, text, start, known):
-    """Where a node that starts at `start` may end: by brute force, to a fixed point."""
+    """The positions where a node that starts at `start` may end; `known` has those of the rules
+    that were found so far."""
     if isinstance(node, gbnf_parser.Character):
         is_in = start < len(text) and any(a <= ord(text[start]) <= b for a, b in node.ranges)
         return {start + 1} if is_in else set()
@@ -113,6 +115,7 @@ def ends_of(rules, node, text, start, known):
 
 
 def is_text_of(rules, text):
+    """Applies `ends_of` to all rules and positions until nothing is added."""
     known = {(name, start): set() for name in rules for start in range(len(text) + 1)}
     while True:
         more = {

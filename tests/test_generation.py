@@ -220,7 +220,7 @@ def test_a_context_too_short_to_be_shifted(codec_model):
             list(engine.generate([1], options=options))
 
 
-# ---- the state of a prompt in a file ----------------------------------------------------------------
+# ---- the state of a prompt in a file -------------------------------------------------------------
 
 
 def test_a_prompts_state_is_saved_and_restored_bit_for_bit(tmp_path):
@@ -238,7 +238,7 @@ def test_a_prompts_state_is_saved_and_restored_bit_for_bit(tmp_path):
                 assert restore_prompt(text, path, engine.prompt_key()) == 90
                 assert text.ids == ids
                 assert torch.equal(text.extend([7]), want)
-    with Engine.load(model.path) as engine, engine.sequence() as text:  # from the other's blocks
+    with Engine.load(model.path) as engine, engine.sequence() as text:  # saved by the other engine
         restore_prompt(text, tmp_path / "3.prompt", engine.prompt_key())
         assert torch.equal(text.extend([7]), want)
 

@@ -90,8 +90,8 @@ def test_a_stream_gives_the_text_piece_by_piece(tmp_path, name):
 
 
 def test_a_stream_of_arbitrary_tokens_does_not_fail(tmp_path):
-    """Also of bytes that are not UTF-8, for which the DecodeStream of tokenizers raises; the text after
-    them is whole."""
+    """Some are bytes that are not UTF-8, for which the DecodeStream of tokenizers raises; the text
+    after them is whole."""
     codec = TextCodec(
         ggml_tokenizer(WHERE, keys_of(folder_of("llama", tmp_path / "c"))), None, frozenset()
     )
@@ -232,7 +232,7 @@ def test_unsupported_keys_are_refused(tmp_path, name, changes, words):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["scores", "token_type"])
 def test_numbers_of_tokens_that_are_not_finite_are_refused(tmp_path, name, value):
-    """NaN as a score would leave open which of two tokens a text gets."""
+    """With NaN as a score, the order of merges would be undefined."""
     keys = keys_of(folder_of("llama", tmp_path / "c"))
     numbers = [float(number) for number in keys[f"tokenizer.ggml.{name}"]]
     ggml_tokenizer(WHERE, keys | {f"tokenizer.ggml.{name}": numbers})

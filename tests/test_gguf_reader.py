@@ -191,7 +191,7 @@ def test_powerinfer_files_are_detected_and_have_their_own_types(tmp_path):
 
 
 def test_arrays_are_written_as_they_were_read(tmp_path):
-    """Token lists that are not text, and numbers beyond 32 bits, survive a second writing."""
+    """Tokens that are not UTF-8, and numbers beyond 32 bits, survive a second writing."""
     path = tmp_path / "a.gguf"
     tokens = ARRAY.pack(8, 3) + text(b"\xff\xfe") + text("é".encode()) + text(b"")
     wide = ARRAY.pack(10, 2) + struct.pack("<QQ", 2**64 - 1, 0)

@@ -1,5 +1,5 @@
 """A GGUF as the source: other layouts and types, foreign block types, PowerInfer's files; and the
-comparison of what was written with its source.
+verification of a written file against its source.
 
 Oracles: gguf's own writer and block formats, transformers' logits, our runtime on the checkpoint."""
 
@@ -144,7 +144,8 @@ def k_quantised(stock: Path, path: Path) -> None:
 
 
 def test_k_quants_run_as_they_are(stock, tmp_path):
-    """Against the same weights in f32; the f16 cache and the transposed f16 projection differ."""
+    """Compared with the same weights in f32, within the rounding to f16 of cached keys and values
+    and of the transposed down projections."""
     k_quantised(stock, tmp_path / "k.gguf")
     run(tmp_path / "k.gguf", tmp_path / "f32.gguf", outtype="f32")
     bound = 4 * torch.finfo(torch.float16).eps
@@ -314,7 +315,7 @@ POWERINFER = {"llama": "llama", "opt": "opt", "falcon-40b": "falcon", "bamboo": 
 
 
 def powerinfer_file(path: Path, model: ModelFile, architecture: str, folder: Path) -> None:
-    """Our model, written with gguf's writer as PowerInfer's converters do, predictors too."""
+    """Writes our model and its predictors with gguf's writer, as PowerInfer's converters do."""
     import torch
 
     s = model.shape
@@ -516,7 +517,7 @@ def whole_gate_predictors(folder: Path, checkpoint: Path) -> Path:
 
 
 def test_predictors_near_chance_are_noticed(tmp_path):
-    """Random ones are, perfect ones are not."""
+    """Random predictors are reported, perfect ones are not."""
     checkpoint = random_llama(tmp_path / "hf", hidden_act="relu")
     for name, make in {
         "perfect": lambda f: whole_gate_predictors(f, checkpoint),

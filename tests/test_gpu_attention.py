@@ -21,8 +21,8 @@ def kernels():
 
 
 def norm_bound(want_D, total_D, bias_D):
-    """Bounds the rounding of a mean of n squares; of a layer norm (with a bias) also that of the values
-    less their mean, which grows with the largest of them."""
+    """Bounds the rounding of a mean of n squares. For a layer norm (with a bias) it also bounds
+    that of the values less their mean, which grows with the largest value."""
     size = want_D.double().abs() + want_D.double().std(correction=0) + 1
     size = size if bias_D is None else size + bias_D.double().abs() + total_D.double().abs().max()
     return 4 * rounding(len(want_D)) * size
@@ -194,7 +194,7 @@ def test_attend_of_one_head_and_of_groups_of_three(kernels, heads):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_attend_with_one_dominant_position(kernels, dtype):
-    """With scores from -56 to 47, one position has 0.67 to 0.9999 of a head's weight, and nearly all
+    """Scores are from -56 to 47: one position has 0.67 to 0.9999 of a head's weight, and nearly all
     other weights are below 1e-7."""
     assert_attention(kernels, 130, dtype=dtype, by=16.0)
 

@@ -42,7 +42,7 @@ def assert_good(records: list[dict]) -> None:
 
 
 def assert_wide_loads(records: list[dict]) -> None:
-    """Asserts that every kernel but _unpack has a load of 16 bytes, or of 8 where rows are narrow."""
+    """Asserts that every kernel but _unpack has a load of 16 bytes, or one of 8 if `_is_narrow`."""
     hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] != "_unpack"]
     assert hot
     for record in hot:
@@ -51,7 +51,7 @@ def assert_wide_loads(records: list[dict]) -> None:
 
 
 def _is_narrow(record: dict) -> bool:
-    """Rows of q6_k of 1024 values have 840 bytes, not a multiple of 16."""
+    """True for a predictor in q6_k: its rows of 1024 values have 840 bytes, no multiple of 16."""
     return record["kind"] == "q6_k_planar" and record["kernel"] == "_predict"
 
 

@@ -1,5 +1,5 @@
-"""The GPU kernels for a block of neurons, compared with a float64 reference on a CUDA device, or in
-Triton's interpreter if there is none."""
+"""The GPU kernels for a block of neurons, compared with a float64 reference on a CUDA device, or
+in Triton's interpreter if there is none."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def several_rows(monkeypatch):
 
 
 def hidden_bound(gate, gate_bias, up, up_bias, x, hidden):
-    """Activations have slopes below 1.2, so the error of act(g) u is at most du |g| + 1.2 dg |u|."""
+    """Activations have slopes below 1.2: the error of act(g) u is at most du |g| + 1.2 dg |u|."""
     gate_off = 1.2 * product_bound(gate, x, gate_bias) + 8 * EPS
     gate_size = sizes(gate) @ x.double().abs() + (0 if gate_bias is None else gate_bias.abs())
     if up is None:
@@ -128,7 +128,7 @@ def test_named_neurons_are_looked_up_by_their_ids(kernels, num_neurons):
 
 def test_rows_that_are_not_needed_are_not_read(kernels):
     """Both rows of neurons that are not named, and the `up` row of those that do not fire, are
-    NaN here, which any use of them would spread."""
+    NaN here, so a neuron computed from them would be NaN."""
     gate, up = make_matrix("f32", 16, 32), make_matrix("f32", 16, 32, seed=5)
     x = vector(32)
     fires = (gate.data @ x) > 0
@@ -164,7 +164,8 @@ def down_bound(matrix, hidden):
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_down(kernels, kind, is_wide, skips_zeros):
-    """Less than one tile of columns, and a tile and a piece; for super-blocks, one tile and two."""
+    """Less than a tile of columns, and one or two tiles and a piece; for super-blocks, one tile and
+    two."""
     blocks = (2 if block_width(kind) == 256 else 9) if is_wide else 1
     matrix = make_matrix(kind, 70, blocks * block_width(kind), lies_apart=not is_wide)
     hidden = hidden_with_zeros(70, 1.0)
@@ -176,7 +177,7 @@ def test_down(kernels, kind, is_wide, skips_zeros):
 @pytest.mark.parametrize("num_neurons", [1, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize("skips_zeros", [False, True])
 def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
-    """In the number of parts chosen for it, in one, and in three, which one neuron does not fill."""
+    """Computed in `down_parts` parts, in one, and in three, which one neuron does not fill."""
     matrix = make_matrix("f16", num_neurons, 32)
     hidden = hidden_with_zeros(num_neurons, 0.5)
     hidden[255:257] = 0.5  # on either side of the end of a scan
@@ -199,7 +200,8 @@ def test_down_of_rows_of_any_width(kernels, width, skips_zeros):
 
 @pytest.mark.parametrize("skips_zeros", [False, True])
 def test_down_of_rows_at_even_addresses(kernels, skips_zeros):
-    """A row of one super-block of q6_K, as of any odd number, ends at an odd multiple of two bytes."""
+    """A row of an odd number of q6_K super-blocks, here one of 210 bytes, ends at an odd multiple
+    of two bytes."""
     matrix, hidden = make_matrix("q6_k_planar", 40, 256), hidden_with_zeros(40, 1.0)
     parts = torch.full((2, 256), NAN, device=device())
     got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
@@ -215,7 +217,7 @@ def test_empty_parts_are_zeros(kernels):
 
 
 def test_rows_of_zeros_are_not_read(kernels):
-    """A NaN is not 0, so it must appear in the result."""
+    """Rows of hidden zeros are NaN here. A hidden value of NaN is not 0, so its row is read."""
     matrix, hidden = make_matrix("f32", 300, 32), hidden_with_zeros(300, 1.0)
     matrix.data[hidden == 0] = NAN
     parts = torch.empty(2, 32, device=device())

@@ -118,7 +118,7 @@ def test_gate_up(activation, is_gated, is_dense):
     ("kind", "activation"), [("linear", "relu"), ("relu", "silu"), ("gate", "gelu_tanh")]
 )
 def test_predict(kind, activation):
-    """With both matrices of a predictor, of which `dot` applies the first."""
+    """`dot` applies the first matrix of the predictor, `predict` the second."""
     down, up = make_matrix("f32", 32, 64), make_matrix("f32", 45, 32, seed=5)
     x, inner, named = vector(64), vector(32), torch.empty(2, dtype=torch.int32)
     reference.dot(down, None, x, inner, has_relu=kind == "relu")

@@ -1,9 +1,9 @@
-"""The GPU kernels for several rows of a step: whatever the other rows and their number, each row has
-the bits that the kernel for one row gives it, which other tests compare with float64. Products with
-K-quants may differ in the last bits.
+"""The GPU kernels for several rows of a step: whatever the other rows and their number, each row
+has the bits that the kernel for one row gives it, which other tests compare with float64. Products
+with K-quants may differ in the last bits.
 
-On a CUDA device where there is one, else in Triton's interpreter. test_ptx_rows.py does the same with
-the kernels compiled and executed."""
+The kernels run on a CUDA device, or in Triton's interpreter if there is none. test_ptx_rows.py runs
+most of these comparisons with the kernels executed as PTX."""
 
 import pytest
 import torch
@@ -79,8 +79,8 @@ def assert_rows_as_alone(which, kernel: str, *, is_exact: bool = True, **given) 
 
 
 def is_exact(kind: str) -> bool:
-    """False for K-quants: which of their multiplications and additions the compiler fuses depends on the
-    number of rows."""
+    """False for K-quants: which of their multiplications and additions the compiler fuses depends
+    on the number of rows."""
     return block_width(kind) != 256
 
 
@@ -323,8 +323,8 @@ def test_append_to_blocks(kernels, num_rows, dtype):
 
 
 def test_a_repeated_row_appends_once_and_attends(kernels):
-    """Rows that pad a step repeat the last one and store nothing. Here, unlike in a step, their values
-    differ from its own, so that a store would show."""
+    """Rows that pad a step repeat the last one and store nothing. Here, unlike in a step, their
+    values differ from its own, so that a store would show."""
     given = attending(4)
     for name, values in (("position_1", (7, 9, 9, 9)), ("sequence_1", (1, 1, 1, 1))):
         given[name].copy_(torch.tensor(values))
@@ -351,7 +351,7 @@ def test_a_repeated_row_appends_once_and_attends(kernels):
 
 
 def test_the_torch_kernels_take_rows():
-    """The fallback against the reference: in pieces, whose sums differ in the last bits."""
+    """The fallback, compared with the reference. It sums in pieces, so the last bits may differ."""
     plain, matrix = torch_kernels(), make_matrix("f16", 300, 64)
     x, got, want = vectors(4, 64), empty(4, 300), empty(4, 300)
     for which, out in ((plain, got), (REFERENCE, want)):

@@ -57,7 +57,7 @@ def test_rows_of_every_kind_reach_their_slots(kernels, kind, blocks):
 
 
 def test_copies_of_different_lengths_in_one_launch(kernels):
-    """Nothing else is written."""
+    """Bytes between the copies are unchanged."""
     random = np.random.default_rng(0)
     sizes = [4, 4, 34, 2 * 1024 * 2 - 2, 2 * 1024 * 2 + 2, 8706]
     place = device()

@@ -1,5 +1,5 @@
-"""Tests of grouped rows: their sums have the bits of rows of the file at every level, for one vector
-and several, and dense models add them."""
+"""Grouped rows: at every level their sums are bit-identical to those of the file's rows, and dense
+models use them."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_groups_hold_the_rows_of_the_file(kind, width):
 
 
 def test_the_bytes_of_a_small_group():
-    """Two blocks of row r: scales r and 64 + r, byte i of the quants r + 3 * i."""
+    """Row r has two blocks, with scale bytes r and 64 + r; byte i of their quants is r + 3 * i."""
     rows = torch.zeros(GROUP_ROWS, 2, 18, dtype=torch.uint8)
     for r in range(GROUP_ROWS):
         rows[r, :, 0] = torch.tensor([r, 64 + r])

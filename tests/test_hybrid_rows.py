@@ -190,7 +190,7 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan):
 
 def test_rows_without_logits_and_prompts_between(tmp_path):
     """A prompt is computed in a pass and the tokens of other sequences in steps; the logits are in
-    the order of the rows."""
+    the order of the parts."""
     model = saved(tmp_path)
     with loaded(tmp_path, model, "random", 3) as engine:
         texts = [engine.sequence() for _ in range(3)]
@@ -240,7 +240,7 @@ def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
 
 @pytest.mark.parametrize("wrong", ["raises", "writes zeros", "mixes rows"])
 def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
-    """Rows are then computed fewer at a time, and a line says so for each number that fails."""
+    """Steps then have fewer rows, and a line says so for each number that fails."""
     right = reference_kernels()
 
     def dot(matrix, bias_N, x_D, out_N, *, has_relu=False):

@@ -296,8 +296,8 @@ def test_a_nan_score_names_its_neuron(tmp_path):
 
 
 def test_all_neurons_on_the_cpu(tmp_path):
-    """cpu_ffn gives the logits of an engine without a plan and, workspace aside, the bytes of a plan
-    with no neuron on the GPU; it is refused with a plan."""
+    """cpu_ffn gives the logits of an engine without a plan and, except for the workspace, the bytes
+    of a plan with no neuron on the GPU; it is refused with a plan."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "no neuron on the GPU")
@@ -436,7 +436,7 @@ def test_triton_kernels_give_the_references_logits(tmp_path):
 
 @pytest.mark.parametrize("name", ["gate_F", "hidden_F"])
 def test_limits_of_neurons_on_a_gpu_are_refused_rather_than_ignored(tmp_path, name):
-    """Where all neurons with limits are on the CPU, the step follows them."""
+    """If all neurons with limits are on the CPU, the step applies the limits."""
     made = make(tmp_path, activation="silu", threshold=0.0)
     tensors = {n: e for n, e in made.tensors.items() if "ffn_pred_" not in n}
     model = dataclasses.replace(made, predictor=None, tensors=tensors)

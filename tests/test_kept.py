@@ -25,7 +25,8 @@ def commands_in(text: str) -> list[list[str]]:
 
 
 def test_a_source_that_cannot_be_loaded_has_its_copy_named(silu, capsys, tmp_path):
-    """A checkpoint folder, which these commands do not take; before `run` there is nothing to name."""
+    """The source is a checkpoint folder, which these commands do not take. Before `run` it has no
+    copy."""
     for command in ("bench", "report -o r.html", "generate -p x", "chat"):
         words = command.split()
         assert main([words[0], str(silu), *words[1:]]) == 1

@@ -89,7 +89,8 @@ READ_IN_FULL = [f"{rule},full={FULL}" for rule in (RULES[0], RULES[2], RULES[4])
 @pytest.mark.parametrize("rule", READ_IN_FULL)
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_the_first_positions_are_read_in_full(path, rule, num_sequences):
-    """Bit for bit; after them the keys are those that the search finds."""
+    """Bit for bit. Later logits differ from those of full attention, and from those of the rule
+    without `full`."""
     options = {"num_sequences": num_sequences}
     full, found = logits(path, None, **options), logits(path, rule, **options)
     assert torch.equal(full[:FULL], found[:FULL])
@@ -134,7 +135,7 @@ def test_every_length_of_a_full_beginning(path, full):
     assert torch.equal(found, logits(path, SMALL)) == (full <= entire)
 
 
-# ---- tables ----------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 @native
@@ -163,7 +164,7 @@ def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_key_that_is_not_finite_affects_only_its_own_head(path, rule, bad):
-    """The kernels summarise the block again at its last position; so does torch."""
+    """The block is summarised again at its last position; the kernels' tables equal torch's."""
     size = KeySelection.parse(rule).block
     with load(path, rule) as engine, engine.sequence() as text:
         text.extend(IDS, "none")
@@ -200,7 +201,7 @@ def test_codes_preserve_most_of_a_key(width):
     assert cosine.min() > 0.85 and cosine.mean() > 0.93  # of Gaussian values, four levels: 0.94
 
 
-# ---- the choice --------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 def planted(rule: KeySelection, width: int, is_rotated: bool):
@@ -249,7 +250,8 @@ def test_the_measure_rejects_a_search_that_finds_nothing():
 
 
 def test_the_choice_keeps_most_of_what_the_best_one_would():
-    """Mass of exact attention on what is read; codes beat whole blocks of the same bytes."""
+    """Measured by exact attention's mass on the chosen keys. Choosing by codes beats choosing as
+    many keys in whole blocks."""
     kept = {}
     for candidates in (0, 8):
         rule = KeySelection(block=16, sinks=64, window=128, top=64, candidates=candidates)
@@ -288,7 +290,8 @@ def test_torch_computes_the_same(tmp_path, rule, width, heads, kv):
 
 @native
 def test_every_level_chooses_the_same_keys(path):
-    """Sums of whole numbers are the same at every level; logits differ by rounding alone."""
+    """Integer sums are the same at every level. Logits differ by rounding, and by more in at most
+    one row of twenty."""
     best = library.level()
     levels = [name for name in library.usable_levels() if name != "amx"]  # AMX has VNNI's
     found = {}
@@ -304,7 +307,7 @@ def test_every_level_chooses_the_same_keys(path):
         assert differs.float().mean() < 0.05, level
 
 
-# ---- rows, sequences, states ----------------------------------------------------------------------------
+# ---- rows, sequences, states ---------------------------------------------------------------------
 
 
 @native
@@ -379,7 +382,7 @@ def test_the_reported_cache_bytes_are_those_allocated(path, rule, num_sequences)
         assert engine.bytes_by_role["cpu"]["kv_cache"] == taken
 
 
-# ---- refusals ----------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -421,7 +424,7 @@ def test_impossible_sizes_are_refused(path, text, words):
 
 
 def test_no_context_and_a_full_one(path):
-    """Nothing is left half done: the text continues after what was refused."""
+    """After a refusal the text is unchanged and can be continued."""
     for context in (0, -1, CONTEXT + 1):
         with pytest.raises(SparkinferError, match=f"context of {context} asked for"):
             load(path, context_length=context)
@@ -459,10 +462,10 @@ def test_capped_positions_refuse_key_types_turned_by_hadamard(path):
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0-plain"])
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_capped_positions(path, kind, num_sequences):
-    """While a text is read entirely, the logits are those of original positions up to rounding; after
-    that, those of torch, but for one text in four: where two keys are equally good up to rounding, a
-    level may choose the other one, and all later rows read what that row has left in the cache. No
-    row depends on the others."""
+    """While a text is read entirely, the logits are those of original positions up to rounding.
+    After that they are torch's, except in at most one text of four: if two keys are equally good up
+    to rounding, a level may choose the other one, and all later rows read what that row has left in
+    the cache. A row does not depend on the number of rows computed together."""
     options = {"cache_type_k": kind, "num_sequences": num_sequences}
     full = logits(path, None, cache_type_k=kind)
     with load(path, CAPPED, **options) as engine:

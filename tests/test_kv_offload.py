@@ -44,18 +44,18 @@ def offloaded(tmp_path, plan, rule=SOME_KEYS, num_sequences=1, **options):
 
 @pytest.fixture(scope="module", autouse=True)
 def checks(tmp_path_factory):
-    """The results of the devices' checks, so that later loads need not repeat them."""
+    """A cache folder, in which later loads find the results of the devices' checks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
-# ---- steps ------------------------------------------------------------------------------------------
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_with_every_key_a_step_is_that_without_offload(tmp_path, plan):
-    """In every division. Attention is summed in another order on either side."""
+    """In every division, up to rounding: the two sides sum attention in different orders."""
     model, split = offloaded(tmp_path, plan, EVERYTHING)
     ids = IDS[:8]
     with Engine.load(model.path, split=tmp_path / "s.gguf", **ON_THE_CPU) as engine:
@@ -120,12 +120,13 @@ def test_a_layer_takes_one_round_trip_for_its_attention(tmp_path):
         assert names.count("host") == 4 and names.count("copy") == 2 * 4 + 2  # embedding, logits
 
 
-# ---- prompts ----------------------------------------------------------------------------------------
+# ---- prompts -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_heads_have_the_same_bits_however_many_rows_come(tmp_path, num_sequences):
-    """Those of one row at a time, and of torch up to rounding."""
+    """Those of one row at a time. They are torch's up to rounding, except in at most one row of
+    twenty."""
     model, _ = offloaded(tmp_path, "random", num_sequences=num_sequences)
     sizes, layer = [(1,) * 100, (100,), (3, 50, 47)], 2
     options = {**ON_THE_CPU, "num_sequences": num_sequences}
@@ -150,7 +151,7 @@ def test_heads_have_the_same_bits_however_many_rows_come(tmp_path, num_sequences
     assert differs.float().mean() < 0.05
 
 
-# ---- engines on a fake device -------------------------------------------------------------------------
+# ---- engines on a fake device --------------------------------------------------------------------
 
 on_device = pytest.mark.skipif(
     not fake_library.can_be_built(), reason="needs a C++ compiler, and Linux"
@@ -213,7 +214,8 @@ def test_texts_fork_roll_back_and_come_from_files_on_a_device(tmp_path):
 
 @on_device
 def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
-    """An interrupt between submitting and finishing: the step's work ends, nothing is appended twice."""
+    """A step is interrupted between submitting and finishing; the other text's next logits are as
+    before."""
     model, split = offloaded(tmp_path, "random", num_sequences=2)
     with fake_cuda():
         with Engine.load(
@@ -240,13 +242,13 @@ def test_a_text_that_ends_in_a_step_leaves_others_as_they_are(tmp_path):
     check_the_runtime()
 
 
-# ---- bytes ------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 @on_device
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_the_announced_bytes_are_those_allocated(tmp_path, num_sequences):
-    """On the device none; in main memory the cache with its tables."""
+    """The cache with its tables takes no bytes on the device, only main memory."""
     model, split = offloaded(tmp_path, "mixed", num_sequences=num_sequences)
     with fake_cuda():
         with Engine.load(
@@ -261,7 +263,7 @@ def test_the_announced_bytes_are_those_allocated(tmp_path, num_sequences):
             assert memory.taken["attention"] == split.gpu_bytes["attention"]
 
 
-# ---- refusals ---------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_another_rule_than_the_plans_is_refused(tmp_path):

@@ -1,4 +1,5 @@
-"""The rule of benchmarks/kv_selection.py that is named the runtime's chooses what the runtime does."""
+"""The rule that benchmarks/kv_selection.py calls the runtime's chooses the keys that the runtime
+chooses."""
 
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ LENGTH, WIDTH = 2048, 64
 
 
 def chosen_by(head: kv_selection.Head, rule: KeySelection, score, again) -> set[int]:
-    """The best positions between sinks and window, for the last position."""
+    """The positions between sinks and window that the rule chooses for the last position."""
     query_GW, first, last = head.query_NGW[-1], rule.sinks, LENGTH - rule.window
     score_T = score(query_GW, LENGTH)[first:last]
     best_B = score_T.unflatten(0, (-1, rule.block))[:, 0].topk(
