@@ -2,8 +2,8 @@
 decoder in float64 with the same masks.
 
 Each limit of the reference is in the middle of the widest gap between the magnitudes compared with
-it, so that rounding silences nothing else. Letters: L layers, D model width, F neurons, H outputs of
-all heads, N any of these, T tokens."""
+it, so that rounding silences nothing else. Letters: L layers, D model width, F neurons, H outputs
+of all heads, N any of these, T tokens."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ STORED = {"rows": (), "attention": ATTENTION, "all": (*ATTENTION, *INPUTS)}
 
 
 def model_of(kind="f32", *, activation="silu", predictor_rank=0, seed=0) -> ModelFile:
-    """With biases, and predictors that select about half of the neurons whatever x is."""
+    """A model with biases. Its predictors, if any, name about half of the neurons whatever x is."""
     model = make_model(
         shape=SHAPE, kind=kind, activation=activation, predictor_rank=predictor_rank, seed=seed
     )
@@ -85,7 +85,8 @@ def entry_of(values: np.ndarray, kind: str) -> TensorEntry:
 
 @dataclass
 class Reference:
-    """A decoder in float64 that chooses its limits or is given them, and records what passes."""
+    """A decoder in float64 with given limits, or with limits that it chooses; it records which
+    values pass."""
 
     model: ModelFile
     fields: tuple[str, ...] = ALL
@@ -103,7 +104,7 @@ class Reference:
             limit_N = self.chosen[layer][name] = in_widest_gap(np.abs(value_TN))
         passes = np.ones(value_TN.shape, bool) if limit_N is None else np.abs(value_TN) > limit_N
         if name not in NEURONS:
-            passes[0] = True  # the inputs of the first token
+            passes[0] = True  # the first token's inputs always pass
         self.passes[layer, name] = passes if of_TN is None else passes & of_TN
         return np.where(self.passes[layer, name], value_TN, 0)
 
@@ -183,7 +184,7 @@ def read_by(engine: Engine, run) -> dict[str, int]:
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_those_of_float64_with_masks(tmp_path, restore_library, kind, storage):
-    """And the same bits for every number of rows and threads, in memory and in the file."""
+    """Bits are the same for every number of rows and threads, with weights in memory or mapped."""
     model = stored(model_of(kind), STORED[storage])
     reference = Reference(model)
     want = reference.logits(IDS)
@@ -331,7 +332,8 @@ def test_traffic_counts_only_the_rows_that_are_read(tmp_path, storage):
 
 @pytest.mark.parametrize("storage", STORED)
 def test_observed_passes_apply_the_same_limits(tmp_path, storage):
-    """The ordinary path, one token at a time and all at once; it shows attention's heads."""
+    """The ordinary path, which observers select, one token at a time and all at once. The observed
+    heads of attention pass their limits where the reference's do."""
     model = stored(model_of(), STORED[storage])
     reference = Reference(model)
     want = reference.logits(IDS)

@@ -176,7 +176,7 @@ def saved(model: ModelFile, tmp_path, name="base.gguf"):
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 def test_convert_writes_limits_and_transposes(tmp_path, kind):
     """Values are those of the source, rounded along the outputs; converting again with fewer limits
-    turns the other matrices back."""
+    transposes the other matrices back."""
     base, limits = saved(model_of(), tmp_path), limits_of()
     limits.save(tmp_path / "l.safetensors")
     config = ConvertConfig(
@@ -218,7 +218,8 @@ def test_convert_writes_limits_and_transposes(tmp_path, kind):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_checkpoint_with_its_own_limits_is_converted(tmp_path, family):
-    """Without gates, with one matrix for query, key and value, with permuted rows and biases."""
+    """Families without gates, with one matrix for query, key and value, with permuted rows, and
+    with biases."""
     folder = random_model(tmp_path / "checkpoint", CONFIGS[family])
     base = convert(ConvertConfig(source=folder, output=tmp_path / "base.gguf", outtype="f32"))
     limits = limits_of(scale=0.5)
@@ -282,7 +283,7 @@ def test_a_file_with_limits_can_be_inspected(tmp_path):
 
 
 def test_the_program_of_transposed_matrices_counts_their_bytes(tmp_path):
-    """In f32 a matrix has as many bytes as its transpose, so only the limits of attention are added."""
+    """In f32 a matrix has as many bytes as its transpose: only attention's limits are added."""
     base = saved(model_of(), tmp_path)
     limits_of().save(tmp_path / "limits.safetensors")
     convert(ConvertConfig(source=base, output=tmp_path / "m.gguf", outtype="f32",

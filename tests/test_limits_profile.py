@@ -93,8 +93,8 @@ def with_limits(folder: Path, limits: Limits, to: Path) -> Path:
 
 
 def hooked(folder: Path, change) -> torch.nn.Module:
-    """transformers' model in float64, whose values are what `change(layer, field, value)` returns, or
-    stay if that is None or a number."""
+    """transformers' model in float64. If `change(layer, field, value)` returns a tensor, it
+    replaces the value."""
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64).eval()
 
     def told(layer: int, name: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -129,7 +129,7 @@ def counted_again(folder: Path, limits: Limits, windows) -> np.ndarray:
         limit = getattr(own, name)
         passes = value.abs() > (-1.0 if limit is None else torch.from_numpy(limit).double())
         if name not in NEURONS:
-            passes[:, 0] = True  # the inputs of the first token
+            passes[:, 0] = True  # the first token's inputs always pass
         if name == ("gate_F" if own.hidden_F is None else "hidden_F"):
             count_LF[layer] += passes[0].sum(0).numpy()
         return value * passes
@@ -198,7 +198,7 @@ def test_a_streamed_profile_counts_the_same(tmp_path, made, monkeypatch):
 
 
 def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monkeypatch):
-    """One checkpoint, hence one model_id, and files of one size."""
+    """The model files come from one checkpoint, so they have the same model_id and size."""
     for name, seed in (("a.gguf", 0), ("b.gguf", 1)):
         with_limits(made, limits_of(made, "gate_F", seed=seed), tmp_path / name)
     a, b, plain = tmp_path / "a.gguf", tmp_path / "b.gguf", made / "m.gguf"
@@ -263,7 +263,7 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
 
 @pytest.mark.parametrize("fields", [("gate_F",), ("hidden_F",), NEURONS])
 def test_the_bytes_that_a_profile_records_are_those_that_steps_read(tmp_path, made, fields):
-    """The runtime's own counters agree, one token at a time; the rest is as in mode dense."""
+    """The bytes saved against mode dense agree with the runtime's counters, one token at a time."""
     model = with_limits(made, limits_of(made, *fields), tmp_path / "m.gguf")
     options = {"model": model, "corpora": (made / "t.txt",), "max_tokens": 400}
     found = evaluate(EvalConfig(**options, mode="exact"))
@@ -290,7 +290,7 @@ def test_what_limits_rule_out_is_refused(tmp_path, made):
             profile(config_of(made, gates, tmp_path / "p", **options))
     with pytest.raises(SparkinferError, match="which leaves nothing to predict") as refused:
         profile(config_of(made, inputs, tmp_path / "p", train_predictors=tmp_path / "pred"))
-    assert "--target-sparsity" not in str(refused.value)  # refused for files with limits, too
+    assert "--target-sparsity" not in str(refused.value)  # which files with limits refuse too
     profile(config_of(made, made / "m.gguf", tmp_path / "t", target_sparsity=0.5))
     with pytest.raises(SparkinferError, match="without limits of gates"):
         convert(ConvertConfig(source=gates, output=tmp_path / "x", thresholds=tmp_path / "t"))
@@ -305,7 +305,8 @@ def test_what_limits_rule_out_is_refused(tmp_path, made):
 
 @pytest.mark.parametrize("fields", [("gate_F",), NEURONS])
 def test_predictors_learn_the_firings_by_limits(tmp_path, made, fields, monkeypatch):
-    """The labels equal those of transformers; and predictors that name all change nothing."""
+    """The labels equal the firings in transformers. Predictors that name all neurons give the bits
+    of mode exact."""
     limits = limits_of(made, *fields)
     model = with_limits(made, limits, tmp_path / "m.gguf")
     labels = [np.zeros(F, np.int64) for _ in range(L)]
@@ -347,7 +348,7 @@ def test_predictors_learn_the_firings_by_limits(tmp_path, made, fields, monkeypa
 
 
 def test_a_profile_keeps_the_digest_of_its_limits(tmp_path, made):
-    """It depends on every limit's name, layer and values, and on nothing else."""
+    """The digest changes with a limit's name, layer or value."""
     limits = limits_of(made, *NEURONS)
     limits.save(tmp_path / "l")
     assert Limits.load(tmp_path / "l").sha256 == limits.sha256
@@ -399,8 +400,8 @@ def half_of_the_neurons(path: Path) -> str:
 
 
 def test_a_trained_model_goes_through_the_commands(tmp_path):
-    """The stages from sparsify to generation by a plan, bench and report. Mode dense computes what transformers
-    does, and mode exact with a plan what it does without, to 1e-5."""
+    """The stages from sparsify to generation by a plan, bench and report. Mode dense has the logits
+    of transformers, and mode exact the same logits with a plan as without, both to 1e-5."""
     inputs = make_inputs(tmp_path)
     made = sparsify(tiny_config(inputs, tmp_path)).record.made[0]
     text = inputs[1]

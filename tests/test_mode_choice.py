@@ -80,7 +80,7 @@ def a_model(
         # Smooth and no record: dense, and what to type.
         ({"has_predictors": False}, "dense", "--mode exact runs them, sparkinfer eval measures"),
         ({}, "dense", "--mode predicted runs them"),
-        # Sparse by itself: exact costs nothing, and predictors of older files are used as before.
+        # Sparse by itself: exact costs nothing, and predictors without a record are used.
         ({"activation": "relu"}, "predicted", None),
         ({"activation": "relu", "has_predictors": False}, "exact", None),
         ({"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.002, 0.3)}, "predicted", None),
@@ -218,7 +218,7 @@ def predictors_of(model: ModelFile) -> Predictors:
 
 @pytest.fixture
 def artifacts(tmp_path):
-    """A base file without thresholds and predictors, and what one run made of it."""
+    """A base file without thresholds and predictors, and the profile and predictors of one run."""
     model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
     zeros = (0.0,) * model.shape.num_layers
     base = dataclasses.replace(without_predictors(model), quality={}, threshold_L=zeros)
@@ -341,7 +341,7 @@ def shares(num_layers, num_neurons, density):
 
 
 def test_the_plan_has_the_fastest_mode_whatever_the_file_suggests():
-    """Predictors that name all neurons: exact is faster, and the file has both."""
+    """The predictors name all neurons, so exact is faster than predicted."""
     shape = make_shape(num_layers=3, width=128, num_neurons=512)
     model = a_model("relu", shape=shape, exact=(0.0, 0.6), predicted=(0.001, 0.7))
     model = dataclasses.replace(

@@ -1,4 +1,5 @@
-"""A block of neurons in one native call: against float64, for chosen bits and without any."""
+"""A block of neurons in one native call, compared with float64, with bits of named neurons and
+without."""
 
 import ctypes
 import dataclasses

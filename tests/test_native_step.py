@@ -174,7 +174,7 @@ def test_a_part_of_minus_infinity_adds_nothing(tmp_path):
 def test_scores_all_of_minus_infinity_give_nan_as_in_torch(
     tmp_path, restore_library, name, position
 ):
-    """In one key, in one part or in two, softmax divides 0 by 0; one finite score is enough."""
+    """For one key, one part or two, softmax divides 0 by 0. With one finite score it does not."""
     library.set_level(name)
     shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
     model = make_model(shape=shape)

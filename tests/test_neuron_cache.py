@@ -277,7 +277,8 @@ with Engine.load(sys.argv[2], mode="predicted", neuron_cache=random_setup(share=
 
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path):
-    """The model's file is as it was, and a new process computes what the first would have."""
+    """The model's file is unchanged, and a later run gives the logits and slots of an earlier
+    one."""
     saved(tmp_path)
     before = (tmp_path / "m.gguf").read_bytes()
     logits, slots = swapped(tmp_path, IDS)
@@ -346,7 +347,7 @@ def with_cache(tmp_path, activation="relu", predictor_rank=0, **costs):
 
 
 def followed(tmp_path, ids, options=None, mode="exact"):
-    """Logits of a text, whose swaps the policy decides; the cache."""
+    """(logits of a text whose swaps the policy decides, the cache)."""
     options = options or CacheOptions()
     with Engine.load(
         tmp_path / "m.gguf", tmp_path / "s.gguf", mode=mode, neuron_cache=options
@@ -361,7 +362,7 @@ def followed(tmp_path, ids, options=None, mode="exact"):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_the_policy_follows_a_text(tmp_path, mode):
-    """Its neurons get slots, the logits stay equal bit for bit, and tables and policy agree."""
+    """The policy beats the plan's hit rate and seconds; the logits stay equal bit for bit."""
     with_cache(tmp_path, predictor_rank=8 * (mode == "predicted"))
     ids = [*IDS[:7]] * 8
     with Engine.load(tmp_path / "m.gguf", mode=mode) as plain:

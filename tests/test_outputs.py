@@ -91,7 +91,7 @@ def test_two_runs_with_one_output_do_not_interfere(tmp_path):
 
 
 def test_the_next_run_removes_what_a_killed_run_left(tmp_path):
-    """Its lock is gone; a file that is still being written is locked."""
+    """The lock of the killed run is gone, unlike that of a file that is still being written."""
     code = (
         "import os, sys; from pathlib import Path; from sparkinfer.files import partial_file\n"
         "with partial_file(Path(sys.argv[1])) as p: p.write_text('half'); os._exit(9)"
@@ -167,7 +167,7 @@ def test_two_conversions_to_one_output_both_succeed(silu, tmp_path):
                 source=silu, output=tmp_path / "m.gguf", outtype=outtype, force=True
             )
             convert(config)
-        except Exception as error:  # noqa: BLE001  # told to the test
+        except Exception as error:  # noqa: BLE001  # reported to the test
             errors.append(error)
 
     errors: list[Exception] = []
@@ -269,7 +269,7 @@ def test_the_same_arrays_give_the_same_bytes_in_every_process(tmp_path):
 
     arrays = load_file(tmp_path / "1")
     assert (arrays["b"] == [0, 1, 2]).all() and arrays["d"] == 1.5 and arrays["c"].shape == (2, 0)
-    whole = save(arrays, {"format": "test"})  # the package's own: sizes of header and data agree
+    whole = save(arrays, {"format": "test"})  # by the package itself: the data are the same
     start = 8 + int.from_bytes(whole[:8], "little")
     mine = (tmp_path / "1").read_bytes()
     assert mine[8 + int.from_bytes(mine[:8], "little") :] == whole[start:]

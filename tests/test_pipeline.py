@@ -212,7 +212,7 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
     trained = Predictors.load(tmp_path / "predictors.safetensors")
     assert trained.model_id == report.model_id
     for quality in (layer.chosen for layer in report.quality_L):
-        assert quality.contribution >= 0.94  # on text that did not choose the threshold
+        assert quality.contribution >= 0.94  # not on the text that the threshold was chosen on
         # Random predictors name as large a share as they recall.
         assert quality.predicted_density < 0.9 * quality.recall
         assert quality.precision > 1.1 * quality.density
@@ -305,7 +305,7 @@ def test_a_silu_model_needs_thresholds_before_predictors(tmp_path):
 def test_every_command_of_the_pipeline(tmp_path, random_model):
     """Every stage as a user types it; --json gives one object on stdout."""
     text = random_model / "text.txt"
-    # A model this small gains only on a GPU whose launches cost nothing.
+    # A model this small gains only on a GPU whose launches cost next to nothing.
     card, soon = Machine.load(RTX), Figure(best=1e-7)
     gpu = replace(card.gpus[0], launch_s=soon, copy_latency_s=soon, round_trip_s=soon)
     replace(card, gpus=(gpu,)).save(tmp_path / "card.json")

@@ -82,7 +82,7 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
 
 @pytest.mark.parametrize("least", [-0.02, -0.5, -3.0])
 def test_rounding_works_with_a_moment_that_rounding_errors_left_negative(least):
-    """Fewer tokens than values give such a moment; rows have very different lengths."""
+    """Such moments arise from fewer tokens than values."""
     x_TD = inputs(WIDTH // 2)
     moment_DD = x_TD.T @ x_TD / len(x_TD)
     direction_D = torch.linalg.eigh(moment_DD)[1][:, 0]
@@ -225,11 +225,11 @@ def test_the_fewest_bytes_win_among_the_precise():
     assert choose(three[:1], Target(), 100) == 0
     assert choose([made(9, 0.1), made(5, 0.2)], Target(), 100) == 1
     assert choose(three, Target(), 25) == 2
-    assert choose(three, Target(), 20) == 0  # a precise one is not worth more than none
+    assert choose(three, Target(), 20) == 0  # no precise one reads less than without a predictor
 
 
 def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
-    """A layer's trainer through all phases on synthetic tokens."""
+    """Runs a layer's trainer through all phases on synthetic tokens."""
     down_FD, up_FD = weights(NEURONS, WIDTH, seed=3), weights(NEURONS, WIDTH, seed=2)
     choices = Choices(ranks=(32,), kinds=("q8_0", "q4_0"), forms=forms)
     trainer = LayerTrainer(gate=gate, gate_FD=gate_FD, down=matrix(down_FD), sizes=SIZES,
@@ -332,7 +332,7 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
     # Matrices in blocks take x in 16 bits, 2^-16 of the largest of 32 (docs/arithmetic.md).
     assert rel_error(first.scores(x_TD), x_TD @ whole_up.T) < 1e-4
     assert rel_error(second.scores(x_TD), x_TD @ down.T @ up.T + 1) < 1e-4
-    # The C++ kernels, which take x in blocks of 16-bit integers.
+    # A row has the same bits alone and among others.
     assert torch.equal(first.scores(x_TD[:1]), first.scores(x_TD)[:1])
     assert first.num_bytes == model.tensors["blk.0.ffn_pred_up.weight"].num_bytes
 

@@ -1,4 +1,4 @@
-"""The check that a level gets when the library is loaded notices kernels that err.
+"""The check of a level when the library is loaded notices faulty kernels.
 
 Here it is compiled with the generic kernels, one of which at a time is made to do nothing; the
 kernels that weigh keys are also made to ignore them."""

@@ -72,7 +72,8 @@ def same_predictors(a, b, rtol=0.0):
 
 
 def stopped_at(monkeypatch, window):
-    """Stops the run, as by a signal, after this many windows; later runs are not stopped."""
+    """Stops the run with SIGTERM after this many windows. Later runs are not stopped, only counted:
+    the list returned has the number of all windows so far."""
     original, seen = run_module.Run._pause, [0]
 
     def pause(self):
@@ -87,8 +88,8 @@ def stopped_at(monkeypatch, window):
 
 @pytest.mark.parametrize("window", [9, 10, 45, 82, 90])
 def test_a_run_stopped_anywhere_resumes_to_the_same_result(files, monkeypatch, window):
-    """Bit for bit. The run has 94 windows: 9 for the moments, 2 kept, 68 for training, 9 to measure,
-    6 to examine."""
+    """Bit for bit. The run has 94 windows: 9 for the moments, 2 kept, 68 for training, 9 to
+    measure, 6 to examine."""
     profile(config(files, "whole", **training(files, "whole")))
     seen = stopped_at(monkeypatch, window)
     with pytest.raises(Interrupted, match="continues from there"):
@@ -262,7 +263,8 @@ def test_a_signal_between_phases_ends_at_once_and_says_what_is_saved(files, monk
 
 
 def test_two_processes_take_the_same_steps(monkeypatch):
-    """Each with its own text, one with less: bit-identical weights after the last step."""
+    """Threads stand in for the processes. Each has its own text, one of them less; their weights
+    are bit-identical after the last step."""
     import threading
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights
@@ -327,7 +329,8 @@ def two_ranks(files, *args):
 
 
 def test_two_processes_give_the_counts_of_one(files):
-    """The counts are equal; the predictors, trained in half as many steps, are about as good."""
+    """The counts are equal. The predictors, trained in half as many steps, name about as many
+    neurons."""
     one = profile(config(files, "one", **training(files, "one")))
     done = two_ranks(files, "-o", files / "two", "--train-predictors", files / "two-pred",
                      "--predictor-rank", 32, "--predictor-type", "q8_0")  # fmt: skip

@@ -1,6 +1,5 @@
-"""The comparisons of the GPU kernels with float64, from the kernels' own tests, with the kernels
-compiled for three architectures and executed as PTX. Triton generates the same PTX for sm_80, 86 and
-89."""
+"""Runs the GPU kernels' own tests, which compare them with float64, with the kernels compiled for
+three architectures and executed as PTX. Triton generates the same PTX for sm_80, 86 and 89."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The PTX executor: its results against exact arithmetic, and each rule of the machine broken once
-by a few lines of PTX."""
+"""The PTX executor: its results against exact arithmetic, and a few lines of PTX that break each
+rule of the machine."""
 
 import re
 from fractions import Fraction
@@ -27,8 +27,9 @@ THREADS = 64
 
 
 def run(body: str, *, out=None, source=None, shared=256, blocks=1, extra=(), is_written=True):
-    """Runs lines of PTX with the pointers `out` in %rd1 and `source` in %rd2, the thread's number in
-    its block in %r1, four times that in %r2, and four times its number in the grid in %rd3; returns `out`, one number per thread, and the record."""
+    """Runs lines of PTX with the pointers `out` in %rd1 and `source` in %rd2, the thread's number
+    in its block in %r1, four times that in %r2, and four times its number in the grid in %rd3;
+    returns `out`, one number per thread, and the record."""
     out = torch.zeros(blocks * THREADS, dtype=torch.int32) if out is None else out
     source = torch.arange(blocks * THREADS, dtype=torch.int32) if source is None else source
     text = f""".version 8.7

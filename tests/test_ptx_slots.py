@@ -1,4 +1,4 @@
-"""The comparisons of the neuron cache's GPU kernels with their definition, executed as PTX."""
+"""Runs the tests of the neuron cache's GPU kernels with the kernels executed as PTX."""
 
 import pytest
 import torch
