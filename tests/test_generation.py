@@ -35,7 +35,7 @@ def text_of(tokens) -> str:
 
 
 def test_stop_strings_are_found_wherever_tokens_begin_and_end():
-    """Against a search in the whole text, over random cuts."""
+    """Compared with a search in the whole text, for texts cut into random pieces."""
     chance = random.Random(1)
     for _ in range(2000):
         text = "".join(chance.choice("ab") for _ in range(chance.randint(0, 30)))
@@ -176,7 +176,7 @@ def test_texts_generated_together_equal_those_generated_alone(codec_model):
 
 
 class Drafting:
-    """Drafts the last token again and again."""
+    """Drafts repetitions of the last token."""
 
     def draft(self, ids, room):
         return [ids[-1]] * min(room, 5)

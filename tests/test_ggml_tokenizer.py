@@ -160,7 +160,7 @@ def test_the_comparison_finds_another_pre_tokenizer(tmp_path, name, wrong):
 
 
 def test_scores_join_as_sentencepiece_does(tmp_path):
-    """Against the definition: join the best pair, the leftmost of equals, one at a time."""
+    """Compared with the definition: join the best pair, the leftmost of equals, one at a time."""
     folder = folder_of("llama", tmp_path / "c")
     keys = keys_of(folder, add_bos_token=False)
     rebuilt = ggml_tokenizer(WHERE, keys)

@@ -176,7 +176,7 @@ def test_tensors_without_values_and_files_without_tensors(tmp_path):
 
 
 def test_powerinfer_files_are_detected_and_have_their_own_types(tmp_path):
-    """I32 is number 18 in their ggml.h, which is IQ3_XXS in ggml's."""
+    """Type 18 is I32 in their ggml.h, but IQ3_XXS in ggml's."""
     path = tmp_path / "a.gguf"
     tensors = tuple(tensor(b"t%d" % n, (256,), n, (n - 16) * 1024) for n in (16, 17, 18))
     path.write_bytes(header((), tensors, magic=b"PWRI") + bytes(range(256)) * 14)

@@ -1,7 +1,7 @@
 """A GGUF as the source: other layouts and types, foreign block types, PowerInfer's files; and the
 verification of a written file against its source.
 
-Oracles: gguf's own writer and block formats, transformers' logits, our runtime on the checkpoint."""
+Oracles: gguf's writer and block formats, transformers' logits, our runtime on the checkpoint."""
 
 import dataclasses
 from pathlib import Path
@@ -43,7 +43,7 @@ def silu(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stock(silu, tmp_path_factory) -> Path:
-    """f32, in the stock layout."""
+    """The checkpoint as a model file in f32, in the stock layout."""
     path = tmp_path_factory.mktemp("stock") / "m.gguf"
     run(silu, path, outtype="f32", layout="stock")
     return path

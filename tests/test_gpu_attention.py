@@ -98,7 +98,7 @@ def test_rotate_append(kernels, dtype, is_adjacent, norms, width, position):
 
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_magnitude_of_a_rotation(kernels, num_rows):
-    """YaRN's: queries and keys are multiplied by it, values are not."""
+    """Queries and keys are multiplied by YaRN's magnitude, values are not."""
     found = {}
     for magnitude in (1.0, 1.25):
         for which in (kernels, REFERENCE):

@@ -95,7 +95,7 @@ def empty(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)
 def test_dot(kernels, kind, num_rows):
-    """Into columns of longer rows, as queries and keys are written."""
+    """The output is columns of longer rows, as for queries and keys."""
     matrix = make_matrix(kind, 5, block_width(kind), lies_apart=num_rows == 2)
     whole = torch.full((num_rows, 9), 7.0, device=device())
     bias = vector(5, seed=2) if num_rows == 2 else None

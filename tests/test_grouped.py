@@ -160,7 +160,7 @@ def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
     kind,
     width,
 ):
-    """One token after another, and several at once."""
+    """Tokens are computed one after another, and several at once."""
     shape = make_shape(width=width, num_neurons=192)
     make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
     with (

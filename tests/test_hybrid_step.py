@@ -267,7 +267,7 @@ def test_nan_reaches_the_logits(tmp_path):
 
 
 def test_a_nan_score_names_its_neuron(tmp_path):
-    """On whichever device the predictor runs."""
+    """The predictor runs on the CPU in one plan and on the GPU in the other."""
     model = make(tmp_path)
     for layer in range(L):
         name = f"blk.{layer}.ffn_pred_up.weight"

@@ -143,7 +143,7 @@ def test_every_length_of_a_full_beginning(path, full):
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_0-plain"])
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences):
-    """For the same keys, restored from the state of the kernels' run."""
+    """Torch makes its tables from the keys of the kernels' run, restored from a state."""
     with load(path, rule, cache_type_k=kind, num_sequences=num_sequences) as engine:
         with engine.sequence() as text:
             text.extend(IDS, "none")
@@ -275,7 +275,7 @@ def test_the_choice_keeps_most_of_what_the_best_one_would():
     ],
 )
 def test_torch_computes_the_same(tmp_path, rule, width, heads, kv):
-    """Except where two keys have nearly equal scores, which is rare."""
+    """Logits differ only where two keys have nearly equal scores, which is rare."""
     path = save(tmp_path, width=width, heads=heads, kv=kv)
     with load(path, rule) as engine:
         found = engine.logits(IDS)

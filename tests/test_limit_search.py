@@ -111,7 +111,7 @@ def with_prices(seed: int) -> Allocation:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_other_choice_that_saves_as_much_loses_less(seed: int) -> None:
-    """Against every combination of two layers, for the rule with one share per layer."""
+    """Compared with every combination of two layers, for the rule with one share per layer."""
     allocation = with_prices(seed)
     lost_LA = np.stack([np.diag(a) for a in allocation.neurons_LAA])
     lost_LA = lost_LA * allocation.neurons_price_L[:, None]

@@ -71,13 +71,13 @@ def a_model(
          " or --max-loss 0.2, runs it"),
         ({"exact": (0.18, 0.76), "has_predictors": False}, "dense", "--mode exact"),
         ({"exact": (0.0101, 0.5), "has_predictors": False}, "dense", "--max-loss 0.02"),
-        # Cheaper ones are, and of two the one that reads less.
+        # Cheaper modes are chosen; of two, the one that reads less.
         ({"exact": (0.01, 0.76), "predicted": (0.004, 0.6)}, "predicted", None),
         ({"exact": (0.004, 0.76), "predicted": (-0.003, 0.8)}, "exact", "the predictors save less"),
         ({"exact": (0.004, 0.76), "predicted": (0.03, 0.6)}, "exact",
          "predicted would read 40 % less and cost +3 %"),
         ({"exact": (0.004, 1.2), "has_predictors": False}, "dense", "the thresholds save less"),
-        # Smooth and no record: dense, and what to type.
+        # A smooth activation without a record: dense, and the line names the options to type.
         ({"has_predictors": False}, "dense", "--mode exact runs them, sparkinfer eval measures"),
         ({}, "dense", "--mode predicted runs them"),
         # Sparse by itself: exact costs nothing, and predictors without a record are used.
@@ -440,7 +440,7 @@ def test_the_plan_is_never_slower_than_an_alternative(tmp_path, num_gpus):
         assert seconds <= others.seconds
         plan, pipeline = as_plan(dense, others), dense.pipeline()
         assert plan_is_feasible(pipeline, plan)
-        # Our step fuses one more kernel of such a layer than llama.cpp is assumed to.
+        # Our step fuses one more kernel of a whole layer than llama.cpp is assumed to.
         assert plan_seconds(pipeline, plan) <= others.seconds * (1 + 1e-9)
         kept = dataclasses.replace(found.inputs, paths=(tmp_path / "file",) * 3)
         split = split_of(dataclasses.replace(found, inputs=kept), solve_s=0.0)

@@ -115,7 +115,7 @@ def test_without_bits_every_neuron_is_a_candidate(tmp_path):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_sums_of_many_chunks_by_several_threads(tmp_path, level, kind):
-    """16 chunks, and columns that do not divide into whole units for each thread."""
+    """There are 16 chunks, and columns that do not divide into whole units for each thread."""
     ffn = layer_of(tmp_path, kind, mode="exact", width=1056, num=1024)
     neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", 1024)
     neurons.x_D.copy_(torch.linspace(-1, 1, 1056))

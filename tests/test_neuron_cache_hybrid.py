@@ -91,7 +91,7 @@ class Cached:
         placement = Placement.of_split(split, (CPU,) * len(split.budgets))
         backend = plain_backend(reference_kernels())
         step = hybrid_builder.build(weights, placement, 0, Traffic(), backend)
-        restore(weights, keys_and_values(self.weights))  # building has tried the step
+        restore(weights, keys_and_values(self.weights))  # building ran a trial step
         return step, weights
 
 
@@ -302,7 +302,7 @@ def test_an_interrupted_move_is_not_computed_with(tmp_path, monkeypatch, where):
     with pytest.raises(SparkinferError, match="was interrupted while it moved neurons"):
         cached.step.run(IDS[2], 2)
     with pytest.raises(SparkinferError, match="was interrupted while it moved neurons"):
-        cached.cache.complete()  # as a step that is built again does
+        cached.cache.complete()  # as rebuilding a step does
 
 
 def test_a_new_step_takes_over_what_the_old_one_began(tmp_path):

@@ -3,7 +3,8 @@ gates within rounding of zero, which may have either sign.
 
 The difference of two f32 products w.x is bounded: |w| |x - x'| for inputs that differ (measured),
 and 2 D eps sum|w_j x_j| for the roundings of two sums of D terms in any order (Higham, Accuracy and
-Stability, 3.1; eps = 2^-24, one more term for a bias). Every neuron that fires on one side only must be within that bound."""
+Stability, 3.1; eps = 2^-24, one more term for a bias). Every neuron that fires on one side only
+must be within that bound."""
 
 from pathlib import Path
 

@@ -185,7 +185,7 @@ def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkey
 
 
 def test_counts_do_not_depend_on_the_number_of_threads(files):
-    """Otherwise a resumed run would need the same number."""
+    """If they did, a resumed run would need the same number."""
     from sparkinfer.runtime.kernels.cpu import library
 
     before = torch.get_num_threads(), library.num_threads()
