@@ -68,7 +68,8 @@ inline const uint8_t* end_of_run(const Rows& rows, int64_t a1) {
     return rows.weight + (rows.after ? a1 : rows.A) * rows.stride;
 }
 
-// The address that is read `bytes` after `at` in contiguous rows, of which a1 is the end of this piece.
+// The address that is read `bytes` after `at` in contiguous rows. This piece ends at row a1; then
+// `rows.after` follows, if there is one.
 inline const uint8_t* ahead_in_run(const Rows& rows, const uint8_t* at, int64_t bytes, int64_t a1) {
     const uint8_t* end = rows.weight + a1 * rows.stride;
     return rows.after && at + bytes >= end ? rows.after + (at + bytes - end) : at + bytes;

@@ -84,7 +84,7 @@ class Pool {
 
     int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-    // `least`: of the pieces, in grains.
+    // `least`: the length of the shortest pieces, in grains.
     void run(int64_t n, int64_t grain, int64_t least, RangeBody* body, const void* context) {
         // No worker reads these: the last job is closed and no worker is inside it.
         body_ = body, context_ = context, n_ = n, grain_ = grain, least_ = static_cast<uint32_t>(least);
@@ -108,7 +108,7 @@ class Pool {
     void announce() {
         ++round_;
         if (num_asleep_ == 0) return;
-        { std::lock_guard<std::mutex> lock(mutex_); }  // wakes workers about to sleep
+        { std::lock_guard<std::mutex> lock(mutex_); }  // workers about to sleep are asleep after it
         start_.notify_all();
     }
 
