@@ -121,7 +121,8 @@ inline void each_query(int64_t num_queries, const Body& body) {
     if (num_queries - q == 1) body(q, Queries<1>());
 }
 
-// Replaces the scores of one query with their exponentials, followed by zeros.
+// Replaces the n scores of one query with their exponentials, followed by zeros; sets their largest
+// score and the sum of the exponentials.
 inline void weigh(float* score, int64_t n, int64_t room, float& top, float& total) {
     top = -__builtin_inff(), total = 0.0f;
     if (n) {

@@ -1,9 +1,9 @@
 // Attention of the rows of a step over the keys and values of their sequences.
 //
 // A layer's keys and values are stored in blocks of positions, [blocks, K, block_length, row]; a
-// table maps sequences to blocks. Positions are split into parts of PART, counted from 0, whose
-// partial sums are combined at the end, so a row's result does not depend on other rows, the blocks
-// or the threads.
+// table maps sequences to blocks. Positions (with a selection, the list of the selected ones) are
+// split into parts of PART from the first on, whose partial sums are combined at the end, so a
+// row's result does not depend on other rows, the blocks or the threads.
 #pragma once
 #include <array>
 #include <cmath>
@@ -44,7 +44,8 @@ class Attention {
         selector.take(arena, rows_at_once);
     }
 
-    // Records the computed rows of this step, and the other places to which their keys are copied.
+    // Records the computed rows of this step, and the other places to which their keys and values
+    // are copied.
     void place(const SparkRow* row, int64_t count) {
         std::array<int64_t, MAX_STEP_ROWS> computed;  // index of each row among the computed ones
         T = num_copies = 0;
@@ -186,7 +187,7 @@ class Attention {
         });
     }
 
-    // Copies the queries of a chunk to [K, rows, G, padded].
+    // Copies the queries of a chunk to [K, rows, G, padded]; with capped positions, rotates them.
     void copy_queries(const Chunk& c, const float* qkv, int64_t stride, int64_t t0) {
         float* to = query + (c.begin - t0) * H * padded;
         for (int64_t k = 0; k < K; ++k)

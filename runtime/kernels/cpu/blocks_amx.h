@@ -150,8 +150,8 @@ struct RowTile {
     }
 };
 
-// Configures tiles for one call: 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. Other code
-// on the same thread has a configuration of its own.
+// Configures tiles for one call: 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. Releases
+// them afterwards, because other code on the same thread may configure tiles differently.
 class TilesInUse {
   public:
     TilesInUse() {

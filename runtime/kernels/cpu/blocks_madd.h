@@ -1,5 +1,5 @@
 // Integer products of pairs of 16-bit values, for blocks_template.h, at the levels generic, AVX2
-// and AVX-512. The including file defines FEW rows as LANES / 4; products_q8(quants, x) and
+// and AVX-512. The including file defines FEW as LANES / 4; products_q8(quants, x) and
 // products_q4(quants, x), which give LANES partial sums of one row's block; and reduce(s), whose
 // lane 4 * r + i is the sum of vector s[r][i].
 

@@ -75,8 +75,9 @@ inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b, int64_t
     return fused(to_floats(products), few_factors(scale, m, x.scale + b), acc);
 }
 
-// The partial sums of the products of FEW rows with one vector. AHEAD rows are prefetched meanwhile, as
-// many lines in each step of four blocks, and what is left over first.
+// The partial sums of the products of FEW rows with one vector. Meanwhile AHEAD rows are
+// prefetched: in each step the whole lines that four blocks fill, the remaining lines before the
+// first step.
 template <class F, int AHEAD>
 inline Floats few_sums_of(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
                           const PackedBlocks<F>& x) {

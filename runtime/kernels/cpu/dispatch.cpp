@@ -1,9 +1,10 @@
 // The C functions of kernels.h. Selects the best kernels that this processor can run and divides the
 // work among threads.
 //
-// The kernel files are compiled with flags such as -mavx512f, so they include no C++ library headers: an
-// inline function from one would be compiled with those flags too, and the linker may keep that copy for
-// the whole library, which would then crash on an older processor.
+// The kernel files are compiled with flags such as -mavx512f, so they include no C++ library
+// headers but <cstdint>: an inline function from one would be compiled with those flags too, and
+// the linker may keep that copy for the whole library, which would then crash on an older
+// processor.
 #include "dispatch.h"
 
 #include <cstdlib>

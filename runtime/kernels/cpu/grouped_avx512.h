@@ -94,7 +94,7 @@ inline void add_lanes(const uint8_t* tile, const LaneFactors& factors, int64_t l
                        y + i * y_stride + v * LANES);
 }
 
-// COUNT vectors from t on, with the coefficients of each row.
+// Adds a group's sums to COUNT vectors from t on; c: their coefficients of each row.
 template <class F, int COUNT>
 inline void add_grouped(const uint8_t* group, int64_t D, const ManySums& s, int64_t t,
                         const float (*c)[16]) {
@@ -113,7 +113,8 @@ inline void add_grouped(const uint8_t* group, int64_t D, const ManySums& s, int6
     }
 }
 
-// Returns the number of vectors that are done: all but the last three at most.
+// Adds a group's sums to eight or four vectors at a time; returns the number of vectors that are
+// done: all but the last three at most.
 template <class F>
 inline int64_t add_grouped_lanes(const uint8_t* group, int64_t D, const ManySums& s) {
     alignas(64) LaneFloats c[1];

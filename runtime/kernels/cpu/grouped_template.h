@@ -129,8 +129,8 @@ inline void add_group_block(const uint8_t* tile, const GroupFactors* factors, bo
         }
 }
 
-// Whole groups of rows a0 .. a1-1. The factors of a block are computed one block ahead of its sums, which
-// take as long.
+// Whole groups of rows a0 .. a1-1. The factors of a block take as long as its sums and are computed
+// one block ahead of them.
 template <class F>
 void accumulate_grouped(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                         int64_t d0, int64_t d1) {

@@ -20,7 +20,8 @@ enum Kind : int32_t {
     KIND_Q4_0,  // 18 bytes for 32 values: f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale,
                 // low nibbles are values 0..15, high nibbles values 16..31
     // llama.cpp's K-quants: 256 values, laid out as k_quants_template.h says
-    KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, 6 bits of each for 32 values, nibbles
+    KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, a 6-bit scale and minimum for each 32
+                // values, nibbles
     KIND_Q5_K,  // 176: the same with 5 bits a value
     KIND_Q6_K,  // 210: 6 bits a value, int8 scale for 16 values, f16 scale
     // A row with all its scales first, then all its quants: the form in memory of q4_0 and q8_0
@@ -136,7 +137,7 @@ struct Rows {
     int64_t num_then = 0, then_bytes = 0;
     // For dot_rows of contiguous rows: the memory that is read next, for prefetching. May be ignored.
     const uint8_t* after = nullptr;
-    // Instead of all these: rows to be prefetched while these are read.
+    // Instead of all of the above: other rows, to be prefetched while rows of this matrix are read.
     PrefetchQueue* queue = nullptr;
 };
 
@@ -201,11 +202,11 @@ inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 using Smooth = void(float* x, int64_t n, int32_t activation);
 // y[i] += x[i]
 using AddTo = void(float* y, const float* x, int64_t n);
-// Writes the i of scores that are above the limit or NaN, in order, to `chosen` [n]; returns their
-// number.
+// Writes the indices of scores that are above the limit or NaN, ascending, to `chosen` [n]; returns
+// their number.
 using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
 
-// out[g * stride + i] = row i . query[g], in whole numbers, for i < n and all queries; see
+// out[g * stride + i] = row i . query[g], exact integers, for i < n and all queries; see
 // select_template.h. dot_bytes: row[i] are `width` bytes each, 0 to 127. dot_codes: row[0] points to n
 // rows of `width` values of two bits.
 constexpr int64_t SELECT_WIDTH = 64;

@@ -253,7 +253,7 @@ inline void add_in_order(const float* sums, int64_t n, float* y) {
             }
 }
 
-// The last n values of rows, if fewer than in a unit; their sums are in column order.
+// Adds the last n values of k rows, fewer than a unit, to y in column order.
 template <class Format>
 inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k,
                              const SumFactors& factors, int64_t first, int64_t n, float* y) {

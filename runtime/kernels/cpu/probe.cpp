@@ -14,9 +14,9 @@
 
 namespace {
 
-// More rows and vectors than a tile of any kernel has, and not a multiple.
+// More rows and vectors than the 16 of a tile, and not a multiple of 16.
 constexpr int64_t D = 512, ROWS = 20, VECTORS = 19, MOST_ROWS = GROUP_ROWS;
-alignas(64) uint8_t weight[MOST_ROWS * D * 4];  // whole tiles of rows
+alignas(64) uint8_t weight[MOST_ROWS * D * 4];  // a whole group of rows of any kind
 alignas(64) float x[VECTORS * D], c[2 * MOST_ROWS], y[2][2 * D];
 alignas(64) uint8_t packed[2][VECTORS * packed_bytes(D)];
 alignas(64) float unpacked[2][ROWS * D];
@@ -74,7 +74,7 @@ bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, in
     return true;
 }
 
-// Exact in every kind but the K-quants, so to the bit; weight holds no NaN.
+// Unpacking is exact in every kind but the K-quants, so bits are compared; weight holds no NaN.
 bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
                   int64_t row_bytes) {
     tried.unpack_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, unpacked[0], 0, ROWS);
@@ -141,7 +141,7 @@ bool dots_alike(const Kernels& tried, const Kernels& reference) {
            std::memcmp(out[2], out[3], sizeof out[0]) == 0;
 }
 
-// The scores of keys to the bit, their masses, and the choice of the largest.
+// Scores of keys, bit by bit; their masses, up to rounding; and the choice of the largest.
 bool selection_alike(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t N = 67, G = 3, MOST = 40;
     int32_t dot[G * N], offset[G], bits[N];

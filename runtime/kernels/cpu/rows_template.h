@@ -170,7 +170,7 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
 }
 
-// For rows that are already in L2; meanwhile the next rows are prefetched.
+// add_rows() for rows that are already in L2; meanwhile the next rows are prefetched.
 template <class Format>
 inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                            int64_t d0, int64_t d1) {

@@ -198,8 +198,8 @@ void choose_largest(const float* score, int64_t n, int64_t k, int32_t* bits, int
         for (int64_t i = 0; i < n; ++i) count += bits[i] >= least;
         return count;
     };
-    // At least k scores are from `low` on, at most k from `high` on.
-    int64_t above = 0;  // number from `high` on
+    // At least k scores are at or above `low`, at most k at or above `high`.
+    int64_t above = 0;  // number at or above `high`
     for (++high; high - low > 1 && above < k;) {
         const int32_t middle = low + (high - low) / 2;
         const int64_t count = count_from(middle);

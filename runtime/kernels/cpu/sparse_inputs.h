@@ -15,7 +15,7 @@ struct TokenLimits {
     bool pass(float x, int64_t i) const { return !value || !(std::fabs(x) <= value[i] * scale); }
 };
 
-// Limits of several tokens' inputs. Those of tokens in `is_exempt` count as 0; null: no token is exempt.
+// Limits of several tokens' inputs, which are 0 for exempt tokens. `is_exempt` null: no token is.
 struct InputLimits {
     const float* value;
     const bool* is_exempt = nullptr;
@@ -172,7 +172,7 @@ class SparseInputs {
 
     static int64_t units_of(const SparkMatrix& m) { return (m.num_columns + UNIT - 1) / UNIT; }
 
-    // Units u0 .. u1-1 of a matrix whose sums are in columns `first` on of the chunks.
+    // Joins units u0 .. u1-1 of a matrix, whose sums begin at column `first` of the chunks.
     void join(const SparkMatrix& m, int64_t first, int64_t chunks, int64_t u0, int64_t u1,
               float* y) const {
         const int64_t d0 = u0 * UNIT, d1 = std::min(u1 * UNIT, m.num_columns);

@@ -276,8 +276,8 @@ class Step {
         }
     }
 
-    // The bits of a layer's neurons for the rows of this step, see SparkStep; in mode predicted, they are
-    // already known.
+    // Clears a layer's bits for the rows of this step (SparkStep's `fired`) and returns where to
+    // set them. In mode predicted, writes the bits of the predicted neurons and returns none.
     Fired fired_of(int64_t index) {
         if (!s.fired) return {};
         const int64_t words = (s.num_neurons + 31) / 32;
@@ -359,7 +359,7 @@ class Step {
         return w.masked;
     }
 
-    // A block of a layer's neurons. The first one clears their bits.
+    // Runs a block of a layer's neurons. The first one prepares the layer's bits.
     void neurons(const SparkOp& op, Operand& input, float* out) {
         const SparkLayer& l = s.layer[op.layer];
         const SparkBlock& block = l.block[op.part];
@@ -380,7 +380,7 @@ class Step {
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
-    // Called at the end of a block of neurons.
+    // Adds the bytes that a block of neurons has read.
     void count(NeuronBytes& read, Timed part) {
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
         read = {};
@@ -539,7 +539,8 @@ EXPORT void spark_part(void* data) {
 
 namespace {
 
-// Checks that every row has a place in the cache, and that the rows of a sequence are consecutive.
+// Checks tokens, positions, sources and cache blocks of the rows, and that the computed rows of
+// each sequence are consecutive.
 int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
     int64_t num_computed = 0;

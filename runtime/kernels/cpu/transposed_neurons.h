@@ -38,8 +38,8 @@ class TransposedNeurons {
     }
 
   private:
-    // Hidden values `to` [F] of one token from its gates and the ups that follow them; 0 for neurons
-    // that do not fire.
+    // Computes hidden values `to` [F] of one token from its gates and the ups that follow them; 0
+    // for neurons that do not fire or are not predicted.
     void hidden(const SparkBlock& block, const Gate& gate, const Named* named, float* values,
                 float* to) const {
         const NeuronLimits limits(block, gate);

@@ -50,7 +50,7 @@ inline uint16_t to_f16(float value) {
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
     if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more
-    if (bits < 0x38800000) {  // below the smallest normal f16: adding 0.5 rounds to 2^-24
+    if (bits < 0x38800000) {  // subnormal in f16: adding 0.5 rounds to a multiple of 2^-24
         float magnitude;
         std::memcpy(&magnitude, &bits, 4);
         magnitude += 0.5f;

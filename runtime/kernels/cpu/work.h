@@ -91,6 +91,6 @@ inline bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
     return has_shape(m, num_rows, num_columns) && !is_grouped(m.kind);
 }
 
-// True if any subset of its rows can be summed. Of a grouped matrix only whole groups can, of a tiled one
-// none.
+// True if any subset of its rows can be summed. A grouped matrix allows only whole groups, a tiled
+// one no sums.
 inline bool has_sums(const SparkMatrix& m) { return !is_tiled(m.kind) && !is_grouped(m.kind); }
