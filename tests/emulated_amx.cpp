@@ -1,7 +1,7 @@
-// Products at the AMX level, on emulated tiles, against those of the generic level, to the bit. Rows end
-// where their allocation does, so that the address sanitizer sees reads past them. With the argument
-// "wrong", the tiles err. With "well" tiles are used once, correctly; any other argument names a misuse of
-// them, which must end the program.
+// Compares products at the AMX level, on emulated tiles, with those of the generic level, bit for
+// bit. The last row ends where its allocation does, so that the address sanitizer notices reads
+// past it. With the argument "wrong" the tiles make an error. With "well" the program multiplies
+// tiles once, correctly; any other argument names a misuse of tiles, which must end the program.
 #include "emulated_amx.h"
 
 #include <vector>
@@ -17,13 +17,13 @@ uint32_t random_bits() {
     return state >> 8;
 }
 
-// Vectors that were quantised in two parts, the last third first; one vector at once.
+// Vectors quantised in two parts, the last third first; a single vector in one.
 struct Packed {
     Packed(const Kernels& kernels, int32_t kind, const std::vector<float>& x, int64_t D, int64_t T)
         : input{x.data(), nullptr, D, T, 0, T} {
         const int64_t bytes = T * packed_bytes(D);
         input.packed = static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-        std::memset(input.packed, 0x7f, bytes);  // NaN, if read as f32
+        std::memset(input.packed, 0x7f, bytes);  // a huge scale, if read as f32
         const int64_t border = T * 2 / 3;
         kernels.quantise[kind](input.part(border, T), D);
         if (border > 0) kernels.quantise[kind](input.part(0, border), D);
@@ -66,7 +66,7 @@ struct Weights {
     }
 };
 
-// y[t * N + a] of vectors t0 .. t1 - 1 and rows a0 .. a1 - 1; the rest stays.
+// Writes y[t * N + a] for vectors t0 .. t1 - 1 and rows a0 .. a1 - 1, and nothing else.
 void products(const Kernels& kernels, const Weights& w, const Packed& x, const int32_t* index,
               int64_t t0, int64_t t1, int64_t a0, int64_t a1, std::vector<float>& y) {
     const Rows rows = {w.data.data(), w.row_bytes, w.D, index, w.N};
@@ -107,7 +107,8 @@ bool agree(const Weights& w, int64_t T) {
     return are_alike() || fail("a part differs", w, T);
 }
 
-// Sums of 16 x 16 in tile 0, of 16 x 32 in tile 1 with 32 x 16 in tile 2.
+// Adds the product of tile 1, 16 x 32, and tile 2, 32 x 16, to tile 0, 16 x 16, with the misuse
+// that `what` names, if any.
 void misuse(const char* what) {
     const auto is = [&](const char* name) { return std::strcmp(what, name) == 0; };
     uint8_t config[64] = {1};
@@ -131,8 +132,8 @@ int main(int argc, char** argv) {
                          KIND_Q4_0_TILED})
         for (int64_t D : {32, 64, 96, 576, 2048})
             for (int64_t N : {1, 15, 16, 17, 40, 48}) {
-                // Rows and vectors go together in tiles, blocks one after another: every N with every T
-                // where rows are short, and few of each where they are long.
+                // Rows and vectors share tiles, so short rows are tried with every N and T. Blocks
+                // are multiplied one after another, so few of each suffice for long rows.
                 const bool is_long = D > 96;
                 if ((is_tiled(kind) && N % TILE_ROWS) || (is_long && N != 17 && N != 48)) continue;
                 const Weights weights(kind, D, N);

@@ -1,7 +1,7 @@
-// AMX tiles in plain C++, for a processor without: compile a source with -include of this file and
-// without -mamx-tile. Like the processor, but with abort() for its faults, it honours the configuration,
-// and ends the program if a tile is not configured or shapes do not fit. If emulated_error is set, one
-// product of each instruction has the wrong sign.
+// AMX tiles in plain C++, for a processor without them: compile a source with -include of this file
+// and without -mamx-tile. Tiles have the configured shapes. Where the processor faults, as for a
+// tile that is not configured or shapes that do not fit, this calls abort(). If emulated_error is
+// set, one product of each multiplication has the wrong sign.
 #pragma once
 #include <immintrin.h>
 

@@ -1,7 +1,7 @@
-// Runs every kernel of every usable level at sizes around block edges, and whole decode steps, with
-// all keys and with selected ones, on buffers that end where they must not be read past. Compiled by
-// test_sanitizers.py with the address and undefined-behaviour sanitizers, which end the program on an
-// error.
+// Runs the kernels of every usable level but avxvnni at sizes around block edges, and whole decode
+// steps with all keys and with selected ones, on buffers without any spare bytes. Compiled by
+// test_sanitizers.py with the address and undefined-behaviour sanitizers, which end the program on
+// an error.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -59,7 +59,7 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
     return data;
 }
 
-// index is all rows backwards.
+// True if rows listed backwards in `index` unpack to the same values as all rows in order.
 bool unpacks(int32_t kind, const uint8_t* w, int64_t D, const int32_t* index, int64_t A) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     float *all_rows = floats(A * D), *backwards = floats(A * D);
@@ -99,7 +99,8 @@ int32_t summed(int32_t kind) {
     return form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0_PLANAR : KIND_Q8_0_PLANAR;
 }
 
-// Groups: the sums of planar rows, and neither products nor sums of a list.
+// Grouped rows: their sums are those of the same rows in another layout, bit for bit; products, and
+// sums of a list, are refused.
 bool groups_at(int32_t kind, int64_t D, int64_t A) {
     const int32_t in_file = kind_in_file(kind);
     const int64_t row_bytes = row_bytes_of(kind, D);
@@ -138,8 +139,8 @@ bool are_all(const uint32_t* bits, int64_t F) {
     return true;
 }
 
-// Neurons alone, in mode exact: several tokens set the bits that each sets by itself, also where the
-// block's neurons have other numbers.
+// The neurons of a block without a step, in mode exact: several tokens set the bits that each sets
+// by itself, also if the block lists the ids of its neurons.
 bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) {
     constexpr int64_t T = 3;
     const int64_t W = (F + 31) / 32;
@@ -187,8 +188,9 @@ std::vector<SparkOp> operations(const SparkStep& s) {
     return ops;
 }
 
-// However the operations are divided into parts, and with vectors of their own, the result for the last
-// position is the whole step's, as the only row and after the one before it.
+// The last position's logits are `want` if the operations run in parts: all in one, for one row;
+// four at a time, for two rows; and one at a time, for one row. The last two have vectors outside
+// of the workspace.
 bool parts(SparkStep step, const float* want) {
     const int64_t V = step.head.num_rows, last = step.context_length - 1;
     const int64_t most = std::min<int64_t>(2, step.max_rows), num_rows_of[] = {1, most};
@@ -210,7 +212,7 @@ bool parts(SparkStep step, const float* want) {
     return true;
 }
 
-// Operations that name what is not there are refused.
+// A step is refused if any field of its OP_NEURONS is out of range.
 bool refuses_operations(const SparkStep& step) {
     for (int32_t SparkOp::* field :
          {&SparkOp::kind, &SparkOp::layer, &SparkOp::part, &SparkOp::in, &SparkOp::in_2, &SparkOp::out})
@@ -224,8 +226,9 @@ bool refuses_operations(const SparkStep& step) {
     return true;
 }
 
-// Three sequences in blocks in any order, with a row of each in every step; the third takes over the key and
-// value of the second's row. All end in the same logits.
+// Three sequences whose blocks of the cache are not in order. In every step the first two compute a
+// row, and the third copies the second's key and value. The last position has the same logits in
+// all three. An unknown sequence, a wrong source and a block that does not exist are refused.
 bool pages(SparkStep step, SparkLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
@@ -357,8 +360,9 @@ struct Selecting {
         step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
     }
 
-    // Makes a cache in blocks of `length`, backwards. It and its tables are filled with the byte `fill`; with
-    // 255, a step that reads what was not written gives NaN. False if such a step is refused.
+    // Allocates a cache in blocks of `length`, in reverse order, and a workspace. The cache and its
+    // tables are filled with the byte `fill`; 255 makes unwritten keys, values, units and factors
+    // NaN. False if spark_step_bytes() refuses the step.
     bool keep(int64_t length, int fill) {
         const int64_t W = step.head_width, N = (step.context_length + length - 1) / length;
         const SparkSelect& rule = step.select;
@@ -387,8 +391,8 @@ struct Selecting {
         return true;
     }
 
-    // The last logits of a text, `rows` tokens a step; the second sequence takes over all keys, and its
-    // last logits must be the same.
+    // Writes the last logits of a text that is computed `rows` tokens at a time. The second
+    // sequence copies all keys and values; false if its last token gives other logits.
     bool write(int64_t rows, float* logits) {
         const int64_t C = step.context_length;
         for (int64_t begin = 0; begin < C; begin += rows) {
@@ -407,8 +411,8 @@ struct Selecting {
     }
 };
 
-// Selected keys give the same bits however long the blocks and steps are, and not those of all
-// keys.
+// Selected keys give the same logits, bit for bit, in steps of one token and of several and for
+// blocks of three lengths, and other logits than all keys.
 bool selects(int32_t cache_kind, int64_t W, const SparkSelect& rule, bool is_capped, int64_t C) {
     Selecting model(cache_kind, W, C);
     model.step.is_key_rotated = !is_capped && cache_kind >= KIND_Q8_0;
@@ -436,7 +440,7 @@ bool selections() {
                  {KIND_Q8_0, 96, 93, {16, 16, 16, 16, 1, 0, SUMMARY_BOUNDS, 1}},
                  {KIND_Q4_0, 32, 149, {32, 32, 32, 32, 1, 0, SUMMARY_BOUNDS, 0}},
                  {KIND_BF16, 64, 141, {16, 16, 32, 32, 2, 77, SUMMARY_BOUNDS, 1}},
-                 // More keys than a part has, before the window and in full.
+                 // More keys than a part has: up to 301 without a selection, 288 selected ones.
                  {KIND_F16, 24, 389, {16, 16, 32, 16, 1, 301, SUMMARY_MEAN, 1}},
                  {KIND_F16, 24, 389, {32, 0, 32, 288, 1, 0, SUMMARY_BOUNDS, 1}}};
     for (const auto& c : cases)
@@ -447,8 +451,8 @@ bool selections() {
     return true;
 }
 
-// The copies are made by a thread, or by the caller that waits for them. In the last round the object is
-// freed without waiting.
+// Copies are complete after finish(), whether the copier's thread or the caller made them; a second
+// finish() is allowed. The last round frees the copier without waiting.
 bool copies() {
     constexpr int64_t COUNT = 9, SIZE = 4097;
     SparkCopier* copier = spark_copier_new();
@@ -490,7 +494,7 @@ bool level() {
 
 void faults(const Rows&, const Input&, float*, int64_t, int64_t, int64_t) { __builtin_trap(); }
 
-// Right only for one vector.
+// Right only for the first vector.
 void errs(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     kernels_generic.dot_rows[KIND_F32](rows, x.part(0, 1), y, y_stride, a0, a1);
     for (int64_t t = 1; t < x.count; ++t)
@@ -548,7 +552,7 @@ int main() {
         if (spark_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {
             const bool is_last = threads > 1;
-            // How work is divided is the same code at every level: once undivided is enough.
+            // Work is divided by the same code at every level: one level with one thread is enough.
             if (!is_last && std::strcmp(name, "avx2") != 0) continue;
             if (spark_set_threads(threads) != STATUS_OK || !level() || (is_last && !selections())) {
                 std::printf("%s with %d threads: wrong\n", name, threads);

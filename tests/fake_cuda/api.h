@@ -1,4 +1,4 @@
-// How the calls of the API begin, except those that only report a state.
+// The checks at the beginning of API calls. A few calls that only report a state have none.
 
 #pragma once
 
@@ -6,9 +6,10 @@
 
 namespace fake {
 
-// 0, or why a call may not be made now: from a host function, or after a failure of the device.
+// 0, or the status of a refused call: one from a host function, or after a failure of the device.
 int refused(const char* name);
-// 0, or the status of a call that is forbidden while a stream is captured; invalidates that capture.
+// 0, or the status of a call that a running capture forbids: in mode 0 on every thread, in mode 1
+// on its own, in mode 2 on none. Invalidates the first such capture.
 int refused_in_capture(const char* name);
 
 }  // namespace fake

@@ -1,4 +1,4 @@
-// Captures and graphs, and the calls for tests that CUDA does not have.
+// Captures and graphs, and calls for tests, which CUDA does not have.
 
 #include <algorithm>
 #include <sstream>
@@ -272,8 +272,8 @@ void fakeDeclare(void* argument, int count, char** starts, const int64_t* bytes,
   state().declared[argument] = uses;
 }
 
-// An allocator has handed out a part of its memory, or taken it back. Pinned memory must not be in
-// use when it is taken back: the host may write it at once.
+// Notes that an allocator has handed out a part of its memory, or taken it back. Pinned memory must
+// not be in use when it is taken back, because the host may write it at once.
 int fakeBlock(char* start, size_t bytes, int is_live) {
   std::lock_guard<std::recursive_mutex> guard(state().mutex);
   auto& blocks = state().blocks;
@@ -295,8 +295,8 @@ int fakeIsPinned(char* start) {
 
 int fakeNumUndeclared() { return state().num_undeclared; }
 
-// Text that stays valid until the next call: "violations", "log", or "left" (memory that is still
-// allocated or pinned).
+// The lines of "violations", "log" or "left" (memory that is still allocated or pinned), in a text
+// that the next call of this function replaces.
 const char* fakeText(const char* what) {
   std::lock_guard<std::recursive_mutex> guard(state().mutex);
   static std::string text;
@@ -321,7 +321,7 @@ const char* fakeGraphText(void* exec) {
   return text.c_str();
 }
 
-// Leaves an edge of a graph out from now on; -1: none.
+// Leaves an edge of a graph out of its further launches; -1: none.
 void fakeGraphOmit(void* exec, int edge) {
   if (Graph* graph = graph_of(state().execs, "fakeGraphOmit", exec)) graph->omitted = edge;
 }

@@ -1,4 +1,4 @@
-// Lets torch's build for the CPU index tensors that say they are on a CUDA device.
+// Lets a CPU build of torch index tensors whose device is a CUDA device.
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -1,4 +1,4 @@
-// Memory: what is allocated, pinned and freed; the calls that allocate and register.
+// Allocated, pinned and freed memory; the calls that allocate, free, pin and unpin.
 
 #include <sys/mman.h>
 
@@ -10,7 +10,7 @@
 namespace fake {
 
 State& state() {
-  static State& found = *new State;  // never destroyed: its kernels belong to an interpreter
+  static State& found = *new State;  // not destroyed at exit, when Python has ended
   return found;
 }
 
@@ -126,14 +126,14 @@ static int release(const char* name, void* pointer, Place place) {
     return violation(kInvalidValue, "%s: %p is %s", name, pointer,
                      s.freed.count((char*)pointer) ? "freed already" : "nothing that was allocated so");
   const Region region = found->second;
-  if (const int status = complete_device(region.device)) return status;  // as CUDA does
+  if (const int status = complete_device(region.device)) return status;  // CUDA waits, too
   s.regions.erase((char*)pointer);
   auto block = s.blocks.lower_bound((char*)pointer);
   while (block != s.blocks.end() && block->first < (char*)pointer + region.bytes)
     block = s.blocks.erase(block);
   if (place == Place::kDevice) s.used_bytes[region.device] -= region.bytes;
   s.freed[(char*)pointer] = region.bytes;
-  // The addresses stay reserved. If malloc got them, its memory would count as freed here.
+  // Keeps the addresses reserved: memory that malloc got there would count as freed.
   mmap(pointer, region.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
        -1, 0);
   return kSuccess;

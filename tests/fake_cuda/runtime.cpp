@@ -1,4 +1,4 @@
-// All of the fake CUDA runtime as one unit.
+// The whole fake CUDA runtime as one translation unit.
 
 #include "graphs.cpp"
 #include "memory.cpp"

@@ -19,7 +19,7 @@
 
 namespace fake {
 
-// Numbers of driver_types.h.
+// Numbers as in driver_types.h.
 enum Status : int {
   kSuccess = 0,
   kInvalidValue = 1,
@@ -42,7 +42,7 @@ enum Status : int {
   kCaptureImplicit = 906,
   kCapturedEvent = 907,
   kCaptureWrongThread = 908,
-  kRace = 999,  // not in CUDA, which gives a wrong result without an error
+  kRace = 999,  // CUDA reports no races; the number is its cudaErrorUnknown
 };
 
 enum class Place { kDevice, kHostAlloc, kRegistered };

@@ -1,4 +1,4 @@
-// Streams and events, and what is submitted to them: kernels, copies, host functions.
+// Streams and events, and the work that streams take: kernels, copies, host functions.
 
 #include <algorithm>
 #include <cstring>
@@ -32,7 +32,7 @@ int refused_in_capture(const char* name) {
   return kSuccess;
 }
 
-// The stream of a handle; nullptr, after noting a violation, if it is not a stream.
+// The stream of a handle; notes a violation and returns nullptr if there is none.
 static Stream* stream_of(const char* name, void* handle) {
   auto& s = state();
   if (!handle || handle == (void*)1) return &s.legacy[current_device];
@@ -55,8 +55,8 @@ static Event* event_of(const char* name, void* handle) {
   return found->second.get();
 }
 
-// 0, or why no work may be submitted to a stream: its capture is invalid, or it is a legacy stream while
-// this thread captures another of the device.
+// 0, or the status of a refusal of work for a stream: its capture is invalid, or it is the legacy
+// stream of a device of which this thread captures another stream, which invalidates that capture.
 static int may_submit(const char* name, Stream& stream) {
   if (stream.capture && !stream.capture->broken_by.empty()) {
     last_text = "the capture is invalid: " + stream.capture->broken_by;
@@ -300,8 +300,8 @@ int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* s
   return status || !is_pageable ? status : complete(stream->frontier);  // as CUDA does
 }
 
-// A kernel: `function(argument)` accesses these ranges of memory, and returns 0 or the status with
-// which it failed.
+// Submits a kernel: `function(argument)`, which accesses these ranges of memory and returns 0 if it
+// succeeds. `forget(argument)` is called once no queue or graph holds the kernel any more.
 int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int64_t), int64_t argument,
                      void (*forget)(int64_t), int count, char** starts, const int64_t* bytes,
                      const int* is_write) {
