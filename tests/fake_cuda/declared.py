@@ -1,5 +1,5 @@
-"""Passes what the runtime declares of its submissions on to the fake CUDA: the memory of host
-functions, which CUDA does not know, and that of kernels, which must cover what they access."""
+"""Passes the runtime's declarations on to the fake CUDA: the memory of host functions, which CUDA
+cannot see, and that of kernels, whose declarations must cover what they access."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

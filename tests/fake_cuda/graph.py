@@ -24,7 +24,7 @@ class Node:
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     nodes: tuple[Node, ...]
-    edges: tuple[tuple[int, int], ...]  # (first, second), numbered as fakeGraphOmit counts them
+    edges: tuple[tuple[int, int], ...]  # (first, second), in the order that fakeGraphOmit counts
 
     @classmethod
     def of(cls, handle: int) -> "Graph":

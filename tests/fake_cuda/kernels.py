@@ -33,7 +33,7 @@ WRITTEN = {
 
 
 def launched(kernels: Kernels) -> Kernels:
-    """`kernels` take CPU tensors: torch's reference, or an executor of PTX."""
+    """Wraps kernels that take CPU tensors, such as the reference: each call becomes a launch."""
     return Kernels(
         **{
             f.name: partial(_launch, f.name, _signature(f.name), getattr(kernels, f.name))
@@ -61,7 +61,7 @@ def _launch(
 
 def launched_slots(kernels: SlotKernels) -> SlotKernels:
     """The kernels of the neuron cache. `scatter` writes what its launch declares or, if nothing is
-    declared, the targets in `copies_C4`, which are read once they have arrived."""
+    declared, the targets in `copies_C4`, which it reads after a synchronisation."""
 
     def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
         ranges = [range_of(t, is_written=False) for t in (staging_B, copies_C4)]

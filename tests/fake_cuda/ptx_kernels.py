@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class StreamedPtx(PtxKernels):
-    """Its `kernels` are for `fake_cuda`."""
+    """PtxKernels whose `kernels` can be passed to `fake_cuda`."""
 
     def _module(self, name: str) -> ModuleType:
         module = super()._module(name)

@@ -108,7 +108,7 @@ class Dispatch(TorchDispatchMode):
     def __init__(self, owner: Owner) -> None:
         super().__init__()
         self.owner = owner
-        self.waited: list[str] = []  # operations that waited for values
+        self.waited: list[str] = []  # operations that `_waiting` ran
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

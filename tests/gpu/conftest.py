@@ -1,6 +1,6 @@
 """Tests of the runtime on a CUDA device: `make test-gpu`. They fail, rather than skip, without one.
 
-`--device cpu` runs those that compare numbers with both roles on the CPU, to check the tests
+With `--device cpu`, those that compare numbers run with both roles on the CPU, to check the tests
 themselves."""
 
 import dataclasses

@@ -4,8 +4,8 @@
 
 Each file, or part of one, runs in its own process, several at a time, because compiling kernels
 takes most of the time and one core. Exits with 1 unless each of them ended in time, passed a test
-and failed none; those of the sanitizer may be stopped early, or pass none. OUTPUT/test-gpu.json and a log for each file are written as it goes, so that an
-interrupted run leaves its results."""
+and failed none; those of the sanitizer may be stopped early, or pass none. OUTPUT/test-gpu.json and
+a log for each process are written as it goes, so that an interrupted run leaves its results."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ class Job:
     name: str
     arguments: list[str]
     state: str = "waiting"
-    began: float = 0.0  # seconds after the first
+    began: float = 0.0  # seconds after the start of the run
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def is_fine(self) -> bool:
-        """It ended in time, with a test that passed and none that failed; a slow one: none failed."""
+        """True if it ended in time, passed a test and failed none; if slow, it need only not fail."""
         if self.name in SLOW:
             return self.state != "FAILED"
         return self.state == "ok" and self.counts.get("passed", 0) > 0
@@ -76,7 +76,7 @@ class Runner:
 
     @property
     def passed(self) -> float:
-        """Seconds since the first began."""
+        """Seconds since the start of the run."""
         return time.monotonic() - self.began
 
     def run(self) -> None:
@@ -97,7 +97,7 @@ class Runner:
         return any(job.state in ("waiting", "running") for job in self.jobs)
 
     def _make_way(self) -> None:
-        """Ends slow jobs if they alone keep others waiting, while there is time for these."""
+        """Ends slow jobs after SLOW_SHARE of the time, if only jobs that run alone are waiting."""
         is_alone_next = not any(job.state == "waiting" and not job.is_alone for job in self.jobs)
         is_waited_for = any(job.state == "waiting" for job in self.jobs)
         if is_alone_next and is_waited_for and self.passed > SLOW_SHARE * self.seconds:
@@ -144,7 +144,7 @@ class Runner:
         self.save()
 
     def _stop(self, job: Job) -> None:
-        """Stops the job with the programs it started; a no-op if it has ended."""
+        """Kills a running job and the programs that it started; a waiting one will not start."""
         process = self.running.pop(job.name, None)
         if process is not None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -14,7 +14,7 @@ from test_runtime import make_split
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).with_name("budget_program.py")
 MIB = 1 << 20
-# Takes all of the card except about this many bytes, reports it, and holds it until stdin closes.
+# Takes all memory of the card except about argv[1] bytes, says so, and holds it until stdin closes.
 HOG = """
 import sys, torch
 held, left = [], int(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Prompts whose cold weights are streamed to the GPU, against the CPU computing them."""
+"""Logits of prompts whose cold weights are streamed to the GPU, against those of the CPU."""
 
 import dataclasses
 

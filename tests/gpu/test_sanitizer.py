@@ -1,8 +1,8 @@
 """The kernels under NVIDIA's compute-sanitizer, where it works: accesses out of bounds, and races.
 
-Kernels are much slower under it, so only a few of their tests run, by SELECTION. If the
-tool is missing, or does not work on this machine (it needs the driver's debugging interface), the
-test is skipped with the reason, which `run.py` repeats in its table."""
+Kernels are much slower under it, so only a few tests of SELECTION run. If the tool is missing,
+or does not work on this machine (it needs the driver's debugging interface), the test is skipped
+with the reason, which `run.py` repeats above its table."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ GOOD = "import torch; torch.ones(8, device='cuda').add_(1).sum().item()"
 
 
 def sanitized(*arguments, tool="memcheck"):
-    """(exit code, output) of a Python under the tool; None for a run that took too long."""
+    """(exit code, output) of a Python under the tool; the code is None if it took too long."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERROR), sys.executable]
     try:
         done = subprocess.run(
@@ -48,7 +48,7 @@ def sanitized(*arguments, tool="memcheck"):
 
 @pytest.fixture(scope="module")
 def working(tmp_path_factory):
-    """Skips unless the tool passes a right program and finds the errors of a wrong one here."""
+    """Skips unless memcheck passes a right program and finds the error of a wrong one here."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("no compute-sanitizer on the PATH")
     bad = tmp_path_factory.mktemp("bad") / "bad.py"  # Triton reads a kernel's source from its file

@@ -1,6 +1,6 @@
-"""Logits of an engine on a device against those of the CPU alone: for every division of a model
-between both, type of weights, mode and graph of layers; and a graph's tokens against the plain
-path.
+"""Logits of an engine on a device against those of the CPU alone: for every plan of one GPU with
+every type of weights and mode, and for several architectures; and the tokens of captured steps
+against those of steps that are not captured.
 
 The CPU's logits are compared elsewhere: with a decoder in float64 (test_runtime) and with
 transformers (test_families)."""
@@ -26,7 +26,7 @@ L, F = 4, 96  # as in PLANS
 MODES = ("dense", "exact", "predicted")
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 # A step computes in f32; its keys and values are f16, which a sum in another order may change by
-# one unit. A prompt's products take both factors in 16 bits, in which rounding one is half of eps.
+# one unit. A prompt's products round both factors to 16 bits, each by at most half of eps.
 STEP_BOUND = 2 * torch.finfo(torch.float16).eps
 PROMPT_BOUNDS = {kind: 4 * torch.finfo(torch.float16).eps for kind in KINDS}
 PROMPT_BOUNDS["bf16"] = 4 * torch.finfo(torch.bfloat16).eps

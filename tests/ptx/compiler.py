@@ -100,7 +100,7 @@ COMPILER = Compiler()
 
 
 class AbsentDevices:
-    """The properties that Triton reads before it compiles, with the architecture as the device."""
+    """The properties that Triton reads before it compiles; the device's number is `arch`."""
 
     arch = 80
 

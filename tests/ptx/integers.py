@@ -122,7 +122,7 @@ def unary(compute):
 
 
 def bit_count(compute):
-    """popc, clz: a u32 result from b32 or b64."""
+    """popc and clz, whose result is u32, and brev; of b32 or b64."""
 
     def factory(name, modifiers, operands, registers):
         kind = of(modifiers[-1], ("b32", "b64"))

@@ -294,7 +294,7 @@ class Machine:
         self.launch.log.setdefault(buffer, []).append(self._access(size, offset, lanes, value))
 
     def _note_shared(self, row, size, lanes, value) -> None:
-        """Remembers an access to shared memory until all lanes pass a barrier."""
+        """Remembers an access to shared memory until all lanes pass a barrier together."""
         offset = row * size
         self.shared_log.append(self._access(size, offset, lanes, value))
         unit = (offset[:, None] // self.unit + np.arange(max(1, size // self.unit))).reshape(-1)
@@ -311,7 +311,7 @@ class Machine:
             )
 
     def _check_shared(self) -> None:
-        """Races since all lanes last passed a barrier."""
+        """Raises for a race since all lanes last passed a barrier together."""
         if not self.shared_log:
             return
         if self.may_race or (self.is_read & (self.last_writer >= 0)).any():
