@@ -120,8 +120,8 @@ def allocating_pinned_memory(cuda):
 
 @rejected("cudaMalloc: not allowed while stream 1 is captured")
 def more_memory_from_the_driver(cuda):
-    """torch's own allocations are allowed in a capture (in thread_local mode, by the same thread only
-    if the allocator asks for it); a plain cudaMalloc is not."""
+    """A plain cudaMalloc by the capturing thread. torch's allocator relaxes the capture's mode for
+    its own calls; the fake allocator does not."""
     captured(lambda main, side: raw())
 
 

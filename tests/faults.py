@@ -174,7 +174,7 @@ def _run_child(case: Case, fault: Fault | None, tell: int, errors: int) -> None:
         os.write(tell, str(counter[0]).encode())
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else 1
-    except BaseException:  # noqa: BLE001  # told to the parent
+    except BaseException:  # noqa: BLE001  # the parent reads stderr
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -1,5 +1,5 @@
-"""Emulates a full disk with a preloaded library (full_disk.c), in which writes to files fail once
-the bytes granted by `leave` are written."""
+"""Emulates a full disk with a preloaded library (full_disk.c): writes to files fail once the bytes
+granted by `leave` are written."""
 
 import ctypes
 import os

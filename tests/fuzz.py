@@ -4,14 +4,14 @@ outcomes.
     import fuzz; fuzz.main() with arguments INPUTS WORK LIMIT_S KIND:START:STOP ...
 
 A case is a kind and a number: the number is the seed of its damage, so it is the same every time.
-Kinds are those of fuzz_readers and fuzz_odd, whose damaged files must be refused or read as another
-whole file would be, those of fuzz_meaning, which must be refused, and those of fuzz_pairs, which
-must be where anything shows that the files do not belong together. INPUTS holds whole inputs (see
-fuzz_inputs). The first line on stdout is `ready`, then there is one for each case: its kind, number
-and outcome (before it, with a guide, one of new lines of code); the last has the processor's
-seconds. `refused` (in one line of SparkinferError, nothing left behind) and `done` are right,
-everything else is wrong. A case that takes over LIMIT_S or kills the process has no line; one that
-takes over 1 GiB of memory ends in MemoryError, or kills."""
+Kinds are those of fuzz_readers and fuzz_odd, whose files must be refused or read as valid ones;
+those of fuzz_meaning, which must be refused; those of fuzz_pairs, which must be refused if anything
+shows that the two files do not belong together; and `found`, the files of fuzz_corpus. INPUTS holds
+valid files (see fuzz_inputs). The first line on stdout is `ready`. Each case has a line with its
+kind, number and outcome; with a guide, a line with newly reached lines of code may come before it.
+The last line has the processor time. `refused` (a SparkinferError of one line, nothing left behind)
+and `done` are right, everything else is wrong. A case that takes over LIMIT_S or kills the process
+has no line; one that takes over 1 GiB of memory ends in MemoryError, or kills the process."""
 
 import contextlib
 import ctypes
@@ -40,7 +40,7 @@ from fuzz_readers import KINDS, Case
 MEMORY_BYTES = 1 << 30
 GUIDE = "guide.json"  # beside the folder WORK
 NEW = "new"  # begins the line about lines that a case was the first to reach
-USED = "used"  # begins the last line of a child: the seconds of a processor that its cases took
+USED = "used"  # begins the last line of a child: the processor time of its cases
 READY = "ready"  # the first line of a child, which has read the whole inputs
 MAX_LINE = 1000  # characters of a refusal
 # KIND/NAME.refused and KIND/NAME.done: cases that once ended otherwise.
@@ -89,7 +89,7 @@ def read_file(
 
 
 def replay(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
-    """Reads a file that was found once, under the name of its kind."""
+    """Reads a file of fuzz_corpus; its folder names its kind, its suffix the right outcome."""
     path = FOUND[number]
     kind = path.parent.name
     outcome = outcome_of(

@@ -19,7 +19,7 @@ ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 10**9, 2*
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
            "SparseLlamaForCausalLM", "BambooForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM",
            "FalconForCausalLM")  # fmt: skip
-# Keys of config.json that change the graph, which a file need not have.
+# Optional keys, most of which change the graph of a config.json.
 ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_token_id", "format")
 
 

@@ -64,7 +64,7 @@ def find_template(case: Case) -> None:
 
 
 def train_from(case: Case) -> None:
-    """What sparsify reads of a model: a checkpoint's folder, or a GGUF that it makes one of."""
+    """Reads a model as sparsify does: a checkpoint, or a GGUF, which it converts to one."""
     from sparkinfer.sparsify.source import as_checkpoint
     from sparkinfer.sparsify.texts import codec_of
 

@@ -93,7 +93,7 @@ def _further_tokenizers(folder: Path) -> None:
                          intermediate_size=32, vocab_size=420)  # fmt: skip
     put_tokenizer(
         words, sentencepiece_tokenizer(420), "<s>", "</s>"
-    )  # of 300 tokens, none is a pair
+    )  # 300 tokens would leave no room for merges
     convert(ConvertConfig(source=words, output=folder / "with-scores.gguf"))
     _without_whole_tokenizer(folder / "with-scores.gguf", folder / "scores" / "model.gguf")
     ignored = shutil.ignore_patterns("tokenizer*")

@@ -1,6 +1,6 @@
 """Whole files with odd content: any key, any value, any array, changed to anything that the
-container can hold. Such a file is refused, or read as another whole file would be. Wrong values are
-in fuzz_wrong."""
+container can hold. Such a file must be refused, or read as a valid one. Values that must be refused
+are in fuzz_wrong."""
 
 import random
 from pathlib import Path

@@ -2,8 +2,8 @@
 
 Values are compared one by one, each with its own bound: the possible effect of f32 rounding on a
 sum of such terms. A sum of n terms in f32, in any order, is off by at most n eps times the sum of
-the terms' sizes; errors add up like a random walk, so a correct kernel stays within sqrt(n) eps times
-it, and a few eps for the terms themselves."""
+the terms' sizes. Errors add up like a random walk, so in practice a correct kernel stays within
+sqrt(n) eps times that sum, and a few eps for the terms themselves."""
 
 import gguf
 import numpy as np
@@ -28,14 +28,15 @@ def device() -> torch.device:
 
 
 def block_width(kind: str) -> int:
-    """The number of which widths must be multiples."""
+    """Widths must be multiples of this."""
     return 256 if kind[:4] in BLOCK_BYTES else 32
 
 
 def make_matrix(
     kind: str, num_rows: int, width: int, *, seed: int = 0, lies_apart: bool = False
 ) -> Matrix:
-    """Random rows with values of about 1; they are the middle third of longer ones or dense."""
+    """Random rows with values of about 1: contiguous or, if `lies_apart`, the middle third of
+    longer rows."""
     data = _file_rows(FILE_KIND.get(kind, kind), num_rows, width, seed)
     if kind in FILE_KIND:
         data, made = planar(data, FILE_KIND[kind])

@@ -101,7 +101,7 @@ class Replay:
         return self.host.logits_TV[0].clone()
 
     def order(self, seed: int, among: Sequence[tuple[int, int]]) -> list[int]:
-        """A random order in which each of these pairs of operations keeps its own."""
+        """A random order in which the first operation of each pair comes before the second."""
         chooser, count = random.Random(seed), len(self.operations)
         waiting = [0] * count
         behind: list[list[int]] = [[] for _ in range(count)]
@@ -117,7 +117,7 @@ class Replay:
                 waiting[other] -= 1
                 if not waiting[other]:
                     ready.append(other)
-        assert len(found) == count, "a circle"
+        assert len(found) == count, "a cycle"
         return found
 
     @property

@@ -70,8 +70,8 @@ def difference(
 
 
 def differences(tmp_path: Path, cases: list[Case], **more) -> list:
-    """(number, difference, case) of those that differ by more than float32 explains. Asserts that it
-    explains no more than one case of fifty."""
+    """(number, difference, case) of the cases that differ by more than rounding (see is_rounding).
+    Asserts that at most one case in fifty differs by rounding."""
     found = ask(tmp_path, cases, **more)
     wrong, num_rounded = [], 0
     for number, case in enumerate(cases):
@@ -88,8 +88,9 @@ def differences(tmp_path: Path, cases: list[Case], **more) -> list:
 
 
 def is_rounding(case: Case, ids: np.ndarray, p: np.ndarray) -> bool:
-    """True if a threshold higher or lower by a share of 2e-5 gives llama.cpp's candidates; or, for typical-p, if
-    one token has changed places with another that is as typical."""
+    """True if a threshold higher or lower by a share of 2e-5 gives llama.cpp's candidates; or, with
+    typical-p, if the candidates differ in at most two tokens, whatever their probabilities: one may
+    have taken the place of another that is about as typical."""
     if any(not difference(case.logits, distribution(other), ids, p) for other in near(case)):
         return True
     swapped = set(distribution(case).ids_A.tolist()) ^ set(ids[p > 1e-30].tolist())

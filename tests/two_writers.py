@@ -70,7 +70,7 @@ def content_of(path: Path) -> object:
 
 
 def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
-    """Counts of who came second; raises AssertionError in a round that went wrong."""
+    """How often each content was written last. Raises AssertionError if a round goes wrong."""
     write, found = KINDS[kind], Counter()
     expected = {}
     for value in (1, 2):
@@ -91,7 +91,7 @@ def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
 
 
 def _together(write: Callable[[int], None]) -> None:
-    """In two processes, which a closed pipe releases."""
+    """Calls `write` in two processes, which start together when a pipe is closed."""
     gate, opener = os.pipe()
     children = [_begin(write, value, gate, opener) for value in (1, 2)]
     os.close(gate)
@@ -109,7 +109,7 @@ def _begin(write: Callable[[int], None], value: int, gate: int, opener: int) -> 
         os.read(gate, 1)
         write(value)
         os._exit(0)
-    except BaseException:  # noqa: BLE001  # told to the parent
+    except BaseException:  # noqa: BLE001  # the exit code reports it
         traceback.print_exc()
     os._exit(1)
 

@@ -59,7 +59,7 @@ class Job:
 
     @property
     def is_fine(self) -> bool:
-        """True if it ended in time, passed a test and failed none; if slow, it need only not fail."""
+        """True if it ended in time, passed a test and failed none; if slow, if it failed none."""
         if self.name in SLOW:
             return self.state != "FAILED"
         return self.state == "ok" and self.counts.get("passed", 0) > 0
