@@ -1,9 +1,9 @@
 """Two models for which it is known whether a rule pays, and the text that they predict.
 
 Both predict a chain of 64 letters: the next one is the successor of the last, three times out of
-four. A letter is a code of signs (128, or 64 in the second model), and each of the feed-forward layer's working neurons reads one
-sign of it, by a gate that is always open; all of them add equally much, and the output that they
-make together is the code of the successor. So whatever is silenced of them is missed.
+four. A letter is a code of signs (128, or 64 in the second model). Each working neuron of the
+feed-forward layer reads one sign of it, with a gate that is always open; all add equally much, and
+together they turn the letter's code into its successor's. Silencing any of them costs quality.
 
     every_neuron_works   all neurons work: no rule pays, and 8 bits are as good as 16
     most_neurons_idle    of ten neurons seven have gates that are always nearly shut: silencing them
@@ -46,7 +46,7 @@ def most_neurons_idle(path: Path, num_neurons: int = 1024) -> ModelFile:
 
 
 def chain(num_letters: int, seed: int = 0) -> str:
-    """The text."""
+    """A text of this many letters."""
     random = np.random.default_rng(seed)
     keeps, letter, found = random.random(num_letters) < SURE, 0, []
     for keep, other in zip(keeps, random.integers(0, NUM_LETTERS, num_letters), strict=True):

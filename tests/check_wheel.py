@@ -5,9 +5,9 @@
     python tests/check_wheel.py WHEEL --installed PYTHON    also runs it where it is installed
 
 An environment gets PyTorch from pip, on Linux the CUDA build of several GB, and is removed at the
-end. Nothing may be compiled there. The pipeline runs on the bundled model; its files and its
-greedy text must be those of the Python that runs this. It prints a line for each step; the exit
-code is 1 if one failed."""
+end. Nothing may be compiled there. The pipeline runs on the bundled model; the converted model and
+the greedy texts must be those of the Python that runs this. It prints a line for each step; the
+exit code is 1 if one failed."""
 
 import argparse
 import hashlib

@@ -176,7 +176,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def _hear(self, event: dict[str, Any]) -> None:
-        """Keeps the errors and exceptions that a page reports to its console."""
+        """Keeps uncaught exceptions of the page and errors of the browser's log."""
         about = event.get("params", {})
         if event.get("method") == "Runtime.exceptionThrown":
             self.said.append(json.dumps(about["exceptionDetails"])[:1000])

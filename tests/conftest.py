@@ -1,5 +1,6 @@
 """Fixtures that more than one test file uses, and checks of every test: no command that it runs
-ends with the exit code of an unexpected error, and nothing uses the network."""
+ends with the exit code of an unexpected error, and pytest's process connects to this machine
+only."""
 
 import dataclasses
 import functools

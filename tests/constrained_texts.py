@@ -113,7 +113,7 @@ def written(constraint, seed=0):
 
 
 def takes(constraint, text):
-    """True if the constraint accepts the whole text, whichever tokens it is split into."""
+    """True if the constraint accepts the whole text in some division into tokens."""
     return takes_bytes(constraint, text.encode())
 
 

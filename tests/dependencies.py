@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = frozenset({"dev", "grammar", "parquet", "serve"})
-# By classifier, for packages whose metadata have no expression, and as License its text or nothing.
+# By classifier: for packages without License-Expression whose License names none below.
 BY_CLASSIFIER = {
     "Apache Software License": "Apache-2.0",
     "BSD License": "BSD-3-Clause",

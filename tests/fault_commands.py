@@ -162,8 +162,8 @@ def prepare() -> None:
 
 
 def content_of(path: Path) -> object:
-    """The part of an output that two runs share: its bytes, without elapsed seconds. None if there
-    is none."""
+    """An output without what differs from run to run, such as elapsed seconds; None if it does not
+    exist."""
     if path.is_dir():
         return {str(p.relative_to(path)): content_of(p) for p in sorted(path.rglob("*"))}
     if not path.exists():

@@ -40,7 +40,7 @@ class Known:
         return rng.choice(self.seeds)
 
     def note(self, number: int, before: Chain, new: Iterable[Line], position: int) -> None:
-        """A case reached new lines; `position` counts the cases of the kind."""
+        """Records that a case reached new lines; `position` counts the cases of the kind."""
         self.lines |= {(str(name), int(line)) for name, line in new}
         self.last_new = max(self.last_new, position)
         if len(before) < MOST_BEFORE and len(self.seeds) < MOST_SEEDS:
@@ -48,7 +48,7 @@ class Known:
 
 
 def load(path: Path) -> dict[str, Known]:
-    """Nothing where there is no such file."""
+    """The file's content by kind; empty if there is no file."""
     if not path.exists():
         return {}
     found = {}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`path` is the damaged file, `inputs` everything whole, `output` a name in a new folder."""
+    """`path` is the damaged file, `inputs` the folder of all valid inputs, `output` a path in a new
+    folder."""
 
     number: int
     path: Path

@@ -1,6 +1,6 @@
 """Long fuzzing: cases of all kinds with numbers that no test has, guided by the lines they reach.
 
-    python tests/fuzz_long.py --minutes 60 [--only KIND ...] [--start 1000000] [--keep FOLDER]
+    python tests/fuzz_long.py --minutes 60 [--only KIND]... [--start 1000000] [--keep FOLDER]
 
 Kinds take turns, some cases each, until the time is over. A case that reaches a line of the readers
 which none of its kind reached before is damaged further by later ones (fuzz_lines, fuzz_guide). What
@@ -67,7 +67,7 @@ def fuzz(
 def run_batch(
     kind: str, numbers: range, asked: argparse.Namespace, folder: Path, known: Known
 ) -> int:
-    """Runs these cases of a kind; how many were wrong."""
+    """Runs these cases of a kind; returns how many were wrong."""
     from fuzz import GUIDE, run_cases, wrong_outcomes
 
     began, before = time.monotonic(), {number: known.chain(kind, number) for number in numbers}
@@ -101,7 +101,8 @@ def run_batch(
 def keep_case(
     inputs: Path, kind: str, number: int, before: Chain, outcome: str, keep: Path
 ) -> None:
-    """Saves the damaged file as KIND-NUMBER-NAME, and its outcome in KIND-NUMBER.txt."""
+    """Saves the damaged file as KIND-NUMBER-NAME (none for pairs) and its outcome in
+    KIND-NUMBER.txt."""
     from fuzz import damaged
     from fuzz_meaning import MEANINGS, changed, save
     from fuzz_odd import ODDS, odd

@@ -1,5 +1,5 @@
-"""Well-formed files with a wrong value from fuzz_wrong or fuzz_wrong_families. Each must be refused by its reader; a
-silent "done" is wrong.
+"""Well-formed files with a wrong value from fuzz_wrong or fuzz_wrong_families. Each must be refused
+by its reader.
 
 A case's number selects a change from a table, and seeds its places and values. Damaged
 bytes are in fuzz_damage, files that do not fit each other in fuzz_pairs."""

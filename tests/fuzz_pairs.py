@@ -1,10 +1,10 @@
 """Two whole files that do not belong together: the pair must be refused where anything shows it.
 
-Models: `base`, with the artifacts made for it, and others, which differ in one thing. An artifact
-is tried with each of them as it is, and with the other model's id put into it, so that a check of
-ids alone does not pass. If the id is the model's own and the sizes agree, nothing shows that the
-artifact belongs to another, and it is accepted. Cases after those draw models that differ from the
-base in any of these things at once, by other sizes."""
+The model `base` is used with artifacts of itself and of others, which differ from it in one thing.
+Another model's artifact is tried as it is, and with the base's id put into it, so that a check of
+ids alone does not suffice. If the id is the base's and the sizes agree, nothing shows that the
+artifact belongs to another model, and it is accepted. Further cases draw models that differ from
+the base in up to three of these things, and by other sizes."""
 
 import dataclasses
 import random
@@ -43,8 +43,8 @@ DRAWN: dict[str, tuple[dict[str, int], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """An artifact and a model. `use` does what a command does with the two; with the model's own id
-    in it the artifact is refused for models that differ in one of `sees`."""
+    """A kind of artifact. `use` does what a command does with it and the base model. An artifact of
+    a model that differs in one of `sees` must be refused even with the base's id in it."""
 
     make: Callable[["ModelFile", Path], None]
     use: Callable[[Path, Path, Path], object]

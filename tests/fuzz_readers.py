@@ -5,10 +5,10 @@ is damaged):
 
     config.json                         config, values, yarn, llama3 (rotations)
     config.json of other families       falcon, opt, phi, qwen
-    why convert refuses it; training    folder; trainable, retrained (from a GGUF)
+    checkpoints by inspect; by sparsify folder; trainable, retrained (from a GGUF)
     weights                             safetensors, index, bin (our own readers of zip and pickle),
                                         bin-index, falcon-weights, opt-weights, phi-weights
-    tokenizer.json, its like            tokenizer, tokens, unigram, vocab, merges, sentencepiece
+    files of tokenizers                 tokenizer, tokens, unigram, vocab, merges, sentencepiece
     names and numbers of special tokens special, generation
     chat templates, rendered; by name   template; templates
     GGUF of ours                        gguf, run (predictors, limits and tokenizer; it is run),
@@ -196,7 +196,7 @@ def go_on_with(case: Case) -> None:
 
 
 def follow_grammar(case: Case) -> None:
-    """Compiles it and takes a few tokens."""
+    """Compiles a grammar and accepts a few tokens that it allows."""
     from sparkinfer.json_file import read_text
     from sparkinfer.runtime.generate import constraints as made
 

@@ -1,9 +1,10 @@
 """Compiles the GPU kernels for a device that need not be present: python gpu_compilation.py ARCH
 KIND...
 
-Triton's own compiler and ptxas from its wheel compile every launch of `triton_kernels` on matrices
-of the given kinds to machine code, on tensors of a model's sizes; nothing is launched. It prints
-one JSON object per kernel, which tests/test_gpu_compilation.py checks.
+Triton's own compiler and ptxas from its wheel compile the runtime's kernels to machine code, on
+tensors of a model's sizes and matrices of the given kinds (`none`: the kernels without matrices);
+nothing is launched. It prints one JSON object per kernel, which tests/test_gpu_compilation.py
+checks.
 
 Run it without TRITON_INTERPRET. It is not a test itself: compiled kernels need their own process,
 as the interpreter is chosen once when Triton is imported."""
@@ -122,7 +123,7 @@ def launch_the_rest() -> None:
 
 
 def facts(name: str, kernel) -> dict[str, str | int]:
-    """Facts of the machine code: registers and bytes of stack per thread; of the PTX: its loads."""
+    """Registers and stack of the machine code, per thread; shared memory; counts of the PTX."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

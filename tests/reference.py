@@ -19,8 +19,8 @@ def rel_error(got, want) -> float:
 
 def assert_rows_agree(got_TV, want_TV, bound: float, *, most_flips: int = 1) -> None:
     """Checks the rows' relative errors: at most `most_flips` reach the bound, and none reaches 0.1.
-    A score within rounding of a predictor's threshold may end up on either side of it, which adds or
-    drops a neuron of a random model."""
+    A score within rounding of a predictor's threshold may end up on either side of it, which adds
+    or drops a neuron of a random model."""
     assert len(got_TV) == len(want_TV)
     errors = [rel_error(got, want) for got, want in zip(got_TV, want_TV, strict=True)]
     assert max(errors) < 0.1, max(errors)

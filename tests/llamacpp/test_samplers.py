@@ -1,9 +1,10 @@
 """Our samplers and llama.cpp's give the same candidates and probabilities for the same logits.
 
 llama.cpp computes in float32 and leaves the order of equal logits open, so for ties the number of
-survivors and their probabilities are compared, not which of them survive. Its treatment of -inf is
-not compared for typical-p and Mirostat 1 (NaN there), nor for dynamic temperature and min_keep (it
-counts impossible tokens; we do not). It turns +inf into NaN everywhere."""
+survivors and their probabilities are compared, not which of them survive. Logits have no -inf for
+typical-p and Mirostat 1 (NaN in llama.cpp), for dynamic temperature and XTC with min_keep
+(llama.cpp counts impossible tokens; we do not), for logit biases and for adaptive-p. llama.cpp
+turns +inf into NaN everywhere."""
 
 from dataclasses import replace
 
@@ -219,9 +220,9 @@ def test_dry_equals_that_of_llama_cpp(tmp_path, codec, breakers):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_equals_that_of_llama_cpp(tmp_path, version):
-    """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours at every step until rounding
-    changes their number by one, or k exceeds 2 ** 31, which overflows to 1 there and means all
-    candidates here."""
+    """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours in nine of ten steps. A
+    chain ends at the first difference, at which the numbers of candidates may be at most one apart
+    (rounding), or 1 there and all here (a k above 2 ** 31, which overflows in llama.cpp)."""
     draw, cases, num_steps, num_same = np.random.default_rng(4), [], 20, 0
     scales = (1.0, 3.0, 8.0) if version == 1 else (0.1, 1.0, 3.0, 8.0)
     for _ in range(NUM_CASES // num_steps):
@@ -307,7 +308,7 @@ def test_the_default_chain_equals_that_of_llama_cpp(tmp_path):
 
 
 def random_options(draw: np.random.Generator) -> SamplingOptions:
-    """Most samplers on in half of the cases each, in llama.cpp's order or any other."""
+    """Most samplers are on in half of the cases, in llama.cpp's order or a random one."""
 
     def maybe(value: float, off: float) -> float:
         return f32(value) if draw.random() < 0.5 else off
@@ -334,9 +335,9 @@ def random_options(draw: np.random.Generator) -> SamplingOptions:
 
 
 def test_any_chain_equals_that_of_llama_cpp(tmp_path):
-    """Rows without ties or -inf. A sampler that leaves -inf there, or logits so far apart that
-    float32 has probabilities of 0, is not combined with one that counts these tokens or takes a
-    logarithm of them."""
+    """Rows without ties or -inf. In llama.cpp, top-n-sigma leaves -inf: it is not combined with
+    dynamic temperature, typical-p or min_keep. Dynamic temperature may leave probabilities of 0 in
+    float32: it is not combined with typical-p."""
     draw = np.random.default_rng(6)
     cases = []
     for number in range(NUM_CASES):
@@ -355,7 +356,7 @@ def test_any_chain_equals_that_of_llama_cpp(tmp_path):
 
 
 def test_chains_agree_on_the_logits_of_a_real_model(tmp_path):
-    """SmolLM2's after every token of a text: the default chain and three others."""
+    """SmolLM2's logits after every token of a text: the default chain and three others."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")[:900]
     with Engine.load(MODEL, device="cpu") as engine:
         ids = engine.codec.encode(text)

@@ -1,5 +1,5 @@
-"""Every family that has a stock layout, in llama.cpp: its logits equal transformers', with
-which test_families compares ours."""
+"""Every family that has a stock layout, in llama.cpp: its logits after a prompt equal those of
+transformers, with which test_families compares ours."""
 
 import numpy as np
 import pytest
