@@ -103,6 +103,7 @@ def test_every_event_is_needed(tmp_path):
         step = hybrid(engine, split, device.backend(reference_kernels()))
         before = device.num_waits
         step.run(IDS[0], 0)
+        assert device.num_waits > before
         for number in range(before, device.num_waits):
             step = hybrid(engine, split, FakeDevice(dropped=number).backend(reference_kernels()))
             with pytest.raises(Race):

@@ -97,7 +97,7 @@ def test_a_run_stopped_anywhere_resumes_to_the_same_result(files, monkeypatch, w
     assert not (files / "cut").exists()
     assert (files / "cut.resume").exists()
     profile(config(files, "cut", **training(files, "cut")))
-    assert seen[0] == 94 == window + (94 - window)  # no window was run twice
+    assert seen[0] == 94  # no window was run twice
     assert same_profile(files / "whole", files / "cut")
     assert same_predictors(files / "whole-pred", files / "cut-pred")
     assert not (files / "cut.resume").exists()
