@@ -19,6 +19,7 @@ from sparkinfer.runtime.step.cuda_backend import _captured
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 COUNT = 64
+LEGACY = 1  # the handle cudaStreamLegacy
 
 
 MISUSES: dict[Callable[[FakeCuda], object], str] = {}
@@ -69,6 +70,14 @@ def captured(submit: Callable[[CudaStream, CudaStream], object], before=lambda m
 
 def kernel(stream, tensor):
     stream.launch(lambda: tensor.add_(1), reads=[tensor], writes=[tensor])
+
+
+def a_graph(cuda):
+    """The handle of a graph of one kernel, which streams 1 and 2 were made for."""
+    x = zeros()
+    replay = captured(lambda main, side: kernel(main, x))
+    cuda.kept = x, replay
+    return cuda.graphs[-1].handle
 
 
 @contextmanager
@@ -143,7 +152,7 @@ def collecting_pinned_weights(cuda):
     captured(submit)
 
 
-@rejected("torch's add_: given to the default stream while stream 1 is")
+@rejected("torch's add_: the default stream is used while stream 1 is")
 def work_on_the_default_stream(cuda):
     x = zeros()
     captured(lambda main, side: x.add_(1) if set_default() else None)
@@ -225,6 +234,20 @@ def ending_without_a_beginning(cuda):
 def copying_unpinned_memory(cuda):
     x, host = zeros(), torch.zeros(COUNT)
     captured(lambda main, side: main.copy(x, host))
+
+
+@rejected("cudaGraphLaunch: stream 3 is captured")
+def launching_a_graph_in_it(cuda):
+    exec_handle, (main, _) = a_graph(cuda), streams()
+    with raw_capture(main):
+        call("cudaGraphLaunch", exec_handle, main.stream.cuda_stream)
+
+
+@rejected("cudaGraphLaunch: the default stream is used while stream 3 is captured")
+def launching_a_graph_on_the_default_stream(cuda):
+    exec_handle, (main, _) = a_graph(cuda), streams()
+    with raw_capture(main):
+        call("cudaGraphLaunch", exec_handle, LEGACY)
 
 
 # ---- graphs and what they refer to

@@ -10,8 +10,10 @@ from cuda_memory_misuses import a_kernel_beyond_its_declaration
 from cuda_misuses import (
     COUNT,
     GPU,
+    LEGACY,
     MISUSES,
     OTHER,
+    a_graph,
     captured,
     kernel,
     node,
@@ -63,6 +65,40 @@ def test_a_kernel_that_writes_beyond_its_declaration_is_rejected(cuda):
         a_kernel_beyond_its_declaration(cuda)
 
 
+@pytest.mark.parametrize("misuse", ["allocation", "default stream", "synchronisation"])
+def test_a_misuse_invalidates_all_captures_that_forbid_it(cuda, misuse):
+    both = [stream.stream.cuda_stream for stream in streams()]
+    for handle in both:
+        library.call("cudaStreamBeginCapture", handle, 0)
+    with pytest.raises(library.CudaError, match="stream 2 is captured"):
+        if misuse == "allocation":
+            raw()
+        elif misuse == "default stream":
+            library.call("cudaStreamSynchronize", None)
+        else:
+            library.call("cudaDeviceSynchronize")
+    for handle in both:
+        with pytest.raises(library.CudaError, match="the capture is invalid"):
+            library.made_after("cudaStreamEndCapture", handle)
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_a_graph_launched_during_a_capture_invalidates_it(cuda, is_default):
+    exec_handle, (main, _) = a_graph(cuda), streams()
+    handle = main.stream.cuda_stream
+    library.call("cudaStreamBeginCapture", handle, 0)
+    with pytest.raises(library.CudaError, match="cudaGraphLaunch: "):
+        library.call("cudaGraphLaunch", exec_handle, None if is_default else handle)
+    with pytest.raises(library.CudaError, match="the capture is invalid: cudaGraphLaunch"):
+        library.made_after("cudaStreamEndCapture", handle)
+
+
+def test_a_refused_kernel_is_forgotten(cuda):
+    with pytest.raises(library.CudaError, match="never made"):
+        library.launch("some kernel", 12345, lambda: None, [])
+    assert not library._kernels
+
+
 def test_a_kernels_error_is_raised_when_it_is_waited_for(cuda):
     def fail():
         raise ArithmeticError("a kernel's own error")
@@ -101,6 +137,15 @@ def test_streams_that_fork_and_join_are_captured_as_a_graph(accepted):
     names = [line[2] for line in library.graph_text(accepted.graphs[-1].handle)
              if line[0] == "node"]  # fmt: skip
     assert names == ["torch's add_", "torch's add_", "copy"]
+
+
+def test_a_graph_is_launched_on_the_default_stream(accepted):
+    exec_handle = a_graph(accepted)
+    x, _ = accepted.kept
+    for handle in (None, LEGACY):
+        library.call("cudaGraphLaunch", exec_handle, handle)
+    torch.cuda.synchronize()
+    assert x.tolist() == [3] * COUNT  # captured() has launched it once
 
 
 def test_a_capture_executes_nothing(accepted):

@@ -187,15 +187,11 @@ int cudaGraphLaunch(void* exec, void* handle) {
   FAKE_CALL("cudaGraphLaunch");
   Graph* graph = graph_of(state().execs, "cudaGraphLaunch", exec);
   if (!graph) return last_status;
-  Stream* stream = handle ? nullptr : &state().legacy[current_device];
-  if (handle) {
-    auto found = state().streams.find(handle);
-    if (found == state().streams.end() || !found->second->is_alive)
-      return violation(kInvalidHandle, "cudaGraphLaunch: a stream that was never made, or was destroyed");
-    stream = found->second.get();
-  }
-  if (stream->capture)
-    return violation(kCaptureUnsupported, "cudaGraphLaunch: stream %d is captured", stream->number);
+  Stream* stream = stream_of("cudaGraphLaunch", handle);
+  if (!stream) return last_status;
+  // CUDA would add a child graph to the capture, which sparkinfer never does.
+  if (const int status = refused_if_captured("cudaGraphLaunch", *stream)) return status;
+  if (const int status = may_submit("cudaGraphLaunch", *stream)) return status;
   return launch(*graph, *stream);
 }
 

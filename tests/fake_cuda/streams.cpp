@@ -7,7 +7,7 @@
 
 namespace fake {
 
-static void break_capture(Capture& capture, const std::string& why) {
+void break_capture(Capture& capture, const std::string& why) {
   if (capture.broken_by.empty()) capture.broken_by = why;
 }
 
@@ -21,19 +21,18 @@ int refused(const char* name) {
 }
 
 int refused_in_capture(const char* name) {
+  int status = kSuccess;
   for (auto& capture : state().captures) {
     const bool is_mine = capture->thread == std::this_thread::get_id();
     if (capture->mode == 2 || (capture->mode == 1 && !is_mine)) continue;
-    violation(kCaptureUnsupported, "%s: not allowed while stream %d is captured", name,
-              capture->origin->number);
+    status = violation(kCaptureUnsupported, "%s: not allowed while stream %d is captured", name,
+                       capture->origin->number);
     break_capture(*capture, last_text);
-    return kCaptureUnsupported;
   }
-  return kSuccess;
+  return status;
 }
 
-// The stream of a handle; notes a violation and returns nullptr if there is none.
-static Stream* stream_of(const char* name, void* handle) {
+Stream* stream_of(const char* name, void* handle) {
   auto& s = state();
   if (!handle || handle == (void*)1) return &s.legacy[current_device];
   auto found = s.streams.find(handle);
@@ -55,26 +54,24 @@ static Event* event_of(const char* name, void* handle) {
   return found->second.get();
 }
 
-// 0, or the status of a refusal of work for a stream: its capture is invalid, or it is the legacy
-// stream of a device of which this thread captures another stream, which invalidates that capture.
-static int may_submit(const char* name, Stream& stream) {
+int may_submit(const char* name, Stream& stream) {
   if (stream.capture && !stream.capture->broken_by.empty()) {
     last_text = "the capture is invalid: " + stream.capture->broken_by;
     return last_status = kCaptureInvalidated;
   }
   if (&stream != &state().legacy[stream.device]) return kSuccess;
+  int status = kSuccess;
   for (auto& capture : state().captures) {
     if (capture->thread != std::this_thread::get_id() || capture->origin->device != stream.device)
       continue;
-    violation(kCaptureImplicit, "%s: given to the default stream while stream %d is captured: it"
-              " would run now and not be in the graph", name, capture->origin->number);
+    status = violation(kCaptureImplicit, "%s: the default stream is used while stream %d is captured;"
+                       " its work does not enter the graph", name, capture->origin->number);
     break_capture(*capture, last_text);
-    return kCaptureImplicit;
   }
-  return kSuccess;
+  return status;
 }
 
-static int may_wait_for(const char* name, Stream& stream) {
+int refused_if_captured(const char* name, Stream& stream) {
   if (!stream.capture) return kSuccess;
   violation(kCaptureUnsupported, "%s: stream %d is captured", name, stream.number);
   break_capture(*stream.capture, last_text);
@@ -129,7 +126,7 @@ int cudaStreamDestroy(void* handle) {
   FAKE_CALL("cudaStreamDestroy");
   Stream* stream = stream_of("cudaStreamDestroy", handle);
   if (!stream) return last_status;
-  if (const int status = may_wait_for("cudaStreamDestroy", *stream)) return status;
+  if (const int status = refused_if_captured("cudaStreamDestroy", *stream)) return status;
   stream->is_alive = false;
   return kSuccess;
 }
@@ -138,7 +135,7 @@ int cudaStreamSynchronize(void* handle) {
   FAKE_CALL("cudaStreamSynchronize");
   Stream* stream = stream_of("cudaStreamSynchronize", handle);
   if (!stream) return last_status;
-  if (const int status = may_wait_for("cudaStreamSynchronize", *stream)) return status;
+  if (const int status = refused_if_captured("cudaStreamSynchronize", *stream)) return status;
   if (const int status = may_submit("cudaStreamSynchronize", *stream)) return status;
   return complete(stream->frontier);
 }
@@ -147,16 +144,17 @@ int cudaStreamQuery(void* handle) {
   FAKE_CALL("cudaStreamQuery");
   Stream* stream = stream_of("cudaStreamQuery", handle);
   if (!stream) return last_status;
-  if (const int status = may_wait_for("cudaStreamQuery", *stream)) return status;
+  if (const int status = refused_if_captured("cudaStreamQuery", *stream)) return status;
   return is_done(stream->frontier) ? complete(stream->frontier) : int(kNotReady);
 }
 
 int cudaDeviceSynchronize() {
   FAKE_CALL("cudaDeviceSynchronize");
+  int status = kSuccess;
   for (auto& capture : state().captures)
     if (capture->origin->device == current_device)
-      return may_wait_for("cudaDeviceSynchronize", *capture->origin);
-  return complete_device(current_device);
+      status = refused_if_captured("cudaDeviceSynchronize", *capture->origin);
+  return status ? status : complete_device(current_device);
 }
 
 int cudaEventCreateWithFlags(void** handle, unsigned) {
@@ -301,10 +299,12 @@ int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* s
 }
 
 // Submits a kernel: `function(argument)`, which accesses these ranges of memory and returns 0 if it
-// succeeds. `forget(argument)` is called once no queue or graph holds the kernel any more.
+// succeeds. `forget(argument)` is called once no queue or graph holds the kernel any more; at once if
+// it is refused.
 int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int64_t), int64_t argument,
                      void (*forget)(int64_t), int count, char** starts, const int64_t* bytes,
                      const int* is_write) {
+  std::shared_ptr<void> owner((void*)1, [=](void*) { forget(argument); });
   FAKE_CALL(name);
   Stream* stream = stream_of(name, stream_handle);
   if (!stream) return last_status;
@@ -312,7 +312,6 @@ int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int6
     return violation(kInvalidHandle, "%s: launched on a stream of device %d, the current device is"
                      " %d", name, stream->device, current_device);
   if (const int status = may_submit(name, *stream)) return status;
-  std::shared_ptr<void> owner((void*)1, [=](void*) { forget(argument); });
   auto work = std::make_shared<Work>();
   work->name = name;
   work->device = stream->device;
