@@ -126,6 +126,8 @@ def test_wrong_groups_are_refused():
         library.accumulate_rows(groups, "q8_0_grouped", c_A, index_A)
     with pytest.raises(ValueError, match="not multiplied"):
         library.dot_rows(groups, "q8_0_grouped", torch.randn(64))
+    with pytest.raises(ValueError, match="q8_0_grouped are not packed again"):
+        library.pack_rows(groups, "q8_0_grouped", None, torch.zeros_like(groups))
     with pytest.raises(ValueError, match="contiguous rows for the grouped form"):
         out = torch.zeros(128, 80, dtype=torch.uint8)[:, :68]
         library.pack_rows(rows, "q8_0", None, out, "grouped")

@@ -145,6 +145,8 @@ def test_wrong_tiles_are_refused():
             library.dot_rows(bad, "q8_0_tiled", x_D)
     with pytest.raises(ValueError, match="not summed"):
         library.accumulate_rows(tiles, "q8_0_tiled", torch.randn(32))
+    with pytest.raises(ValueError, match="q8_0_tiled are not packed again"):
+        library.pack_rows(tiles, "q8_0_tiled", None, torch.zeros_like(tiles))
     with pytest.raises(ValueError, match="contiguous rows for the tiled form"):
         library.pack_rows(
             rows, "q8_0", None, torch.zeros(32, 80, dtype=torch.uint8)[:, :68], form="tiled"

@@ -50,7 +50,8 @@ MOST_CHOSEN = 0.9
 @dataclass
 class Traffic:
     """Weight bytes read so far. `attention`: query, key, value and output projections on the CPU;
-    the others: the feed-forward layers."""
+    the others: the feed-forward layers. Where the C++ kernels compute several tokens together, rows
+    of the same groups that no token needs may be read too, and are not counted."""
 
     gate: int = 0
     up: int = 0

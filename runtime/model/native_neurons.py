@@ -122,7 +122,7 @@ class NativeNeurons:
 
     @property
     def bytes_read(self) -> int:
-        """Weight bytes read by all calls so far."""
+        """Weight bytes of the rows that tokens of all calls so far needed, each counted once per call."""
         return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
 
 
@@ -130,7 +130,8 @@ def add_neurons(
     y_TD: Tensor, block: NeuronBlock, gate: Gate, mode: Mode, x_TD: Tensor, named_TN: Tensor | None
 ) -> tuple[int, int, int]:
     """Adds a block's output for each token; `named_TN`: the predicted neurons, None in other modes.
-    Returns the bytes read of gate, up and down, each row counted once per native call.
+    Returns the bytes of the rows of gate, up and down that any token needed, each row counted once
+    per native call.
 
     A token's result is bit-identical whatever the other tokens are. Raises NotNative if the kernels
     do not support the block."""

@@ -74,7 +74,8 @@ struct Fired {
     void set(int64_t t, int64_t j) const { bits[t * stride + j / 32] |= 1u << j % 32; }
 };
 
-// Weight bytes read.
+// Weight bytes of the rows that any token needs, each counted once. They are what is read for one token;
+// several may read further rows of the same groups (see neurons.h).
 struct NeuronBytes {
     int64_t gate = 0, up = 0, down = 0;
 };

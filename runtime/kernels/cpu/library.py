@@ -378,9 +378,11 @@ def pack_rows(
     group's rows and D of 32; all others are copied unchanged.
 
     out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all
-    threads. Raises ValueError for a wrong dtype, shape or layout and IndexError for a row that W
-    lacks."""
+    threads. Raises ValueError for tiles, groups, or a wrong dtype, shape or layout, and IndexError
+    for a row that W lacks."""
     code, stride, num_rows, num_columns = _layout(weight, kind)
+    if rows_together(kind) > 1:
+        raise ValueError(f"rows of {kind} are not packed again")
     row_bytes = weight.shape[1] * weight.element_size()
     if stride != row_bytes and num_rows > 1:
         _refuse(f"{kind} weight", "contiguous rows without gaps", weight)

@@ -37,7 +37,7 @@ class Neurons {
     }
 
   private:
-    // Numbers of rows that any token needs; dot_group() may multiply further rows of the group.
+    // Numbers of rows that any token needs; dot_group() and the sums may read further rows of the group.
     struct NumRead {
         int32_t gate, up, down;
     };

@@ -156,7 +156,8 @@ struct SparkStep {
     uint32_t* fired;
     int64_t num_layers, num_ops, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
-    int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;  // read by all steps so far
+    // Of the rows that all steps so far needed, see NeuronBytes.
+    int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;
     int64_t attention_bytes;  // of query, key, value and output projection
     float epsilon;
     int32_t is_adjacent, activation, mode, predictor_kind;
@@ -195,7 +196,7 @@ struct SparkNeurons {
     uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
     int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens
-    int64_t gate_bytes, up_bytes, down_bytes;  // read by all calls so far
+    int64_t gate_bytes, up_bytes, down_bytes;  // of rows that all calls so far needed, see NeuronBytes
     int32_t activation, mode;
     float threshold;
 };
