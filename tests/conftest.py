@@ -1,6 +1,6 @@
 """Fixtures that more than one test file uses, and checks of every test: no command that it runs
-ends with the exit code of an unexpected error, and pytest's process connects to this machine
-only."""
+ends with the exit code of an unexpected error, and pytest's process connects, and sends
+datagrams, to this machine only."""
 
 import dataclasses
 import functools
@@ -32,19 +32,25 @@ _cache = tempfile.TemporaryDirectory(prefix="sparkinfer-tests-")
 os.environ.setdefault("SPARKINFER_CACHE", _cache.name)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
-_connect = socket.socket.connect
 
 
-def connect_here(self, address):
-    """Connects to this machine only."""
-    if self.family in (socket.AF_INET, socket.AF_INET6):
-        assert address[0] in ("localhost", "::1") or address[0].startswith("127."), (
-            f"a test uses the network: {address}"
-        )
-    return _connect(self, address)
+def here_only(method):
+    """A socket's method whose last argument is an address, for addresses of this machine."""
+
+    @functools.wraps(method)
+    def use(self, *arguments):
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            host = arguments[-1][0]
+            assert host in ("localhost", "::1") or host.startswith("127."), (
+                f"a test uses the network: {arguments[-1]}"
+            )
+        return method(self, *arguments)
+
+    return use
 
 
-socket.socket.connect = connect_here  # type: ignore[method-assign]
+for _name in ("connect", "connect_ex", "sendto"):
+    setattr(socket.socket, _name, here_only(getattr(socket.socket, _name)))
 
 unexpected: list[str] = []  # commands of the running test
 started: list[subprocess.Popen] = []

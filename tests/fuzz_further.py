@@ -142,7 +142,7 @@ def export_split(case: Case) -> None:
 
 
 def list_entry(case: Case) -> None:
-    """The folder of the cache is listed whatever its entry says."""
+    """The folder of the cache is listed whatever its entry says, as ready if `run` would use it."""
     from sparkinfer.run.cache_folder import read_entry
     from sparkinfer.run.housekeeping import list_cache
 
@@ -153,8 +153,8 @@ def list_entry(case: Case) -> None:
         json.dumps([vars(each) for each in shown], allow_nan=False)
         print(*(each.state for each in shown))
     entry = read_entry(folder)
-    if entry is not None and entry.is_current:
-        assert entry.is_whole in (True, False)
+    is_used = entry is not None and entry.is_current and entry.is_whole
+    assert [each.name for each in shown if each.state == "ready"] == [KEPT] * is_used
 
 
 def remember_rates(case: Case) -> None:

@@ -128,7 +128,7 @@ def _moved(rng: random.Random, values: dict, arrays: dict) -> None:
     row, count = arrays["gate_histogram_LB"][0], rng.randrange(1, 1 << 40)
     first, second = rng.sample(range(len(row)), 2)
     row[first] -= count + row[first]
-    row[second] += count + (row.sum() * 0)
+    row[second] += count
     row[0] += values["num_tokens"] * arrays["active_count_LF"].shape[1] - row.sum()
 
 

@@ -4,6 +4,7 @@ marked slow. benchmarks/gpu_proof.py writes the results in docs/gpu-proof.md."""
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import ptx_mutants
@@ -42,13 +43,21 @@ def machines():
     return {arch: PtxKernels(arch) for arch in (HOPPER, BLACKWELL)}
 
 
+@pytest.fixture(scope="module")
+def compare(machines):
+    """Runs a comparison of QUICK, unless an earlier test of this process has."""
+    return cache(lambda case, arch: CASES[case](machines[arch].kernels))
+
+
 @pytest.mark.parametrize(("case", "arch"), QUICK)
-def test_comparisons_of_the_kernels(machines, case, arch):
-    CASES[case](machines[arch].kernels)
+def test_comparisons_of_the_kernels(compare, case, arch):
+    compare(case, arch)
 
 
-def test_the_quick_share_executes_every_kind_of_instruction(machines):
+def test_the_quick_share_executes_every_kind_of_instruction(machines, compare):
     """Every kind that the launches of all plans execute, by an instruction's first word."""
+    for case, arch in QUICK:
+        compare(case, arch)
     known = json.loads(gpu_proof.RESULT.read_text())["instructions"]
     executed = {name.split(".")[0] for m in machines.values() for name in m.num_lane_instructions}
     missing = {name.split(".")[0] for names in known.values() for name in names} - executed

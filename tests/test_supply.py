@@ -168,6 +168,12 @@ def test_the_archives_hold_what_they_should(tmp_path):
     assert "0.1.0" in said.stdout
 
 
-def test_connections_to_other_machines_fail():
-    with socket.socket() as one, pytest.raises(AssertionError, match="uses the network"):
-        one.connect(("192.0.2.1", 80))
+@pytest.mark.parametrize("method", ["connect", "connect_ex", "sendto"])
+def test_connections_to_other_machines_fail(method):
+    data = [b"x"] if method == "sendto" else []
+    with socket.socket(type=socket.SOCK_DGRAM) as one:
+        with pytest.raises(AssertionError, match="uses the network"):
+            getattr(one, method)(*data, ("192.0.2.1", 80))
+        with socket.socket(type=socket.SOCK_DGRAM) as other:
+            other.bind(("127.0.0.1", 0))
+            getattr(one, method)(*data, other.getsockname())

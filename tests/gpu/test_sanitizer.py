@@ -68,7 +68,20 @@ def selected():
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     names = [line for line in listed.stdout.splitlines() if "::" in line]
-    return names[:: max(1, len(names) // MOST_TESTS)][:MOST_TESTS]
+    return spread(names, MOST_TESTS)
+
+
+def spread(names, most):
+    """At most this many of the names, evenly spaced, the first and the last among them."""
+    count = min(most, len(names))
+    return [names[i * (len(names) - 1) // max(1, count - 1)] for i in range(count)]
+
+
+@pytest.mark.parametrize("num_names", [0, 1, 7, 8, 9, 15, 16, 40])
+def test_names_are_spread_over_all(num_names):
+    chosen = spread(range(num_names), MOST_TESTS)
+    assert len(set(chosen)) == len(chosen) == min(num_names, MOST_TESTS)
+    assert chosen[:1] == list(range(num_names))[:1] and chosen[-1:] == list(range(num_names))[-1:]
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

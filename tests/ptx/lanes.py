@@ -362,7 +362,7 @@ class Machine:
 
     def _target(self, block: Block, here: int, mask, end: int):
         """The block where lanes continue: one for all, or an array."""
-        target = here + 1 if block.target is None else end if block.is_exit else block.target
+        target = here + 1 if block.target is None else block.target
         if block.is_exit:
             target = end
         if block.guard is None:

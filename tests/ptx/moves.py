@@ -9,7 +9,7 @@ from ptx.text import BYTES
 _SPACES = ("global", "shared", "local", "param", "const")
 # Cache hints, and memory orders that change nothing where all lanes run in lockstep.
 _HINTS = ("nc", "volatile", "relaxed", "weak", "gpu", "cta", "sys", "ca", "cg", "cs", "lu", "cv",
-          "wb", "wt", "cta")  # fmt: skip
+          "wb", "wt")  # fmt: skip
 
 
 def move(name, modifiers, operands, registers):
