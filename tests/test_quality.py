@@ -69,7 +69,7 @@ def test_intervals_contain_the_truth_as_often_as_they_claim():
 
 
 def test_the_interval_of_a_high_quantile_contains_it_as_often_as_it_claims():
-    """Correlated tokens; the truth is that of the stationary AR(1)."""
+    """The tokens are correlated; the truth is the quantile of the stationary AR(1)."""
     random, inside = np.random.default_rng(1), 0
     truth = 2.3263 / math.sqrt(1 - 0.9**2)
     for _ in range(200):
@@ -106,7 +106,7 @@ def test_a_comparison_equals_plain_sums():
     increase = increase_of(found.loss_difference)
     assert increase.mean == pytest.approx(math.exp(losses[1] - losses[0]) - 1)
     assert found.agreement.mean == (p.argmax(1) == q.argmax(1)).double().mean().item()
-    # Paired: the difference is known far better than either loss.
+    # Paired: the interval of the difference is much narrower than that of the loss alone.
     alone = batch_mean(-q.gather(1, next_T[:, None]).log()[:, 0], [200, 100]).half_width
     assert found.loss_difference.half_width < 0.6 * alone
     assert same.loss_difference.mean == same.divergence.mean == 0.0
@@ -138,7 +138,7 @@ def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
 
 
 def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
-    """The shares of neurons against plain sums over tokens."""
+    """Shares of neurons, too, which are compared with plain sums over tokens."""
     keys, vocab_size = byte_level_keys()
     shape = make_shape(vocab_size=vocab_size, context_length=64)
     make_model(shape=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
@@ -300,7 +300,7 @@ def test_profile_records_both_modes_and_convert_keeps_them(tmp_path):
     convert(ConvertConfig(source=tmp_path / "m.gguf", output=tmp_path / "m2.gguf",
                           thresholds=tmp_path / "p", predictors=tmp_path))  # fmt: skip
     assert ModelFile.load(tmp_path / "m2.gguf").quality == record
-    # About what eval measures on the whole text.
+    # eval measures about the same on 1,000 tokens of the text.
     found = evaluate(EvalConfig(model=tmp_path / "m2.gguf", corpora=(tmp_path / "t.txt",),
                                 mode="exact", max_tokens=1000))  # fmt: skip
     assert found.hidden_share_L == pytest.approx([0.5] * 3, abs=0.1)

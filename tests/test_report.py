@@ -153,7 +153,7 @@ def test_the_numbers_are_those_of_the_files(folder, page):
 
 
 def test_the_speeds_beside_the_plan_are_those_of_the_solver(folder, tmp_path):
-    """Read from the plan's file, not taken from what the solver returned."""
+    """Computed from the plan's file, they equal those that the solver returned."""
     config = config_of(folder, tmp_path / "r.html", evals=())
     solved = solve(SolveConfig(
         model=config.model, profile=config.profile, machine=config.machine, mode="exact",
@@ -197,7 +197,7 @@ def test_the_speeds_of_a_plan_with_keys_in_main_memory(folder, tmp_path):
 
 
 def test_the_map_shows_the_plan(folder):
-    """The area drawn in the colour of each device, against the columns that the plan gives it."""
+    """The area in each device's colour is that of the columns that the plan gives it."""
     split, profile = Split.load(folder / "plan.gguf"), Profile.load(folder / "p.safetensors")
     drawn = []
     with pytest.MonkeyPatch.context() as patch:

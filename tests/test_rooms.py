@@ -10,14 +10,14 @@ import pytest
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
 PACKAGE = "sparkinfer.runtime"
-# From the bottom to the top. Modules outside the folders (the engine and its options) are above
-# all.
+# From the bottom to the top. Modules outside the folders (the engine, its options, loading) are
+# above all of them.
 ROOMS = ("device", "kernels", "weights", "cache", "model", "neuron_cache", "step", "prefill",
          "check", "text", "generate")  # fmt: skip
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules of the runtime that a file imports, wherever in it: inside functions, for types."""
+    """Modules of the runtime that a file imports, also inside functions or only for types."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []

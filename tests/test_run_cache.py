@@ -1,4 +1,5 @@
-"""The cache of `sparkinfer run`: who waits, what is made anew, what is removed, and what decides a key."""
+"""The cache of `sparkinfer run`: which run waits, what is made again or removed, and what the keys
+depend on."""
 
 import dataclasses
 import fcntl
@@ -200,7 +201,8 @@ def test_what_is_not_ours_stays(cache, tmp_path):
 
 
 def test_a_folder_that_is_removed_while_a_run_waits_is_made_again(monkeypatch, cache):
-    """Between the opening of a lock and the locking another run removes both."""
+    """Another run removes the folder and its lock file after this one has opened the lock file and
+    before it locks it."""
     real, taken = fcntl.flock, []
 
     def flock(descriptor, how):

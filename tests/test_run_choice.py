@@ -1,4 +1,4 @@
-"""What `sparkinfer run` chooses, how long it says that it will take, and its bundled text."""
+"""The choices of `sparkinfer run`, its estimates of time, and its bundled text."""
 
 import pytest
 from checkpoints import random_dejavu
@@ -31,7 +31,8 @@ def size(source, kind) -> int:
 
 
 def test_the_type_is_the_most_precise_that_fits(source):
-    """Rows of 64 values do not fill blocks of K-quants: they stay f16, larger than q8_0."""
+    """Rows of 64 values do not fill a K-quant's block and stay f16, so a K-quant model is larger
+    than a q8_0 one and never chosen."""
     for room, kind in (
         (Room(main=size(source, "q8_0")), "q8_0"),
         (Room(main=size(source, "q8_0") - 1), "q4_0"),

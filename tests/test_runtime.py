@@ -223,7 +223,7 @@ def test_a_step_reads_the_bytes_that_it_counts_and_no_others(tmp_path, mode, hot
             watched = engine._step(IDS[1], 1)
             after = engine.traffic
         assert rel_error(watched, want) < F32_BOUND
-        for name in ("gate", "up", "down", "predictor"):  # natively and not, the same bytes
+        for name in ("gate", "up", "down", "predictor"):  # the same with an observer and without
             first, second, third = (getattr(t, name) for t in (start, before, after))
             assert third - second == second - first
         row = 4 * model.shape.width
@@ -243,12 +243,12 @@ def test_a_step_reads_the_bytes_that_it_counts_and_no_others(tmp_path, mode, hot
                 for matrix in (block.up.weight, block.down):
                     matrix.data[rows[~opened[layer.ffn.layer][ids]]] = torch.nan
         assert torch.equal(engine._step(IDS[1], 1), want)
-        block.up.weight.data.fill_(torch.nan)  # and NaN in a row that is read shows
+        block.up.weight.data.fill_(torch.nan)  # NaN in a row that is read does show
         assert engine._step(IDS[1], 1).isnan().any()
 
 
 def test_a_long_prompt_equals_one_token_at_a_time(tmp_path):
-    """Longer than a prefill chunk, and not a multiple of it."""
+    """The prompt is longer than a native pass of 128 rows, and not a multiple of it."""
     shape = make_shape(context_length=300)
     model = saved(tmp_path, shape=shape)
     ids = np.random.default_rng(0).integers(0, 50, 281).tolist()
@@ -349,7 +349,7 @@ def test_close_frees_the_weights(tmp_path):
     with pytest.raises(SparkinferError, match="closed"):
         engine.logits(IDS)
     gc.collect()
-    assert len(gc.get_referrers(held)) <= 1  # this frame's at most
+    assert len(gc.get_referrers(held)) <= 1  # this frame at most
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
 
 
 def test_loaded_bytes_are_those_of_the_plan(tmp_path):
-    """Recomputed from the tensors that were really made, by role."""
+    """Neurons and KV cache are summed over the loaded tensors; the rest is the engine's report."""
     model = saved(tmp_path, kind="q8_0", predictor_rank=8)
     split = make_split(model, PATTERNS["random"])
     split.save(tmp_path / "s.gguf")

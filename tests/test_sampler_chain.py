@@ -1,4 +1,4 @@
-"""The chain: order, seeds, draws, greedy, masks, infinities, log-probabilities."""
+"""The sampler chain: order, seeds, draws, greedy, masks, infinities, log-probabilities."""
 
 import math
 from collections import Counter
@@ -91,7 +91,7 @@ MOST = 31.3
 def test_draws_are_as_frequent_as_probable():
     expected = softmax(temperature_ref(list(enumerate(LOGITS.tolist())), 0.7))
     assert chi_square(chain_of(12, temperature=0.7, seed=5), LOGITS, expected) < MOST
-    # And the measure distinguishes another temperature from this one.
+    # The measure tells another temperature from this one.
     assert chi_square(chain_of(12, temperature=0.8, seed=5), LOGITS, expected) > 3 * MOST
 
 
@@ -211,7 +211,7 @@ def test_nan_infinities_and_one_survivor(more):
     assert {chain.sample(tensor(-INF, -INF, 0.5, -INF), [2]) for _ in range(9)} == {2}
     assert {chain.sample(tensor(3e38, -INF, INF, -3e38), [2]) for _ in range(9)} == {2}
     far = {chain.sample(tensor(3e38, 3.1e38, -3e38, -INF), [2]) for _ in range(9)}
-    # Adaptive-p prefers 0 to 1 where its target is nearer to it.
+    # Adaptive-p prefers tokens of probability 0 to one of probability 1: 0 is nearer to its target.
     assert far == {1} or ("adaptive_target" in more and 3 not in far)
     assert {chain.sample(tensor(-INF, INF, -INF, INF), [2]) for _ in range(40)} <= {1, 3}
 

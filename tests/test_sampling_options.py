@@ -1,4 +1,4 @@
-"""The settings of sampling: what is refused, how the command line spells them, DRY's breakers."""
+"""Sampling options: refusals, their spelling on the command line, and DRY's sequence breakers."""
 
 import json
 from dataclasses import asdict, fields

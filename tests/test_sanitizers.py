@@ -29,8 +29,8 @@ SOURCES = {
 FLAGS = "-std=c++17 -O1 -w -ffp-contract=off -pthread".split()
 # A null pointer needs no separate check: the address sanitizer reports the access.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
-# Undefined behaviour ends the program by a trap, which compiles in half the time that a message and
-# line numbers take. Where a program fails, it is compiled again to say where.
+# Undefined behaviour traps, which compiles in half the time that messages with line numbers take. A
+# program that fails is compiled again with them.
 TRAPS = ["-fsanitize-undefined-trap-on-error"]
 SAYS = ["-g", "-fno-sanitize-recover=all"]
 # Without AMX dispatch.cpp never calls that level, whose code test_amx.py runs on emulated tiles.
@@ -47,7 +47,7 @@ def has_amx() -> bool:
 
 
 def compiled(folder: Path, how: list[str]) -> list[Path]:
-    """The objects of the kernels and of their driver; two at a time, as CI has two cores."""
+    """Compiles the kernels and their driver, two files at a time, as CI has two cores."""
     sources = {name: (KERNELS / f"{name}.cpp", flags) for name, flags in SOURCES.items()}
     if not has_amx():
         (folder / "no_amx.cpp").write_text(NO_AMX)
@@ -87,7 +87,7 @@ def test_no_kernel_reads_or_writes_out_of_bounds(objects, tmp_path):
 
 
 def driver_with(tmp_path: Path, right: str, wrong: str) -> Path:
-    """The object of a driver that does something wrong."""
+    """Compiles the driver with a planted fault."""
     source = (ROOT / "tests" / "sanitized_kernels.cpp").read_text()
     assert right in source
     source = source.replace(right, wrong).replace('"../runtime', f'"{ROOT}/runtime')
@@ -101,7 +101,7 @@ def driver_with(tmp_path: Path, right: str, wrong: str) -> Path:
     "right, wrong, is_noticed",
     [
         (
-            "const uint8_t* w = weights(kind, A, D);",  # one more row than there is
+            "const uint8_t* w = weights(kind, A, D);",  # the fault: a row less than is read
             "const uint8_t* w = weights(kind, A > 1 ? A - 1 : A, D);",
             lambda done: "heap-buffer-overflow" in done.stderr,
         ),

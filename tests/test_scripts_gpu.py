@@ -226,7 +226,7 @@ def test_a_program_that_hangs_is_ended(monkeypatch, tmp_path):
 
 
 def test_a_rival_that_dies_loses_only_its_own_figures(tmp_path):
-    """Two cases share it, as modes of one budget do."""
+    """Two cases share the rival, as the modes of one budget do."""
     ours = """
 import json, sys
 print(json.dumps({"threads": 1}), flush=True)
@@ -375,7 +375,7 @@ def test_skipping_everything_is_not_passing(tmp_path):
 
 
 def test_no_part_of_a_file_is_without_tests():
-    """pytest fails if it selects none."""
+    """pytest fails if it selects no test."""
     paths = {Path(job.arguments[-1]) for job in gpu_run.jobs_of("cuda")}
     paths = [path for path in sorted(paths) if path.stem in gpu_run.PARTS]
     assert len(paths) == len(gpu_run.PARTS)
@@ -398,7 +398,7 @@ def empty_parts(names, parts):
 
 
 def test_the_tests_for_a_device_work_on_the_cpu(tmp_path):
-    """Some of them; pytest tests/gpu --device cpu runs all."""
+    """Runs some of them; `pytest tests/gpu --device cpu` runs all."""
     some = tmp_path / "some"
     some.mkdir()
     for kind, plan, mode in (("f16", "mixed", "predicted"), ("q6_k", "random", "dense")):

@@ -31,7 +31,7 @@ class Alone:
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def logits(self, ids: list[int]) -> torch.Tensor:
-        """After every token."""
+        """Logits after every token."""
         key = tuple(ids)
         if key not in self.known:
             self.known[key] = self.engine.logits(ids)
@@ -39,8 +39,8 @@ class Alone:
 
 
 def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]]:
-    """A tree of drafts, as the token of each node on the way to each of up to `most` leaves: paths
-    share a beginning of random length with an earlier one, and nothing after it."""
+    """A random tree of drafts, as the tokens on the path to each of up to `most` leaves. Each path
+    shares a prefix of random length with an earlier one, and no node after it with any."""
     paths = [[chance.randrange(50) for _ in range(chance.randint(1, depth))]]
     for _ in range(chance.randint(1, most) - 1):
         stem = chance.choice(paths)
@@ -54,8 +54,8 @@ def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]
 
 
 def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequence) -> int:
-    """Computes a random tree of drafts in one step, whose branches copy what they share, and
-    compares each node with its path alone; the root keeps its length."""
+    """Computes a random tree of drafts in one step, in which branches copy shared keys and values,
+    and compares each node with its path alone. The root keeps its length."""
     start, places = root.length, engine._sequences.cache.table.num_sequences
     taken = len(engine._sequences._open)
     paths = random_paths(chance, min(6, root.room), places - taken + 1)
@@ -151,7 +151,7 @@ def test_a_thousand_random_schedules(tmp_path):
 
 @native
 def test_the_comparison_finds_a_wrong_block(tmp_path):
-    """A sequence that reads another's block."""
+    """A sequence that reads another's block gets other logits."""
     model = model_of(tmp_path, "q8_0")
     with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
         first, second = engine.sequence(), engine.sequence()
@@ -166,7 +166,7 @@ def test_the_comparison_finds_a_wrong_block(tmp_path):
 
 @native
 def test_a_tree_of_drafts(tmp_path):
-    """Branches have their stem's keys and values without computing it again."""
+    """Branches copy their stem's keys and values instead of computing them again."""
     model = model_of(tmp_path, "q8_0")
     stem, branches = [5, 6, 7], ([8, 9], [10, 11, 12], [13])
     with (
@@ -199,7 +199,7 @@ def test_a_tree_of_drafts(tmp_path):
 
 
 def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
-    """The path for observers, which runs the sequences one after another."""
+    """With an observer, the sequences of a step run one after another."""
     model = saved(tmp_path, shape=make_shape(context_length=128))
     with Engine.load(model.path, num_sequences=3) as engine:
         texts = [engine.sequence() for _ in range(3)]
@@ -232,7 +232,8 @@ def test_the_reported_cache_bytes_are_those_allocated_for_every_count(tmp_path):
 
 @native
 def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
-    """At each layer's copy; the fork then continues as if nothing had happened."""
+    """The copy of each layer is interrupted; then both sequences continue as if nothing had
+    happened."""
     model = model_of(tmp_path, "q8_0")
     with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
         root = engine.sequence()
@@ -354,7 +355,7 @@ def test_steps_use_the_memory_of_logits_that_nobody_keeps():
     place = first.data_ptr()
     kept = first[0].view(5)
     del first
-    assert memory.take(1).data_ptr() != place  # a view of it lives
+    assert memory.take(1).data_ptr() != place  # a view of it is alive
     del kept
     places = {memory.take(rows).data_ptr() for rows in (1, 1, 1)}
     assert len(places) == 1

@@ -367,7 +367,7 @@ def test_tokens_and_templates(served, engine):
             assert found.count(0) == num_special + begins
             assert served.ask("/detokenize", {"tokens": found[begins:]})[1] == {"content": marked}
     assert served.ask("/tokenize", {"content": text, "parse_special": False})[1] == {"tokens": ids}
-    long = "x" * 5000 + "<|endoftext|>"  # tokenised in another way
+    long = "x" * 5000 + "<|endoftext|>"  # long texts are tokenised by `encode_batch`
     found = served.ask("/tokenize", {"content": long, "parse_special": False})[1]["tokens"]
     assert 0 not in found and served.ask("/tokenize", {"content": long})[1]["tokens"][-1] == 0
     assert served.ask("/detokenize", {"tokens": ids})[1] == {"content": text}

@@ -1,6 +1,6 @@
-"""Checks of a request before it is read: the key, the host, CORS, sizes, and slow clients.
+"""Checks of a request before its handler runs: the key, the host, CORS, sizes, and slow clients.
 
-The application is called in this process, without a model: these tests never reach it."""
+The application runs in this process, without a model, which these tests never need."""
 
 import asyncio
 import base64
@@ -39,7 +39,8 @@ def service_of(**fields):
 
 
 def ask(service, method, path, headers=(), body=(b"",), scope=()):
-    """(status, headers, JSON) of a request. `body`: pieces; None waits forever."""
+    """(status, headers, content) of a request; JSON is parsed. `body` is in pieces, of which None
+    never arrives."""
     pieces = list(body)
     sent = []
 
@@ -108,7 +109,7 @@ def test_only_the_page_makes_a_browser_ask_for_the_key():
 
 
 def test_the_page_runs_only_its_own_script():
-    """The policy names hashes, which the test computes again."""
+    """The policy allows them by their hashes, which the test computes again."""
     _, headers, page = ask(service_of(), "GET", "/")
     policy = headers["content-security-policy"]
     assert policy == page_policy(page.decode()) and "unsafe" not in policy
@@ -275,7 +276,7 @@ def served_by(app, head_s=0.3, most=2):
 
 
 def closed_after(port, pieces, wait=0.1):
-    """Output after sending pieces slowly, until the server closes."""
+    """Sends pieces slowly; returns what the server sends until it closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         found = b""
         try:
@@ -321,7 +322,7 @@ def test_an_oversized_head_is_refused(listening):
 
 @pytest.mark.parametrize("is_announced", [True, False])
 def test_a_client_that_sends_too_much_reads_why(is_announced):
-    """It sends everything before it reads: more than sockets hold."""
+    """The client sends everything, more than socket buffers hold, before it reads."""
     length = f"Content-Length: {12 << 20}" if is_announced else "Transfer-Encoding: chunked"
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += "Content-Type: application/json\r\n"
@@ -344,7 +345,7 @@ CLOSED_BODY = (
 
 @pytest.mark.parametrize("request_, wanted", [(LONG_HEAD, b"431"), (CLOSED_BODY, b"413")])
 def test_a_client_that_sends_more_than_is_read_sees_the_answer(patient, request_, wanted):
-    """More than the server reads before it answers, and more than sockets hold."""
+    """The request is more than the server reads before it answers, and than socket buffers hold."""
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", patient), timeout=20) as connection:
             connection.sendall(request_)
@@ -403,7 +404,7 @@ def test_dropping_a_body_is_bounded_in_bytes_and_time():
 
 
 def test_an_answer_that_the_client_does_not_read_leaves_one_line_in_the_log(caplog):
-    """The connection is cut, and uvicorn logs nothing about it."""
+    """The connection is cut, and uvicorn does not log it as an error of the application."""
     lines = []
 
     async def app(scope, receive, send):

@@ -1,6 +1,6 @@
-"""Main memory of the server's process: a cache that does not fit is refused, and a text that is over is
-freed at once, which is tested with Python's cycle collector off. Other threads run while a long text
-is tokenised."""
+"""The server's main memory: a cache that does not fit is refused, and a finished text is freed at
+once, which is tested with Python's cycle collector off. Other threads run while a long text is
+tokenised."""
 
 import asyncio
 import gc
@@ -47,7 +47,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_text_that_is_over_is_freed_at_once(model, is_cancelled):
-    """Together with its logits, which are a view of those of a whole step."""
+    """Its logits, a view of those of a whole step, are freed with it."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A server whose texts read selected keys: each answers as if it were alone."""
+"""A server whose texts read selected keys: each answer is as if its text ran alone."""
 
 import threading
 
@@ -16,7 +16,7 @@ NUM_TOKENS = 24
 
 
 def alone(model, rule) -> list[list[int]]:
-    """The tokens that each prompt is continued with, greedily."""
+    """The greedy continuation of each prompt, by an engine of one sequence."""
     found = []
     with Engine.load(model, mode="exact", context_length=CONTEXT, kv_offload=rule) as engine:
         for prompt in PROMPTS:
@@ -30,8 +30,8 @@ def alone(model, rule) -> list[list[int]]:
 
 
 def test_texts_with_a_common_beginning_answer_as_if_alone(tmp_path):
-    """Twice, so that the second answers continue from texts that the server kept; meanwhile a client
-    leaves in the middle of its answer."""
+    """Every prompt is sent twice, so that the second answers continue from texts that the server
+    kept; before each time, a client leaves in the middle of its answer."""
     model = save_model(tmp_path)
     want = alone(model, RULE)
     assert want != alone(model, None)

@@ -225,7 +225,7 @@ def test_settings_are_sent_and_kept(browser, serve):
     assert browser.run("document.getElementById('top_k').value") == "20"
     browser.click("#top_p")
     browser.run("document.activeElement.select()")
-    browser.type("7")  # above 1: neither kept nor sent
+    browser.type("7")  # above 1, so it is not kept
     browser.press("Escape")
     assert browser.run("settings.top_p") == 0.9
     browser.click("#open-settings")
@@ -305,5 +305,5 @@ def test_the_page_with_a_real_server(browser, tmp_path):
             "fetch(address('')).then(r => r.headers.get('content-security-policy'))"
         )
         assert policy == page_policy(PAGE.read_text())
-        # The page sends nothing to another machine.
+        # The console shows only the refusal: no error, and no request that the policy forbids.
         assert not [line for line in browser.said if "status of 400" not in line]

@@ -94,7 +94,7 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
 def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
     served = Served(model, "-np", "1", "--queue", "1024", "--drain", "1e-6")
     found = []
-    # One after the other: 256,000 tokens, so that the signal comes before the last one.
+    # 256,000 tokens, one text at a time, so that the signal comes before the last one.
     waiting = in_background(served, {**LONG, "prompt": [[7]] * 64, "n": 16}, found)
     served.until(lambda: served.metric("sparkinfer_running") > 0)
     served.process.send_signal(signal.SIGINT)
@@ -114,7 +114,7 @@ def test_a_signal_while_the_model_is_loaded_ends_the_process(model):
 
 
 def test_a_model_loaded_only_after_the_port_is_closed_ends_quietly(model, caplog):
-    """A signal while the model is loaded closes the port before the model is there."""
+    """A signal while the model is being loaded closes the port before the model is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

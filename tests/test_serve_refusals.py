@@ -1,4 +1,4 @@
-"""The server's refusals, and the field each names: values that would silently change an answer."""
+"""Values that the server refuses, and the field that each error names."""
 
 import pytest
 from serving import SAID, TOOL, Served, save_model

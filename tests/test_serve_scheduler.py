@@ -285,7 +285,7 @@ def test_prefixes_are_shared(bench):
 
 
 def test_a_prefix_of_a_kept_text_is_not_kept_again(bench):
-    """A text that is the prefix of another adds nothing."""
+    """A finished text is kept only if it is not the prefix of a kept one."""
     stem = list(range(100))
     for key, tail in enumerate(([7] * 40, [], [7] * 20, [8])):
         bench.submit(key, [*stem, *tail], max_tokens=1)
