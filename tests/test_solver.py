@@ -191,7 +191,7 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
         items.append(layer_options(model, profile, machine, mode, layer, subsets))
     items.append(head_options(model, machine))
     for options in items:
-        # A block whose predecessor is on the CPU copies the hidden state there and later back.
+        # A GPU block after one on the CPU costs a copy of the hidden state to the GPU and back.
         enters = np.logical_and.outer(is_there == 0, options[:, 2] == 1).ravel()
         seconds = np.add.outer(seconds, options[:, 1]).ravel() + enters * visit_seconds(model, gpu)
         num_bytes = np.add.outer(num_bytes, options[:, 0]).ravel()
@@ -202,7 +202,7 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
 
 
 def solve_alone(problem: Problem, start, **changes):
-    """The integer program for one GPU."""
+    """Solves the integer program for one GPU."""
     home_I = np.zeros(problem.num_layers + 1, np.int64)
     pipeline = Pipeline(problems=(problem,), need_bytes=0)
     plan = PipelinePlacement(placement=start, home_I=home_I)
@@ -299,8 +299,8 @@ def by_hand(touched, **changes) -> Problem:
         # The neurons alone would be 33.5 (see below), the head 2 + 20 + 15, the dense block
         # 5 + 10 + 15 and the round trip that its cold neurons now cost.
         ({"budget_bytes": 100}, 30.25, [], True, False),
-        # Block and neurons, for which there is room for all: with all of them 4.25 and no round
-        # trip, with three max(4, 1.25), with two max(12/4 + 1/2, 3 + 1/4) = 3.5: two, so 18.5.
+        # The block and all neurons fit. All four neurons take 4.25 and no round trip, three
+        # max(4, 1.25), two max(12/4 + 1/2, 3 + 1/4) = 3.5. Two are best: 5 + 10 + 3.5.
         ({"budget_bytes": 140}, 18.5, [0, 1], True, False),
         # A slow round trip of 6 s: now two would be max(3.5, 9), all 4.25 without any.
         ({"budget_bytes": 140, "round_trip_s": 6.0}, 19.25, [0, 1, 2, 3], True, False),
@@ -324,7 +324,7 @@ def test_hand_solved(changes, seconds, hot, dense, head):
     assert np.flatnonzero(answer.placement.hot_LF[0]).tolist() == hot
     assert (answer.placement.dense_L[0], answer.placement.head) == (dense, head)
     assert answer.bound_s <= answer.objective_s
-    # The integer program finds the same from the worst start there is.
+    # The integer program finds the same when it starts with everything on the CPU.
     start = on_one_device(problem, gpu=False)
     grouped = solve_alone(problem, start, time_limit_s=5)
     assert grouped.objective_s == pytest.approx(seconds, rel=CLOSE)
@@ -372,7 +372,7 @@ def test_the_hottest_are_not_always_the_best():
 
 def test_least_number_of_hot_neurons():
     # In exact mode an f32 neuron of width 32 that always fires touches 384 bytes: 1 us at 0.384
-    # MB/ms. Hot neurons take three kernels: their 2.5 us are earned back from the third
+    # GB/s. Hot neurons take three kernels and a round trip: 2.5 us are earned back from the third
     # neuron on, and 1 ms never is, so the least is all.
     model = make_model(shape=make_shape(width=32, num_neurons=8, vocab_size=8))
     profile = make_profile(model, np.ones((2, 8)))

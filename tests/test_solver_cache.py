@@ -290,7 +290,7 @@ def test_a_step_takes_the_gpu_bytes_that_are_planned(tmp_path, plan, mode):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
-    """Weights, the policy and its tables, and the step's tables."""
+    """Compares the sum of the copied rows, the policy's tables and the step's with the plan."""
     cached = Cached.of(tmp_path, "every kind of layer", mode)
     model, split, residency = cached.model, cached.split, cached.cache.residency
     held = []

@@ -1,4 +1,4 @@
-"""The command's refusals, advice, curve and pictures."""
+"""`sparkinfer solve`: refusals, advice, the curve over budgets and pictures."""
 
 import json
 from dataclasses import replace
@@ -189,7 +189,8 @@ def test_a_check_for_other_budgets_and_a_curve_named_like_its_picture(folder, ca
 
 
 def test_the_lines_that_the_command_prints(folder, capsys):
-    """Everything fits, a part fits, no budget, no GPU: each case is said once."""
+    """Everything fits, a part fits, the budget is 0, there is no GPU: each case has its own lines,
+    and none of another case's."""
 
     def said(*options: str) -> str:
         assert main(arguments(folder, "-o", folder / "plan", "--force", *options)) == 0
@@ -254,7 +255,7 @@ VISIT_S = 2 * (8e-6 + 4 * 256 / 25e9)
         (2 * (LAYER + KV), 2, False, 2 * ON_GPU_S + 2 * ON_CPU_S + HEAD / 40e9 + VISIT_S),
         # The head is last, though there would be room for it from the first layer on.
         (4 * (LAYER + KV) + HEAD - 1, 4, False, 4 * ON_GPU_S + HEAD / 40e9 + VISIT_S),
-        # Then two kernels more, and 512 logits on their way back.
+        # The head adds two kernels and the copy of 512 logits to the CPU.
         (4 * (LAYER + KV) + HEAD, 4, True,
          4 * ON_GPU_S + HEAD / 500e9 + 2e-6 + 4 * 512 / 25e9 + VISIT_S),
     ],
@@ -266,7 +267,7 @@ def test_the_layer_split_by_hand(room, layers, has_head, seconds):
 
 
 def test_the_layer_split_over_two_gpus_by_hand():
-    # Two layers on the first, the last one on the second; its copies and the other's: two visits.
+    # Two layers on the first GPU, the third on the second, the last on the CPU: two visits.
     inputs = inputs_of(0)
     inputs = replace(
         inputs, machine=make_machine(round_trip_s=1e-6, launch_s=1e-6, num_gpus=2),
@@ -321,8 +322,8 @@ def test_rates_that_varied_are_noted(tmp_path):
 
 
 def test_room_that_stays_unused_is_explained(folder):
-    """On a GPU as fast as the CPU, from some budget on. The reason is checked with another plan:
-    for just what was used, it is as fast."""
+    """With a GPU as fast as the CPU, a part of most budgets stays unused. The reason given is
+    checked with a plan for only the bytes that were used, which is as fast."""
     make_machine(cpu_gb_per_s=0.05, gpu_gb_per_s=0.05).save(folder / "c")
     told = []
     for budget in (70 << 10, 80 << 10, 200 << 10, 400 << 10, 500 << 10):

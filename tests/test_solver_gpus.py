@@ -117,7 +117,7 @@ def brute_force(inputs: Inputs) -> float:
         items = [options[layer, home[layer]] for layer in range(num_layers)]
         items.append(head_options(model, machine, home[-1]))
         for gpu, item in zip(home, items, strict=True):
-            # The hidden state is copied there, unless the block before was there too, and later back.
+            # The hidden state is copied to the GPU and back, unless the block before was there too.
             enters = np.logical_and.outer((is_there == 0) | (gpu != before), item[:, 2] == 1)
             seconds = np.add.outer(seconds, item[:, 1]).ravel()
             seconds = seconds + enters.ravel() * visit_seconds(model, machine.gpus[gpu])
@@ -178,9 +178,9 @@ def two_layers(**changes):
         # All on the CPU: two blocks of 20, neurons 15 and 15, the head 10.
         ((0, 0), 80.0, [0, 0], False, None),
         # Two neurons of layer 0 take max(12/4 + 1/2, 3 + 1/4) = 3.5 instead of 15, three of
-        # layer 1 the same: 50 bytes save 23. With them on the first, the second holds the head
-        # (100 bytes for 8) or one block more; blocks before the head's home could only be on the
-        # first: 23.5 + 23.5 + 2.
+        # layer 1 the same: 50 bytes save 23. With them on the first, the second holds the head,
+        # whose 100 bytes save 8, or one block more; blocks before the head's home could only be on
+        # the first: 23.5 + 23.5 + 2.
         ((100, 100), 49.0, [0, 0], True, [0, 0, 1]),
         # One block more on the first saves 15: 5 + 3.5, 23.5 and 2.
         ((200, 100), 34.0, None, True, [0, 0, 1]),
@@ -206,8 +206,8 @@ def test_two_gpus_by_hand(budgets, seconds, dense, head, home):
 
 def test_main_memory_by_hand():
     # One layer, two equal devices, no fixed costs: halves of 5 + 2 and 4 + 3 take 7 s, and the
-    # host then holds 20 bytes of neurons. With room for 10 there, three go: 4 stays, 10 s. Dense
-    # block and head stay in either case.
+    # host then holds 20 bytes of neurons. With room for 10 there, three go and the hottest stays:
+    # 9 s. Dense block and head stay in either case.
     equal = {"gpu_s_per_byte": 1.0, "launch_s": 1e-9, "round_trip_s": 1e-9, "budget_bytes": 40}
     problem = by_hand([5, 4, 3, 2], **equal)
     for need, seconds in ((0, 37), (20, 37), (30, 39), (40, 44)):
@@ -219,8 +219,9 @@ def test_main_memory_by_hand():
 
 
 def test_main_memory_that_binds_has_a_tight_bound():
-    # Two equal GPUs hold two thirds each; all but a tenth is wanted there, where without that four
-    # fifths are best: the coldest neurons beside the hottest cost nothing while the CPU has work.
+    # Each of two equal GPUs has room for two thirds of the model. The best plan puts less than nine
+    # tenths on them, but main memory requires nine tenths. More neurons on a GPU cost nothing while
+    # the CPU takes longer.
     shape = make_shape(num_layers=12, width=1024, num_neurons=2816, num_heads=16, num_kv_heads=16)
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(12, 2816))
@@ -259,7 +260,7 @@ def config_of(folder, *budgets, **changes) -> SolveConfig:
 
 
 def room(folder, share: float) -> int:
-    """A budget of the workspace and a share of all else."""
+    """A budget for the workspace and a share of everything else."""
     model = ModelFile.load(folder / "m.gguf")
     items, _ = budget.plan_bytes(
         model, context_length=32, num_hot=[96] * 4, dense_on_gpu=[True] * 4, head_on_gpu=True

@@ -130,7 +130,7 @@ def refused_inputs(seed: int, tmp_path) -> Inputs:
 
 
 def check_named(inputs: Inputs, max_loss: float | None) -> int:
-    """The number of memories that the refusal names; each is tried, and one byte less."""
+    """Tries each memory that the refusal names, and one byte less; returns their number."""
     error = refusal_of(inputs, max_loss)
     assert error is not None
     smallest, named = error.smallest, 0
@@ -195,8 +195,8 @@ def test_the_fullest_plan_keeps_to_all_memories(tmp_path):
 
 
 def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
-    """One byte more than all GPUs together can take, which a search would need minutes to find
-    out."""
+    """One byte more is asked for than all GPUs together hold, which a search would take minutes to
+    find out."""
     monkeypatch.setattr(optimise, "_start", lambda pipeline: pytest.fail("searched"))
     inputs = tiny_inputs(4, 2, tmp_path)
     pipeline = replace(inputs.pipeline(), need_bytes=1)

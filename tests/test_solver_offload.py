@@ -1,4 +1,4 @@
-"""Plans with keys and values in main memory: bytes of both memories, seconds, refusals, the commands."""
+"""Plans with keys and values in main memory: bytes, seconds, refusals, commands."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def files(tmp_path_factory):
 
 
 def solved(files, output, **changes):
-    """The report, and the sizes of the context that the workspace was measured for."""
+    """The report, and the context lengths that the workspace was measured for."""
     asked = []
 
     def workspace(model, context_length, mode):
@@ -76,7 +76,7 @@ def test_keys_are_in_main_memory_and_their_room_goes_to_neurons(
     assert split.cpu_bytes["kv_cache"] == 3 * kv_bytes_per_layer(known["model"], positions, types)
     assert split.kv_offload == types.selection and report.kv_offload == str(types.selection)
     longer, again = solved(files, tmp_path / "l", context_length=4096, **options)
-    assert longer.gpu_bytes == report.gpu_bytes  # constant
+    assert longer.gpu_bytes == report.gpu_bytes  # for any context
     assert set(asked) == set(again) == {types.selection.longest}
     assert sum(report.gpu_bytes.values()) <= WORKSPACE + (110 << 10)
     freed = 3 * kv_bytes_per_layer(known["model"], positions)
@@ -110,7 +110,7 @@ def test_a_second_computation_of_the_seconds_agrees_and_rejects_others(files, tm
 
 
 def test_the_bytes_that_a_token_reads_by_hand(files):
-    """Heads of 16 values in f16, padded to 64 in tables: two of them a layer."""
+    """A layer has two key-value heads of 16 values in f16, which the tables pad to 64."""
     model = loaded(files)["model"]
     types = replace(CacheTypes.of("f16"), selection=KeySelection.parse(RULE))
     row, summary, code = 2 * 2 * 16, 2 * 64 + 4, 64 // 4 + 4

@@ -133,7 +133,7 @@ def test_safetensors_are_preferred(llama, tmp_path):
 
 
 class Evil:
-    """Would make a file if it were unpickled."""
+    """Creates a file if it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -214,7 +214,7 @@ def test_json_that_python_cannot_hold_is_refused(tmp_path, text):
 
 
 def cached(source: Path, cache: Path, name: str) -> None:
-    """The layout of the hub's cache, with one snapshot."""
+    """Copies a checkpoint into the layout of the hub's cache, as the only snapshot."""
     repository = cache / f"models--{name.replace('/', '--')}"
     shutil.copytree(source, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
@@ -344,7 +344,7 @@ def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, wri
 
 
 def test_older_tokenizer_files_are_converted(tmp_path):
-    """OPT's checkpoints have vocab.json and merges.txt, and put </s> before every text."""
+    """Like OPT's checkpoints: vocab.json and merges.txt, and a token that begins every text."""
     folder = random_model(tmp_path / "hf", CASES["opt"])
     save_tokenizer(folder, 320)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]

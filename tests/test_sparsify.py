@@ -68,7 +68,7 @@ def test_training_brings_the_model_closer_to_its_dense_self(config, allocation, 
 
 
 def test_a_run_weighs_the_error_of_every_layers_output(config):
-    """Held-out windows are not as long as training passes: they are not compared by layer."""
+    """Held-out windows, which are not as long as training passes, are not compared by layer."""
     record = sparsify(replace(config, layer_weight=1.0)).record
     (found,) = record.made[0].quality.values()
     assert found.kl < record.untrained["0.6"].kl
@@ -158,7 +158,7 @@ def test_low_rank_updates_start_at_the_dense_model_and_are_written_whole(config)
 
 @pytest.mark.slow
 def test_two_processes_train_the_same_model_as_one(config, tmp_path):
-    """Each takes half of every batch; their gradients add up to the whole batch's, up to rounding."""
+    """Each takes half of every batch, so the sums of their gradients differ only by rounding."""
     options = ["--tokens", "768", "--held-out-tokens", "256", "--check-tokens", "256", "--checks",
                "2", "--window", "32", "--micro-tokens", "64", "--precision", "f32", "--device",
                "cpu", "--outtype", "f32"]  # fmt: skip
@@ -184,7 +184,7 @@ def test_two_processes_train_the_same_model_as_one(config, tmp_path):
         moved = (want[name] - dense[name]).norm()
         assert (
             found[name] - want[name]
-        ).norm() <= 0.3 * moved  # Adam takes steps of one size, whatever the gradient
+        ).norm() <= 0.3 * moved  # Adam's steps are as large for a gradient that is only rounding
     assert (tmp_path / "two.gguf").exists() and not (tmp_path / "two.gguf.sparsify").exists()
 
 
@@ -245,7 +245,7 @@ def test_a_model_file_becomes_the_checkpoint_it_was_made_of(inputs, tmp_path, la
 
 @pytest.mark.parametrize("field, size", [("gate_F", "num_neurons"), ("qkv_D", "width")])
 def test_a_model_file_with_limits_is_not_trained(inputs, tmp_path, field, size):
-    """Limits of inputs also transpose matrices, for which there are no names in a checkpoint."""
+    """With limits of inputs, matrices are transposed too, and have no names in a checkpoint."""
     file, limited = tmp_path / "m.gguf", tmp_path / "limited.gguf"
     convert(ConvertConfig(source=inputs[0], output=file, outtype="f32"))
     shape = ModelFile.load(file).shape
@@ -391,8 +391,8 @@ def test_training_that_does_not_fit_in_memory_is_refused_before_it_starts(config
 
 @pytest.mark.parametrize("is_enough", [False, True])
 def test_a_run_whose_results_do_not_fit_on_the_disk_is_refused(config, monkeypatch, is_enough):
-    """The state is there twice when it is saved again: values, two moments and the best values, in
-    f32."""
+    """While it is saved again, the state is on the disk twice: values, two moments and the best
+    values, in f32."""
     config = replace(config, tokens=256)
     sparsify(config)
     tensors = load_file(config.model / "model.safetensors")

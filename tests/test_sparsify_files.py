@@ -26,7 +26,7 @@ def files_in(folder: Path) -> set[str]:
 
 
 def test_only_files_of_the_run_are_removed_from_its_work_folder(config, tmp_path):
-    """The model is a file, of which a checkpoint is made there."""
+    """The model is a file, so its checkpoint is made in the work folder."""
     file, work = tmp_path / "m.gguf", config.work_folder
     convert(ConvertConfig(source=config.model, output=file, outtype="f32"))
     config = replace(config, model=file, save_checkpoint=None, shares=(0.5, 0.6), tokens=256)
@@ -77,7 +77,7 @@ def test_a_folder_that_its_last_holder_removes_is_made_again(tmp_path):
         with locked_folder(path):
             with pytest.raises(SparkinferError, match="another run"), locked_folder(path):
                 pass
-            assert path.is_dir()  # the other one has left it
+            assert path.is_dir()  # the refused one has not removed it
         assert not path.exists()
     with pytest.raises(SparkinferError, match="refused"), locked_folder(path):
         (path / "state").write_text("")
@@ -144,7 +144,7 @@ def test_a_run_may_start_over_on_what_it_wrote(config, tmp_path):
 
 
 def test_a_run_that_was_killed_before_it_saved_its_state_can_be_repeated(config):
-    """It left a trained checkpoint in its work folder, and nothing to continue from."""
+    """The killed run left a trained checkpoint in its work folder, but no saved state."""
     config = replace(config, save_checkpoint=None)
     folder = config.checkpoint_of(0.6)
     folder.mkdir(parents=True)

@@ -167,7 +167,7 @@ def test_shares_rise_and_stay_and_the_rate_falls():
 
 @pytest.mark.parametrize("rule, ramp", [("threshold", 15), ("fatrelu", 40)])
 def test_no_share_is_held_before_the_activation_is_replaced(config, rule, ramp):
-    """A state can be the best only from `is_held` on: it is written with the whole ReLU."""
+    """Only a state from `is_held` on can be the best, which is written with a full ReLU."""
     schedule = Plan.of(replace(config, rule=rule, tokens=128 * 100), Ranks()).schedule
     held = [step for step in range(100) if schedule.is_held(step)]
     assert held == list(range(ramp, 100))
@@ -178,7 +178,7 @@ def test_no_share_is_held_before_the_activation_is_replaced(config, rule, ramp):
 
 
 def test_the_error_of_the_layers_outputs_is_added_to_the_loss(config):
-    """The weight 2 adds twice what autograd finds for the definition, in float64."""
+    """A weight of 2 adds twice the gradient of the definition, the mean error of all layers."""
     grads = []
     for weight in (0.0, 2.0):
         trainer = trainer_of(replace(config, layer_weight=weight))

@@ -158,7 +158,7 @@ def test_adversarial_drafts_change_nothing(tmp_path, lie):
 
 @native
 def test_the_comparison_finds_a_changed_text(tmp_path):
-    """With a verifier that accepts every draft."""
+    """A verifier that accepts every draft changes the text."""
 
     class Believer(Generation):
         def draw(self):
@@ -215,7 +215,7 @@ def test_no_token_depends_on_a_clock(tmp_path, monkeypatch):
                 assert text_of(engine, 200, drafts, sampling=sampling) == want
                 monkeypatch.setattr(time, "perf_counter", real)
                 seen.add((drafts.totals.drafts, drafts.totals.drafted))
-            assert len(seen) > 1  # what was drafted did depend on it
+            assert len(seen) > 1  # the drafts did depend on the clock
 
 
 @native
@@ -330,11 +330,11 @@ class TooSure(Generation):
 
 
 def p_of_two_tokens(kind: type[Generation], count: int) -> float:
-    """Chi-square over the second and third token of `count` texts, both drafted: the probability
-    of counts that far from the table's or farther."""
+    """The p-value of a chi-square test, against the table, of the second and third token of `count`
+    texts, both of which are drafted."""
     logits_VV = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
     share_VV = logits_VV.double().softmax(1)
-    prior_V = share_VV[0] @ share_VV  # of the second token, after the first, after 0
+    prior_V = share_VV[0] @ share_VV  # of the second token; the text begins with 0
     expected = (prior_V[:, None] * share_VV).flatten() * count
     chance, found = random.Random(2), Counter()
     plain = SamplingOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

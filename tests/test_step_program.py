@@ -40,7 +40,8 @@ needs_kernels = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 POSITION = 3
-# Hot neurons and attention on the GPU by layer, the head there, homes: all kinds of layers, copies.
+# Hot neurons of each layer, whether its attention and the head are on a GPU, homes; together they
+# have every kind of layer and copy.
 PLANS = {
     "host": None,
     "divided": ([SOME, SOME, SOME], [1, 1, 1], True, None),
@@ -121,7 +122,7 @@ def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
 @needs_kernels
 @pytest.mark.parametrize("loaded", marked, indirect=True)
 def test_a_read_or_write_that_is_not_declared_is_found(loaded):
-    """Each in turn is left out. Those whose order others imply anyway cannot be found."""
+    """Each is left out in turn. One whose order the others imply anyway cannot be found."""
     replay, want = loaded
     found, missed = Counter(), []
     for number, operation in enumerate(replay.operations):
@@ -201,7 +202,7 @@ def test_weights_of_each_device_are_the_bytes_that_plans_count(tmp_path, family,
     want = {gpu(n): sum(each[item] for item in items) for n, each in enumerate(gpus)}
     rows = sum(
         entry.row_bytes for name, entry in model.tensors.items() if "_embd" in name
-    )  # of the embedding and the positions, one each
+    )  # one row each of the embedding and the positions
     want = {HOST: sum(host[item] for item in items) + rows, **want}
     assert summary.weight_bytes == {device: count for device, count in want.items() if count}
 
@@ -263,11 +264,11 @@ def test_inspect_shows_the_program(tmp_path, capsys):
 
 
 def demo_program(folder, capsys):
-    """What `inspect --graph` prints for a model of the bundled one's sizes and the demo's plan."""
+    """The lines of `inspect --graph` for a model of the bundled one's size and the demo's plan."""
     sizes = {"num_layers": 6, "width": 256, "num_neurons": 1024, "vocab_size": 4096}
     shape = make_shape(**sizes, num_heads=8, num_kv_heads=4, context_length=1024)
     model = make_model(shape=shape, kind="f16", is_tied=True)
-    gate = make_model(shape=shape, kind="q4_0").tensors["blk.0.ffn_gate.weight"]  # 4 bits, whole
+    gate = make_model(shape=shape, kind="q4_0").tensors["blk.0.ffn_gate.weight"]  # of full rank
     layers = range(shape.num_layers)
     predictor = PredictorInfo(kind="linear", rank_L=(0,) * 6, threshold_L=(0.0,) * 6)
     tensors = model.tensors | {f"blk.{layer}.ffn_pred_up.weight": gate for layer in layers}

@@ -70,7 +70,7 @@ def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1)
 
 
 def counted(stream):
-    """Counts the streamed pieces, in a list."""
+    """A list to which the stream appends the number of each piece that it starts."""
     pieces, was = [], stream._start
 
     def start(number):
@@ -212,7 +212,7 @@ def late_streams(device):
 
 
 def neurons(count, seed, *, is_together):
-    """A block in memory, with a neuron's gate, up and down together or apart, and its function in
+    """A block in memory, with interleaved or separate gates, ups and downs, and its function in
     float64."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.randn(count, 3, D, generator=generator)
@@ -238,7 +238,7 @@ def neurons(count, seed, *, is_together):
 
 @dataclasses.dataclass
 class Case:
-    """Three layers on late streams; `passes` runs them all some times and gives the errors."""
+    """Three layers on late streams; `passes` runs all of them `count` times, returning the errors."""
 
     device: FakeDevice
     stream: ColdStream
@@ -359,7 +359,7 @@ def test_contiguous_neurons_are_one_copy(tmp_path, mode, num_spans):
             assert all(block.layout_bytes(b - a) <= 10 * block.least_piece_bytes for a, b in pieces)
 
 
-# ---- from which number of tokens on -----------------------------------------------------------
+# ---- the least number of tokens ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_contiguous_neurons_are_one_copy(tmp_path, mode, num_spans):
 def test_the_least_number_of_tokens_is_where_the_cpu_takes_longer(monkeypatch, cpu_s, least):
     case = late_case(monkeypatch, is_staged=False)
     rounds = cold_worth._ROUNDS
-    # The best of each round counts.
+    # The best of three timings counts: 5 for the copy.
     times = [7, 5, 8] + [t + noise for t in cpu_s for noise in (0, 3, 1)]
     assert rounds == 3
     left = iter(times)

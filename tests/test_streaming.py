@@ -54,7 +54,8 @@ WORDS = ["the ", "quick ", "brown ", "fox ", "def ", "add(a, ", "b):\n", "return
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model file of every case (by name; opt in q8_0, falcon-7b in f32, others in f16), and a text."""
+    """A text, and a model file of every case under its name: opt in q8_0, falcon-7b in f32, others
+    in f16."""
     made = tmp_path_factory.mktemp("streaming")
     order = np.random.default_rng(0).integers(0, len(WORDS), 12_000)
     (made / "text.txt").write_text("".join(WORDS[i] for i in order))
@@ -259,7 +260,7 @@ def test_a_disk_without_space_is_refused_in_one_line(tmp_path):
 
 
 def test_released_pages_are_read_again(folder):
-    """Pages of a mapped file; values that are only in memory stay where they are."""
+    """Pages of a mapped file are read again; values that are only in memory are not released."""
     model = ModelFile.load(folder / "llama")
     entry = model.tensors["blk.1.ffn_up.weight"]
     before = entry.read().copy()

@@ -1,5 +1,4 @@
-"""Installed packages are those pinned and listed; built archives hold what they should, and no
-more."""
+"""Installed packages are those pinned and listed; built archives hold what they should."""
 
 import ast
 import socket
@@ -12,7 +11,7 @@ import check_wheel
 import pytest
 from dependencies import EXTRAS, ROOT, closure, constraint_lines, pins, table_lines, version_of
 
-# A licence that asks for more than attribution would be a decision, not an update.
+# Another licence is a decision, not an update.
 ALLOWED = {
     "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause",
     "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib",
@@ -131,8 +130,8 @@ def test_the_check_of_a_wheel_rejects_a_warning_a_failure_and_another_text(tmp_p
 
 @pytest.mark.slow
 def test_the_archives_hold_what_they_should(tmp_path):
-    """The wheel runs in a fresh environment; neither it nor the sdist has files that are not
-    ours."""
+    """The wheel has the package's files alone, and runs where only it is installed besides the
+    packages of this environment; the sdist has no build folder, .venv or .git."""
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
          "-w", tmp_path, ROOT],

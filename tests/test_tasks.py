@@ -62,7 +62,7 @@ WORDS = "the quick brown fox def add(a, b): return jumps over lazy dogs and cats
 
 
 def documents() -> list[dict]:
-    """Questions of several lengths whose choices begin alike, differ in length, and have one token."""
+    """Questions of several lengths, with choices of one to four words."""
     found = []
     for number in range(14):
         question = " ".join(WORDS[(number * 3 + i) % len(WORDS)] for i in range(3 + number % 5))

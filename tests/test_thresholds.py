@@ -65,7 +65,7 @@ def test_the_share_below_is_the_one_asked_for():
     assert np.abs(np.array(found) - shares).max() < 0.002
     edges_only = [EDGES[np.searchsorted(EDGES, cut) - 1] for cut in cuts]
     rough = [(values <= cut).mean() for cut in edges_only]
-    assert np.abs(np.array(rough) - shares).max() > 0.01  # the measure sees a bin
+    assert np.abs(np.array(rough) - shares).max() > 0.01  # cuts at edges of bins are off by more
 
 
 # ---- the search ------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def softmax(logits_TV):
 
 
 def by_layer(threshold_L):
-    """The reference asks once per layer, in order."""
+    """`silent` for the reference, which calls it once per layer, in order."""
     layers = iter(threshold_L)
     return lambda value: np.abs(value) <= next(layers)
 

@@ -43,13 +43,13 @@ def random_matrix(kind: str) -> tuple[Matrix, torch.Tensor]:
 
 
 def is_right(got, left, right, eps) -> bool:
-    """True if got is left @ right for factors and sums rounded by eps (f32: each of n terms)."""
+    """True if no value of got is off left @ right by more than eps times |left| @ |right|."""
     bound = eps * (left.abs().double() @ right.abs())
     return bool(((got.double() - left.double() @ right).abs() <= bound).all())
 
 
 def eps_of(tile: str, kind: str, count: int) -> float:
-    # x in 16 bits, half a step of the largest of 32.
+    # The kernels round x to 16 bits, in steps of the largest of 32 values.
     is_rounded = tile == "native" and kind in ("q8_0", "q4_0")
     return 2**-12 if is_rounded else count * torch.finfo(torch.float32).eps
 
@@ -107,7 +107,7 @@ def model_path(request, tmp_path_factory):
 @pytest.mark.parametrize("num_tokens", [2, 3, 40, 513])
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_parts_and_chosen_rows_give_the_same_as_all_rows(model_path, mode, num_tokens, monkeypatch):
-    """Observed, all rows of all neurons are computed at once, in passes of 128 tokens."""
+    """With an observer, all rows of all neurons are computed at once, in passes of 128 tokens."""
     monkeypatch.setattr(feed_forward, "part_neurons", lambda width, num_tokens: 1024)
     ids = np.arange(num_tokens) % 50
     with Engine.load(model_path, mode=mode, device="cpu") as engine:

@@ -210,7 +210,7 @@ def stopped(folder: Path, work: str, *numbers: int) -> tuple[int, str, float]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_and_removes_what_it_wrote(tmp_path, number):
     code, error, _ = stopped(tmp_path, "import time; time.sleep(60)", number, signal.SIGTERM)
-    # On a busy machine the second signal may come after the command has ended.
+    # On a busy machine the second signal may come when the default handlers are back.
     assert code in (128 + number, 128 + signal.SIGTERM, -signal.SIGTERM)
     assert error == "sparkinfer: interrupted; nothing half-written was left\n"
     assert not list(tmp_path.iterdir())
@@ -236,7 +236,7 @@ def test_a_command_restores_the_signal_handlers():
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-# ---- inputs that are truncated while they are read----------------------------------------------------
+# ---- inputs that are truncated while they are read ----------------------------------------------
 
 CUT_INPUT = """
 import os, sys, numpy as np, sparkinfer.mapped_files as mapped

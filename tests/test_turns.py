@@ -1,4 +1,4 @@
-"""Timing in turns, and the choice that rests on it, on machines whose clocks are made up."""
+"""Timing in turns, and the choice that rests on it, on machines with simulated clocks."""
 
 import random
 from dataclasses import replace
@@ -31,7 +31,7 @@ class Machine:
         self.closed, self.steps = [], []
 
     def work(self, seconds: float) -> None:
-        """Takes so long at full speed."""
+        """Advances the clock by work that takes these seconds at full speed."""
         while seconds > 1e-9:  # less is rounding
             if self.now >= self.until:
                 self.is_slow, self.until = not self.is_slow, self.now + self.random.uniform(1, 8)
@@ -130,7 +130,7 @@ def test_spells_of_the_machine_do_not_decide(rule, gain, right):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_gains_are_found_through_spells(seed):
-    """Within 2 %, and the absolute speed is between that of the two paces."""
+    """Gains are within 0.02, and the time per token lies between those of the two paces."""
     machine = Machine(seed, COSTS | {LARGE_RULE.trial: COSTS[SMALLER.trial] / 1.28})
     turns = turns_of(machine)
     found = timed([OWN, SMALLER, LARGE_RULE], [OWN, SMALLER, LARGE_RULE], turns, 0.01, print)
@@ -211,7 +211,7 @@ def test_trial_files_are_open_together_only_if_the_disk_has_room():
 
 def test_a_rule_is_timed_beside_the_dense_model_of_its_type(monkeypatch):
     """In the fast spell the largest type gains much more than the smallest, so that a comparison of
-    two spells through the largest would be wrong by a quarter."""
+    two spells through the largest would be wrong."""
     monkeypatch.setattr(module, "free_memory_bytes", lambda: 12.0)  # for three models of size 1
     rule = point("q4_0", "limits", 0.3, 400, 0.008)
     fast = {OWN.trial: 0.020, SMALLER.trial: 0.012, SMALLEST.trial: 0.0080, rule.trial: 0.0064}

@@ -101,7 +101,7 @@ def test_a_slightly_wrong_graph_is_refused(tmp_path, monkeypatch, wrong, outtype
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-# None of these is part of the computation, and transformers refuses them in its own ways.
+# None of these is part of the computation; transformers refuses some of them, in its own ways.
 ODD = [
     {"model_type": ["llama"]}, {"model_type": "unheard of"},
     {"use_cache": "maybe"}, {"pad_token_id": 99999}, {"max_position_embeddings": 64.0},

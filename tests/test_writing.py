@@ -53,7 +53,7 @@ def test_a_failing_task_raises_in_its_turn():
 
 
 def entries():
-    """Vectors, a matrix, three dimensions, and a size that is not a multiple of the alignment."""
+    """One to three dimensions, and sizes that are not multiples of the alignment."""
     random = np.random.default_rng(0)
     arrays = {"a": (7,), "b": (33, 5), "c": (4, 3, 6), "d": (1, 1)}
     return {n: array_entry(random.standard_normal(s), "f32") for n, s in arrays.items()}
