@@ -138,7 +138,7 @@ def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
 
 
 def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
-    """Shares of neurons, too, which are compared with plain sums over tokens."""
+    """Shares of neurons also equal plain sums over tokens."""
     keys, vocab_size = byte_level_keys()
     shape = make_shape(vocab_size=vocab_size, context_length=64)
     make_model(shape=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")

@@ -153,7 +153,7 @@ def test_the_numbers_are_those_of_the_files(folder, page):
 
 
 def test_the_speeds_beside_the_plan_are_those_of_the_solver(folder, tmp_path):
-    """Computed from the plan's file, they equal those that the solver returned."""
+    """The report computes from the plan's file the speeds that the solver returned."""
     config = config_of(folder, tmp_path / "r.html", evals=())
     solved = solve(SolveConfig(
         model=config.model, profile=config.profile, machine=config.machine, mode="exact",

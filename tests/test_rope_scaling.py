@@ -172,7 +172,7 @@ def test_a_scale_of_1_is_said_to_change_nothing(model, capsys):
 
 
 def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, capsys):
-    """Under a scaling, pieces of the text are longer than the context of the training."""
+    """Under a scaling, pieces of the text are longer than the trained context."""
     from sparkinfer.cli import main
     from sparkinfer.profile.eval_config import EvalConfig
     from sparkinfer.profile.quality import evaluate

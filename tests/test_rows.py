@@ -92,7 +92,7 @@ def test_rows_at_once_equal_single_steps_in_divided_layers(tmp_path, mode):
 @pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0"])
 @pytest.mark.parametrize("mode", MODES)
 def test_passes_of_any_length_and_after_a_prompt(tmp_path, kind, mode):
-    """Several passes, parts of the cache, and rows that begin in the middle of it."""
+    """A prompt of several passes, and rows that begin in the middle of the cache."""
     model = model_of(tmp_path, kind)
     with Engine.load(model.path, mode=mode) as engine:
         want = one_by_one(engine, IDS)

@@ -33,7 +33,7 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
 # program that fails is compiled again with them.
 TRAPS = ["-fsanitize-undefined-trap-on-error"]
 SAYS = ["-g", "-fno-sanitize-recover=all"]
-# Without AMX dispatch.cpp never calls that level, whose code test_amx.py runs on emulated tiles.
+# Without AMX, dispatch.cpp never calls its level, whose code test_amx.py runs on emulated tiles.
 NO_AMX = '#include "kernels.h"\nconst Kernels kernels_amx = {};\n'
 
 pytestmark = pytest.mark.skipif(

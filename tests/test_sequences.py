@@ -39,8 +39,8 @@ class Alone:
 
 
 def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]]:
-    """A random tree of drafts, as the tokens on the path to each of up to `most` leaves. Each path
-    shares a prefix of random length with an earlier one, and no node after it with any."""
+    """A random tree of drafts, as the tokens on the path to each of up to `most` leaves. A path
+    branches off an earlier one after a prefix of random length."""
     paths = [[chance.randrange(50) for _ in range(chance.randint(1, depth))]]
     for _ in range(chance.randint(1, most) - 1):
         stem = chance.choice(paths)

@@ -346,7 +346,7 @@ def test_a_template_cannot_escape_its_sandbox(open_server):
             assert reply.status == 400, name
             message = reply.json["error"]["message"]
             assert "template" in message and "root:" not in message and len(message) < 400
-            # The process that it ran in is replaced.
+            # The process that rendered it is replaced, and the next request is answered.
             assert (await ask(port, CHAT, ANSWER)).status == 200
 
     asyncio.run(check(open_server.port))

@@ -1,5 +1,5 @@
-"""Tool calls and reasoning in answers, piece by piece: the forms of known templates, and text that
-only looks like them."""
+"""Tool calls and reasoning in streamed answers: the forms of known templates, and text that only
+looks like a call."""
 
 import json
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_reasoning_before_calls(size):
 
 
 def test_special_tokens_that_mark_calls_are_seen():
-    """The text of a special token is not part of an answer."""
+    """A special token may mark a call, although it has no text in an answer."""
     tokens = [Token(7, ""), *tokens_of(json.dumps([ONE]), 4), Token(None, "")]
     form = form_of(MISTRAL)
     found = said_by(voice(form=form, marks={7: "[TOOL_CALLS]"}), tokens)

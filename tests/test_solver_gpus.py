@@ -184,9 +184,9 @@ def two_layers(**changes):
         ((100, 100), 49.0, [0, 0], True, [0, 0, 1]),
         # One block more on the first saves 15: 5 + 3.5, 23.5 and 2.
         ((200, 100), 34.0, None, True, [0, 0, 1]),
-        # Homes never fall, so with the head on the second one layer's block has no room there.
-        # Without: block 0 on the first, 5 + 15 + 1/4 with its neurons on the CPU; block 1 and its
-        # neurons on the second, 5 + 3.5; head 10.
+        # Block 0 on the first, block 1 and the head on the second would leave no room for neurons:
+        # 2 * (5 + 15 + 1/4) + 2. Better: block 0 on the first, 5 + 15 + 1/4 with its neurons on
+        # the CPU; block 1 and its neurons on the second, 5 + 3.5; head 10.
         ((100, 200), 38.75, [1, 1], False, [0, 1]),
         # The first GPU holds one neuron only: all five are better on the second, 23.5 twice.
         ((10, 100), 57.0, [0, 0], False, [1, 1]),

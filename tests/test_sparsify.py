@@ -80,7 +80,7 @@ def interrupted_after(num_steps: int):
 
     def on_tokens(count: float) -> None:
         counts.append(count)
-        if len(counts) == num_steps + 1:  # the first says what was done before
+        if len(counts) == num_steps + 1:  # the first call counts what was done before
             os.kill(os.getpid(), signal.SIGINT)
 
     return on_tokens

@@ -180,7 +180,7 @@ def test_the_comparison_finds_a_changed_text(tmp_path):
 
 
 class _Fixed:
-    """Draws a certain token, once."""
+    """Draws a given token once, then as `after` does."""
 
     def __init__(self, token: int, after) -> None:
         self.token, self.after = token, after

@@ -1,6 +1,6 @@
 """Cold weights streamed to a GPU for a prompt: the same values as on the CPU, and no order of
-copies and products that the events allow changes any of them. The GPU is the CPU here, with streams
-that run late."""
+copies and products that the events allow changes any of them. The CPU stands for the GPU, with
+streams that run late."""
 
 import dataclasses
 
@@ -238,7 +238,7 @@ def neurons(count, seed, *, is_together):
 
 @dataclasses.dataclass
 class Case:
-    """Three layers on late streams; `passes` runs all of them `count` times, returning the errors."""
+    """Three layers on late streams; `passes` runs them `count` times and returns the errors."""
 
     device: FakeDevice
     stream: ColdStream

@@ -64,7 +64,7 @@ def test_imported_packages_are_required():
         for path in (ROOT / folder).rglob("*.py"):
             for name in imported(path) - set(sys.stdlib_module_names) - ours - {"_typeshed"}:
                 package = modules.get(name, name).replace("_", "-")
-                # Triton comes with torch for CUDA; the other is imported by a rival's own Python.
+                # Triton comes with torch for CUDA; a rival's own Python imports llama_cpp.
                 is_optional = name in ("triton", "llama_cpp")
                 assert package in required or is_optional, f"{path}: {name}"
 
@@ -130,8 +130,8 @@ def test_the_check_of_a_wheel_rejects_a_warning_a_failure_and_another_text(tmp_p
 
 @pytest.mark.slow
 def test_the_archives_hold_what_they_should(tmp_path):
-    """The wheel has the package's files alone, and runs where only it is installed besides the
-    packages of this environment; the sdist has no build folder, .venv or .git."""
+    """The wheel has the package's files alone, and `--version` runs in a virtual environment that
+    has it; the sdist has the sources, and no build folder, .venv or .git."""
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
          "-w", tmp_path, ROOT],

@@ -206,7 +206,7 @@ def softmax(logits_TV):
 
 
 def by_layer(threshold_L):
-    """`silent` for the reference, which calls it once per layer, in order."""
+    """Returns `silent` for the reference, which calls it once per layer, in order."""
     layers = iter(threshold_L)
     return lambda value: np.abs(value) <= next(layers)
 

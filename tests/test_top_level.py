@@ -144,8 +144,8 @@ def test_a_full_stderr_causes_no_further_error(tmp_path):
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Default handlers: a suite started by nohup or by a script's `&` has signals ignored, and the
-    processes of the tests would inherit that."""
+    """Restores default handlers: a suite started by nohup or by a script's `&` ignores signals, and
+    the processes of the tests would inherit that."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     for number, found in before.items():

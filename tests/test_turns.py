@@ -23,7 +23,7 @@ NUM_SPELLS = 60
 
 
 class Machine:
-    """A clock that passes as models work, at full speed in one spell and more slowly in the next."""
+    """A clock that advances as models work, at full speed in one spell and slower in the next."""
 
     def __init__(self, seed: int, costs, jitter: float = 0.0) -> None:
         self.random, self.costs, self.jitter = random.Random(seed), costs, jitter
@@ -65,8 +65,8 @@ def turns_of(machine: Machine, **options) -> Turns:
 
 
 class Apart:
-    """Times that come from the median of each model's own times: dense models first, then each rule
-    beside the dense model of its type, in 7 rounds of 24 tokens."""
+    """Times from the median of each model's own times: dense models first, then each rule beside
+    the dense model of its type, in 7 rounds of 24 tokens."""
 
     reference = OWN.trial
 
@@ -143,7 +143,8 @@ def test_gains_are_found_through_spells(seed):
 
 
 def test_a_difference_that_rounds_do_not_show_does_not_decide():
-    """If a rule and a dense type are as fast, the one with the smaller loss is taken."""
+    """If rounds show no difference between a rule and a dense type, the one with the smaller loss
+    is taken."""
 
     def choice(low, middle, high, rule):
         times = {OWN.trial: 2.0, SMALLER.trial: 1.0}

@@ -1,5 +1,5 @@
-"""The comparison of a written file with its source: correct files of every type pass by a wide
-margin, and slightly wrong files do not.
+"""The comparison of a written file with its source: correct files pass by a wide margin, and
+slightly wrong ones are refused.
 
 Oracle: transformers."""
 
@@ -67,7 +67,7 @@ def changed(**changes):
     return lambda plan: dataclasses.replace(plan, **changes)
 
 
-# For each error: a checkpoint, and how a family would misread it.
+# For each error: a checkpoint, and the mistake in reading it.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
     "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_scaling=NO_SCALING)),

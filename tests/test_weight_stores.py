@@ -32,7 +32,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def stores():
-    """By kind, a store and a function that returns the bytes in it by item."""
+    """A store of each kind, and a function that returns the bytes in it by item."""
     residence = Residence()
     memory = DeviceMemory.of(CARD, 1 << 20)
     uploader = Uploader(memory=memory, piece_bytes=1 << 12)
