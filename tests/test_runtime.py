@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -345,11 +346,17 @@ def test_close_frees_the_weights(tmp_path):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
         engine.logits(IDS)
-        held = engine.layers[0].attention.cache.key_CKW
+        layer = engine.layers[0]
+        held = [
+            weakref.ref(layer.attention.cache.key_BKPX),
+            weakref.ref(layer.attention.output.weight.data),
+        ]
+        del layer
+        assert all(each() is not None for each in held)
     with pytest.raises(SparkinferError, match="closed"):
         engine.logits(IDS)
     gc.collect()
-    assert len(gc.get_referrers(held)) <= 1  # this frame at most
+    assert [each() for each in held] == [None, None]
 
 
 @pytest.mark.parametrize(

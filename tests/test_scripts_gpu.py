@@ -72,11 +72,11 @@ def test_planted_predictors_name_what_fires(planted):
     for mode in ("dense", "predicted"):
         with Engine.load(model.path, mode=mode, device="cpu") as engine:
             found.append(engine.logits(ids))
-            step = engine.traffic.total
+            read = engine.traffic.total
     dense, predicted = found
     assert (dense.argmax(dim=1) == predicted.argmax(dim=1)).float().mean() > 0.95
     assert 0.1 < np.mean(model.predictor.density_L) < 0.3
-    assert step < 0.5 * sum(e.num_bytes for n, e in model.tensors.items() if "ffn" in n) * len(ids)
+    assert read < 0.5 * sum(e.num_bytes for n, e in model.tensors.items() if "ffn" in n) * len(ids)
 
 
 def test_files_do_not_depend_on_the_pieces_they_are_written_in(planted, tmp_path):

@@ -203,12 +203,14 @@ SCHEMA = {
     ],
 )
 def test_json_schemas(served, field):
+    num_whole = 0
     for seed in range(3):
         answer = served.chat(max_tokens=120, seed=seed, temperature=1.0, n=2, **field)
         for choice in answer["choices"]:
             if choice["finish_reason"] == "stop":
                 jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
-    assert any(choice["finish_reason"] == "stop" for choice in answer["choices"])
+                num_whole += 1
+    assert num_whole > 0
 
 
 def test_tool_calls(served):
