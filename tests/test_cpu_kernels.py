@@ -114,7 +114,7 @@ def as_taken(kind: str, x_D: Tensor) -> Tensor:
     """x in float64 as dot_rows rounds it: for the block kinds to 16-bit integers (kernels.h)."""
     if kind in FLOAT_DTYPES:
         return x_D.double()
-    limit = np.float32(32767 if kind in BLOCK_BYTES else 32639)
+    limit = np.float32(32639)
     x_NB = x_D.reshape(-1, 32).numpy()
     largest_N1 = np.abs(x_NB).max(axis=1, keepdims=True)
     factor_N1 = np.divide(
@@ -206,6 +206,37 @@ def test_dot_rows(level, kind, D, F):
         y_A = library.dot_rows(W.weight, kind, x_D, index_A)
         assert y_A.dtype == torch.float32 and y_A.shape == terms_AD.shape[:1]
         assert is_right(y_A, terms_AD, magnitudes_AD)
+
+
+@pytest.mark.parametrize(
+    "kind, is_extreme", [*((k, False) for k in QUANT_TYPES), *((k, True) for k in BLOCK_BYTES)]
+)
+def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(kind, is_extreme):
+    """Extreme: all bits of the quants and all values of x at their largest, where products of q5_k no
+    longer fit into the 24 bits of an f32."""
+    F, D, T = 45, 768, 40
+    W = matrix(kind, F, D)
+    x_TD = torch.stack([vector(D, seed) for seed in range(T)])
+    if is_extreme:
+        blocks = W.weight.reshape(F, -1, BLOCK_BYTES[kind])
+        blocks[..., slice(192) if kind == "q6_k" else slice(16, None)] = 255
+        x_TD = x_TD.sign() * torch.linspace(0.5, 2.0, T)[:, None]
+    index_A = torch.arange(F - 1, -1, -2, dtype=torch.int32)
+    before, want = library.level(), None
+    try:
+        for level in reversed(library.usable_levels()):
+            library.set_level(level)
+            for count in (T, 1, 2, 3, 5):
+                got = [library.dot_rows(W.weight, kind, part) for part in x_TD.split(count)]
+                want = torch.cat(got) if want is None else want
+                assert torch.equal(torch.cat(got), want), (level, count)
+                some = [
+                    library.dot_rows(W.weight, kind, part, index_A) for part in x_TD.split(count)
+                ]
+                assert torch.equal(torch.cat(some), want[:, index_A.long()]), (level, count)
+    finally:
+        library.set_level(before)
+    assert want is not None and want.isfinite().all() and want.unique().numel() > T
 
 
 @pytest.mark.parametrize("F", [1, 2, 7, 64, 300])

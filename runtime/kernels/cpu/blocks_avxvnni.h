@@ -58,11 +58,11 @@ inline __m256i four_bytes(const uint8_t* p) {
     return _mm256_set1_epi32(four);
 }
 
-template <class F>
+template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t, Ints start) {
     __m256i high = _mm256_setzero_si256(), low = bits(start);
 #pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) {
+    for (int v = FIRST; v < END; ++v) {
         high = _mm256_dpbusd_avx_epi32(high, bits(w[v]), four_bytes(x + 4 * v));
         low = _mm256_dpbusd_avx_epi32(low, bits(w[v]), four_bytes(x + 32 + 4 * v));
     }

@@ -16,3 +16,8 @@ inline void tile_weights(const Ints* quarter, Ints* w) {
             w[v] = quarter[v] ^ static_cast<int32_t>(0x80808080);
     }
 }
+
+template <class F>
+inline void byte_weights(const Ints* bytes, Ints* w) {
+    for (int v = 0; v < TILE_WEIGHTS<F>; ++v) w[v] = bytes[v];
+}

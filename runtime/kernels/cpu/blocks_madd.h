@@ -56,9 +56,15 @@ inline void tile_weights(const Ints* quarter, Ints* w) {
 }
 
 template <class F>
+inline void byte_weights(const Ints* bytes, Ints* w) {
+    static_assert(F::QUANT_BYTES == 32, "signed bytes");
+    tile_weights<F>(bytes, w);
+}
+
+template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t, Ints start) {
     Ints even = start, odd = {};
-    for (int v = 0; v < 16; v += 2) {
+    for (int v = 2 * FIRST; v < 2 * END; v += 2) {
         int32_t pair[2];
         __builtin_memcpy(pair, x + 4 * v, 8);
         even = add_pairs(even, w[v], Ints{} + pair[0]);

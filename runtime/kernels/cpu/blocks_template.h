@@ -17,7 +17,8 @@
 //                                           of x are `stride` bytes apart
 //   few_lane(r, p)                    the lane of row r and block p
 //   tile_weights<F>(quarter, w)       unpacks a block of LANES rows to TILE_WEIGHTS<F> vectors
-//   tile_products<F>(w, x, b, start)  start + I of LANES rows; x: the unit with block b
+//   tile_products<F, FIRST, END>(w, x, b, start)   start + I of LANES rows over values 4 * FIRST ..
+//                                           4 * END - 1, by default all; x: the unit with block b
 //   OFFSET<F>                         added to values to make them non-negative; 0: they stay signed
 // and in its rows_<level>.cpp FEW;
 //   few_corrections(four), few_factors(scale, m, x_scale)   four sums of x, and scales times x_scale, in
@@ -33,7 +34,7 @@ constexpr bool IS_TILED = false;
 
 // Packed blocks of a vector: n of them, padded with zeros to a multiple of four.
 inline int64_t whole_fours(int64_t n) { return (n + 3) / 4 * 4; }
-inline int64_t packed_blocks_bytes(int64_t n) { return whole_fours(n) * 72; }
+inline int64_t packed_blocks_bytes(int64_t n) { return whole_fours(n) * 76; }
 
 template <class F>
 struct PackedBlocks {
@@ -43,12 +44,14 @@ struct PackedBlocks {
         stride = C * unit<F>() * 64;
         scale = reinterpret_cast<float*>(x.packed + n4 * 64 * C) + t * n4;
         sum = reinterpret_cast<int32_t*>(x.packed + n4 * 68 * C) + t * n4;
+        first_sum = reinterpret_cast<int32_t*>(x.packed + n4 * 72 * C) + t * n4;
         next_vector = unit<F>() * 64;
         next_scale = n4;
     }
     uint8_t* values;  // of the first vector; units are `stride` bytes apart
     float* scale;     // of each block
     int32_t* sum;     // of each block's values
+    int32_t* first_sum;  // of its first sixteen
     int64_t stride, next_vector, next_scale;
 };
 
@@ -204,13 +207,12 @@ void quantise_blocks(const Input& x, int64_t D) {
             int16_t value[U * BLOCK];
             for (int64_t i = 0; i < U; ++i) {
                 if (b + i < n) {
-                    int32_t correction;
-                    quantise_block(x.vector(t) + (b + i) * BLOCK, value + i * BLOCK,
-                                   to.scale + b + i, &correction, 32639.0f);
-                    to.sum[b + i] = correction / -8;
+                    quantise_block(x.vector(t) + (b + i) * BLOCK, value + i * BLOCK, to.scale + b + i);
+                    to.sum[b + i] = total_of(value + i * BLOCK, BLOCK);
+                    to.first_sum[b + i] = total_of(value + i * BLOCK, BLOCK / 2);
                 } else {
                     __builtin_memset(value + i * BLOCK, 0, BLOCK * sizeof(int16_t));
-                    to.scale[b + i] = 0.0f, to.sum[b + i] = 0;
+                    to.scale[b + i] = 0.0f, to.sum[b + i] = to.first_sum[b + i] = 0;
                 }
             }
             quantise_unit<F>(value, to.values + b / U * to.stride);

@@ -94,12 +94,12 @@ inline __m512i four_bytes(const uint8_t* p) {
     return _mm512_set1_epi32(four);
 }
 
-template <class F>
+template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start) {
     const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
     __m512i high = _mm512_setzero_si512(), low = bits(start);
 #pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) {
+    for (int v = FIRST; v < END; ++v) {
         const int64_t place = F::QUANT_BYTES == 16 ? v / 4 * 64 + v % 4 * 4 : 4 * v;
         high = _mm512_dpbusd_epi32(high, bits(w[v]), four_bytes(at + place));
         low = _mm512_dpbusd_epi32(low, bits(w[v]), four_bytes(at + PLANE<F> + place));

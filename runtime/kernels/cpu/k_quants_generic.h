@@ -62,69 +62,60 @@ inline void unpack_q6_k(const uint8_t* quants, const uint8_t* bits, int part, Fl
     for (int v = 0; v < 16; ++v) w[v] = four(q + 4 * v);
 }
 
+// The quants of a pair's parts, 64 integers, without an offset.
+template <class F>
+inline void ints_of_pair(const uint8_t* block, int pair, int32_t* q) {
+    const uint8_t *quants = block + F::QUANTS_AT + 32 * pair, *bits = block + F::BITS_AT;
+    for (int i = 0; i < 32; ++i) {
+        const int above = F::BITS_BYTES == 64   ? bits[pair / 2 * 32 + i] >> pair % 2 * 2
+                          : F::BITS_BYTES == 32 ? bits[i] >> 2 * pair
+                                                : 0;
+        const int low = F::BITS_BYTES == 64 ? above & 3 : above & 1;
+        const int high = F::BITS_BYTES == 64 ? above >> 4 & 3 : above >> 1 & 1;
+        q[i] = (quants[i] & 15) | low << 4;
+        q[i + 32] = (quants[i] >> 4) | high << 4;
+    }
+}
+
 inline int32_t product_of(const int32_t* q, const int16_t* x, int count) {
     int32_t product = 0;
     for (int i = 0; i < count; ++i) product += q[i] * x[i];
     return product;
 }
 
-// For q4_K and q5_K; unpack(block, pair, q) gives 64 integers.
-template <class Unpack>
-inline float dot_with_minima(const uint8_t* row, int64_t block_bytes, int64_t n,
-                             const uint8_t* packed, const uint8_t* next, const Unpack& unpack) {
-    const int16_t* x = values_of(packed);
-    const SuperScales* scales = super_scales_of(packed, n);
-    float sum = 0;
-    for (int64_t b = 0; b < n / 8; ++b, x += SUPER_BLOCK) {
-        const uint8_t* block = row + b * block_bytes;
-        for (int64_t line = 0; line < block_bytes; line += 64)
-            __builtin_prefetch(next + b * block_bytes + line);
-        float factor[8], minimum[8];
-        factors_with_minima(block, 1.0f, factor, minimum);
-        for (int pair = 0; pair < 4; ++pair) {
-            int32_t q[64];
-            unpack(block, pair, q);
-            for (int part = 2 * pair; part < 2 * pair + 2; ++part) {
-                const int32_t product = product_of(q + part % 2 * 32, x + part * BLOCK, 32);
-                sum += static_cast<float>(product) * (factor[part] * scales[b].scale[part]);
-                sum -= minimum[part] * scales[b].sum[part];
+constexpr int SUPER_ROWS = 1;
+struct SuperSums {
+    float part[8];
+};
+
+template <class F>
+inline void add_super(const uint8_t* const* block, const SuperX& x, SuperSums& sums) {
+    Factors of;
+    F::factors(block[0], 1.0f, of);
+    for (int pair = 0; pair < 4; ++pair) {
+        int32_t quants[64];
+        ints_of_pair<F>(block[0], pair, quants);
+        for (int i = 0; i < 2; ++i) {
+            const int p = i == 0 ? F::parts(pair).first : F::parts(pair).second;
+            const int16_t* values = reinterpret_cast<const int16_t*>(x.values + p * x.stride);
+            const int32_t* q = quants + 32 * i;
+            float term;
+            if constexpr (F::HAS_MINIMA) {
+                const float product = static_cast<float>(product_of(q, values, 32));
+                term = __builtin_fmaf(of.factor[p], product,
+                                      of.minimum[p] * static_cast<float>(-x.sum[p]));
+            } else {
+                const int32_t first = product_of(q, values, 16) - 32 * x.first_sum[p];
+                const int32_t last =
+                    product_of(q + 16, values + 16, 16) - 32 * (x.sum[p] - x.first_sum[p]);
+                term = __builtin_fmaf(of.factor[2 * p + 1], static_cast<float>(last),
+                                      of.factor[2 * p] * static_cast<float>(first));
             }
+            sums.part[p] = __builtin_fmaf(x.scale[p], term, sums.part[p]);
         }
     }
-    return sum;
 }
 
-inline float dot_q4_k(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
-    return dot_with_minima(row, 144, n, x, next, [](const uint8_t* block, int pair, int32_t* q) {
-        unpack_nibbles(block + 16 + 32 * pair, [](int, int) { return 0; }, q);
-    });
-}
-
-inline float dot_q5_k(const uint8_t* row, int64_t n, const uint8_t* x, const uint8_t* next) {
-    return dot_with_minima(row, 176, n, x, next, [](const uint8_t* block, int pair, int32_t* q) {
-        ints_of_q5_k(block + 48 + 32 * pair, block + 16, 2 * pair, q);
-    });
-}
-
-inline float dot_q6_k(const uint8_t* row, int64_t n, const uint8_t* packed, const uint8_t* next) {
-    const int16_t* x = values_of(packed);
-    const SuperScales* scales = super_scales_of(packed, n);
-    float sum = 0;
-    for (int64_t b = 0; b < n / 8; ++b, x += SUPER_BLOCK) {
-        const uint8_t* block = row + b * 210;
-        for (int64_t line = 0; line < 210; line += 64) __builtin_prefetch(next + b * 210 + line);
-        float factor[16];
-        factors_of_q6_k(block, 1.0f, factor);
-        for (int pair = 0; pair < 4; ++pair) {
-            int32_t q[64];
-            ints_of_q6_k(block + 32 * pair, block + 128 + pair / 2 * 32, pair % 2, q);
-            for (int i = 0; i < 4; ++i) {  // 16 values with one scale
-                const int part = pair / 2 * 4 + pair % 2 + i / 2 * 2, at = i % 2;
-                const int32_t product = product_of(q + 16 * i, x + part * BLOCK + 16 * at, 16);
-                sum += static_cast<float>(product) *
-                       (factor[2 * part + at] * scales[b].scale[part]);
-            }
-        }
-    }
-    return sum;
+inline void store_super(const SuperSums& sums, float* to) {
+    __builtin_memcpy(to, sums.part, sizeof sums.part);
 }

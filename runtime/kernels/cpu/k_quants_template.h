@@ -1,6 +1,6 @@
 // The K-quants of llama.cpp (block_q4_K, block_q5_K and block_q6_K in its ggml-common.h): blocks of
 // 256 values in eight parts of 32. Included by rows_template.h; a level defines
-//   dot_q4_k(row, n, x, next), dot_q5_k, dot_q6_k    a row times x; n counts blocks of 32
+//   SUPER_ROWS, SuperSums, add_super, store_super    for products, see k_products.h
 //   factors_with_minima(block, c, factor, minimum)   c*d*s and c*m*t of the eight parts, see below
 //   factors_of_q6_k(block, c, factor)               c*d*s of the sixteen halves of parts
 //   unpack_q4_k(quants, w)               32 bytes -> w[2 * VECTORS]: 32 low nibbles, 32 high ones
@@ -16,17 +16,6 @@
 //              values, f16 d; value = d*s[at / 16]*(q - 32). In each half of the block parts 0 and
 //              2 are the low and high nibbles of the first 32 bytes, 1 and 3 of the others.
 
-// The two parts that share bytes, for each of the four pairs of a block.
-struct Parts {
-    int first, second;
-};
-
-// The factor of each part (q6_K: of each half of a part), and the offset subtracted from its
-// values.
-struct Factors {
-    float factor[16], minimum[8];
-};
-
 template <class Format>
 constexpr bool IS_SUPER = false;
 
@@ -41,30 +30,41 @@ struct WithMinima {
     }
 };
 
+// bytes(quants, bits, pair, low, high): the quants of a pair's parts as bytes, without an offset. The
+// arguments have four bytes of LANES rows in a vector, eight vectors for 32 bytes: of the pair's nibbles, and
+// of all bits above them.
+
 struct Q4_K : WithMinima<144> {
+    static constexpr int64_t QUANTS_AT = 16, BITS_AT = 0, BITS_BYTES = 0;
+
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q4_k(block + 16 + 32 * pair, w);
     }
-    template <int ROWS>
-    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                           const uint8_t* x, float* y) {
-        for (int r = 0; r < ROWS; ++r) y[r] = dot_q4_k(rows[r], n, x, next[r]);
+    static inline void bytes(const Ints* quants, const Ints*, int, Ints* low, Ints* high) {
+        for (int v = 0; v < 8; ++v) {
+            low[v] = quants[v] & 0x0f0f0f0f;
+            high[v] = quants[v] >> 4 & 0x0f0f0f0f;
+        }
     }
 };
 
 struct Q5_K : WithMinima<176> {
+    static constexpr int64_t QUANTS_AT = 48, BITS_AT = 16, BITS_BYTES = 32;
+
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q5_k(block + 48 + 32 * pair, block + 16, 2 * pair, w);
     }
-    template <int ROWS>
-    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                           const uint8_t* x, float* y) {
-        for (int r = 0; r < ROWS; ++r) y[r] = dot_q5_k(rows[r], n, x, next[r]);
+    static inline void bytes(const Ints* quants, const Ints* bits, int pair, Ints* low, Ints* high) {
+        for (int v = 0; v < 8; ++v) {
+            const Ints above = bits[v] >> 2 * pair;
+            low[v] = (quants[v] & 0x0f0f0f0f) | (above & 0x01010101) << 4;
+            high[v] = (quants[v] >> 4 & 0x0f0f0f0f) | (above & 0x02020202) << 3;
+        }
     }
 };
 
 struct Q6_K {
-    static constexpr int64_t BLOCK_BYTES = 210;
+    static constexpr int64_t BLOCK_BYTES = 210, QUANTS_AT = 0, BITS_AT = 128, BITS_BYTES = 64;
     static constexpr bool SCALED = true, IS_PLANAR = false, HAS_MINIMA = false;
     static constexpr Parts parts(int pair) {
         return {pair / 2 * 4 + pair % 2, pair / 2 * 4 + pair % 2 + 2};
@@ -75,10 +75,12 @@ struct Q6_K {
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q6_k(block + 32 * pair, block + 128 + pair / 2 * 32, pair % 2, w);
     }
-    template <int ROWS>
-    static inline void dot(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                           const uint8_t* x, float* y) {
-        for (int r = 0; r < ROWS; ++r) y[r] = dot_q6_k(rows[r], n, x, next[r]);
+    static inline void bytes(const Ints* quants, const Ints* bits, int pair, Ints* low, Ints* high) {
+        for (int v = 0; v < 8; ++v) {
+            const Ints above = bits[pair / 2 * 8 + v] >> pair % 2 * 2;
+            low[v] = (quants[v] & 0x0f0f0f0f) | (above & 0x03030303) << 4;
+            high[v] = (quants[v] >> 4 & 0x0f0f0f0f) | (above & 0x30303030);
+        }
     }
 };
 

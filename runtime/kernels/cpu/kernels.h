@@ -80,9 +80,9 @@ enum Status : int32_t {
 // values has
 //   scale = max |x| / LARGEST (0 where max |x| is below 1e-30, NaN where an x is not finite)
 //   value = x * (LARGEST / max |x|), rounded to the nearest, ties to even
-// with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low (K-quants: 32767). 16
-// bits rather than llama.cpp's 8: the rounding (1.5e-5 of the largest of 32) is below that of an f16,
-// and a prompt on tensor tiles of int8 can have the same arithmetic as a step.
+// with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low. 16 bits rather than
+// llama.cpp's 8: the rounding (1.5e-5 of the largest of 32) is below that of an f16, and a prompt on tensor
+// tiles of int8 can have the same arithmetic as a step.
 struct Input {
     const float* f32;  // vector t begins at f32 + t * stride; for the float kinds
     uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; output of quantise()
@@ -95,22 +95,27 @@ struct Input {
     }
 };
 
-// Bytes of a packed vector. blocks_amx.h needs the most: 6.5 * D + 232 for 8 vectors, 4.4 * D for many.
+// Bytes of a packed vector. blocks_amx.h needs the most: 6.7 * D + 248 for 8 vectors, 4.4 * D for many.
 constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
 // Kinds that take the same packed form share a number; the float kinds take none.
 constexpr int NUM_FORMS = 3;
 constexpr int form_of(int32_t kind) {
     switch (kind) {
         case KIND_Q4_0: case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return 2;
-        case KIND_Q8_0: case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED: return 1;
+        case KIND_Q8_0: case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED:
+        case KIND_Q4_K: case KIND_Q5_K: case KIND_Q6_K: return 1;
         default: return 0;
     }
 }
 // The kind that a kind in memory has in a file.
 constexpr int32_t kind_in_file(int32_t kind) {
-    if (kind == KIND_F16_GROUPED || kind == KIND_BF16_GROUPED)
-        return kind == KIND_F16_GROUPED ? KIND_F16 : KIND_BF16;
-    return form_of(kind) == 2 ? KIND_Q4_0 : form_of(kind) == 1 ? KIND_Q8_0 : kind;
+    switch (kind) {
+        case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return KIND_Q4_0;
+        case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED: return KIND_Q8_0;
+        case KIND_F16_GROUPED: return KIND_F16;
+        case KIND_BF16_GROUPED: return KIND_BF16;
+        default: return kind;
+    }
 }
 // Number of rows that are stored together; a matrix of the kind has a multiple of it.
 constexpr int64_t rows_together(int32_t kind) {

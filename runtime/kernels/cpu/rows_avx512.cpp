@@ -22,8 +22,8 @@ inline __m128i load_16_bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
 
-inline __m256i load_32_bytes(const uint8_t* p) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+inline __m256i load_32_bytes(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
 }
 
 inline Floats load_f16(const uint8_t* p) { return _mm512_cvtph_ps(load_32_bytes(p)); }

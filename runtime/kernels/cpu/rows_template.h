@@ -107,26 +107,7 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     for (; a < a1; ++a) call(Count<1>{}, a);
 }
 
-// Rows that are multiplied by all vectors before the next rows, so that they are read once.
-constexpr int64_t SHARED_ROWS = 16;
-
-template <class Format>
-void dot_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
-              int64_t a1) {
-    const int64_t step = x.count == 1 ? a1 - a0 : SHARED_ROWS;
-    for (int64_t first = a0; first < a1; first += step) {
-        const int64_t end = first + step < a1 ? first + step : a1;
-        for (int64_t t = 0; t < x.count; ++t)
-            for_rows(rows, first, end, [&](auto count, int64_t a, const uint8_t* const* row,
-                                           const uint8_t* const* next, const uint8_t* const*) {
-                constexpr int ROWS = decltype(count)::VALUE;
-                float* to = y + t * y_stride + a;
-                Format::template dot<ROWS>(row, next, rows.D / BLOCK,
-                                           x.packed + (x.first + t) * packed_bytes(rows.D), to);
-            });
-    }
-}
-
+#include "k_products.h"
 #include "floats_template.h"
 #include "tiled_template.h"
 #include "grouped_floats.h"
@@ -369,7 +350,7 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
     {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>, 
-     dot_rows<Q4_K>, dot_rows<Q5_K>, dot_rows<Q6_K>, dot_blocks<Q4_0Planar>,
+     dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>,
      dot_blocks<Q8_0Planar>, dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
@@ -388,8 +369,8 @@ constexpr Kernels ALL_KERNELS = {
      unpack_rows<Q8_0Planar>, unpack_tiled<Q4_0Tiled>, unpack_tiled<Q8_0Tiled>,
      unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>,
      unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>},
-    {nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>, quantise, quantise,
-     quantise, quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
+    {nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
+     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
      quantise_blocks<Q8_0Tiled>},
     {weigh_keys<F32>, weigh_keys<F16>, weigh_keys<BF16>, weigh_keys<Q8_0>, weigh_keys<Q4_0>},
     {mix_values<F32>, mix_values<F16>, mix_values<BF16>, mix_values<Q8_0>, mix_values<Q4_0>},
