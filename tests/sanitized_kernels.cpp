@@ -95,7 +95,7 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
 // A kind whose rows can be multiplied and summed, in any number.
 int32_t summed(int32_t kind) {
     if (!is_tiled(kind) && !is_grouped(kind)) return kind;
-    if (!form_of(kind)) return kind_in_file(kind);
+    if (!form_of(kind) || block_values(kind) == SUPER_BLOCK) return kind_in_file(kind);
     return form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0_PLANAR : KIND_Q8_0_PLANAR;
 }
 

@@ -1,5 +1,6 @@
 """Tests of tiled rows: the same bits as rows of the file at every level, and where they are used."""
 
+import k_quants
 import pytest
 import torch
 from models import make_model, make_shape
@@ -16,6 +17,8 @@ from sparkinfer.runtime.weights.resident import Residence
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
+WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 576)]
+WIDTHS += [(kind, width) for kind in k_quants.BLOCK_BYTES for width in (256, 512, 768)]
 
 
 @pytest.fixture(params=LEVELS)
@@ -28,6 +31,8 @@ def level(request):
 
 def rows_of(kind, num_rows, width, seed=0):
     """Rows with random quants and scales of either sign near 0.01."""
+    if kind in k_quants.BLOCK_BYTES:
+        return torch.from_numpy(k_quants.random_rows(kind, num_rows, width, 0.01, seed))
     made = torch.Generator().manual_seed(seed)
     shape = (num_rows, width // 32, BLOCK_BYTES[kind])
     blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=made)
@@ -41,8 +46,7 @@ def tiled(rows, kind):
     return out
 
 
-@pytest.mark.parametrize("kind", TILED_KIND)
-@pytest.mark.parametrize("width", [32, 64, 96, 160, 576])
+@pytest.mark.parametrize("kind, width", WIDTHS)
 def test_tiles_hold_the_rows_of_the_file(kind, width):
     rows = rows_of(kind, 48, width)
     tiles = tiled(rows, kind)
@@ -92,8 +96,31 @@ def test_the_bytes_of_a_small_tile():
     assert torch.equal(tile[1120:], tile[64:576])
 
 
-@pytest.mark.parametrize("kind", TILED_KIND)
-@pytest.mark.parametrize("width", [32, 64, 96, 160, 576])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_the_bytes_of_a_small_tile_of_a_k_quant(num_blocks):
+    """Of q6_K. In block b of row r, the scales are 64 b + r, the f16 bits 1024 b + r, the upper bits
+    100 + b and the nibbles 200 + b. Two blocks have their f16 numbers first, a last single one at
+    its end."""
+    rows = torch.zeros(TILE_ROWS, num_blocks, 210, dtype=torch.uint8)
+    for r in range(TILE_ROWS):
+        for b in range(num_blocks):
+            rows[r, b, :128], rows[r, b, 128:192] = 200 + b, 100 + b
+            rows[r, b, 192:208] = 64 * b + r
+            rows[r, b, 208], rows[r, b, 209] = r, 4 * b
+    got = tiled(rows.flatten(1), "q6_k").flatten().tolist()
+
+    def numbers(b):
+        return [byte for r in range(TILE_ROWS) for byte in (r, 4 * b)]
+
+    def rest(b):
+        return 16 * [64 * b + r for r in range(16)] + 1024 * [100 + b] + 2048 * [200 + b]
+
+    pair = [*numbers(0), *numbers(1), *rest(0), *rest(1)]
+    alone = [*rest(num_blocks - 1), *numbers(num_blocks - 1)]
+    assert got == {1: alone, 2: pair, 3: pair + alone}[num_blocks]
+
+
+@pytest.mark.parametrize("kind, width", WIDTHS)
 def test_products_have_the_bits_of_the_rows_in_the_file(level, kind, width):
     rows = rows_of(kind, 64, width)
     tiles = tiled(rows, kind)
@@ -170,8 +197,9 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
 @pytest.mark.parametrize("kind", TILED_KIND)
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, kind, mode):
-    shape = make_shape(width=64, num_neurons=96)
-    make_model(shape=shape, kind=kind, predictor_rank=32).save(tmp_path / "m.gguf")
+    width, rank = (256, 256) if kind in k_quants.BLOCK_BYTES else (64, 32)
+    shape = make_shape(width=width, num_neurons=96)
+    make_model(shape=shape, kind=kind, predictor_rank=rank).save(tmp_path / "m.gguf")
     with (
         Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=True) as copied,
         Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=False) as mapped,
@@ -190,7 +218,7 @@ def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, k
 @pytest.mark.parametrize("kind", TILED_KIND)
 def test_levels_of_short_vectors_keep_planar_rows(level, tmp_path, kind):
     """Tiles of sixteen rows took 1.3 times as long with eight lanes."""
-    shape = make_shape(width=64, num_neurons=96)
+    shape = make_shape(width=256 if kind in k_quants.BLOCK_BYTES else 64, num_neurons=96)
     make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
     with (
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,

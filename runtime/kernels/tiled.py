@@ -6,16 +6,41 @@ transposed. A tile has as many bytes as its rows in the file:
     q4_0_tiled   for every two blocks (the last may be alone): the f16 scales of 16 rows for each
                  block | for each block, every four bytes of nibbles of 16 rows
     q8_0_tiled   the same with values
+    q4_k_tiled, q5_k_tiled, q6_k_tiled   for each block: the f16 numbers of 16 rows | every byte of
+                 scales | every four bytes of the bits above the nibbles | every four of nibbles;
+                 of q6_k every two blocks have their f16 numbers first, a single last one has them
+                 at its end
 
 `library.pack_rows` makes tiles. A slice of such a matrix has whole tiles."""
+
+from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
 TILE_ROWS = 16
-# The tiled kind of each kind in a file, and the bytes of a block without its scale.
-TILED_KIND = {"q4_0": "q4_0_tiled", "q8_0": "q8_0_tiled"}
+# The tiled kind of each kind in a file.
+TILED_KIND = {kind: f"{kind}_tiled" for kind in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")}
 _FILE_KIND = {tiled: kind for kind, tiled in TILED_KIND.items()}
-_QUANT_BYTES = {"q4_0": 16, "q8_0": 32}
+_QUANT_BYTES = {"q4_0": 16, "q8_0": 32}  # of a block, without its scale
+
+
+class _Piece(NamedTuple):
+    """Bytes `start` .. `stop` - 1 of a block, of which a tile has `together` of one row and then of
+    the next."""
+
+    start: int
+    stop: int
+    together: int
+
+
+# Of a block of a K-quant: its f16 numbers, and the other pieces in the order of a tile.
+_FLOATS = {"q4_k": _Piece(0, 4, 2), "q5_k": _Piece(0, 4, 2), "q6_k": _Piece(208, 210, 2)}
+_PIECES = {
+    "q4_k": (_Piece(4, 16, 1), _Piece(16, 144, 4)),
+    "q5_k": (_Piece(4, 16, 1), _Piece(16, 48, 4), _Piece(48, 176, 4)),
+    "q6_k": (_Piece(192, 208, 1), _Piece(128, 192, 4), _Piece(0, 128, 4)),
+}
 
 
 def is_tiled(kind: str) -> bool:
@@ -28,10 +53,15 @@ def from_tiled(data: Tensor, kind: str) -> tuple[Tensor, str]:
         return data, kind
     assert data.dim() == 2 and len(data) % TILE_ROWS == 0, (kind, data.shape)
     file_kind = _FILE_KIND[kind]
-    size = _QUANT_BYTES[file_kind]
-    count = data.shape[1] // (2 + size)
     tiles = data.contiguous().view(-1, TILE_ROWS * data.shape[1])
-    blocks = data.new_empty(len(tiles), TILE_ROWS, count, 2 + size)
+    rows = _super_rows if file_kind in _PIECES else _small_rows
+    return rows(tiles, file_kind).view(data.shape), file_kind
+
+
+def _small_rows(tiles: Tensor, kind: str) -> Tensor:
+    size = _QUANT_BYTES[kind]
+    count = tiles.shape[1] // TILE_ROWS // (2 + size)
+    blocks = tiles.new_empty(len(tiles), TILE_ROWS, count, 2 + size)
     for first in range(0, count, 2):
         some = min(2, count - first)
         pair = tiles[:, first * TILE_ROWS * (2 + size) :][:, : some * TILE_ROWS * (2 + size)]
@@ -40,4 +70,38 @@ def from_tiled(data: Tensor, kind: str) -> tuple[Tensor, str]:
         to[..., :2] = scales.unflatten(1, (some, TILE_ROWS, 2)).permute(0, 2, 1, 3)
         fours = quants.unflatten(1, (some, size // 4, TILE_ROWS, 4))
         to[..., 2:] = fours.permute(0, 3, 1, 2, 4).flatten(3)
-    return blocks.view(data.shape), file_kind
+    return blocks
+
+
+def _super_rows(tiles: Tensor, kind: str) -> Tensor:
+    floats, pieces = _FLOATS[kind], _PIECES[kind]
+    size = sum(piece.stop - piece.start for piece in (floats, *pieces))
+    count = tiles.shape[1] // TILE_ROWS // size
+    blocks = tiles.new_empty(len(tiles), TILE_ROWS, count, size)
+    num_floats = TILE_ROWS * (floats.stop - floats.start)
+    at_once = 64 // num_floats  # blocks whose f16 numbers come first
+    for first in range(0, count, at_once):
+        some = min(at_once, count - first)
+        part = tiles[:, first * TILE_ROWS * size :][:, : some * TILE_ROWS * size]
+        rest = some * (TILE_ROWS * size - num_floats)
+        is_whole = some == at_once
+        numbers, others = (
+            part.split([some * num_floats, rest], dim=1)
+            if is_whole
+            else reversed(part.split([rest, some * num_floats], dim=1))
+        )
+        to = blocks[:, :, first : first + some].transpose(1, 2)  # tile, block, row, byte
+        _put(numbers.unflatten(1, (some, num_floats)), floats, to)
+        ends = [0]
+        for piece in pieces:
+            ends.append(ends[-1] + TILE_ROWS * (piece.stop - piece.start))
+        each = others.unflatten(1, (some, ends[-1]))
+        for piece, (start, stop) in zip(pieces, pairwise(ends), strict=True):
+            _put(each[..., start:stop], piece, to)
+    return blocks
+
+
+def _put(data: Tensor, piece: _Piece, to: Tensor) -> None:
+    """Writes a piece of all rows of a tile to their blocks; data [tile, block, bytes]."""
+    items = data.unflatten(2, (-1, TILE_ROWS, piece.together))
+    to[..., piece.start : piece.stop] = items.transpose(2, 3).flatten(3)

@@ -116,10 +116,12 @@ Level* find(const char* name) {
     return nullptr;
 }
 
+#include "k_tiles.h"
+
 constexpr int32_t MAX_THREADS = 1024;
 constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,   2,   2,   34, 18,
                                             144, 176, 210, 18, 34, 18, 34, 18, 34,
-                                            64, 64};  // of block_values()
+                                            64, 64, 144, 176, 210};  // of block_values()
 
 Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index,
              int64_t A) {
@@ -185,6 +187,14 @@ void pack_tiled(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r, u
         for (int64_t at = 0; at < quant_bytes; at += 4)
             std::memcpy(quants + TILE_ROWS * at, row + 2 + at, 4);
     }
+}
+
+void pack_super(int32_t kind, const uint8_t* row, int64_t n, int64_t r, uint8_t* out) {
+    const SuperShape shape = super_shape(kind);
+    for (int64_t s = 0; s < n; ++s, row += shape.block_bytes)
+        for_pieces(shape, n, s, r, [&](int64_t at, int64_t place, int64_t count) {
+            std::memcpy(out + place, row + at, count);
+        });
 }
 
 void pack_grouped(const uint8_t* row, int64_t n, int64_t quant_bytes, int64_t r, uint8_t* out) {
@@ -264,6 +274,8 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* fro
             uint8_t* out = to + (a - r) * stride;
             if (is_same)
                 std::memcpy(out, row, row_bytes);
+            else if (block_values(to_kind) == SUPER_BLOCK)
+                pack_super(to_kind, row, D / SUPER_BLOCK, r, out);
             else if (is_tiled(to_kind))
                 pack_tiled(row, n, quant_bytes, r, out);
             else if (!form_of(to_kind))

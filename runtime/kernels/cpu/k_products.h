@@ -55,7 +55,7 @@ struct SuperFactors {
     }
 
     // The terms of part b for the vector whose sums are given; w: its weights.
-    inline Floats term(int b, const Ints* w, const uint8_t* values, int64_t block, int32_t sum,
+    __attribute__((always_inline)) inline Floats term(int b, const Ints* w, const uint8_t* values, int64_t block, int32_t sum,
                        int32_t first_sum) const {
         if constexpr (F::HAS_MINIMA) {
             const Floats products = to_floats(tile_products<Q8_0>(w, values, block, Ints{}));
@@ -70,27 +70,45 @@ struct SuperFactors {
     }
 };
 
-// Multiplies LANES rows by up to TILE_TOKENS vectors and stores the products of the first `valid` rows.
-// The rows that begin at `next` are prefetched.
+// LANES rows (pointers may repeat) in the form that dot_super_tile() needs. The rows that begin at `next` are
+// prefetched.
 template <class F>
-void dot_super_tile(const uint8_t* const* rows, const uint8_t* next, int64_t n, const Input& input,
-                    float* y, int64_t y_stride, int64_t valid) {
+struct SuperRows {
+    const uint8_t* const* rows;
+    const uint8_t* next;
+
+    void factors(int64_t s, SuperFactors<F>& to) const {
+        const int64_t at = s * F::BLOCK_BYTES;
+        for (int64_t line = 0; line < LANES * F::BLOCK_BYTES; line += 64)
+            __builtin_prefetch(next + at * LANES + line, 0, 2);
+        to.read(rows, at);
+    }
+    // The bits above all nibbles of block s.
+    void bits(int64_t s, Ints* to) const { bytes_of(rows, s * F::BLOCK_BYTES + F::BITS_AT, F::BITS_BYTES, to); }
+    // The nibbles of a pair.
+    void quants(int64_t s, int pair, Ints* to) const {
+        bytes_of(rows, s * F::BLOCK_BYTES + F::QUANTS_AT + 32 * pair, 32, to);
+    }
+};
+
+// Multiplies LANES rows by up to TILE_TOKENS vectors and stores the products of rows begin .. end - 1.
+template <class F, class Tile>
+inline void dot_super_tile(const Tile& tile, int64_t n, const Input& input, float* y, int64_t y_stride,
+                           int64_t begin, int64_t end) {
     const PackedBlocks<Q8_0> x(input, n);
     const int64_t T = input.count;
     alignas(64) float part[TILE_TOKENS][8][LANES];
     __builtin_memset(part, 0, T * sizeof part[0]);
     for (int64_t block = 0; block < n; block += 8) {
         asm volatile("" ::: "memory");  // as in dot_tile
-        const int64_t at = block / 8 * F::BLOCK_BYTES;
-        for (int64_t line = 0; line < LANES * F::BLOCK_BYTES; line += 64)
-            __builtin_prefetch(next + at * LANES + line, 0, 2);
         SuperFactors<F> factors;
-        factors.read(rows, at);
+        tile.factors(block / 8, factors);
         Ints bits[F::BITS_BYTES / 4 + 1];
-        bytes_of(rows, at + F::BITS_AT, F::BITS_BYTES, bits);
+        tile.bits(block / 8, bits);
+#pragma GCC unroll 4
         for (int pair = 0; pair < 4; ++pair) {
             Ints quants[8], bytes[2][8];
-            bytes_of(rows, at + F::QUANTS_AT + 32 * pair, 32, quants);
+            tile.quants(block / 8, pair, quants);
             F::bytes(quants, bits, pair, bytes[0], bytes[1]);
             const Parts parts = F::parts(pair);
             for (int i = 0; i < 2; ++i) {
@@ -115,8 +133,40 @@ void dot_super_tile(const uint8_t* const* rows, const uint8_t* next, int64_t n, 
             sum[i] = add_floats(load_floats(part[t][2 * i]), load_floats(part[t][2 * i + 1]));
         alignas(64) float sums[LANES];
         store_floats(sums, add_floats(add_floats(sum[0], sum[1]), add_floats(sum[2], sum[3])));
-        __builtin_memcpy(y + t * y_stride, sums, valid * sizeof(float));
+        __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
     }
+}
+
+// The same for one vector, with its sums in registers.
+template <class F, class Tile>
+inline void dot_super_tile_one(const Tile& tile, int64_t n, const PackedBlocks<Q8_0>& x, float* y) {
+    Floats part[8];
+    for (Floats& each : part) each = zero();
+    for (int64_t block = 0; block < n; block += 8) {
+        SuperFactors<F> factors;
+        tile.factors(block / 8, factors);
+        Ints bits[F::BITS_BYTES / 4 + 1];
+        tile.bits(block / 8, bits);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; ++pair) {
+            Ints quants[8], bytes[2][8];
+            tile.quants(block / 8, pair, quants);
+            F::bytes(quants, bits, pair, bytes[0], bytes[1]);
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i) {
+                const int p = i == 0 ? F::parts(pair).first : F::parts(pair).second;
+                const int64_t b = block + p;
+                Ints w[TILE_WEIGHTS<Q8_0>];
+                byte_weights<Q8_0>(bytes[i], w);
+                const uint8_t* values = x.values + b / unit<Q8_0>() * x.stride;
+                part[p] = fused(broadcast(x.scale[b]),
+                                factors.term(p, w, values, b, x.sum[b], x.first_sum[b]), part[p]);
+            }
+        }
+    }
+    Floats sum[4];
+    for (int i = 0; i < 4; ++i) sum[i] = add_floats(part[2 * i], part[2 * i + 1]);
+    store_floats(y, add_floats(add_floats(sum[0], sum[1]), add_floats(sum[2], sum[3])));
 }
 
 // y[r] = rows[r] . x, r < ROWS, for one vector. Prefetches the rows `next`, and `also` if it is not null.
@@ -169,8 +219,8 @@ void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
         const uint8_t* next = a + LANES < rows.A ? row_of(rows, a + LANES) : row[0];
         for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
             const int64_t end = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-            dot_super_tile<F>(row, t == 0 ? next : row[0], n, x.part(t, end), y + t * y_stride + a,
-                              y_stride, valid);
+            dot_super_tile<F>(SuperRows<F>{row, t == 0 ? next : row[0]}, n, x.part(t, end),
+                              y + t * y_stride + a, y_stride, 0, valid);
         }
     }
     for (int64_t t = 0; a < a1 && t < x.count; ++t) {

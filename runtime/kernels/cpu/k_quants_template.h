@@ -35,6 +35,7 @@ struct WithMinima {
 // of all bits above them.
 
 struct Q4_K : WithMinima<144> {
+    static constexpr int32_t KIND = KIND_Q4_K;
     static constexpr int64_t QUANTS_AT = 16, BITS_AT = 0, BITS_BYTES = 0;
 
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
@@ -49,6 +50,7 @@ struct Q4_K : WithMinima<144> {
 };
 
 struct Q5_K : WithMinima<176> {
+    static constexpr int32_t KIND = KIND_Q5_K;
     static constexpr int64_t QUANTS_AT = 48, BITS_AT = 16, BITS_BYTES = 32;
 
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
@@ -64,6 +66,7 @@ struct Q5_K : WithMinima<176> {
 };
 
 struct Q6_K {
+    static constexpr int32_t KIND = KIND_Q6_K;
     static constexpr int64_t BLOCK_BYTES = 210, QUANTS_AT = 0, BITS_AT = 128, BITS_BYTES = 64;
     static constexpr bool SCALED = true, IS_PLANAR = false, HAS_MINIMA = false;
     static constexpr Parts parts(int pair) {

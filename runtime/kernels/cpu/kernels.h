@@ -41,11 +41,18 @@ enum Kind : int32_t {
     // Likewise: for each block of 32 columns the values of all rows, one row after another.
     KIND_F16_GROUPED,
     KIND_BF16_GROUPED,
+    // Tiles of TILE_ROWS rows of K-quants, laid out as k_tiles.h says.
+    KIND_Q4_K_TILED,
+    KIND_Q5_K_TILED,
+    KIND_Q6_K_TILED,
     NUM_KINDS
 };
 
 constexpr int64_t TILE_ROWS = 16, GROUP_ROWS = 64;
-constexpr bool is_tiled(int32_t kind) { return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED; }
+constexpr bool is_tiled(int32_t kind) {
+    return kind == KIND_Q4_0_TILED || kind == KIND_Q8_0_TILED ||
+           (kind >= KIND_Q4_K_TILED && kind <= KIND_Q6_K_TILED);
+}
 constexpr bool is_grouped(int32_t kind) { return kind >= KIND_Q4_0_GROUPED && kind <= KIND_BF16_GROUPED; }
 
 constexpr int32_t NUM_CACHE_KINDS = KIND_Q4_0 + 1;  // kinds in which keys and values may be stored
@@ -62,7 +69,7 @@ enum Activation : int32_t {
 
 // Values in one block of a kind; 1 for the float kinds.
 inline int64_t block_values(int32_t kind) {
-    if (kind == KIND_Q4_K || kind == KIND_Q5_K || kind == KIND_Q6_K) return 256;
+    if ((kind >= KIND_Q4_K && kind <= KIND_Q6_K) || kind >= KIND_Q4_K_TILED) return 256;
     return kind >= KIND_Q8_0 ? 32 : 1;
 }
 
@@ -103,7 +110,8 @@ constexpr int form_of(int32_t kind) {
     switch (kind) {
         case KIND_Q4_0: case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return 2;
         case KIND_Q8_0: case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED:
-        case KIND_Q4_K: case KIND_Q5_K: case KIND_Q6_K: return 1;
+        case KIND_Q4_K: case KIND_Q5_K: case KIND_Q6_K:
+        case KIND_Q4_K_TILED: case KIND_Q5_K_TILED: case KIND_Q6_K_TILED: return 1;
         default: return 0;
     }
 }
@@ -114,6 +122,8 @@ constexpr int32_t kind_in_file(int32_t kind) {
         case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED: return KIND_Q8_0;
         case KIND_F16_GROUPED: return KIND_F16;
         case KIND_BF16_GROUPED: return KIND_BF16;
+        case KIND_Q4_K_TILED: case KIND_Q5_K_TILED: case KIND_Q6_K_TILED:
+            return kind - KIND_Q4_K_TILED + KIND_Q4_K;
         default: return kind;
     }
 }

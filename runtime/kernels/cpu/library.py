@@ -63,6 +63,9 @@ _LAYOUTS: dict[str, _Layout] = {
     "q8_0_grouped": _Layout(13, torch.uint8, 34, 32),
     "f16_grouped": _Layout(14, torch.uint8, 64, 32),
     "bf16_grouped": _Layout(15, torch.uint8, 64, 32),
+    "q4_k_tiled": _Layout(16, torch.uint8, 144, 256),
+    "q5_k_tiled": _Layout(17, torch.uint8, 176, 256),
+    "q6_k_tiled": _Layout(18, torch.uint8, 210, 256),
 }
 
 # enum Status in kernels.h

@@ -262,6 +262,8 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
     }
 }
 
+#include "k_tiled.h"
+
 // exp as 2^n * p(r), r the remainder below log(2) / 2, p a Taylor polynomial of degree 7.
 inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;  // NaN stays
@@ -351,7 +353,9 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 constexpr Kernels ALL_KERNELS = {
     {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>, 
      dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>,
-     dot_blocks<Q8_0Planar>, dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>},
+     dot_blocks<Q8_0Planar>, dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>,
+     nullptr, nullptr, nullptr, nullptr, dot_tiled_super<Q4_K>, dot_tiled_super<Q5_K>,
+     dot_tiled_super<Q6_K>},
     {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>, nullptr, nullptr,
@@ -368,10 +372,13 @@ constexpr Kernels ALL_KERNELS = {
      unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
      unpack_rows<Q8_0Planar>, unpack_tiled<Q4_0Tiled>, unpack_tiled<Q8_0Tiled>,
      unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>,
-     unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>},
+     unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>,
+     unpack_tiled_super<Q4_K>, unpack_tiled_super<Q5_K>, unpack_tiled_super<Q6_K>},
     {nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
-     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
-     quantise_blocks<Q8_0Tiled>},
+     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>,
+     quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
+     quantise_blocks<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr, quantise_blocks<Q8_0>,
+     quantise_blocks<Q8_0>, quantise_blocks<Q8_0>},
     {weigh_keys<F32>, weigh_keys<F16>, weigh_keys<BF16>, weigh_keys<Q8_0>, weigh_keys<Q4_0>},
     {mix_values<F32>, mix_values<F16>, mix_values<BF16>, mix_values<Q8_0>, mix_values<Q4_0>},
     {nullptr, nullptr, nullptr, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,

@@ -47,19 +47,24 @@ struct TiledAhead {
     const uint8_t* end = nullptr;
     const uint8_t* then = nullptr;
 
-    // Prefetches the part of block b, with block_bytes per row. gcc 12 drops calls of a function that
+    // Prefetches `count` bytes for those read at `from` in the tile. gcc 12 drops calls of a function that
     // only prefetches, unless it is inlined early.
-    __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t b, int64_t block_bytes) const {
+    __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t from, int64_t count) const {
         if (end) {
-            const uint8_t* at = tile + stream_ahead + b * TILE_ROWS * block_bytes;
+            const uint8_t* at = tile + stream_ahead + from;
             if (at >= end && then) at = then + (at - end);
-            for (int64_t i = 0; i < TILE_ROWS * block_bytes; i += 64) __builtin_prefetch(at + i);
+            for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(at + i);
         }
-        for (int64_t i = 0; is_asking && i < TILE_ROWS * block_bytes; i += 64)
-            __builtin_prefetch(tile + TILED_AHEAD + b * TILE_ROWS * block_bytes + i);
+        for (int64_t i = 0; is_asking && i < count; i += 64)
+            __builtin_prefetch(tile + TILED_AHEAD + from + i);
         if (after)
-            for (int64_t i = 0; i < TILE_ROWS * block_bytes; i += 64)
-                __builtin_prefetch(after + b * TILE_ROWS * block_bytes + i);
+            for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(after + from + i);
+    }
+
+    // The same for block b, with block_bytes per row.
+    __attribute__((always_inline)) inline void ask_block(const uint8_t* tile, int64_t b,
+                                                         int64_t block_bytes) const {
+        ask(tile, b * TILE_ROWS * block_bytes, TILE_ROWS * block_bytes);
         if (also && b * block_bytes % 64 < block_bytes)
             for (int64_t r = 0; r < TILE_ROWS; ++r) __builtin_prefetch(also[r] + b * block_bytes);
     }
@@ -84,7 +89,7 @@ struct TiledTile {
 
     // gcc 12 would otherwise call it for each block, with the quants on the stack.
     __attribute__((always_inline)) inline Floats load(int64_t b, Ints* quarter) const {
-        if (ahead) ahead->ask(tile, b, F::BLOCK_BYTES);
+        if (ahead) ahead->ask_block(tile, b, F::BLOCK_BYTES);
         const Floats scale = in_register(load_f16(F::scale_of(tile, b, lane)));
         for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v)
             quarter[v] = load_in_order(F::quants_of(tile, n, b, lane) + 4 * TILE_ROWS * v);
@@ -141,6 +146,22 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
     }
 }
 
+// Calls use(a, end, ahead) for the tiles, or their parts, of rows a0 .. a1-1 without a list.
+template <class Use>
+inline void for_tiles(const Rows& rows, int64_t num_vectors, int64_t a0, int64_t a1, const Use& use) {
+    const bool is_stream = num_vectors == 1 && stream_ahead > 0;
+    const uint8_t* last = is_stream ? end_of_run(rows, a1) : nullptr;
+    for (int64_t a = a0, end; a < a1; a = end) {
+        end = a / TILE_ROWS * TILE_ROWS + TILE_ROWS;
+        end = end < a1 ? end : a1;
+        const bool has_also = rows.also && end - a == TILE_ROWS;
+        const TiledAhead ahead = {end == a1 && !is_stream ? rows.after : nullptr,
+                                  has_also ? rows.also + (a - a0) : nullptr, num_vectors >= LEAST_ASKING,
+                                  last, rows.after};
+        use(a, end, ahead);
+    }
+}
+
 // For a row of a list, the LANES rows of its tile that include it are computed.
 template <class F>
 void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
@@ -157,17 +178,9 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
         }
         return;
     }
-    const bool is_stream = x.count == 1 && stream_ahead > 0;
-    const uint8_t* last = is_stream ? end_of_run(rows, a1) : nullptr;
-    for (int64_t a = a0, end; a < a1; a = end) {
-        end = a / TILE_ROWS * TILE_ROWS + TILE_ROWS;
-        end = end < a1 ? end : a1;
-        const bool has_also = rows.also && end - a == TILE_ROWS;
-        const TiledAhead ahead = {end == a1 && !is_stream ? rows.after : nullptr,
-                                  has_also ? rows.also + (a - a0) : nullptr, x.count >= LEAST_ASKING,
-                                  last, rows.after};
+    for_tiles(rows, x.count, a0, a1, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
         dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
-    }
+    });
 }
 
 template <class F>

@@ -1,0 +1,118 @@
+// Products of tiled rows of K-quants, with the arithmetic of k_products.h: lanes are rows even for one vector,
+// and nothing is transposed. Included by rows_template.h.
+
+#include "k_tiles.h"
+
+// LANES rows of a tile, from row `lane` on, in the form that dot_super_tile() needs.
+template <class F>
+struct SuperTile {
+    static constexpr SuperShape SHAPE = super_shape(F::KIND);
+
+    const uint8_t* tile;
+    int64_t n, lane;  // n: blocks of a row
+    const TiledAhead* ahead;  // or null
+
+    void factors(int64_t s, SuperFactors<F>& to) const {
+        const SuperPlace place = super_place(SHAPE, n, s);
+#ifdef LEVEL_AVX512
+        const Floats d = load_f16(tile + place.floats);
+        if constexpr (F::HAS_MINIMA) {
+            const Floats m = load_f16(tile + place.floats + 2 * TILE_ROWS);
+            const uint8_t* scales = tile + place.scales;
+            const Ints first = load_ints(scales), second = load_ints(scales + 64), third = load_ints(scales + 128);
+            alignas(64) uint8_t numbers[16][TILE_ROWS];  // eight scales, eight minima
+            auto keep = [&](int at, Ints four) { __builtin_memcpy(numbers[at], &four, sizeof four); };
+            keep(0, first & 0x3f3f3f3f);
+            keep(4, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030));
+            keep(8, second & 0x3f3f3f3f);
+            keep(12, (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030));
+            for (int p = 0; p < 8; ++p) {
+                store_floats(to.factor[p], mul(_mm512_cvtepi32_ps(dwords_of(numbers[p])), d));
+                store_floats(to.minimum[p], mul(_mm512_cvtepi32_ps(dwords_of(numbers[p + 8])), m));
+            }
+        } else {
+            for (int i = 0; i < 16; ++i)
+                store_floats(to.factor[i], mul(load_i8(tile + place.scales + TILE_ROWS * i), d));
+        }
+#else
+        uint8_t block[LANES][F::BLOCK_BYTES];
+        const uint8_t* rows[LANES];
+        for (int64_t r = 0; r < LANES; ++r) copy_block(s, lane + r, block[r]), rows[r] = block[r];
+        (void)place;
+        to.read(rows, 0);
+#endif
+    }
+
+    void bits(int64_t s, Ints* to) const {
+        const uint8_t* at = tile + super_place(SHAPE, n, s).bits + 4 * lane;
+        for (int64_t v = 0; v < F::BITS_BYTES / 4; ++v) to[v] = load_ints(at + 4 * TILE_ROWS * v);
+    }
+
+    __attribute__((always_inline)) inline void quants(int64_t s, int pair, Ints* to) const {
+        constexpr int64_t BYTES = TILE_ROWS * F::BLOCK_BYTES / 4;  // of a pair, on average
+        if (ahead) ahead->ask(tile, s * TILE_ROWS * F::BLOCK_BYTES + pair * BYTES, BYTES);
+        const uint8_t* at = tile + super_place(SHAPE, n, s).quants + 32 * TILE_ROWS * pair + 4 * lane;
+        for (int v = 0; v < 8; ++v) to[v] = load_in_order(at + 4 * TILE_ROWS * v);
+    }
+
+    // Block s of a row of the tile as in a file.
+    void copy_block(int64_t s, int64_t r, uint8_t* to) const {
+        for_pieces(SHAPE, n, s, r, [&](int64_t at, int64_t place, int64_t count) {
+            __builtin_memcpy(to + at, tile + place, count);
+        });
+    }
+};
+
+// Rows a0 .. a1-1 of one tile, without a list; y[0] is the product of row a0.
+template <class F>
+inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                                 int64_t a1, const TiledAhead* ahead) {
+    const int64_t n = rows.D / BLOCK, first = a0 / TILE_ROWS * TILE_ROWS;
+    const uint8_t* at = rows.weight + first * rows.stride;
+    for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES) {
+        const int64_t begin = a0 > first + lane ? a0 - first - lane : 0;
+        const int64_t end = a1 - first - lane < LANES ? a1 - first - lane : LANES;
+        float* to = y + first + lane + begin - a0;
+        if (x.count == 1) {
+            alignas(64) float sums[LANES];
+            dot_super_tile_one<F>(SuperTile<F>{at, n / 8, lane, lane == 0 ? ahead : nullptr}, n,
+                                  PackedBlocks<Q8_0>(x, n), sums);
+            __builtin_memcpy(to, sums + begin, (end - begin) * sizeof(float));
+            continue;
+        }
+        for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
+            const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
+            const SuperTile<F> tile = {at, n / 8, lane, t == 0 && lane == 0 ? ahead : nullptr};
+            dot_super_tile<F>(tile, n, x.part(t, t1), to + t * y_stride, y_stride, begin, end);
+        }
+    }
+}
+
+// For a row of a list, the LANES rows of its tile that include it are computed.
+template <class F>
+void dot_tiled_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
+    if (rows.index) {
+        Rows whole = rows;
+        whole.index = nullptr;
+        for (int64_t a = a0; a < a1; ++a)
+            dot_tiled_super_rows<F>(whole, x, y + a, y_stride, rows.index[a], rows.index[a] + 1, nullptr);
+        return;
+    }
+    for_tiles(rows, x.count, a0, a1, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
+        dot_tiled_super_rows<F>(rows, x, y + a, y_stride, a, end, &ahead);
+    });
+}
+
+template <class F>
+void unpack_tiled_super(const Rows& rows, float* out, int64_t a0, int64_t a1) {
+    const int64_t n = rows.D / SUPER_BLOCK;
+    for (int64_t a = a0; a < a1; ++a) {
+        const int64_t row = rows.index ? rows.index[a] : a, r = row % TILE_ROWS;
+        const SuperTile<F> tile = {rows.weight + (row - r) * rows.stride, n, 0, nullptr};
+        for (int64_t s = 0; s < n; ++s) {
+            uint8_t block[F::BLOCK_BYTES];
+            tile.copy_block(s, r, block);
+            unpack_row<F>(block, block, SUPER_BLOCK, out + a * rows.D + s * SUPER_BLOCK);
+        }
+    }
+}
