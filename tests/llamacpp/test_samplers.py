@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sampler_rival import ROOT, Case, ask, difference, differences
+from sampler_rival import ROOT, Case, ask, difference, differences, distribution, is_rounding
 
 from sparkinfer import Engine
 from sparkinfer.model_file import ModelFile
@@ -221,7 +221,7 @@ def test_dry_equals_that_of_llama_cpp(tmp_path, codec, breakers):
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_equals_that_of_llama_cpp(tmp_path, version):
     """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours in nine of ten steps. A
-    chain ends at the first difference, at which the numbers of candidates may be at most one apart
+    chain ends at the first difference, at which the numbers of candidates must be one apart
     (rounding), or 1 there and all here (a k above 2 ** 31, which overflows in llama.cpp)."""
     draw, cases, num_steps, num_same = np.random.default_rng(4), [], 20, 0
     scales = (1.0, 3.0, 8.0) if version == 1 else (0.1, 1.0, 3.0, 8.0)
@@ -248,7 +248,7 @@ def test_mirostat_equals_that_of_llama_cpp(tmp_path, version):
             if why := difference(row_V, ours, ids, p):
                 # float32 and float64 on either side of a whole number, or the overflow
                 sizes = len(ours), int((p > 1e-30).sum())
-                assert abs(sizes[0] - sizes[1]) <= 1 or sizes == (len(row_V), 1), why
+                assert abs(sizes[0] - sizes[1]) == 1 or sizes == (len(row_V), 1), why
                 break
             num_same += 1
             logit = row_V[found[f"{number}.{step}.selected"]]  # of equal logits ours may be another
@@ -276,6 +276,19 @@ def test_adaptive_p_equals_that_of_llama_cpp(tmp_path):
             # Rounding is multiplied by the slope of its logits over p, up to 33.
             assert not difference(row_V, ours, *theirs, tolerance=1e-4), (number, step)
             chain.accept(int(found[f"{number}.{step}.selected"]), ours)
+
+
+def test_other_probabilities_of_the_same_tokens_are_not_rounding():
+    logits = np.random.default_rng(8).normal(size=40).astype(np.float32)
+    case = Case([["typical", 0.7, 0]], options(typ_p=0.7), logits)
+    ours = distribution(case)
+    ids, p = ours.ids_A.copy(), ours.probability_A.copy()
+    assert is_rounding(case, ids, p)
+    p[:2] += (0.01, -0.01)
+    assert not is_rounding(case, ids, p)
+    other = np.setdiff1d(np.arange(len(logits)), ids)[:3]
+    assert is_rounding(case, np.append(ids[1:], other[0]), ours.probability_A)
+    assert not is_rounding(case, np.append(ids[2:], other[:2]), ours.probability_A)
 
 
 def llama_cpp_chain(o: SamplingOptions, size: int) -> list[list]:
