@@ -176,11 +176,14 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def _hear(self, event: dict[str, Any]) -> None:
-        """Keeps uncaught exceptions of the page and errors of the browser's log."""
-        about = event.get("params", {})
-        if event.get("method") == "Runtime.exceptionThrown":
+        """Keeps uncaught exceptions of the page, its calls of console.error and failed console.assert,
+        and errors of the browser's log."""
+        method, about = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
             self.said.append(json.dumps(about["exceptionDetails"])[:1000])
-        if event.get("method") == "Log.entryAdded" and about["entry"]["level"] == "error":
+        if method == "Runtime.consoleAPICalled" and about["type"] in ("error", "assert"):
+            self.said.append(json.dumps(about["args"])[:1000])
+        if method == "Log.entryAdded" and about["entry"]["level"] == "error":
             self.said.append(about["entry"]["text"] + " " + about["entry"].get("url", ""))
 
     def _message(self) -> dict[str, Any]:

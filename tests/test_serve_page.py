@@ -8,6 +8,7 @@ import re
 import threading
 import time
 
+import pytest
 from page_actions import act, answer, needs_browser, say, settled, stats
 from scripted_server import PAGE, Script, page_policy
 from serve_client import ServerProcess
@@ -40,6 +41,26 @@ def test_an_answer_arrives_word_by_word_and_survives_a_reload(browser, serve):
     browser.reload()
     assert answer(browser) == "One two three." and "3 tokens" in stats(browser)
     assert browser.run("document.querySelector('#talks a[aria-current]').innerText") == "Hello"
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "script",
+    [
+        "console.error(Error('planted'))",
+        "console.assert(false, 'planted')",
+        "setTimeout(() => { throw Error('planted') })",
+    ],
+)
+def test_an_error_of_the_page_is_recorded(browser, serve, script):
+    serve()
+    browser.run("void console.log('planted')")
+    assert not browser.said
+    browser.run(f"void {script}")
+    browser.run("new Promise(done => setTimeout(done, 50))")
+    (line,) = browser.said
+    assert "planted" in line
+    browser.said.clear()
 
 
 @needs_browser
