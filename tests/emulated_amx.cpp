@@ -23,7 +23,7 @@ struct Packed {
         : input{x.data(), nullptr, D, T, 0, T} {
         const int64_t bytes = T * packed_bytes(D);
         input.packed = static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-        std::memset(input.packed, 0x7f, bytes);  // a huge scale, if read as f32
+        std::memset(input.packed, 0xff, bytes);  // NaN, if a scale is read that was not written
         const int64_t border = T * 2 / 3;
         kernels.quantise[kind](input.part(border, T), D);
         if (border > 0) kernels.quantise[kind](input.part(0, border), D);
