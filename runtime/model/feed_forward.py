@@ -155,6 +155,8 @@ class FeedForward:
             is_gathered = len(x) == 1 and block.device.type == "cpu" and self.mode != "dense"
             run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
             run = self._transposed if block.is_transposed else run
+            if block.is_by_output and (is_watched or not block.is_native):
+                run = self._by_output
             results.append(run(block, x, named_TN))
         self._show(results, observers)
         total = results[0].y_TD.to(x_TD.device)
@@ -317,6 +319,17 @@ class FeedForward:
         )
         chosen_TA = hidden_TF if rows is None else hidden_TF[:, rows]
         y_TD = block.down.combine_many(chosen_TA, None if rows is None else rows.to(torch.int32))
+        return BlockResult(y_TD=y_TD, gate_TA=gate_TF, hidden_TA=hidden_TF, position_A=None)
+
+    def _by_output(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
+        """Any number of tokens in mode "dense", `down` stored by outputs: three products."""
+        gate_TF = block.gate.apply(x_TD)
+        up_TF = None if block.up is None else block.up.apply(x_TD)
+        hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
+        self.traffic.gate += block.gate.weight.num_bytes
+        self.traffic.up += 0 if block.up is None else block.up.weight.num_bytes
+        self.traffic.down += block.down.num_bytes
+        y_TD = block.down.product(hidden_TF)
         return BlockResult(y_TD=y_TD, gate_TA=gate_TF, hidden_TA=hidden_TF, position_A=None)
 
     def _hidden(

@@ -84,7 +84,7 @@ class NativeNeurons:
         allocated. Raises NotNative if the kernels do not support the block, and ImportError if they
         are not built."""
         structs = Structs()
-        width = block.down.width
+        width = block.width
         x_D = torch.zeros(width) if x_D is None else x_D
         y_D = torch.zeros(width) if y_D is None else y_D
         if mode != "predicted":
@@ -141,7 +141,7 @@ def add_neurons(
     x_TD = x_TD.contiguous()
     struct = NeuronsStruct(
         block=structs.block(replace(block, is_whole=True)),  # bits are by position in the block
-        width=block.down.width,
+        width=block.width,
         num_neurons=len(block.id_N),
         max_tokens=num_tokens,
         activation=ACTIVATIONS.index(gate.activation),

@@ -35,7 +35,7 @@ class BlockStruct(Structure):
     _fields_ = [("gate", MatrixStruct), ("up", MatrixStruct), ("down", MatrixStruct), ("id", c_void_p),
                 ("row", c_void_p), ("gate_limit", c_void_p), ("hidden_limit", c_void_p),
                 ("num_neurons", c_int64), ("is_transposed", c_int32),
-                ("unused", c_int32)]  # fmt: skip
+                ("is_by_output", c_int32)]  # fmt: skip
 
 
 class NotNative(Exception):
@@ -68,6 +68,7 @@ class Structs:
             hidden_limit=self.vector(block.hidden_limit_N),
             num_neurons=len(block.id_N),
             is_transposed=block.is_transposed,
+            is_by_output=block.is_by_output,
         )
 
     def linear(self, linear: Linear) -> MatrixStruct:

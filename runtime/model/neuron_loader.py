@@ -48,6 +48,8 @@ class NeuronLoader:
         """The blocks of a layer, the hot one first. Each has matrices of its own, except a cold
         block whose matrices stay in the file or whose layer has slots: it refers to the whole
         matrices."""
+        if self._is_by_output():
+            return (self._block_by_output(index),)
         down = self._down(index)
         if self.resident_LN is not None and self.are_slots_joined:
             return (self._joined(index, down, self.resident_LN[index]),)
@@ -66,6 +68,38 @@ class NeuronLoader:
             some: Rows = "shared" if self.stores.on(CPU).is_mapped else "own"
             blocks.append(self._block(index, down, "cold", cold, some if len(hot) else "all"))
         return tuple(blocks)
+
+    def _is_by_output(self) -> bool:
+        """True if `down` is used as a stock file has it: every row of it is read, by the CPU."""
+        return (
+            self.model.layout == "stock"
+            and self.mode == "dense"
+            and self.placement.hot is None
+            and self.resident_LN is None
+            and all(home == CPU for home in self.placement.homes)
+        )
+
+    def _block_by_output(self, index: int) -> NeuronBlock:
+        """All neurons of a layer, from the matrices of a stock file as they are."""
+        names = [self.model.gate_name, *(["ffn_up"] if self.model.graph.is_gated else [])]
+        entries = [stored(self.model, index, name) for name in (*names, "ffn_down")]
+        store = self.stores.on(CPU)
+        *linears, down = store.neurons([[e] for e in entries], None, len(entries))
+        gate, *up = (
+            Linear(weight=weight, bias_N=self._bias(f"blk.{index}.{name}.bias", store, None))
+            for name, weight in zip(names, linears, strict=True)
+        )
+        ids = np.arange(self.model.shape.num_neurons)
+        return NeuronBlock(
+            role="hot",
+            gate=gate,
+            up=up[0] if up else None,
+            down=down,
+            id_N=store.neuron_ids(ids, is_all=True),
+            row_N=None,
+            is_whole=True,
+            is_by_output=True,
+        )
 
     def _joined(self, index: int, down: TensorEntry, hot: np.ndarray) -> NeuronBlock:
         """One block with all neurons of a layer, preceded by slots for the neurons of `hot`, if any."""

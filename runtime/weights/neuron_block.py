@@ -79,12 +79,15 @@ class NeuronBlock:
     role: Role
     gate: Linear
     up: Linear | None  # None: the model has no gates, and `gate` is its up projection
-    down: Matrix  # neuron-major: row j is what neuron j adds
+    # Neuron-major: row j is what neuron j adds. If `is_by_output`, [D, N] as in llama.cpp's files: in
+    # mode "dense", for all neurons of a layer.
+    down: Matrix
     # On the device of the block: int64 on the CPU; int32 on a GPU, and for the cold neurons of a
     # layer with slots there.
     id_N: Tensor
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
+    is_by_output: bool = False
     # f32 limits at or below which |act(gate)| and |act(gate) * up| count as silent, except in mode
     # "dense".
     gate_limit_N: Tensor | None = None
@@ -101,6 +104,11 @@ class NeuronBlock:
             return False
         matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
         return all(matrix.is_native for matrix in matrices)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.down.num_rows if self.is_by_output else self.down.width
 
     @property
     def is_transposed(self) -> bool:
@@ -128,6 +136,7 @@ class NeuronBlock:
 
     def part(self, start: int, stop: int) -> "NeuronBlock":
         """A range of consecutive neurons, as a view."""
+        assert not self.is_by_output
         ids, here = self.id_N[start:stop], slice(start, stop)
         block = replace(
             self,

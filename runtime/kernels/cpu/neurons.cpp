@@ -7,7 +7,7 @@ struct Room {
     Room(const SparkNeurons& n, uint8_t* memory)
         : arena(memory),
           x(arena.operand(n.width, n.max_tokens, forms_of(n.block))),
-          neurons(arena, n.width, n.block.num_neurons, n.max_tokens) {}
+          neurons(arena, n.width, n.block.num_neurons, n.max_tokens, by_output_forms(n.block)) {}
 
     Arena arena;
     Operand x;

@@ -9,8 +9,9 @@
 
 class Neurons {
   public:
-    // Allocates for blocks of up to F neurons of width D, and up to T tokens.
-    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T) : D(D), sums_(arena, D, T) {
+    // Allocates for blocks of up to F neurons of width D, and up to T tokens. `forms`: the packed forms of hidden
+    // values for `down` by outputs (by_output_forms).
+    Neurons(Arena& arena, int64_t D, int64_t F, int64_t T, uint32_t forms) : D(D), sums_(arena, D, T) {
         position_ = arena.take<int32_t>(F);
         candidate_ = arena.take<int32_t>(F);
         gate_ = arena.take<float>(F);
@@ -20,6 +21,7 @@ class Neurons {
         const int64_t groups = groups_of(F);
         hidden_ = {arena.take<float>(T * groups * SUM_ROWS), nullptr, groups};
         up_many_ = arena.take<float>(T * groups * SUM_ROWS);
+        hidden_x_ = arena.operand(F, T, forms, hidden_.value);
         if (T == 1) return;
         hidden_.mask = arena.take<uint64_t>(T * groups);
         num_read_ = arena.take<NumRead>(groups);
@@ -29,6 +31,7 @@ class Neurons {
     // out [T, D]; sets the bits in `fired` of neurons whose row of `down` is read.
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}) {
+        if (block.is_by_output) return run_by_output(block, gate, x, T, out, read, fired);
         if (!named && T <= RowSums::MOST_TOGETHER && WholeNeurons::takes(block, gate))
             return run_whole(block, gate, x, T, out, read, fired);
         if (T > 1) return run_many(block, gate, named, x, T, out, read, fired);
@@ -51,6 +54,33 @@ class Neurons {
             count += named.has(block.id[p]);
         }
         return count;
+    }
+
+    // All neurons, and `down` by outputs: three products.
+    void run_by_output(const SparkBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
+                       NeuronBytes& read, Fired fired) {
+        const int64_t N = block.num_neurons, grain = T == 1 ? TILE_ROWS : 32;
+        const Input gate_x = x.as(block.gate.kind, T);
+        const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
+        split(T * N * (row_bytes(block.gate) + row_bytes(block.up)), N, grain, 16, [&](int64_t a0, int64_t a1) {
+            Rows rows = ::rows_of(block.gate);
+            if (block.up.data) rows.after = block.up.data + a0 * block.up.stride;
+            kernels().dot_rows[block.gate.kind](rows, gate_x, hidden_.value, N, a0, a1);
+            if (block.up.data)
+                kernels().dot_rows[block.up.kind](::rows_of(block.up), up_x, up_many_, N, a0, a1);
+            for (int64_t t = 0; t < T; ++t)
+                activate_whole(block, gate, a0, a1, hidden_.value + t * N, up_many_ + t * N);
+        });
+        hidden_x_.size = N;
+        hidden_x_.changed();
+        const Input hidden = hidden_x_.as(block.down.kind, T);
+        split(T * num_bytes(block.down), D, grain, 16, [&](int64_t d0, int64_t d1) {
+            kernels().dot_rows[block.down.kind](::rows_of(block.down), hidden, out, D, d0, d1);
+        });
+        read.gate += N * row_bytes(block.gate), read.down += D * row_bytes(block.down);
+        if (block.up.data) read.up += N * row_bytes(block.up);
+        for (int64_t t = 0; fired.bits && t < T; ++t)
+            for (int64_t p = 0; p < N; ++p) fired.set(t, id_of(block, p));
     }
 
     // All neurons, from contiguous matrices.
@@ -229,13 +259,23 @@ class Neurons {
     const int64_t D;
     RowSums sums_;
     Coefficients hidden_;  // for one token, by candidate
+    Operand hidden_x_;     // the same memory
     int32_t *position_, *candidate_, *open_, *open_position_;
     float *gate_, *up_, *up_many_ = nullptr;
     NumRead* num_read_ = nullptr;
 };
 
+// The packed forms of a block's hidden values, as a bit mask; 0 unless `down` has a row per output.
+inline uint32_t by_output_forms(const SparkBlock& block) {
+    return block.is_by_output ? form_bit(block.down) : 0;
+}
+
 // True if this is a valid block of a layer of F neurons of width D.
 inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated, int32_t mode) {
+    if (block.is_by_output)
+        return mode == MODE_DENSE && !block.is_transposed && !block.row && !block.id &&
+               block.num_neurons == F && is_gated == (block.up.data != nullptr) &&
+               fits(block.gate, F, D) && fits(block.down, D, F) && (!is_gated || fits(block.up, F, D));
     const int64_t rows = block.down.num_rows;
     const bool is_whole = mode == MODE_DENSE && !block.row && !block.is_transposed;
     if (!has_sums(block.down) && !(is_whole && is_grouped(block.down.kind))) return false;

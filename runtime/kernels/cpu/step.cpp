@@ -53,6 +53,13 @@ struct Sparse {
     int64_t inputs = 0, outputs = 0, neurons = 0, masked = 0;
 };
 
+uint32_t by_output_forms(const SparkStep& step) {
+    uint32_t forms = 0;
+    for (const SparkLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
+        for (int64_t b = 0; b < l->num_blocks; ++b) forms |= by_output_forms(l->block[b]);
+    return forms;
+}
+
 int64_t size_of(const SparkStep& s, int32_t value) {
     if (value == VALUE_QKV) return (s.num_heads + 2 * s.num_kv_heads) * s.head_width;
     return value == VALUE_HEADS ? s.num_heads * s.head_width : s.width;
@@ -70,7 +77,8 @@ struct Work {
     Work(const SparkStep& step, uint8_t* memory) : Work(step, memory, Sparse(step)) {}
 
     Work(const SparkStep& step, uint8_t* memory, const Sparse& sparse)
-        : arena(memory), neurons(arena, step.width, step.num_neurons, step.max_rows),
+        : arena(memory),
+          neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step)),
           attention(step, arena),
           inputs(arena, sparse.inputs, sparse.outputs, step.max_rows),
           transposed(arena, sparse.neurons, step.max_rows) {

@@ -53,7 +53,8 @@ struct SparkBlock {
     const float *gate_limit, *hidden_limit;  // [N], or null: the layer's threshold, and no limit
     int64_t num_neurons;
     int32_t is_transposed;  // gate and up: one row per input, [D, F]; all neurons in order
-    int32_t unused;
+    // down: one row per output, [D, F], as llama.cpp's files have it; mode dense, all neurons in order
+    int32_t is_by_output;
 };
 
 // The cache blocks of each sequence. A block has `block_length` positions in every layer.

@@ -3,6 +3,19 @@
 #pragma once
 #include "gate.h"
 
+// Turns gates a0 .. a1-1 of one token into hidden values, in mode "dense"; `by`: the products with up.
+inline void activate_whole(const SparkBlock& block, const Gate& gate, int64_t a0, int64_t a1, float* value,
+                           float* by) {
+    const SparkMatrix& up = block.up;
+    for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
+    gate.smooth(value + a0, a1 - a0);
+    for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a], 0.0f);
+    for (int64_t a = a0; up.bias && a < a1; ++a) by[a] += up.bias[a];
+    const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+    for (int64_t a = a0; is_drelu && a < a1; ++a) by[a] = by[a] < 0.0f ? 0.0f : by[a];
+    for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];
+}
+
 struct WholeNeurons {
     const SparkBlock& block;
     const Gate& gate;
@@ -50,16 +63,8 @@ struct WholeNeurons {
         kernels().dot_rows[m.kind](rows, x, y, hidden.stride(), last, a1);
     }
 
-    // Turns gates a0 .. a1-1 of one token into hidden values.
     void activate(int64_t a0, int64_t a1, float* value, float* by) const {
-        const SparkMatrix& up = block.up;
-        for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
-        gate.smooth(value + a0, a1 - a0);
-        for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a], 0.0f);
-        for (int64_t a = a0; up.bias && a < a1; ++a) by[a] += up.bias[a];
-        const bool is_drelu = gate.activation == ACTIVATION_DRELU;
-        for (int64_t a = a0; is_drelu && a < a1; ++a) by[a] = by[a] < 0.0f ? 0.0f : by[a];
-        for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];
+        activate_whole(block, gate, a0, a1, value, by);
     }
 
     // Computes the sums of chunk c, and prefetches the neurons after it up to `end`.
