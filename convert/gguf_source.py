@@ -58,7 +58,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
             " another type or the other layout"
         )
     model = ModelFile.of(config.source, keys, entries)
-    notes = (*_activation_notes(keys, model), *_error_notes(tensors, entries, names))
+    notes = (*activation_notes(keys, model), *_error_notes(tensors, entries, names))
     copied = {
         name: _checked(entry, f"{config.source}: tensor {name!r}")
         for name, entry in entries.items()
@@ -203,7 +203,7 @@ def _unpack(data: np.ndarray, kind: str) -> np.ndarray:
         ) from error
 
 
-def _activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...]:
+def activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...]:
     if "sparkinfer.ffn.activation" in keys or model.activation not in SMOOTH:
         return ()
     return (

@@ -9,7 +9,14 @@ from typing import get_args
 
 import torch
 
-from sparkinfer.budget import bytes_on_one_side, head_bytes, layer_bytes, workspace_bytes
+from sparkinfer.architecture import Layout
+from sparkinfer.budget import (
+    bytes_on_one_side,
+    head_bytes,
+    layer_bytes,
+    stored_neuron_bytes,
+    workspace_bytes,
+)
 from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.key_selection import KeySelection
@@ -87,6 +94,7 @@ class Choice:
 
     model: ModelFile
     outtype: Outtype | None
+    layout: Layout
     is_converted: bool
     device: str | None
     predictors: bool | None
@@ -116,8 +124,9 @@ def room_here(wishes: Wishes) -> Room:
 def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     """Chooses how to run a model. Raises SparkinferError if it cannot be run as wished."""
     outtype, type_line = choose_type(source, wishes, room)
-    is_converted = not source.is_of_type(outtype)
-    model = source.draft(outtype) if is_converted or source.own is None else source.own
+    layout = choose_layout(source, outtype, wishes, room)
+    own = source.as_it_is(outtype, layout)
+    model = own or source.draft(outtype, layout)
     _check_mode(source, model, wishes)
     context = context_of(model, wishes)
     room = _usable(model, wishes, room)
@@ -128,9 +137,10 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     device = "cpu" if limited or not room.gpus else wishes.device
     _check_cache(model, wishes, budgets, device)
     where = _where_line(model, wishes, room, budgets, context)
-    lines = (type_line, mode_line, where)
+    notes = source.stock_notes if own is not None and layout == "stock" else ()
+    lines = (type_line, *notes, mode_line, where)
     return Choice(
-        model=model, outtype=outtype, is_converted=is_converted, device=device,
+        model=model, outtype=outtype, layout=layout, is_converted=own is None, device=device,
         predictors=predictors, budgets=budgets, context_length=context, lines=lines,
     )  # fmt: skip
 
@@ -165,7 +175,33 @@ def _check_cache(
 
 def run_bytes(model: ModelFile, context_length: int) -> int:
     """Bytes of a model on one device: weights, keys and values, temporaries."""
-    return sum(bytes_on_one_side(model.row_major, context_length).values())
+    items = bytes_on_one_side(model.row_major, context_length)
+    if model.layout == "stock":  # run as it is
+        items["neurons"] = stored_neuron_bytes(model)
+    return sum(items.values())
+
+
+# ---- the layout ---------------------------------------------------------------------------------
+
+
+def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room: Room) -> Layout:
+    """llama.cpp's layout for a model of which the CPU reads every neuron anyway: nothing has to be
+    transposed, prompts are faster, and a GGUF in that layout is run as it is."""
+    if source.own is not None or not _reads_all(
+        source.stock or source.draft(outtype), wishes, room
+    ):
+        return "sparse"
+    try:
+        _ = source.as_it_is(outtype, "stock") or source.draft(outtype, "stock")
+    except SparkinferError:  # llama.cpp does not have this model's graph or tokenizer
+        return "sparse"
+    return "stock"
+
+
+def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
+    """True if the CPU reads every neuron for every token."""
+    is_silent = can_silence(model) or model.has_limits or model.predictor is not None
+    return not room.gpus and wishes.mode in (None, "dense") and not is_silent
 
 
 # ---- the type -----------------------------------------------------------------------------------
@@ -177,7 +213,11 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
     converted anyway; then BY_QUALITY. If none fits, the smallest."""
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
-    own = source.own or (None if source.own_type in LARGE else source.draft(None))
+    own = source.own
+    if own is None and source.own_type not in LARGE:
+        stock = source.stock
+        is_run = stock is not None and _reads_all(stock, wishes, room)
+        own = stock if is_run else source.draft(None)
     kinds: list[Outtype | None] = [None] if own is not None else []
     kinds += [kind for kind in BY_QUALITY if own is None or kind != source.own_type]
     sizes: dict[Outtype | None, int] = {}  # kept, since reading all headers takes seconds

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
+from sparkinfer.architecture import Layout
 from sparkinfer.cache_place import cache_folder
 from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
@@ -12,7 +14,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.profile_file import Profile
 from sparkinfer.run.cache_folder import Cache
 from sparkinfer.run.housekeeping import Shelved, list_cache
-from sparkinfer.run.keys import STAGES, identity_of_source
+from sparkinfer.run.keys import STAGES, conversion_key, identity_of_source
 from sparkinfer.split_file import Split
 
 Load = Callable[[Path], ModelFile | Profile | Split]
@@ -59,8 +61,8 @@ def kept_for(model: Path) -> Kept:
 def _converted(cache: Cache, source: Path) -> Path | None:
     """The file that `run` converted a source to, in any type, with the source's own activation."""
     identity = identity_of_source(source)
-    for outtype in (None, *get_args(Outtype)):
-        key = {"source": identity, "outtype": outtype, "activation": None}
+    for outtype, layout in product((None, *get_args(Outtype)), get_args(Layout)):
+        key = conversion_key(identity, outtype, layout, None)
         if (found := cache.find("model", key)) is not None:
             return found.path(STAGES["model"].file)
     return None

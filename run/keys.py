@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sparkinfer import machine_file, model_keys, predictor_file, profile_file, split_file
+from sparkinfer.architecture import Layout
 from sparkinfer.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
+from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import FILE_NAME as LIMITS_NAME
 
@@ -127,3 +129,11 @@ def _identity(path: Path) -> tuple[object, ...]:
     except OSError as error:
         raise SparkinferError(f"{path}: cannot be read: {error.strerror}") from error
     return stat.st_size, stat.st_mtime_ns, found.hexdigest()
+
+
+def conversion_key(
+    identity: str, outtype: Outtype | None, layout: Layout, activation: str | None
+) -> dict[str, Any]:
+    """The key of a converted model."""
+    key: dict[str, Any] = {"source": identity, "outtype": outtype, "activation": activation}
+    return key | ({"layout": layout} if layout != "sparse" else {})

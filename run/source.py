@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from sparkinfer.architecture import Layout
 from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.convert import draft_of
+from sparkinfer.convert.gguf_source import activation_notes
 from sparkinfer.convert.hub import find_folder
 from sparkinfer.convert.options import ConvertConfig, Outtype
 from sparkinfer.errors import SparkinferError
@@ -18,37 +20,44 @@ from sparkinfer.run.keys import identity_of_source
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source. `own` is the model of a GGUF that can be run as it is; None if it must be
-    converted."""
+    """A source. `own` is the model of a GGUF that can be run as it is in every mode; None if it
+    must be converted. `stock` is that of one in llama.cpp's layout, which mode "dense" can run as it
+    is."""
 
     name: str  # as it was given
     path: Path
     identity: str
     own: ModelFile | None
+    stock: ModelFile | None
+    stock_notes: tuple[str, ...]  # what to say if `stock` is run
     own_type: str  # of its matrices
     activation: str | None  # given by the user for a GGUF that does not record it
     scratch: Path  # an unused path, for files that are only planned
 
-    def draft(self, outtype: Outtype | None) -> ModelFile:
+    def draft(self, outtype: Outtype | None, layout: Layout = "sparse") -> ModelFile:
         """The model file that a conversion would write, without reading weights; `own` if there is
         one and it cannot be converted. Raises SparkinferError for any other source that cannot."""
         try:
-            return _draft(self.path, outtype, self.activation, self.scratch)
+            return _draft(self.path, outtype, layout, self.activation, self.scratch)
         except SparkinferError:
             if self.own is None:
                 raise
             return self.own  # e.g. rows that are not whole blocks of that type: nothing to convert
 
-    def is_of_type(self, outtype: Outtype | None) -> bool:
-        """True if the source is a GGUF that can be run as it is in this type."""
-        return self.own is not None and outtype in (None, self.own_type)
+    def as_it_is(self, outtype: Outtype | None, layout: Layout) -> ModelFile | None:
+        """The model of a GGUF that already has this type and layout."""
+        found = self.stock if layout == "stock" else self.own
+        return found if outtype in (None, self.own_type) else None
 
 
 @cache
-def _draft(path: Path, outtype: Outtype | None, activation: str | None, scratch: Path) -> ModelFile:
-    return draft_of(
-        ConvertConfig(source=path, output=scratch, outtype=outtype, activation=activation)
-    ).model
+def _draft(
+    path: Path, outtype: Outtype | None, layout: Layout, activation: str | None, scratch: Path
+) -> ModelFile:
+    config = ConvertConfig(
+        source=path, output=scratch, outtype=outtype, layout=layout, activation=activation
+    )
+    return draft_of(config).model
 
 
 def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
@@ -60,10 +69,13 @@ def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
             f"{given}: no such folder or file; wanted a checkpoint folder, a model file (.gguf) or"
             " the name of a model on the Hugging Face hub (org/name)"
         )
-    own, own_type = _as_it_is(path, activation) if path.is_file() else (None, _dtype_of(path))
+    if path.is_file():
+        own, stock, notes, own_type = _as_it_is(path, activation)
+    else:
+        own, stock, notes, own_type = None, None, (), _dtype_of(path)
     return Source(
         name=str(given), path=path.resolve(), identity=identity_of_source(path), own=own,
-        own_type=own_type, activation=activation, scratch=scratch,
+        stock=stock, stock_notes=notes, own_type=own_type, activation=activation, scratch=scratch,
     )  # fmt: skip
 
 
@@ -72,15 +84,24 @@ def has_template(model: ModelFile) -> bool:
     return TEMPLATE_KEY in model.extra_keys or TEMPLATES_KEY in model.extra_keys
 
 
-def _as_it_is(path: Path, activation: str | None) -> tuple[ModelFile | None, str]:
-    """(the model of a GGUF, the type of its matrices); the model is None if it must be converted,
-    because of llama.cpp's layout or to set its activation."""
+def _as_it_is(
+    path: Path, activation: str | None
+) -> tuple[ModelFile | None, ModelFile | None, tuple[str, ...], str]:
+    """(the model of a GGUF, or the model of one in llama.cpp's layout with notes on it, the type of
+    its matrices). A model that must be converted, to set its activation or because a type is not
+    run, is None."""
     keys, tensors = read_model_gguf(path)
     kinds = [e.kind for n, e in tensors.items() if n.endswith("ffn_up.weight")]
     kind = kinds[0] if kinds else "unknown"
-    if activation is not None or "blk.0.ffn_down_t.weight" not in tensors:
-        return None, kind
-    return ModelFile.of(path, keys, tensors), kind
+    if activation is not None:
+        return None, None, (), kind
+    if "blk.0.ffn_down_t.weight" in tensors:
+        return ModelFile.of(path, keys, tensors), None, (), kind
+    try:
+        stock = ModelFile.of(path, keys, tensors)
+    except SparkinferError:  # `draft` says what else is wrong with it
+        return None, None, (), kind
+    return None, stock, activation_notes(keys, stock), kind
 
 
 def _dtype_of(folder: Path) -> str:

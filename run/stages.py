@@ -26,7 +26,7 @@ from sparkinfer.progress import progress
 from sparkinfer.run import corpora
 from sparkinfer.run.cache_folder import Cache, Entry
 from sparkinfer.run.choice import Choice, Wishes
-from sparkinfer.run.keys import digest
+from sparkinfer.run.keys import conversion_key, digest
 from sparkinfer.run.rates import Rates
 from sparkinfer.run.source import Source
 from sparkinfer.runtime.engine_options import device_of
@@ -66,9 +66,7 @@ def model_key(job: Job) -> dict[str, Any]:
     source = job.source
     if not job.choice.is_converted:
         return {"source": source.identity}
-    return {
-        "source": source.identity, "outtype": job.choice.outtype, "activation": source.activation,
-    }  # fmt: skip
+    return conversion_key(source.identity, job.choice.outtype, job.choice.layout, source.activation)
 
 
 def look_key(job: Job) -> dict[str, Any]:
@@ -117,6 +115,7 @@ def make_model(job: Job, folder: Path) -> Mapping[str, Any]:
     source = job.source
     config = ConvertConfig(
         source=source.path, output=folder / MODEL, outtype=job.choice.outtype,
+        layout=job.choice.layout,
         activation=source.activation, force=True,
     )  # fmt: skip
     with reading(source.path), progress("converting", None, "MB") as advance:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, Items
+from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
 from sparkinfer.engine_config import EngineConfig
 from sparkinfer.limits import Limits
 from sparkinfer.longer_texts import with_rope_scaling
@@ -44,6 +44,7 @@ from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import load_weights
+from sparkinfer.runtime.model.neuron_loader import runs_by_output
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
@@ -206,6 +207,8 @@ class _Load:
             cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
             cache_types=self.cache_types,
         )  # fmt: skip
+        if runs_by_output(self.model, self.mode, self.placement):
+            self.bytes_by_role["cpu"]["neurons"] = stored_neuron_bytes(self.model)
 
     def _set_up_neuron_cache(self) -> None:
         """Chooses the neurons that are in slots at the start, and counts the slots' bytes unless

@@ -210,10 +210,16 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
     config = ConvertConfig(source=tmp_path / "f32.gguf", output=tmp_path / "m.gguf",
                            outtype="q8_0", layout="stock")  # fmt: skip
     convert(config)
-    with lines_on_stderr(), sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu"):
-        pass
-    told = [line for line in capsys.readouterr().err.splitlines() if "transposed" in line]
-    assert len(told) == 1 and "of 3 layers" in told[0] and "sparkinfer convert" in told[0]
+    for mode, count in (("exact", 1), ("dense", 0)):  # mode dense uses the file's own matrices
+        with (
+            lines_on_stderr(),
+            sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", mode=mode),
+        ):
+            pass
+        told = [line for line in capsys.readouterr().err.splitlines() if "transposed" in line]
+        assert len(told) == count
+        if mode == "exact":
+            assert "of 3 layers" in told[0] and "sparkinfer convert" in told[0]
 
 
 @pytest.mark.parametrize(

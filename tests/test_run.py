@@ -18,6 +18,7 @@ from models import byte_level_keys, make_machine, make_model, make_shape
 
 from sparkinfer.cli import main
 from sparkinfer.errors import Interrupted
+from sparkinfer.model_file import ModelFile
 from sparkinfer.run import estimate, housekeeping, prepare, stages
 from sparkinfer.run.choice import Room
 
@@ -94,11 +95,26 @@ def test_a_sparkinfer_model_file_is_run_in_place(capsys, cache, tmp_path):
     assert housekeeping.list_cache(cache) == ()
 
 
-def test_a_stock_file_is_converted(capsys, silu, tmp_path):
+def test_a_stock_file_is_run_in_place_unless_something_else_is_asked_for(
+    capsys, cache, silu, tmp_path
+):
+    """A SiLU model reads every neuron, so nothing has to be transposed."""
     assert main(["convert", str(silu), "-o", str(tmp_path / "s.gguf"), "--layout", "stock",
                  "--outtype", "q8_0", "--no-verify"]) == 0  # fmt: skip
     report = run(capsys, tmp_path / "s.gguf", "--no-verify")
-    assert made(report) == ["model"] and report["run"]["outtype"] == "q8_0"
+    assert made(report) == [] and report["run"]["outtype"] == "q8_0"
+    assert report["mode"] == "dense" and housekeeping.list_cache(cache) == ()
+    for asked in (("--outtype", "q4_0"), ("--activation", "gelu"), ("--mode", "exact")):
+        other = run(capsys, tmp_path / "s.gguf", "--no-verify", *asked)
+        assert "model" in made(other), asked
+
+
+def test_a_checkpoint_of_which_every_neuron_is_read_is_kept_in_llamacpps_layout(
+    capsys, cache, silu
+):
+    assert made(run(capsys, silu, "--no-verify")) == ["model"]
+    (kept,) = housekeeping.list_cache(cache)
+    assert ModelFile.load(cache / kept.name / kept.file).layout == "stock"
 
 
 def test_by_default_a_short_look_at_the_model_decides(capsys, relu):

@@ -48,7 +48,7 @@ class NeuronLoader:
         """The blocks of a layer, the hot one first. Each has matrices of its own, except a cold
         block whose matrices stay in the file or whose layer has slots: it refers to the whole
         matrices."""
-        if self._is_by_output():
+        if runs_by_output(self.model, self.mode, self.placement):
             return (self._block_by_output(index),)
         down = self._down(index)
         if self.resident_LN is not None and self.are_slots_joined:
@@ -68,16 +68,6 @@ class NeuronLoader:
             some: Rows = "shared" if self.stores.on(CPU).is_mapped else "own"
             blocks.append(self._block(index, down, "cold", cold, some if len(hot) else "all"))
         return tuple(blocks)
-
-    def _is_by_output(self) -> bool:
-        """True if `down` is used as a stock file has it: every row of it is read, by the CPU."""
-        return (
-            self.model.layout == "stock"
-            and self.mode == "dense"
-            and self.placement.hot is None
-            and self.resident_LN is None
-            and all(home == CPU for home in self.placement.homes)
-        )
 
     def _block_by_output(self, index: int) -> NeuronBlock:
         """All neurons of a layer, from the matrices of a stock file as they are."""
@@ -187,6 +177,13 @@ class NeuronLoader:
             f" error up to {most:.1e}; sparkinfer convert {self.model.path} -o model.gguf does so"
             " once and for all"
         )
+
+
+def runs_by_output(model: ModelFile, mode: Mode, placement: Placement) -> bool:
+    """True if a stock file's down projections are used as they are: the CPU reads all rows of them
+    for every token."""
+    is_whole = placement.hot is None and all(home == CPU for home in placement.homes)
+    return model.layout == "stock" and mode == "dense" and is_whole
 
 
 def stored(model: ModelFile, index: int, name: str) -> TensorEntry:

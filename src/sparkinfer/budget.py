@@ -110,8 +110,20 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
     )
 
 
+def stored_neuron_bytes(model: ModelFile) -> int:
+    """Bytes of all feed-forward matrices and their biases as the file has them."""
+    names = (model.gate_name, "ffn_up", "ffn_down", "ffn_down_t")
+    return sum(
+        entry.num_bytes
+        for layer in range(model.shape.num_layers)
+        for name, entry in layer_tensors(model, layer).items()
+        if name.split(".")[0] in names and name != "ffn_down.bias"
+    )
+
+
 def transposed_kind(model: ModelFile) -> str:
-    """The type of a stock file's down projection once it is transposed, which happens at load.
+    """The type of a stock file's down projection once it is transposed, which happens at load
+    except where the CPU runs all of it in mode "dense".
 
     Float types are kept; block types become f16, because their blocks run along the other
     dimension."""
