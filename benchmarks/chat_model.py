@@ -2,8 +2,8 @@
 
     python benchmarks/chat_model.py FOLDER --rival path/to/venv/bin/python
 
-FOLDER is what `make smollm2` makes: SmolLM2-135M-Instruct as TYPE.gguf for ours and TYPE-stock.gguf
-for llama.cpp. A round measures the read bandwidth (as decode.py does), decode after a prompt of 16
+FOLDER is what `make smollm2` makes: SmolLM2-135M-Instruct as TYPE-stock.gguf, which both sides run
+as it is. A round measures the read bandwidth (as decode.py does), decode after a prompt of 16
 tokens, and the seconds from prompts of several lengths to the logits of their last token, each on
 both sides with the same random token ids. A prompt is repeated for about REPEATS_S in a
 round, at most MOST_REPEATS times, and counts by the median; a figure is the median of the rounds.
@@ -62,13 +62,18 @@ class Measured:
 
 
 def main() -> None:
-    arguments = _arguments()
+    name = f"chat-model-{slug(processor())}.json"
+    run(parser().parse_args(), "chat_model", "SmolLM2-135M-Instruct", name)
+
+
+def run(arguments: argparse.Namespace, benchmark: str, model: str, name: str) -> None:
+    """Measures all types of a folder and writes the result, by default to results/`name`."""
     torch.set_num_threads(arguments.torch_threads)
     ones = array_entry(np.ones((1 << 16, 1 << 11)), "f32")
     weight = Residence().matrix(ones).data  # 512 MiB in huge pages, like the weights
     result: dict[str, object] = {
-        "benchmark": "chat_model",
-        "model": "SmolLM2-135M-Instruct",
+        "benchmark": benchmark,
+        "model": model,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
         "level": library.level(),
@@ -81,7 +86,6 @@ def main() -> None:
     types = arguments.types.split(",")
     result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
     result["load_after"] = os.getloadavg()
-    name = f"chat-model-{slug(processor())}.json"
     output = arguments.output or Path(__file__).parent / "results" / name
     with partial_file(output) as partial:
         partial.write_text(json.dumps(result, indent=2) + "\n")
@@ -91,8 +95,8 @@ def main() -> None:
 def _type(
     arguments: argparse.Namespace, kind: str, threads: list[int], weight: torch.Tensor
 ) -> dict[str, object]:
-    model, stock = arguments.folder / f"{kind}.gguf", arguments.folder / f"{kind}-stock.gguf"
-    rival = Rival(arguments.rival, stock, CONTEXT)
+    model = arguments.folder / f"{kind}-stock.gguf"
+    rival = Rival(arguments.rival, model, CONTEXT)
     generator = random.Random(0)
     measured = {count: Measured() for count in threads}
     with Engine.load(model, mode="dense", device="cpu", context_length=CONTEXT) as engine:
@@ -236,16 +240,16 @@ def _decode_report(measured: Measured) -> dict[str, object]:
     }
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where `make smollm2` left the models")
-    parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
-    parser.add_argument("--types", default="f16,q8_0,q4_0")
-    parser.add_argument("--threads", default="2,1")
-    parser.add_argument("--torch-threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args()
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("folder", type=Path, help="where `make smollm2` left the models")
+    found.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
+    found.add_argument("--types", default="f16,q8_0,q4_0")
+    found.add_argument("--threads", default="2,1")
+    found.add_argument("--torch-threads", type=int, default=1)
+    found.add_argument("--rounds", type=int, default=7)
+    found.add_argument("--output", type=Path)
+    return found
 
 
 if __name__ == "__main__":

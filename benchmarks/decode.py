@@ -95,7 +95,7 @@ def main() -> None:
     threads = [int(count) for count in arguments.threads.split(",")]
     types = arguments.types.split(",")
     for kind in types:
-        _make(arguments.folder, kind, arguments.num_layers)
+        make_models(arguments.folder, kind, arguments.num_layers)
     result["types"] = {kind: _type(arguments, kind, threads, weight) for kind in types}
     result["load_after"] = os.getloadavg()
     name = f"decode-{slug(processor())}.json"
@@ -221,7 +221,7 @@ def _report(
     return report
 
 
-def _make(folder: Path, kind: str, num_layers: int) -> None:
+def make_models(folder: Path, kind: str, num_layers: int) -> None:
     """Makes the two model files of a type unless both exist."""
     ours, theirs = folder / f"{kind}.gguf", folder / f"{kind}-stock.gguf"
     if ours.exists() and theirs.exists():

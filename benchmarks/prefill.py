@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from decode import MODES, _make
+from decode import MODES, make_models
 from machine import machine, processor, slug
 from random_checkpoint import Shape
 from rival import Rival
@@ -42,7 +42,7 @@ def main() -> None:
     types = arguments.types.split(",")
     threads = [int(count) for count in arguments.threads.split(",")]
     for kind in types:
-        _make(arguments.folder, kind, arguments.num_layers)
+        make_models(arguments.folder, kind, arguments.num_layers)
     result: dict[str, object] = {
         "benchmark": "prefill",
         "model": "synthetic: planted_checkpoint.py",

@@ -12,13 +12,14 @@ RIVALS = ("llama.cpp", "llama.cpp, flash")
 
 # The processors of a cloud's "AMD EPYC", by family: 25 and 26.
 ZEN_4, ZEN_5 = "amd-epyc", "amd-epyc-family-26"
+SMOLLM2 = "SmolLM2-135M-Instruct"
 
 
 def chat(kind: str, name: str = f"chat-model-{ZEN_4}", threads: int = 2) -> Any:
     return result(name)["types"][kind][str(threads)]
 
 
-def chat_model_of(columns: list[tuple[str, Any]]) -> str:
+def chat_model_of(columns: list[tuple[str, Any]], model: str = SMOLLM2) -> str:
     """`columns`: (header, the measurements of a type)."""
     decode = [found["decode"] for _, found in columns]
     rows = [
@@ -31,7 +32,7 @@ def chat_model_of(columns: list[tuple[str, Any]]) -> str:
     for count in (1, 5, 16, 64, 256):
         found = [each[f"prompt of {count}"] for _, each in columns]
         rows.append([f"prompt of {count}", *(times(p["times_rival"]) for p in found)])
-    return markdown(["SmolLM2-135M-Instruct, dense", *(header for header, _ in columns)], rows)
+    return markdown([f"{model}, dense", *(header for header, _ in columns)], rows)
 
 
 def chat_model() -> str:
@@ -49,6 +50,13 @@ def chat_model_one_thread() -> str:
     return chat_model_of(
         [(f"Zen 5: {kind}", chat(kind, f"chat-model-{ZEN_5}", threads=1)) for kind in TYPES]
     )
+
+
+def k_quant_model() -> str:
+    found = result(f"k-quant-model-{ZEN_5}")["types"]["q4_k_m"]
+    threads = {"2": "2 threads", "1": "1 thread"}
+    columns = [(f"Zen 5, {words}", found[count]) for count, words in threads.items()]
+    return chat_model_of(columns, "1.1 B random weights in Q4_K_M")
 
 
 def chat_model_forced() -> str:
@@ -187,6 +195,7 @@ def decode_small() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "chat-model": chat_model,
     "chat-model-one-thread": chat_model_one_thread,
+    "k-quant-model": k_quant_model,
     "chat-model-forced": chat_model_forced,
     "batch": lambda: batch(
         "smollm2-q8_0", "SmolLM2 q8_0, dense", "dense", {"Zen 5": ZEN_5, "Zen 4": ZEN_4}

@@ -1,0 +1,42 @@
+"""Benchmarks a K-quant mixture on the CPU against llama.cpp, alternating in one run, dense in both.
+
+    python benchmarks/k_quant_model.py FOLDER --rival path/to/venv/bin/python
+
+Q4_K_M is the type of most GGUF files that people download. The model is synthetic: the SiLU twin of
+the 1.1 B parameters that decode.py makes in FOLDER, which llama.cpp quantises and both sides run as
+it is. What is measured, and how, is described in chat_model.py."""
+
+import subprocess
+import sys
+
+from chat_model import parser, run
+from decode import make_models
+from machine import processor, slug
+from random_checkpoint import Shape
+
+KIND = "q4_k_m"
+QUANTISE = """
+import ctypes, sys, llama_cpp as llama
+params = llama.llama_model_quantize_default_params()
+params.ftype = llama.LLAMA_FTYPE_MOSTLY_Q4_K_M
+source, target = (path.encode() for path in sys.argv[1:])
+sys.exit(llama.llama_model_quantize(source, target, ctypes.byref(params)))
+"""
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    arguments.types = KIND
+    target = arguments.folder / f"{KIND}-stock.gguf"
+    if not target.exists():
+        make_models(arguments.folder, "bf16", Shape.num_layers)
+        source = arguments.folder / "bf16-stock.gguf"
+        made = target.with_suffix(".partial")
+        subprocess.run([arguments.rival, "-c", QUANTISE, str(source), str(made)], check=True)
+        made.replace(target)
+    model = "synthetic: planted_checkpoint.py, the SiLU twin, quantised by llama.cpp"
+    run(arguments, "k_quant_model", model, f"k-quant-model-{slug(processor())}.json")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
