@@ -27,8 +27,7 @@ from sparkinfer.profile.resume import (
     save_position,
 )
 from sparkinfer.runtime.engine import Engine
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from sparkinfer.signals import NUMBERS, put_back
 
 SAVE_SHARE = 0.05  # largest share of the time spent saving: larger states are saved less often
 _SAVE, _STOP = 1, 2
@@ -163,7 +162,7 @@ class Run:
     def signals(self) -> Iterator[None]:
         """The first SIGINT, SIGTERM or SIGHUP ends the run after the current window, or at once
         between phases. In a run of one process, a second one of the same kind is handled as it was
-        before."""
+        before; the command line counts those of two seconds as one."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread only
             return
@@ -171,11 +170,11 @@ class Run:
         def note(number: int, frame: FrameType | None) -> None:
             self._signal = number
             if self.ranks.size == 1:  # torchrun sends the same signal twice
-                signal.signal(number, before[signal.Signals(number)])
+                put_back(number, before[signal.Signals(number)])
             if not self._in_phase:
                 raise self._interrupted(number)
 
-        before = {number: signal.signal(number, note) for number in STOPS}
+        before = {number: signal.signal(number, note) for number in NUMBERS}
         try:
             yield
         finally:

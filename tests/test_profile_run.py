@@ -425,6 +425,67 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
     assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~current_umask()
 
 
+# The whole program, with the thread that watches over signals, and windows that take as long as those
+# of a large model. After three windows it says so.
+SLOW_WINDOWS = """
+import sys, time
+from sparkinfer.cli import main
+from sparkinfer.profile import run
+hidden = run.Engine.hidden
+def slowly(self, tokens):
+    hidden(self, tokens)
+    slowly.count += 1
+    if slowly.count == 3:
+        print("ready", flush=True)
+    for _ in range(SLICES if slowly.count == 3 else 0):
+        time.sleep(0.05)
+slowly.count = 0
+run.Engine.hidden = slowly
+sys.exit(main())
+"""
+
+
+def profile_in_slow_windows(files, seconds: float, *times: tuple[float, int]) -> tuple[int, str]:
+    """(exit code, stderr) of a profile whose third window takes so long, and that gets signals so
+    many seconds after the beginning of that window."""
+    code = SLOW_WINDOWS.replace("SLICES", str(round(seconds / 0.05)))
+    command = [sys.executable, "-c", code, "profile", files / "codec.gguf", "--corpus",
+               files / "t.txt", "-o", files / "cut", "--tokens", "6000"]  # fmt: skip
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    for after, number in times:
+        time.sleep(max(0.0, began + after - time.monotonic()))
+        process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    return process.returncode, error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_a_long_window_loses_nothing(files, number):
+    """Sent twice, as shells and `timeout` do."""
+    code, error = profile_in_slow_windows(files, 1.0, (0.0, number), (0.3, number))
+    assert code == 128 + number, error
+    line = f"{files}/cut.resume holds the work so far; the same command continues from there"
+    assert error.splitlines()[-1] == f"sparkinfer: interrupted; {line}"
+    assert not (files / "cut").exists()
+    profile(config(files, "whole"))
+    counts = []
+    profile(config(files, "cut"), on_tokens=counts.append)
+    assert counts[0] == 3 * counts[1] > 0  # the three windows are not run again
+    assert same_profile(files / "whole", files / "cut")
+
+
+def test_a_second_signal_does_not_wait_for_the_window(files):
+    began = time.monotonic()
+    code, error = profile_in_slow_windows(files, 60.0, (0.0, signal.SIGINT), (2.5, signal.SIGINT))
+    assert code == 130 and time.monotonic() - began < 40
+    assert error.splitlines()[-1] == "sparkinfer: interrupted; nothing half-written was left"
+    assert not (files / "cut.resume").exists()
+
+
 def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

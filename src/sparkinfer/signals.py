@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from sparkinfer.errors import Interrupted
 
+# What signal.signal takes and returns.
+SignalHandler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MESSAGE = "interrupted; nothing half-written was left"
 SAME_S = 2.0  # signals this close count as one: shells, torchrun and `timeout` send them twice
@@ -35,6 +37,10 @@ class _Handler:
             return
         self.told_at = now
         raise Interrupted(MESSAGE, number)
+
+    def count_as_taken(self) -> None:
+        """Another handler has taken a signal, so those that come together with it change nothing."""
+        self.told_at = time.monotonic()
 
     def watch(self, pipe: int) -> None:
         """Ends the process if the main thread has not reached the handler in time.
@@ -59,6 +65,13 @@ class _Handler:
     def _is_taken(self, number: int, came_at: float) -> bool:
         is_another = signal.getsignal(number) is not self
         return is_another or (self.told_at is not None and self.told_at > came_at - SAME_S)
+
+
+def put_back(number: int, handler: SignalHandler) -> None:
+    """Installs the handler of the next signal; for another handler, which is taking one now."""
+    if isinstance(handler, _Handler):
+        handler.count_as_taken()  # first, or the watching thread would send it to this handler too
+    signal.signal(number, handler)
 
 
 @contextmanager
