@@ -1,13 +1,14 @@
 """Continue several texts together, in common steps.
 
-python examples/batch.py MODEL PROMPT..."""
+python examples/batch.py MODEL PROMPT...
+
+MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from sparkinfer import Engine
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from sparkinfer import Engine, GenerationOptions, SamplingOptions, SparkinferError
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
@@ -29,4 +30,7 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SparkinferError as error:
+        sys.exit(str(error))

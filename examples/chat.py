@@ -1,27 +1,28 @@
 """A conversation from Python. Each turn computes only what is new.
 
-python examples/chat.py MODEL [--template chatml] MESSAGE..."""
+python examples/chat.py MODEL [--chat-template chatml] MESSAGE...
+
+MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from sparkinfer import Engine
-from sparkinfer.runtime.generate.chat import ChatOptions
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
+from sparkinfer import ChatOptions, Engine, GenerationOptions, SparkinferError
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("messages", nargs="+")
-    parser.add_argument("--template", help="for a model without one, e.g. chatml")
+    parser.add_argument("--chat-template", help="for a model without one, e.g. chatml")
     parser.add_argument("--tokens", type=int, default=48, help="maximum tokens of an answer")
     wanted = parser.parse_args(argv)
     options = ChatOptions(generation=GenerationOptions(max_tokens=wanted.tokens))
     answers = []
     with (
         Engine.load(wanted.model) as engine,
-        engine.chat("Be brief.", template=wanted.template, options=options) as conversation,
+        engine.chat("Be brief.", template=wanted.chat_template, options=options) as conversation,
     ):
         for message in wanted.messages:
             print(f"> {message}")
@@ -33,4 +34,7 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SparkinferError as error:
+        sys.exit(str(error))

@@ -1,13 +1,16 @@
 """Texts that share their beginning: compute a prompt once, fork it, and compare the branches.
 
-python examples/fork.py MODEL [--prompt TEXT] BRANCH..."""
+python examples/fork.py MODEL [--prompt TEXT] BRANCH...
+
+MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import torch
 
-from sparkinfer import Engine, Part
+from sparkinfer import Engine, Part, SparkinferError
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
@@ -37,4 +40,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SparkinferError as error:
+        sys.exit(str(error))

@@ -1,11 +1,14 @@
 """Continue a text, token by token, and say how fast that was.
 
-python examples/generate.py MODEL [--prompt TEXT] [--split PLAN]"""
+python examples/generate.py MODEL [--prompt TEXT] [--split PLAN]
+
+MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from sparkinfer import Engine
+from sparkinfer import Engine, SparkinferError
 
 
 def main(argv: Sequence[str] | None = None) -> str:
@@ -26,4 +29,7 @@ def main(argv: Sequence[str] | None = None) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SparkinferError as error:
+        sys.exit(str(error))

@@ -1,19 +1,24 @@
 """Score texts: the perplexity of each, from the logits after every token.
 
-python examples/logits.py MODEL TEXT..."""
+python examples/logits.py MODEL TEXT...
+
+MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
 
-from sparkinfer import Engine
+from sparkinfer import Engine, SparkinferError
 
 
 def perplexity(engine: Engine, text: str) -> float:
     """exp of the mean negative log-likelihood of a text's tokens after its first."""
     ids = engine.codec.encode(text)
+    if len(ids) < 2:
+        raise SparkinferError(f"{text!r} has {len(ids)} token; give a text of two or more")
     logits_TV = engine.logits(ids)
     log_p_TV = torch.log_softmax(logits_TV[:-1], dim=-1)
     next_T = torch.tensor(ids[1:])
@@ -33,4 +38,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SparkinferError as error:
+        sys.exit(str(error))

@@ -2,14 +2,17 @@
 
 python examples/observe.py MODEL [--text TEXT]
 
-runtime/model/observers.py lists the tensors that can be watched."""
+runtime/model/observers.py lists the tensors that can be watched.
+
+MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparkinfer import Engine
+from sparkinfer import Engine, SparkinferError
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
@@ -32,4 +35,7 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SparkinferError as error:
+        sys.exit(str(error))

@@ -2,15 +2,15 @@
 
 python examples/speculate.py MODEL [--prompt TEXT]
 
-The text is the same as without guesses, token for token; only the number of steps differs."""
+The text is the same as without guesses, token for token; only the number of steps differs.
+
+MODEL is a model file, such as build/demo/model.gguf, which `make demo` makes."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from sparkinfer import Engine
-from sparkinfer.runtime.generate.draft_options import SpeculationOptions
-from sparkinfer.runtime.generate.ngrams import NgramDrafter
-from sparkinfer.runtime.generate.speculation import Speculation
+from sparkinfer import Engine, NgramDrafter, SparkinferError, Speculation, SpeculationOptions
 
 REPEATED = "a = 1\nb = 2\nc = 3\nd = 4\n" * 6
 
@@ -41,4 +41,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[str, str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SparkinferError as error:
+        sys.exit(str(error))

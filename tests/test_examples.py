@@ -3,13 +3,15 @@
 import ast
 import importlib.util
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparkinfer import Engine
+from sparkinfer import Engine, SparkinferError
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 
@@ -69,6 +71,22 @@ def test_logits_score_texts_as_transformers_does(model):
     assert right < wrong
 
 
+def test_a_text_without_a_second_token_has_no_perplexity(model):
+    with pytest.raises(SparkinferError, match="'a' has 1 token; give a text of two or more"):
+        run("logits", model, "a")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_wrong_model_gives_one_line(script):
+    """A folder, which is not a model file; the script's help says what is."""
+    more = () if script.stem in ("generate", "observe", "speculate") else ("text",)
+    done = subprocess.run(
+        [sys.executable, script, TINY, *more], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1 and "is a folder; wanted a model file" in done.stderr
+    assert done.stderr.count("\n") == 1 and "build/demo/model.gguf" in script.read_text()
+
+
 def test_observe_counts_what_fires(model):
     density = run("observe", model, "--text", TEXT * 8)
     assert list(density) == list(range(6))
@@ -77,7 +95,7 @@ def test_observe_counts_what_fires(model):
 
 
 def test_chat_answers_every_message(model, capsys):
-    answers = run("chat", model, "hello", "again", "--template", "chatml", "--tokens", "6")
+    answers = run("chat", model, "hello", "again", "--chat-template", "chatml", "--tokens", "6")
     said = capsys.readouterr().out
     assert len(answers) == 2 and all(answers)
     assert said.count("> ") >= 2 and "[0 kept" in said  # nothing precedes the first turn
