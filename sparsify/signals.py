@@ -3,24 +3,26 @@ ends."""
 
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Self
 
 from sparkinfer.errors import Interrupted
 from sparkinfer.profile.ranks import Ranks
-
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from sparkinfer.signals import MESSAGE, NUMBERS, SAME_S
 
 
 class Signals:
-    """A context manager. During training the first signal is noted and a second one ends the
-    program at once; of several processes it does not, since torchrun sends every signal twice.
-    Before training, the first one ends the program."""
+    """A context manager. During training the first signal is noted, and a second one ends the
+    program at once, unless both came together: shells and `timeout` send a signal twice. Of several
+    processes the second does not end them, since torchrun sends every signal twice. Before training,
+    the first one ends the program."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self.is_training, self.num_processes = False, 1
+        self._told_at = 0.0  # when the first signal came
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -33,8 +35,12 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.is_training or (self.number is not None and self.num_processes == 1):
-            raise Interrupted("interrupted; nothing half-written was left", number)
+        now = time.monotonic()
+        is_new = self.number is not None and now - self._told_at >= SAME_S
+        if not self.is_training or (is_new and self.num_processes == 1):
+            raise Interrupted(MESSAGE, number)
+        if self.number is None:
+            self._told_at = now
         self.number = number
 
     def train(self, ranks: Ranks) -> None:

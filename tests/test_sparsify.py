@@ -103,6 +103,24 @@ def test_a_stopped_and_resumed_run_gives_the_same_result_bit_for_bit(config, tmp
             assert all(torch.equal(want[key], found[key]) for key in want)
 
 
+def test_a_signal_that_comes_twice_counts_once_and_a_later_one_ends_the_run(config, monkeypatch):
+    counts = []
+
+    def twice(count: float) -> None:
+        counts.append(count)
+        if len(counts) in (4, 5):  # the first call counts what was done before
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="the same command continues from there"):
+        sparsify(config, on_tokens=twice)
+    assert len(counts) == 4
+    monkeypatch.setattr("sparkinfer.sparsify.signals.SAME_S", 0.0)
+    counts.clear()
+    with pytest.raises(Interrupted, match="nothing half-written was left"):
+        sparsify(config, on_tokens=twice)
+
+
 def test_the_state_of_another_run_is_refused(config):
     with pytest.raises(Interrupted):
         sparsify(config, on_tokens=interrupted_after(2))
