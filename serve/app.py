@@ -42,6 +42,14 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/props", props),
     ("GET", "/", page),
 )
+# Paths of llama-server, and those that come closest here.
+OF_LLAMACPP = {
+    "/completion": "/v1/completions",
+    "/completions": "/v1/completions",
+    "/chat/completions": "/v1/chat/completions",
+    "/models": "/v1/models",
+    "/slots": "/metrics",
+}
 
 
 def app_of(service: Service) -> ASGIApp:
@@ -83,6 +91,8 @@ def _error_of(error: HTTPException, scope: Scope) -> ApiError:
         )  # fmt: skip
     else:
         assert error.status_code == 404, error
-        found = ApiError(404, f"Unknown path: {scope['method']} {shown!r}", code="not_found")
+        ours = OF_LLAMACPP.get(scope["path"])
+        hint = f"; closest to llama-server's is {ours}" if ours else ""
+        found = ApiError(404, f"Unknown path: {scope['method']} {shown!r}{hint}", code="not_found")
     scope["state"]["line"].error = found.message
     return found

@@ -213,6 +213,18 @@ def test_unknown_paths_and_wrong_methods_are_refused():
     assert headers["allow"] == "POST"
 
 
+def test_paths_of_llama_server_are_refused_with_ours():
+    from sparkinfer.serve.app import OF_LLAMACPP, ROUTES
+
+    service = service_of()
+    assert {"/completion", "/slots"} <= {*OF_LLAMACPP}
+    for path, ours in OF_LLAMACPP.items():
+        status, _, content = ask(service, "POST", path, JSON, [b"{}"])
+        assert status == 404
+        assert content["error"]["message"].endswith(f"closest to llama-server's is {ours}")
+        assert ours in [known for _, known, _ in ROUTES]
+
+
 def test_an_unexpected_error_ends_only_its_own_request(monkeypatch, caplog):
     service = service_of()
     monkeypatch.setattr(service.metrics, "page", lambda: 1 / 0)

@@ -102,6 +102,7 @@ def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
     assert served.process.wait(60) == 0
     status, answer = found[0]
     assert status == 503 and answer["error"]["message"] == "the server is stopping"
+    served.until(lambda: served.log[-1].endswith(": stopped\n"))
 
 
 @pytest.mark.slow

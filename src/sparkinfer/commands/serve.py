@@ -148,6 +148,7 @@ def serve(
             sys.stdout.flush()
 
     Server(config, num_places, open_engine, on_ready).run()
+    say(f"{model}: stopped")
 
 
 def _check_packages() -> None:
