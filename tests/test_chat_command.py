@@ -43,6 +43,7 @@ def test_a_line_is_a_message_and_answers_go_to_stdout(monkeypatch, capsys, model
     stats = [line for line in err.splitlines() if line.startswith("[")]
     assert len(stats) == 4 and all("8 tokens" in line for line in stats)
     assert " 0 kept" in stats[0] and "1 computed" in stats[2]
+    assert ["always gives the same answer" in line for line in stats] == [False, False, True, False]
     assert "stopped by max tokens" in stats[0]
     again = piped(monkeypatch, capsys, model, "Hello\r\nAnd?\r\n")
     assert again[1].split("\n")[:2] == lines[:2]

@@ -152,7 +152,7 @@ def talk(
                 note(f"[{name or model.name} on {engine.device}; a context of {engine.context_length}"
                      " tokens; /help for help, Ctrl-D to leave]")  # fmt: skip
             lines = TypedLines() if is_typed else PipedLines()
-            conversed = Talk(conversation, lines, is_typed)
+            conversed = Talk(conversation, lines, is_typed, is_greedy=sampling.temperature <= 0)
             conversed.run()
         if engine.neuron_cache is not None:
             note(f"[{engine.neuron_cache.line}]")
@@ -168,8 +168,10 @@ def talk(
 class Talk:
     """One conversation: takes lines until there are no more or one is /quit."""
 
-    def __init__(self, chat: "Conversation", lines: Lines, is_typed: bool) -> None:
-        self.chat, self.lines, self.is_typed = chat, lines, is_typed
+    def __init__(
+        self, chat: "Conversation", lines: Lines, is_typed: bool, *, is_greedy: bool = False
+    ) -> None:
+        self.chat, self.lines, self.is_typed, self.is_greedy = chat, lines, is_typed, is_greedy
         self.num_lines = self.num_errors = 0  # lines that are not blank, and those that failed
         self._num_said = 0  # tokens of the last answer
         self._screen = Screen()
@@ -178,7 +180,7 @@ class Talk:
             "help": lambda rest: say(HELP),
             "system": self._system,
             "reset": lambda rest: self._reset(),
-            "regen": lambda rest: self._show(self.chat.regenerate()),
+            "regen": lambda rest: self._regenerate(),
             "undo": lambda rest: note(f"[taken back: {self.chat.undo()[:60]!r}]"),
             "save": lambda rest: self._save(_path_of("save", rest)),
             "load": lambda rest: self._load(_path_of("load", rest)),
@@ -220,7 +222,7 @@ class Talk:
                 f"/{name[:40]}: no such command; /help lists them, and // begins a message with /"
             )
 
-    def _show(self, tokens: "Generator[Token, None, None]") -> None:
+    def _show(self, tokens: "Generator[Token, None, None]", hint: str = "") -> None:
         from sparkinfer.runtime.generate.reasoning import ReasoningSplitter
 
         splitter: ReasoningSplitter | None = None
@@ -240,9 +242,13 @@ class Talk:
             self._screen.end()
         # The end token counts, though it has no text: as in llama.cpp.
         self._num_said = count + (self.chat.run.stopped_by == "end of text")
-        note(self._line(self._num_said))
+        note(self._line(self._num_said, hint))
 
-    def _line(self, count: int) -> str:
+    def _regenerate(self) -> None:
+        hint = "temperature 0 always gives the same answer" if self.is_greedy else ""
+        self._show(self.chat.regenerate(), hint)
+
+    def _line(self, count: int, hint: str) -> str:
         from sparkinfer.runtime.generate.generation import NOT_STOPPED
 
         run, chat = self.chat.run, self.chat
@@ -261,6 +267,7 @@ class Talk:
             parts.append("stopped by Ctrl-C" + ("" if count else " before anything was said"))
         elif run.stopped_by != "end of text":
             parts.append(f"stopped by {run.stopped_by}")
+        parts += [hint] if hint else []
         return f"[{'; '.join(parts)}]"
 
     def _system(self, text: str) -> None:
