@@ -62,8 +62,8 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
     for name in names:
         if not any(_has_name(s, name) for s in shelved):
             raise SparkinferError(
-                f"{name!r}: nothing in {cache} has this name or comes from this source;"
-                " sparkinfer cache list shows all there is"
+                f"{name!r}: nothing in {cache} has this name or comes from this source, so nothing"
+                " was removed; sparkinfer cache list shows all there is"
             )
     chosen = [s for s in shelved if not names or any(_has_name(s, name) for name in names)]
     chosen = [s for s in chosen if not stale_only or s.state != "ready"]

@@ -232,7 +232,9 @@ def test_the_command_lists_and_clears(capsys, cache):
     assert main(["cache", "clear", "source 1"]) == 0
     assert one.exists() and not two.exists()
     assert main(["cache", "clear", "nothing"]) == 1
-    assert "nothing in" in capsys.readouterr().err.splitlines()[-1]
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "'nothing': nothing in" in line and "so nothing was removed" in line
+    assert main(["cache", "clear", "source 0", "nothing"]) == 1 and one.exists()
     assert main(["cache", "clear"]) == 0 and not one.exists()
     shutil.rmtree(cache)
     assert main(["cache", "list"]) == 0 and main(["cache", "clear"]) == 0
