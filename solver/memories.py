@@ -160,4 +160,5 @@ def _budgets(budgets: tuple[int, ...]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes:,} bytes ({-(-num_bytes // MIB):,} MiB)"
+    hundredths = -(-100 * num_bytes // MIB)  # rounded up, so that it works as an option
+    return f"{num_bytes:,} bytes ({hundredths / 100:,.2f} MiB)"

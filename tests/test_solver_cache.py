@@ -1,6 +1,7 @@
 """Plans with a neuron cache: bytes of both memories, refusals, advice, and what `verify` rejects."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +30,7 @@ from sparkinfer.runtime.step import hybrid_builder
 from sparkinfer.runtime.step.plain_backend import plain_backend
 from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.slot_rows import tensors_of
+from sparkinfer.sizes import parse_bytes
 from sparkinfer.solver import with_cache
 from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.solver.sweep import sweep
@@ -164,6 +166,8 @@ def test_the_smallest_budget_beside_a_cache(files, tmp_path):
     with pytest.raises(SparkinferError, match="holds nothing besides the neuron cache"):
         solved(files, tmp_path / "plan", vram_budget_bytes=smallest - 1)
     solved(files, tmp_path / "plan", vram_budget_bytes=smallest)
+    mib = re.search(r"bytes \(([\d.]+ MiB)\)", str(refused.value))[1]
+    assert smallest <= parse_bytes(mib) < smallest + (1 << 20) // 100 + 1
 
 
 REFUSED = [
