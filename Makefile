@@ -73,8 +73,8 @@ setup: build  ## .venv with sparkinfer in it, editable, and all it needs
 	@$(PYTHON) -m venv .venv
 	@echo "== set-up: cmake, ninja and scikit-build-core, which build the C++"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja scikit-build-core
-	@echo "== set-up: PyTorch and the other packages (fetched, if they are not here), then the C++ is compiled"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation \
+	@echo "== set-up: PyTorch and the other packages, then the C++ is compiled: minutes; pip tells what it does"
+	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 	  -e '.[dev]'
 	@[ "$$(uname)" != Linux ] || $(BIN)/python -c "import triton" 2>/dev/null || \
 	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TRITON)
