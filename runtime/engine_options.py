@@ -226,9 +226,11 @@ def context_of(
     if selection is not None and selection.is_capped:
         longest = MOST
     if not 1 <= asked <= longest:
-        hint = (
-            "; --rope-scaling yarn stretches it" if model.graph.rotary and asked > longest else ""
-        )
+        if asked < 1:
+            raise SparkinferError(
+                f"context of {asked} asked for, wanted 1 to {longest}, which is all that the model has"
+            )
+        hint = "; --rope-scaling yarn stretches it" if model.graph.rotary else ""
         raise SparkinferError(
             f"context of {asked} asked for, but the model has up to {longest}{hint}"
         )

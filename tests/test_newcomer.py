@@ -1,6 +1,7 @@
 """What newcomers type: options of other programs, near misses, third-party files."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -20,10 +21,11 @@ from safetensors.numpy import load_file
 
 import sparkinfer
 from sparkinfer.cli import main
-from sparkinfer.commands import examples
+from sparkinfer.commands import examples, llamacpp_flags
 from sparkinfer.commands.all_commands import cli
 from sparkinfer.commands.llamacpp_flags import TABLE, translate
 from sparkinfer.commands.outtype import OUTTYPE
+from sparkinfer.commands.prompts import prompts_of
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.families.table import read_blueprint
 from sparkinfer.convert.options import ConvertConfig
@@ -63,6 +65,10 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
         (["quantize"], "no such command 'quantize'; see sparkinfer --help"),
         (["convert"], "missing argument 'SOURCE'; see sparkinfer convert --help"),
         (["doctor", "m"], "got unexpected extra argument (m); see sparkinfer doctor --help"),
+        (["run", "m", "-m", "b", "-p", "hi"],
+         "sparkinfer run: there is a model and a text already: leave b out"),
+        (["solve", "m", "--profile", "p", "--machine", "c", "-o", "o"],
+         "missing option '-vb' / '--vram-budget'; see sparkinfer solve --help"),
         (["generate", "m", "hello"], "sparkinfer generate: a text is given with -p: -p hello"),
         (["run", "m", "hello", "you"], "sparkinfer run: a text is given with -p: -p 'hello you'"),
         (["run", "m", "--vram", "8", "GB"], "a size is one word: write 8GB, not 8 GB"),
@@ -105,11 +111,21 @@ def translated(command: str, *arguments: str) -> tuple[list[str], list[str]]:
         (f"generate a -ngl {'9' * 5000}", "a", ""),
     ],
 )
-def test_equivalent_options_of_llamacpp_are_translated(given, taken, noted):
+def test_equivalent_options_of_llamacpp_are_translated(given, taken, noted, monkeypatch):
+    monkeypatch.setattr(llamacpp_flags, "GPU_DEVICES", ("/dev/null",))
     command, *arguments = given.split()
     found, notes = translated(command, *arguments)
     assert found == taken.split()
     assert " ".join(note.split(" has ")[0].removeprefix("note: ") for note in notes) == noted
+
+
+def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
+    monkeypatch.setattr(llamacpp_flags, "GPU_DEVICES", ("/nonexistent",))
+    for layers, shown in (("99", "99"), ("all", "all"), ("9" * 5000, "9" * 9)):
+        taken, notes = translated("generate", "a", "-ngl", layers)
+        assert taken == ["a"]
+        assert notes == [f"note: -ngl {shown} has no effect: there is no NVIDIA GPU here"]
+    assert translated("generate", "a", "-ngl", "0") == (["a", "--device", "cpu"], [])
 
 
 @pytest.mark.parametrize(
@@ -151,6 +167,35 @@ def test_no_option_of_ours_is_taken_for_llamacpps():
         for names, flag in TABLE:
             both = own & set(names.split())
             assert not both or name not in flag.commands or name == "bench", (name, both)
+
+
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ("a b\n", "a b"),
+        ("a b\r\n", "a b"),
+        ("a b\n\n", "a b\n"),
+        ("a b", "a b"),
+        ("a\nb ", "a\nb "),
+    ],
+)
+def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
+    tmp_path, monkeypatch, written, read
+):
+    """The same as with llama.cpp's -f; a text after -p keeps its newline."""
+    (tmp_path / "t.txt").write_bytes(written.encode())
+    assert prompts_of(None, tmp_path / "t.txt", None) == [read]
+    for prompt, file in (("-", None), (None, Path("-"))):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written.encode())))
+        assert prompts_of(prompt, file, None) == [read]
+    assert prompts_of(written, None, None) == [written]
+
+
+@pytest.mark.parametrize("context", [0, -1])
+def test_a_context_of_nothing_is_refused_with_the_models_own(tmp_path, context):
+    make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
+    with pytest.raises(SparkinferError, match=f"context of {context} .*, wanted 1 to 16, which is"):
+        sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=context)
 
 
 def test_sizes_in_the_usual_spellings():
@@ -440,6 +485,13 @@ def test_origins_that_no_page_has_are_refused(origin):
         ServeConfig(model=Path("m"), origins=(origin,))
     for fine in ("*", "null", "http://localhost:3000", "https://a.example", "http://[::1]:80"):
         ServeConfig(model=Path("m"), origins=(fine,))
+
+
+def test_tables_in_a_pipe_have_no_spaces_at_the_ends_of_lines(tmp_path, capsys):
+    make_model().save(tmp_path / "m.gguf")
+    assert main(["inspect", str(tmp_path / "m.gguf"), "--tensors"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 20 and [line for line in lines if line != line.rstrip()] == []
 
 
 def test_predictors_may_be_given_as_a_file(tmp_path):

@@ -225,7 +225,9 @@ def solve(
     from sparkinfer.solver.solve import SolveConfig
 
     if not budgets and not sweep_range and not is_check:
-        raise click.UsageError("Missing option '-vb' / '--vram-budget'.")
+        context = click.get_current_context()
+        (option,) = (param for param in context.command.params if param.name == "budgets")
+        raise click.MissingParameter(ctx=context, param=option)
     if (is_check or sweep_range) and (explained or heat_map or (is_check and sweep_range)):
         raise click.UsageError("--check, --sweep, and --explain or --heat-map exclude each other.")
     if sweep_range and budgets:

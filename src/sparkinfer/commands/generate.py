@@ -74,7 +74,7 @@ _TEXTS = (
     click.option("-p", "--prompt", help="The text to continue; - reads it from stdin."),
     click.option("-f", "--file", "prompt_file",
                  type=click.Path(path_type=Path, allow_dash=True),
-                 help="The same, from a file; - for stdin."),
+                 help="The same, from a file; - for stdin. One newline at its end is left out."),
     click.option("--prompts", "prompts_file", type=FILE,
                  help="Several prompts, one per line (.jsonl: strings, or objects with \"prompt\"),"
                  " generated together."),

@@ -4,6 +4,7 @@ accepted, others are explained in one line, and so is a memory budget given to a
 A command's own options pass unchanged, including those with llama.cpp's spelling (-c, -n, --temp,
 -ctk)."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ Values = Literal["none", "one", "optional"]
 TEXT_COMMANDS = ("generate", "chat", "run", "serve")
 MODEL_COMMANDS = (*TEXT_COMMANDS, "eval", "profile", "advise", "bench")
 WORDS = ("on", "off", "auto", "all", "0", "1", "-1")  # taken as the value if one is optional
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver on Linux and in WSL
 ALL_LAYERS = 99  # the number of layers that conventionally means "everything on the GPU"
 
 
@@ -176,7 +178,7 @@ def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> l
     if flag.does == "note" or values in (["off"], ["0"]) and flag.values == "optional":
         notes.append(f"note: {' '.join([name, *values])} has no effect: {flag.text}")
     if flag.does == "layers":
-        return _gpu_layers(name, values)
+        return _gpu_layers(name, values, notes)
     if flag.does == "device":
         return ["--device", *(_DEVICE.sub("cuda:", v) if v != "none" else "cpu" for v in values)]
     if flag.does == "rename":
@@ -184,15 +186,17 @@ def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> l
     return []
 
 
-def _gpu_layers(name: str, values: list[str]) -> list[str]:
-    """Arguments for a number of GPU layers: 0 means the CPU, all of them the default; for a number
-    in between, raises UsageError, since that takes a plan."""
+def _gpu_layers(name: str, values: list[str], notes: list[str]) -> list[str]:
+    """Arguments for a number of GPU layers: 0 means the CPU, all of them the default, with a note
+    where there is no GPU; for a number in between, raises UsageError, since that takes a plan."""
     text = values[0] if values else ""
     if text == "0":
         return ["--device", "cpu"]
     if text in ("all", "auto", "-1") or (
         text.isascii() and text.isdecimal() and int(text[:9]) >= ALL_LAYERS
     ):
+        if not any(os.path.exists(device) for device in GPU_DEVICES):
+            notes.append(f"note: {name} {text[:9]} has no effect: there is no NVIDIA GPU here")
         return []
     raise click.UsageError(f"{name} {text} is llama.cpp's: {_PLAN}")
 

@@ -1,4 +1,6 @@
-"""The prompts of `generate`: from the command line, files and stdin."""
+"""The prompts of `generate`: from the command line, files and stdin.
+
+As in llama.cpp, the newline with which editors and `echo` end a file is not part of its text."""
 
 import json
 import sys
@@ -25,8 +27,13 @@ def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list
     if many is not None:
         return _lines_of(many)
     if prompt == STDIN or str(file) == STDIN:
-        return [_stdin()]
-    return [prompt if prompt is not None else read_text(file, "prompt")]  # type: ignore[arg-type]
+        return [_without_end(_stdin())]
+    return [prompt if file is None else _without_end(read_text(file, "prompt"))]  # type: ignore[list-item]
+
+
+def _without_end(text: str) -> str:
+    """The text of a file or of stdin without one newline at its end."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def _stdin() -> str:

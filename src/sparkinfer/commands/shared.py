@@ -102,10 +102,10 @@ class FileCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            advice = self._advice(error)
+            advice = self._advice(error, ctx.params)
             raise error if advice is None else click.UsageError(advice, ctx) from error
 
-    def _advice(self, error: click.UsageError) -> str | None:
+    def _advice(self, error: click.UsageError, given: Mapping[str, Any]) -> str | None:
         """What to do about arguments that no parameter takes; None if that is unclear."""
         found = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message, re.DOTALL)
         if found is None:
@@ -113,7 +113,10 @@ class FileCommand(click.Command):
         if len(found[1]) > 1 and found[1].upper() in UNITS:
             return f"a size is one word: write 8{found[1]}, not 8 {found[1]}"
         if any(param.name == "prompt" for param in self.params):
-            return f"a text is given with -p: -p {shlex.quote(found[1])[:200]}"
+            text = shlex.quote(found[1])[:200]
+            if any(given.get(name) for name in ("prompt", "prompt_file", "prompts_file")):
+                return f"there is a model and a text already: leave {text} out"
+            return f"a text is given with -p: -p {text}"
         return None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

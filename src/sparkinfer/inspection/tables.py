@@ -25,19 +25,30 @@ Row = Sequence[object]
 
 def print_facts(title: str, rows: Iterable[Row]) -> None:
     """One table of names and values, on stdout."""
-    _console().print(_facts(title, rows))
+    _print([_facts(title, rows)])
 
 
 def print_table(title: str, columns: list[str], rows: Sequence[Row]) -> None:
-    _console().print(_table(title, columns, list(rows)))
+    _print([_table(title, columns, list(rows))])
 
 
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
     """Prints a summary on stdout. For a GGUF, `all_tensors` lists all tensors, otherwise only those
     outside the layers and those of the first layer."""
+    _print(_tables(summary, all_tensors))
+
+
+def _print(tables: Iterable[Table]) -> None:
+    """Prints tables on stdout. Into a pipe or a file go lines without the spaces at their ends, with
+    which rich fills the last column."""
     console = _console()
-    for table in _tables(summary, all_tensors):
-        console.print(table)
+    with console.capture() as captured:
+        for table in tables:
+            console.print(table)
+    text = captured.get()
+    if not console.is_terminal:
+        text = "".join(f"{line.rstrip(' ')}\n" for line in text.splitlines())
+    sys.stdout.write(text)
 
 
 def _console() -> Console:
