@@ -111,8 +111,8 @@ class TextEngine:
         repeatable) override its own. `options` replaces max_tokens. `constraint` restricts the
         text, see runtime.generate.constraints. `drafts` guesses tokens, which changes only the
         speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
-        Without one, the text is not kept. Raises SparkinferError for a prompt that is empty or too
-        long."""
+        Without one, the text is not kept. Raises SparkinferError for a prompt that is too
+        long or has no tokens, as an empty text unless the model begins every text with a token."""
         generation_of = self._generation_of(
             prompt, sampling_of(sampling, temperature, seed),
             options or GenerationOptions(max_tokens=max_tokens), constraint, drafts,
