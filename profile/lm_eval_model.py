@@ -191,7 +191,13 @@ def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, Gener
     until = asked.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(until)
     limit = next((asked[name] for name in LIMITS if asked.get(name) is not None), MAX_TOKENS)
-    temperature = float(asked.get("temperature", 0.0) or 0.0)
+    given = asked.get("temperature") or 0.0
+    try:
+        temperature = float(given)  # YAML reads 1e-3 as text
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SparkinferError(
+            f"the task asks for the temperature {shown(given)}; wanted a number"
+        ) from error
     is_greedy = asked.get("do_sample") is False or temperature <= 0
     own = {name: asked[name] for name in ("top_k", "top_p", "min_p") if name in asked}
     # Samplers that a task does not name are off; the defaults of SamplingOptions are llama.cpp's.

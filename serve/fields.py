@@ -3,13 +3,14 @@
 A null field counts as absent, because OpenAI's clients send nulls."""
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from sparkinfer.serve.api_error import ApiError, wrong
 
 MAX_SHOWN = 60  # characters of a wrong value in an error
+LARGEST = sys.float_info.max
 MAX_DEPTH = 64  # of lists and objects in a request
 
 
@@ -49,10 +50,11 @@ class Fields:
         value = self.take(name)
         if value is None:
             return None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.refuse(name, value, "a number")
-        return value  # type: ignore[return-value]
+        if not abs(value) <= LARGEST:  # math.isfinite raises for such a whole number
+            raise self.refuse(name, value, f"a number up to {LARGEST:g}")
+        return value
 
     def text(self, name: str, longest: int) -> str | None:
         value = self.take(name)

@@ -29,6 +29,7 @@ from sparkinfer.serve.scheduler import Batch, Limits, Scheduler
 from sparkinfer.serve.served_model import ServedModel
 from sparkinfer.serve.service import Service
 from sparkinfer.serve.shelf import Shelf
+from sparkinfer.typed import shown
 
 LAST_S = 2.0  # time to send the last answers
 
@@ -216,7 +217,12 @@ def _listener(config: ServeConfig) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise SparkinferError(f"--host {config.host}: {error.strerror or error}") from error
+        raise SparkinferError(f"--host {shown(config.host)}: {error.strerror or error}") from error
+    except UnicodeError as error:  # of the idna codec: a part of 0 or over 63 characters, say
+        raise SparkinferError(
+            f"--host {shown(config.host)}: is not a host name; give one, or an address such as"
+            " 127.0.0.1"
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -64,6 +64,10 @@ REFUSED = [
     ({"min_keep": -1}, "min_keep is -1, wanted a whole number from 0"),
     ({"seed": 1 << 64}, "seed is 18446744073709551616, wanted a 64-bit integer, say 0"),
     ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809, wanted a 64-bit integer, say 0"),
+    ({"temperature": 10**400}, "temperature is a number of more than 60 digits, wanted a number"),
+    ({"top_p": 10**400}, "top_p is a number of more than 60 digits, wanted a number from 0 to 1"),
+    ({"logit_bias": ((1, 10**400),)},
+     "logit_bias of token 1 is a number of more than 60 digits, wanted a number"),
     ({"seed": 0.5}, "seed is 0.5, wanted a 64-bit integer, say 0"),
 ]  # fmt: skip
 

@@ -169,6 +169,13 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(capsys):
     assert f"cannot listen on 127.0.0.1:{port}: " in line
 
 
+@pytest.mark.parametrize("host", ["a" * 300, "a..b", ".", "\udcff", "ü" * 70])
+def test_a_host_that_cannot_be_looked_up_is_refused(capsys, host):
+    assert main(["serve", "none.gguf", "--port", "0", "--host", host]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--host" in line and "is not a host name" in line and len(line) < 200
+
+
 def test_a_missing_model_ends_the_process(capsys, tmp_path):
     assert main(["serve", str(tmp_path / "none.gguf"), "--port", "0", "--threads", "1"]) == 1
     lines = capsys.readouterr().err.splitlines()

@@ -4,10 +4,12 @@ Imports neither torch nor numpy, because the command line reads its defaults her
 in samplers.py, penalties.py, dry.py, adaptive.py and mirostat.py."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import shown
 
 # Names in llama.cpp's order, and its letters for them.
 LETTERS = {
@@ -72,18 +74,18 @@ class SamplingOptions:
         for name, lowest in _LOWEST.items():
             value = getattr(self, name)
             if not _is_whole(value) or value < lowest:
-                raise SparkinferError(f"{name} is {value!r}, wanted a whole number from {lowest}")
+                raise SparkinferError(f"{name} is {shown(value)}, wanted a whole number from {lowest}")
         if self.mirostat not in (0, 1, 2):
-            raise SparkinferError(f"mirostat is {self.mirostat!r}, wanted 0 (off), 1 or 2")
+            raise SparkinferError(f"mirostat is {shown(self.mirostat)}, wanted 0 (off), 1 or 2")
         if self.seed is not None and (
             not _is_whole(self.seed) or not _SEEDS.start <= self.seed < _SEEDS.stop
         ):
-            raise SparkinferError(f"seed is {self.seed!r}, wanted a 64-bit integer, say 0")
+            raise SparkinferError(f"seed is {shown(self.seed)}, wanted a 64-bit integer, say 0")
         _check_samplers(self.samplers)
         for breaker in self.dry_sequence_breakers:
             if not isinstance(breaker, str) or not breaker:
                 raise SparkinferError(
-                    f"dry_sequence_breakers has {breaker!r}, wanted text; () for no breakers"
+                    f"dry_sequence_breakers has {shown(breaker)}, wanted text; () for no breakers"
                 )
         for token_id, bias in self.logit_bias:
             _check_bias(token_id, bias)
@@ -138,7 +140,7 @@ def samplers_of_letters(text: str) -> tuple[str, ...]:
     for letter in text:
         if letter not in _NAMES:
             known = ", ".join(f"{letter} {name}" for letter, name in _NAMES.items())
-            raise SparkinferError(f"no sampler has the letter {letter!r}; known: {known}")
+            raise SparkinferError(f"no sampler has the letter {shown(letter)}; known: {known}")
     return tuple(_NAMES[letter] for letter in text)
 
 
@@ -151,7 +153,7 @@ def bias_of(text: str) -> tuple[int, float]:
         token_id, bias = int(text[:cut]), float(text[cut:])
     except ValueError:
         raise SparkinferError(
-            f"logit bias {text!r}; wanted TOKEN+BIAS or TOKEN-BIAS, say 15043+1 or 15043-inf"
+            f"logit bias {shown(text)}; wanted TOKEN+BIAS or TOKEN-BIAS, say 15043+1 or 15043-inf"
         ) from None
     _check_bias(token_id, bias)
     return token_id, bias
@@ -159,11 +161,12 @@ def bias_of(text: str) -> tuple[int, float]:
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and math.isfinite(value) and low <= value <= high:
+    # Not math.isfinite, which raises for a whole number that no float can hold.
+    if is_number and abs(value) <= sys.float_info.max and low <= value <= high:
         return
     bounds = "" if low == -_INFINITY else f" from {low:g}"
     bounds += "" if high == _INFINITY else f" up to {high:g}" if not bounds else f" to {high:g}"
-    raise SparkinferError(f"{name} is {value!r}, wanted a number{bounds}")
+    raise SparkinferError(f"{name} is {shown(value)}, wanted a number{bounds}")
 
 
 def _is_whole(value: object) -> bool:
@@ -175,15 +178,18 @@ def _check_samplers(names: Sequence[str]) -> None:
         if name not in LETTERS:
             raise _unknown(name)
         if names.count(name) > 1:
-            raise SparkinferError(f"samplers has {name!r} twice; name it once")
+            raise SparkinferError(f"samplers has {shown(name)} twice; name it once")
 
 
 def _unknown(name: str) -> SparkinferError:
-    return SparkinferError(f"no sampler is called {name!r}; known: {', '.join(LETTERS)}")
+    return SparkinferError(f"no sampler is called {shown(name)}; known: {', '.join(LETTERS)}")
 
 
 def _check_bias(token_id: int, bias: float) -> None:
     if not _is_whole(token_id) or token_id < 0:
-        raise SparkinferError(f"logit_bias has token {token_id!r}, wanted a token id from 0")
-    if not isinstance(bias, int | float) or math.isnan(bias):
-        raise SparkinferError(f"logit_bias of token {token_id} is {bias!r}, wanted a number")
+        raise SparkinferError(f"logit_bias has token {shown(token_id)}, wanted a token id from 0")
+    is_held = isinstance(bias, float) or (
+        isinstance(bias, int) and abs(bias) <= sys.float_info.max
+    )
+    if not is_held or math.isnan(bias):
+        raise SparkinferError(f"logit_bias of token {token_id} is {shown(bias)}, wanted a number")

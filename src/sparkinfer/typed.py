@@ -2,13 +2,12 @@
 foreign values in errors.
 
 A value of the wrong type is refused with its name. The caller that catches the error adds the
-file's name."""
+file's name. Imports neither torch nor numpy, because the command line quotes values too."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
-
-import numpy as np
 
 from sparkinfer.errors import SparkinferError
 
@@ -131,8 +130,9 @@ class Fields:
 
 
 def _plain(value: object) -> object:
-    """A Python value; numbers in GGUF keys are numpy's."""
-    return value.item() if isinstance(value, np.generic) else value
+    """A Python value; numbers in GGUF keys are numpy's, which the command line imports late."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def shown(value: object, most: int = MAX_SHOWN) -> str:
