@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from sparkinfer.architecture import Activation, Layout
 from sparkinfer.errors import SparkinferError
+from sparkinfer.typed import shown
 
 Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
 
@@ -57,7 +58,7 @@ class ConvertConfig:
         is_number = _is_threshold(threshold) if name == "fatrelu" else not threshold
         if name not in get_args(Activation) or not is_number:
             raise SparkinferError(
-                f"activation {self.activation!r}; wanted one of {', '.join(get_args(Activation))},"
+                f"activation {shown(self.activation)}; wanted one of {', '.join(get_args(Activation))},"
                 " fatrelu with its threshold (fatrelu=0.01)"
             )
         if self.predictor_input_layer_offset not in (None, 0, 1):

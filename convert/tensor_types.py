@@ -10,6 +10,7 @@ from sparkinfer.convert.encode import kind_for
 from sparkinfer.convert.options import check_outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
+from sparkinfer.typed import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,13 @@ class TensorTypes:
         for text in self.overrides:
             name, _, kind = text.rpartition("=")
             if not name:
-                raise SparkinferError(f"tensor type {text!r}; wanted NAME=TYPE")
-            check_outtype(kind.lower(), f"tensor type {text!r}")
+                raise SparkinferError(f"tensor type {shown(text)}; wanted NAME=TYPE")
+            check_outtype(kind.lower(), f"tensor type {shown(text)}")
             try:
                 re.compile(name)
             except re.error as error:
                 raise SparkinferError(
-                    f"tensor type {text!r}: {name!r} is not a regular expression ({error})"
+                    f"tensor type {shown(text)}: {shown(name)} is not a regular expression ({error})"
                 ) from error
 
     def override(self, name: str) -> str | None:
@@ -63,5 +64,5 @@ class TensorTypes:
         for text in self.overrides:
             if not any(re.search(text.rpartition("=")[0], name) for name in every):
                 raise SparkinferError(
-                    f"tensor type {text!r}: no tensor has such a name; the first is {every[0]}"
+                    f"tensor type {shown(text)}: no tensor has such a name; the first is {every[0]}"
                 )

@@ -18,6 +18,7 @@ from sparkinfer.commands.all_commands import cli
 from sparkinfer.commands.shared import FileCommand, FolderPath, OutputPath, Size
 from sparkinfer.mapped_files import EXIT_CODE as CUT
 from sparkinfer.top_level import UNEXPECTED, line_of
+from sparkinfer.typed import printed_line
 
 PROGRAM = "import sys; from sparkinfer.cli import main; sys.exit(main())"
 
@@ -105,6 +106,47 @@ def test_a_file_that_fails_is_named(monkeypatch, capsys):
     (line,) = lines_of(capsys)
     assert line == ("sparkinfer inspect: /some/file: cannot be read or written: Permission denied")
     assert "b.bin" in line_of(FileNotFoundError(2, "gone", b"b.bin"))[0]
+
+
+LONG = "a" * 100_000
+LONG_ARGUMENTS = [
+    [LONG], ["solve", f"--{LONG}"], ["solve", "-vb", LONG], ["generate", "x", "--mode", LONG],
+    ["convert", "x", "-o", "y", "--tensor-type", LONG], ["convert", "x", "-o", "y", "--activation", LONG],
+    ["convert", "x", "-o", "y", "--tensor-type", f"{LONG}=q9"], ["generate", "x", "-p", "a", "--device", LONG],
+    ["generate", "x", "-p", "a", "--samplers", LONG], ["generate", "x", "-p", "a", f"--kv-offload={LONG}"],
+    ["inspect", LONG], ["inspect", "b/" * 2000], ["generate", "x", "-p", "a", "-t", "9" * 4000],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", LONG_ARGUMENTS, ids=[" ".join(a)[:40] for a in LONG_ARGUMENTS]
+)
+def test_no_line_is_longer_than_a_screen(capsys, arguments):
+    assert main(arguments) in (1, 2)
+    (line,) = lines_of(capsys)
+    assert len(line) < 1600, len(line)
+    assert line.startswith("sparkinfer")
+
+
+def test_the_middle_of_a_long_line_is_left_out():
+    assert printed_line("x" * 1500) == "x" * 1500
+    line = printed_line("sparkinfer: " + LONG + "; do this")
+    assert line.startswith("sparkinfer: aaa") and line.endswith("aaa; do this")
+    assert "[... 98,621 characters ...]" in line
+
+
+@pytest.mark.parametrize("name, shown", [
+    ("a\n\r\x1b[31mb", r"a\n\r\x1b[31mb"), ("a\u202eb\u2028", r"a\u202eb\u2028"), ("ü 模型\u3000", "ü 模型\u3000"),
+])  # fmt: skip
+def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown):
+    assert main(["inspect", name]) == 1
+    assert capsys.readouterr().err.startswith(f"sparkinfer: {shown}: no such file")
+    profiles = [tmp_path / "a", tmp_path / "b"]
+    for number, path in enumerate(profiles):
+        make_profile(make_model(), num_tokens=1000 + number).save(path)
+    assert main(["profile", "--force", "--merge", *map(str, profiles), "-o", str(tmp_path / name)]) == 0
+    notes = capsys.readouterr().err  # a table of several lines may be a note
+    assert shown.replace(r"\n", "\n") in notes and "\x1b" not in notes
 
 
 def test_an_error_in_a_thread_prints_one_line():

@@ -74,7 +74,9 @@ class SamplingOptions:
         for name, lowest in _LOWEST.items():
             value = getattr(self, name)
             if not _is_whole(value) or value < lowest:
-                raise SparkinferError(f"{name} is {shown(value)}, wanted a whole number from {lowest}")
+                raise SparkinferError(
+                    f"{name} is {shown(value)}, wanted a whole number from {lowest}"
+                )
         if self.mirostat not in (0, 1, 2):
             raise SparkinferError(f"mirostat is {shown(self.mirostat)}, wanted 0 (off), 1 or 2")
         if self.seed is not None and (
@@ -188,8 +190,6 @@ def _unknown(name: str) -> SparkinferError:
 def _check_bias(token_id: int, bias: float) -> None:
     if not _is_whole(token_id) or token_id < 0:
         raise SparkinferError(f"logit_bias has token {shown(token_id)}, wanted a token id from 0")
-    is_held = isinstance(bias, float) or (
-        isinstance(bias, int) and abs(bias) <= sys.float_info.max
-    )
+    is_held = isinstance(bias, float) or (isinstance(bias, int) and abs(bias) <= sys.float_info.max)
     if not is_held or math.isnan(bias):
         raise SparkinferError(f"logit_bias of token {token_id} is {shown(bias)}, wanted a number")

@@ -15,6 +15,7 @@ from sparkinfer.key_selection import KeySelection
 from sparkinfer.mode_quality import MAX_LOSS, RunMode
 from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.rope import check_scaling
+from sparkinfer.typed import shown
 
 MODES: tuple[RunMode, ...] = get_args(RunMode)
 MAX_SEQUENCES = 1024
@@ -148,10 +149,10 @@ class EngineConfig:
 def check_device(device: str | None) -> None:
     """Raises SparkinferError unless it names a device of an engine; None is CUDA or the CPU."""
     if device is not None and not _DEVICE.fullmatch(device):
-        raise SparkinferError(f"device {device!r}; wanted cpu or cuda")
+        raise SparkinferError(f"device {shown(device)}; wanted cpu or cuda")
 
 
 def check_threads(count: int | None) -> None:
     """Raises SparkinferError for an impossible number of threads; None is one per physical core."""
     if count is not None and not 1 <= count <= MOST_THREADS:
-        raise SparkinferError(f"--threads is {count}, wanted 1 to {MOST_THREADS}")
+        raise SparkinferError(f"--threads is {shown(count)}, wanted 1 to {MOST_THREADS}")

@@ -23,6 +23,7 @@ from typing import Self
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import whole_number
+from sparkinfer.typed import shown
 
 SUMMARIES = ("mean", "bounds")
 POSITIONS = ("original", "capped")
@@ -49,9 +50,11 @@ class KeySelection:
         if self.block not in BLOCKS:
             raise SparkinferError(f"block={self.block}; wanted 16, 32 or 64")
         if self.summary not in SUMMARIES:
-            raise SparkinferError(f"summary={self.summary!r}; known: {', '.join(SUMMARIES)}")
+            raise SparkinferError(f"summary={shown(self.summary)}; known: {', '.join(SUMMARIES)}")
         if self.positions not in POSITIONS:
-            raise SparkinferError(f"positions={self.positions!r}; known: {', '.join(POSITIONS)}")
+            raise SparkinferError(
+                f"positions={shown(self.positions)}; known: {', '.join(POSITIONS)}"
+            )
         if not 0 <= self.candidates <= 64:
             raise SparkinferError(f"candidates={self.candidates}; wanted 0 to 64")
         if not 0 <= self.full <= MOST:
@@ -81,7 +84,7 @@ class KeySelection:
             name, _, value = part.partition("=")
             if name not in names or name in found or not value:
                 raise SparkinferError(
-                    f"{part!r} in {text!r}; wanted {DEFAULT} or NAME=VALUE,... with"
+                    f"{shown(part)} in {shown(text)}; wanted {DEFAULT} or NAME=VALUE,... with"
                     f" {', '.join(names)}"
                 )
             is_word = name in ("summary", "positions")
@@ -134,4 +137,4 @@ def _whole(name: str, value: str) -> int:
     try:
         return whole_number(value)
     except ValueError as error:
-        raise SparkinferError(f"{name}={value!r}; wanted a whole number") from error
+        raise SparkinferError(f"{name}={shown(value)}; wanted a whole number") from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from sparkinfer.errors import Interrupted, SparkinferError
 from sparkinfer.signals import MESSAGE, ending
+from sparkinfer.typed import printed_line
 
 if TYPE_CHECKING:
     import click
@@ -157,7 +158,8 @@ def _words(error: BaseException) -> str:
 
 
 def _say(line: str) -> None:
-    """Writes to stderr, which may be closed or full."""
+    """Writes to stderr, which may be closed or full. Names from outside may hold anything."""
+    line = printed_line(line)
     with suppress(OSError, ValueError, AttributeError):
         if sys.stderr.isatty() and line.endswith(MESSAGE):
             sys.stderr.write("\n")  # after ^C

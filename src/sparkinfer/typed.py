@@ -6,6 +6,7 @@ file's name. Imports neither torch nor numpy, because the command line quotes va
 
 import math
 import sys
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
 
@@ -15,6 +16,7 @@ T = TypeVar("T")
 MAX_COUNT = (1 << 63) - 1  # the largest int64; every count of ours fits
 MAX_SHOWN = 60  # characters of a value that an error quotes
 MAX_LINE = 200  # characters of another program's message
+LONGEST_END = 700  # characters of either end of a line that is printed
 
 
 class Fields:
@@ -151,3 +153,24 @@ def one_line(message: object, most: int = MAX_LINE) -> str:
     """Another program's message on one line, cut if it is long."""
     text = " ".join(str(message).split())
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def escaped(text: str) -> str:
+    """The text with control characters, such as a newline or ESC in a file's name, as escapes.
+
+    Invisible characters that reorder text are escaped too, spaces of other scripts are not."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs"
+        else c.encode("unicode_escape").decode() for c in text
+    )  # fmt: skip
+
+
+def printed_line(line: str) -> str:
+    """An error as it is printed: on one line, and without the middle of a very long one."""
+    line = escaped(line)
+    left_out = len(line) - 2 * LONGEST_END
+    if left_out <= 100:
+        return line
+    return f"{line[:LONGEST_END]} [... {left_out:,} characters ...] {line[-LONGEST_END:]}"

@@ -23,6 +23,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.outputs import check_apart
 from sparkinfer.sizes import UNITS, parse_bytes
 from sparkinfer.steady import reading
+from sparkinfer.typed import escaped
 
 
 class OutputPath(click.Path):
@@ -271,8 +272,9 @@ def let_threads_sleep() -> None:
 
 
 def say(line: str) -> None:
-    """Writes a line for people to stderr, wrapped on a terminal."""
+    """Writes a line, or a table of several, for people to stderr, wrapped on a terminal."""
     if sys.stderr is not None:
+        line = "\n".join(map(escaped, line.split("\n")))
         is_terminal = sys.stderr.isatty()
         print(wrapped(line, terminal_width()) if is_terminal else line, file=sys.stderr, flush=True)
 
