@@ -144,7 +144,10 @@ def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown)
     profiles = [tmp_path / "a", tmp_path / "b"]
     for number, path in enumerate(profiles):
         make_profile(make_model(), num_tokens=1000 + number).save(path)
-    assert main(["profile", "--force", "--merge", *map(str, profiles), "-o", str(tmp_path / name)]) == 0
+    assert (
+        main(["profile", "--force", "--merge", *map(str, profiles), "-o", str(tmp_path / name)])
+        == 0
+    )
     notes = capsys.readouterr().err  # a table of several lines may be a note
     assert shown.replace(r"\n", "\n") in notes and "\x1b" not in notes
 
@@ -173,6 +176,30 @@ def test_a_full_stdout_gives_one_line(tmp_path, arguments):
     assert result.stderr.decode().splitlines() == [
         "sparkinfer: the output cannot be written: No space left on device"
     ]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{}"], ["inspect", "{}", "--json"]])
+def test_a_closed_stdout_gives_one_line(tmp_path, arguments):
+    make_profile(make_model()).save(tmp_path / "p")
+    command = [sys.executable, "-c", PROGRAM, *(a.format(tmp_path / "p") for a in arguments)]
+    result = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE,
+                            check=False)  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.decode().splitlines() == [
+        "sparkinfer: the output cannot be written: Bad file descriptor"
+    ]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_stop_a_command_that_writes_files(tmp_path, closed):
+    for number, name in enumerate("ab"):
+        make_profile(make_model(), num_tokens=1000 + number).save(tmp_path / name)
+    merge = ["profile", "--merge", "a", "b", "--force", "-o"]
+    for output, how in (("c", closed), ("d", "")):
+        command = [sys.executable, "-c", PROGRAM, *merge, output]
+        code = f'exec "$@" {how}'
+        assert subprocess.run(["sh", "-c", code, "sh", *command], cwd=tmp_path).returncode == 0
+    assert (tmp_path / "c").read_bytes() == (tmp_path / "d").read_bytes()
 
 
 def test_a_full_stderr_causes_no_further_error(tmp_path):

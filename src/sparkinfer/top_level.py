@@ -36,6 +36,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     n, 70 after a bug in this program."""
     is_program = argv is None
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if is_program:
+        _open_closed_streams()
     with ending(is_program=is_program):
         try:
             with _nothing_printed(arguments) if is_program else nullcontext():
@@ -165,6 +167,26 @@ def _say(line: str) -> None:
             sys.stderr.write("\n")  # after ^C
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
+
+
+def _open_closed_streams() -> None:
+    """Replaces closed standard streams, so that no file of a command gets their number.
+
+    Writing to a closed stdout fails as writing to a full disk does; what nobody can read on stderr
+    is dropped."""
+    if sys.stdin is None:
+        sys.stdin = open(_unused(os.O_RDONLY), encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = open(_unused(os.O_RDONLY), "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(_unused(os.O_WRONLY), "w", encoding="utf-8", errors="backslashreplace")
+
+
+def _unused(flags: int) -> int:
+    """/dev/null under the lowest free number, which child processes inherit."""
+    descriptor = os.open(os.devnull, flags)
+    os.set_inheritable(descriptor, True)
+    return descriptor
 
 
 def _forget_stdout() -> None:
