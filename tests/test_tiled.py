@@ -98,9 +98,9 @@ def test_the_bytes_of_a_small_tile():
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_the_bytes_of_a_small_tile_of_a_k_quant(num_blocks):
-    """Of q6_K. In block b of row r, the scales are 64 b + r, the f16 bits 1024 b + r, the upper bits
-    100 + b and the nibbles 200 + b. Two blocks have their f16 numbers first, a last single one at
-    its end."""
+    """A tile of q6_K rows. In block b of row r, the scales are 64 b + r, the f16 bits 1024 b + r,
+    the upper bits 100 + b and the nibbles 200 + b. Two blocks have their f16 numbers first, a last
+    single one at its end."""
     rows = torch.zeros(TILE_ROWS, num_blocks, 210, dtype=torch.uint8)
     for r in range(TILE_ROWS):
         for b in range(num_blocks):

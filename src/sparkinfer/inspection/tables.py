@@ -48,7 +48,7 @@ def _print(tables: Iterable[Table]) -> None:
     text = captured.get()
     if not console.is_terminal:
         text = "".join(f"{line.rstrip(' ')}\n" for line in text.splitlines())
-    sys.stdout.write(text)
+    console.file.write(text)
 
 
 def _console() -> Console:
