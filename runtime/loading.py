@@ -208,7 +208,10 @@ class _Load:
             cache_types=self.cache_types,
         )  # fmt: skip
         if runs_by_output(self.model, self.mode, self.placement):
-            self.bytes_by_role["cpu"]["neurons"] = stored_neuron_bytes(self.model)
+            self.bytes_by_role["cpu"]["neurons"] = sum(
+                stored_neuron_bytes(self.model, layer)
+                for layer in range(self.model.shape.num_layers)
+            )
 
     def _set_up_neuron_cache(self) -> None:
         """Chooses the neurons that are in slots at the start, and counts the slots' bytes unless

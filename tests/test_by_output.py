@@ -15,6 +15,7 @@ from sparkinfer import Engine
 from sparkinfer.gguf_file import array_entry, type_of
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step.batch import rows_of
+from sparkinfer.runtime.step.program_summary import summarise_program
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k")
@@ -95,6 +96,18 @@ def test_bytes_are_those_of_the_file(tmp_path, is_resident):
             before = engine.traffic.total
             engine.logits(IDS)
         assert engine.traffic.total - before == size
+
+
+def test_the_graph_shows_the_same_bytes(tmp_path):
+    model = stock_of(tmp_path, "q6_k")
+    found = summarise_program(model.path, None)
+    (of_neurons,) = {op.weight_bytes for op in found.operations if op.operation == "neurons"}
+    size = sum(
+        e.num_bytes
+        for n, e in model.tensors.items()
+        if n.startswith("blk.0.ffn_") and len(e.shape) == 2
+    )
+    assert found.mode == "dense" and of_neurons == size
 
 
 def test_other_modes_transpose(tmp_path):

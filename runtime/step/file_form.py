@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparkinfer.budget import head_bytes, is_cached, is_dense, layer_bytes, layer_tensors
+from sparkinfer.budget import (
+    head_bytes,
+    is_cached,
+    is_dense,
+    layer_bytes,
+    layer_tensors,
+    stored_neuron_bytes,
+)
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.step.program import HOST, Block, LayerForm, Order, StepForm, gpu, in_line
 from sparkinfer.split_file import Split
@@ -16,14 +23,22 @@ from sparkinfer.split_file import Split
 NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
 
 
-def file_form(model: ModelFile, split: Split | None) -> StepForm:
+def file_form(model: ModelFile, split: Split | None, *, is_by_output: bool = False) -> StepForm:
     """The form of a step with this plan; None: everything on the host. `model` has only what is
-    loaded, so no predictors if they are not used (Split.held)."""
+    loaded, so no predictors if they are not used (Split.held). `is_by_output`: the feed-forward
+    matrices are used as a stock file has them."""
     num_layers = model.shape.num_layers
     home = np.zeros(num_layers + 1, int)
     if split is not None and split.home:
         home = np.asarray(split.home)
     layers = [_layer(model, split, index, gpu(int(home[index]))) for index in range(num_layers)]
+    if is_by_output:
+        layers = [
+            replace(
+                form, weight_bytes=form.weight_bytes | {"all": stored_neuron_bytes(model, index)}
+            )
+            for index, form in enumerate(layers)
+        ]
     head, head_home = HOST, HOST
     if split is not None:
         head_home = gpu(int(home[-1]))

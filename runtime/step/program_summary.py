@@ -69,7 +69,8 @@ def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
         split.check_against(model, split_path)
     mode = mode_meant(model) if split is None else split.mode
     held = model if mode == "predicted" else without_predictors(model)
-    ops = step_program(file_form(held, split))
+    is_by_output = split is None and mode == "dense" and model.layout == "stock"
+    ops = step_program(file_form(held, split, is_by_output=is_by_output))
     devices = dict.fromkeys([HOST, *sorted({op.device for op in ops} - {HOST})])
     return ProgramSummary(
         path=path,

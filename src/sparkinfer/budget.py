@@ -110,12 +110,12 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
     )
 
 
-def stored_neuron_bytes(model: ModelFile) -> int:
-    """Bytes of all feed-forward matrices and their biases as the file has them."""
+def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
+    """Bytes of a layer's feed-forward matrices, and of the biases of gate and up, as the file has
+    them."""
     names = (model.gate_name, "ffn_up", "ffn_down", "ffn_down_t")
     return sum(
         entry.num_bytes
-        for layer in range(model.shape.num_layers)
         for name, entry in layer_tensors(model, layer).items()
         if name.split(".")[0] in names and name != "ffn_down.bias"
     )
