@@ -15,7 +15,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # of this process; another one compiles
+os.environ.setdefault(
+    "TRITON_INTERPRET", "1"
+)  # this process interprets kernels, a child compiles them
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -23,7 +25,7 @@ RESULT = ROOT / "benchmarks" / "results" / "gpu-proof.json"
 ARCHITECTURES = (89, 120)
 CONTEXT = 512
 _KINDS = ("f32", "f16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
-# By name: (whose sizes, type of the weights, mode, kind of predictors).
+# By name: (model, type of the weights, mode, kind of predictors).
 PLANS = {
     **{
         f"{model}, {kind}, {mode}": (model, kind, mode, "")
@@ -71,7 +73,7 @@ def _model(whose: str, kind: str, folder: Path):
     from sparkinfer.convert.options import ConvertConfig
     from sparkinfer.model_file import ModelFile
 
-    if whose == "7B":  # with fewer layers, neurons and tokens, but the same variants
+    if whose == "7B":  # its widths, with fewer layers, neurons and tokens
         return shape_only(
             make_shape(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
                        vocab_size=4096, context_length=4096)
@@ -122,8 +124,8 @@ def execute_plans() -> dict:
 
 
 def plant_faults() -> dict:
-    """{"faults": what and where each is, what found it and why, "barriers": by kernel, how often what
-    found the removal of one}."""
+    """{"faults": what and where each is, what detected it, and the reason if nothing did, "barriers":
+    for each kernel, removed barriers counted by what detected them}."""
     from ptx_mutants import BARRIERS, MUTANTS, outcome, without_each_barrier
 
     from sparkinfer.runtime.kernels.gpu import launch

@@ -183,7 +183,7 @@ def decode(model: Path) -> list[float]:
 
 
 def best_of(machines: list[Machine]) -> Machine:
-    """The best figures of several calibrations of one machine."""
+    """The first of several calibrations of one machine, with the best CPU costs of all."""
 
     def best(figures: list[Figure], *, is_rate: bool) -> Figure:
         return sorted(figures, key=lambda figure: figure.best, reverse=is_rate)[0]

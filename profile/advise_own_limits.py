@@ -93,12 +93,12 @@ def _check_reference(path: Path, dense: Path) -> None:
     model, other = ModelFile.load(path), ModelFile.load(dense)
     if dense != path and other.has_limits:
         raise SparkinferError(
-            f"{dense}: has limits; --dense is the model that {path} was trained from"
+            f"{dense}: has limits; --dense must be the model that {path} was trained from"
         )
     if other.shape.vocab_size != model.shape.vocab_size:
         raise SparkinferError(
-            f"{dense}: a vocabulary of {other.shape.vocab_size:,}, {path} has"
-            f" {model.shape.vocab_size:,}; give the model that it was trained from"
+            f"{dense}: has a vocabulary of {other.shape.vocab_size:,}, but {path} has one of"
+            f" {model.shape.vocab_size:,}; --dense must be the model that {path} was trained from"
         )
     own, kind = _own_type(path), _own_type(dense)
     if row_bytes(WHOLE_BLOCKS, kind) < row_bytes(WHOLE_BLOCKS, own):

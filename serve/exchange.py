@@ -19,7 +19,8 @@ from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Said, Stoppi
 
 log = logging.getLogger("sparkinfer.serve")
 Result = TypeVar("Result")
-STATUS_GONE = 499  # nginx's code for a client that closed the connection; only for the log
+# nginx's code for a client that closed the connection; never sent, only logged and counted
+STATUS_GONE = 499
 MAX_DROPPED_BYTES, DROP_S = 16 << 20, 1.0
 DONE = b"data: [DONE]\n\n"
 
@@ -45,7 +46,7 @@ class Exchange:
         except QueueFull:
             raise ApiError(
                 429,
-                f"{scheduler.num_waiting} texts are waiting, and the queue has room for"
+                f"{scheduler.num_waiting} texts are waiting in a queue for"
                 f" {scheduler.limits.queue}; try again later",
                 kind="rate_limit_error", code="rate_limit_exceeded",
                 headers={"Retry-After": str(retry_s)},

@@ -1,5 +1,5 @@
-"""Ctrl-C at any moment while a command starts: it prints one line or, before any of our code runs,
-whatever Python does. How Python starts (the interpreter, site, other packages' .pth files) is not
+"""Ctrl-C at any moment while a command starts: it prints one line, or Python's own traceback if none
+of our code has run yet. How Python starts (the interpreter, site, other packages' .pth files) is not
 ours to change."""
 
 import signal

@@ -1,6 +1,7 @@
 """Every family that `convert` takes: logits of a random checkpoint against transformers'.
 
-transformers lacks Bamboo: its oracle is a Mistral whose MLP the test replaces."""
+transformers lacks Bamboo, whose oracle is a Mistral with an MLP of the test's own. ProSparse is a
+Llama, so only what its config adds is tested."""
 
 import dataclasses
 from pathlib import Path

@@ -101,7 +101,7 @@ def test_only_a_resident_store_joins_matrices(model, stores):
         assert torch.equal(values(joined), torch.cat(halves, dim=1))
 
 
-def test_biases_and_ids_are_kept_only_for_gpus_to_copy():
+def test_biases_are_kept_only_for_gpus_to_copy():
     residence = Residence()
     alone = ResidentStore(residence=residence, is_streamed=False)
     bias_N = torch.ones(4)
@@ -110,7 +110,7 @@ def test_biases_and_ids_are_kept_only_for_gpus_to_copy():
     assert kept is not bias_N and residence.num_bytes == bias_N.nbytes
 
 
-def test_a_device_without_a_store_of_its_own_has_the_cpus():
+def test_a_device_without_a_store_of_its_own_maps_the_file():
     stores = Stores.of()
     assert stores.on(torch.device("cpu", 3)) is stores.on_cpu
     assert stores.on(torch.device("cuda", 1)) == MappedStore(torch.device("cuda", 1))

@@ -197,8 +197,8 @@ def _replay(
     start_LF: np.ndarray | None = None,
     is_free: bool = False,
 ) -> Outcome:
-    """Runs a policy that chooses, after each step, the next step's neurons in slots from the
-    current ones and those read."""
+    """Runs a policy. After each step it chooses the resident neurons of the next step, given those
+    that are resident and those that were read. `is_free`: copies are not counted."""
     outcome = _nothing(case)
     resident_LF = case.planned_LF if start_LF is None else start_LF
     copied_L = np.zeros(len(case.slots_LN), np.int64)

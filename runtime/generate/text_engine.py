@@ -108,11 +108,11 @@ class TextEngine:
         """Yields tokens as they are generated; afterwards `last_run` has their statistics.
 
         `sampling` defaults to llama.cpp's settings; temperature (0 is greedy) and seed (makes a run
-        repeatable) override its own. `options` replaces max_tokens. `constraint` restricts the
+        repeatable) override those of `sampling`. `options` replaces max_tokens. `constraint` restricts the
         text, see runtime.generate.constraints. `drafts` guesses tokens, which changes only the
         speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
         Without one, the text is not kept. Raises SparkinferError for a prompt that is too
-        long or has no tokens, as an empty text unless the model begins every text with a token."""
+        long, and for one without tokens: an empty text, if the model has no token to begin with."""
         generation_of = self._generation_of(
             prompt, sampling_of(sampling, temperature, seed),
             options or GenerationOptions(max_tokens=max_tokens), constraint, drafts,
@@ -204,7 +204,7 @@ class TextEngine:
         )  # fmt: skip
 
     def prompt_key(self) -> PromptKey:
-        """Everything that the state of a text depends on: see runtime.generate.prompt_cache."""
+        """What the state of a text depends on, to be compared: see runtime.generate.prompt_cache."""
         return PromptKey(
             model_id=self.model.model_id,
             weights=weights_digest(self.model),

@@ -25,8 +25,9 @@ pytestmark = pytest.mark.gpu
 L, F = 4, 96  # as in PLANS
 MODES = ("dense", "exact", "predicted")
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
-# A step computes in f32; its keys and values are f16, which a sum in another order may change by
-# one unit. A prompt's products round both factors to 16 bits, each by at most half of eps.
+# A step's sums are f32; its keys and values are f16, which a sum in another order may change by one
+# unit. Except for f32 matrices, a prompt's products take both factors in 16 bits, each rounded by at
+# most half of eps.
 STEP_BOUND = 2 * torch.finfo(torch.float16).eps
 PROMPT_BOUNDS = {kind: 4 * torch.finfo(torch.float16).eps for kind in KINDS}
 PROMPT_BOUNDS["bf16"] = 4 * torch.finfo(torch.bfloat16).eps

@@ -26,10 +26,9 @@ struct Job {
     float value, fetch;
 };
 
-// One step of a word's neurons. If G_in and G_out are the best gains up to a step that ends in or out of
-// a slot, only `ahead` = G_in - G_out is kept, which is bounded by fetch, value and price, and the growth
-// of G_out. `stays`: the best way to be in at this step is from in; `leaves`: the best way to be out is
-// from in.
+// One step of a word's neurons. Let G_in and G_out be a neuron's best gains up to this step if it ends in a
+// slot or outside. Kept are `ahead` = G_in - G_out, which fetch, value and price bound, and `grown`, the growth
+// of G_out. `stays` and `leaves`: whether the best predecessor of being in, and of being outside, is in.
 FOR_EACH_LEVEL void advance(uint32_t word, float value, float price, float fetch, float* ahead,
                             float* grown, uint8_t* stays, uint8_t* leaves) {
     for (int64_t i = 0; i < LANES; ++i) {
@@ -43,8 +42,8 @@ FOR_EACH_LEVEL void advance(uint32_t word, float value, float price, float fetch
     }
 }
 
-// Traces a step back, from each neuron's state at the step to that before it; counts slots used, hits and
-// copies.
+// One step of the backward pass: replaces each neuron's state by the one before it, and counts slots used,
+// hits and copies.
 FOR_EACH_LEVEL void go_back(uint32_t word, const uint8_t* stays, const uint8_t* leaves, uint8_t* state,
                             int32_t& used, int32_t& hits, int32_t& copies) {
     int32_t num_in = 0, num_hits = 0, num_copies = 0;
