@@ -73,7 +73,7 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
         assert machine.gpus[0].source == "measured"
         return
     assert machine.gpus == Machine.load(RTX).gpus
-    assert "not measured" in lines[0]
+    assert "datasheet bandwidths" in lines[0]
     monkeypatch.setattr(calibrating, "measure_cpu", lambda *a: ({1: Figure(best=1.0)}, {}))
     monkeypatch.setattr(calibrating, "measure_costs", lambda *sizes: machine.cpu_costs)
     bare = calibrate(CalibrateConfig(output=tmp_path / "n.json"))

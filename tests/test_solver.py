@@ -569,7 +569,7 @@ def refusals(folder: Path, tmp_path: Path):
     yield {"machine": tmp_path / "no-gpu.json"}, budget_bytes, "--gpu-from FILE"
     yield no_predictors | {"mode": "predicted"}, budget_bytes, "no predictors"
     yield {"context_length": 1_000_000}, budget_bytes, "was made for 32"
-    yield {}, 1, r"smallest that works is [\d,]+ bytes \([\d,]+ MiB\)"
+    yield {}, 1, r"smallest that works is [\d,]+ bytes \([\d,.]+ MiB\)"
 
 
 def test_refusals_leave_no_file(folder, tmp_path):

@@ -170,12 +170,12 @@ def _say(line: str) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Replaces closed standard streams, so that no file of a command gets their number.
+    """Takes the numbers of closed standard streams, so that no file of a command gets them.
 
-    Writing to a closed stdout fails as writing to a full disk does; what nobody can read on stderr
-    is dropped."""
+    A closed stdin stays None. Writing to a closed stdout fails as writing to a full disk does; what
+    nobody can read on stderr is dropped."""
     if sys.stdin is None:
-        sys.stdin = open(_unused(os.O_RDONLY), encoding="utf-8")
+        _unused(os.O_RDONLY)
     if sys.stdout is None:
         sys.stdout = open(_unused(os.O_RDONLY), "w", encoding="utf-8")
     if sys.stderr is None:
