@@ -91,7 +91,7 @@ def test_damage_is_reported(case):
 
 @pytest.mark.parametrize("kind, rounds", [("safetensors", 60), ("gguf", 20), ("json", 60),
                                           ("folder", 15)])  # fmt: skip
-def test_of_two_writers_the_second_one_wins(tmp_path, kind, rounds):
+def test_of_two_writers_the_second_one_wins_or_is_refused(tmp_path, kind, rounds):
     command = [
         sys.executable,
         str(HERE / "two_writers.py"),
@@ -102,7 +102,9 @@ def test_of_two_writers_the_second_one_wins(tmp_path, kind, rounds):
     ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert sum(json.loads(result.stdout)["second"][kind].values()) == rounds
+    found = json.loads(result.stdout)
+    assert sum(found["second"][kind].values()) == rounds
+    assert sum(found["refused"][kind].values()) == rounds
 
 
 def test_a_writer_with_a_fixed_temporary_name_is_found(tmp_path, monkeypatch):
@@ -115,3 +117,10 @@ def test_a_writer_with_a_fixed_temporary_name_is_found(tmp_path, monkeypatch):
     monkeypatch.setitem(two_writers.KINDS, "json", write)
     with pytest.raises(AssertionError):
         two_writers.run_rounds("json", 200, tmp_path)
+
+
+def test_a_writer_that_replaces_a_new_file_is_found(tmp_path, monkeypatch):
+    """As with a check for the name that comes before the rename."""
+    monkeypatch.setattr("sparkinfer.files.put_new", os.replace)
+    with pytest.raises(AssertionError, match=r"\[0, 0\]"):
+        two_writers.run_new_rounds("json", 200, tmp_path)

@@ -3,22 +3,31 @@
     python tests/two_writers.py [--rounds N] [--kind KIND]
 
 A round starts two processes at once, each with its own content. Afterwards the file must hold one
-of the two artifacts as a whole, nothing may be left next to it, and neither process may have
-failed. The last line on stdout counts by kind how often each of the two wrote last."""
+of the two artifacts as a whole, and nothing may be left next to it. With --force neither process
+may have failed. Without it exactly one must have succeeded, and its artifact must be there; the
+other must have ended with 1 and one line that names the file. The last line on stdout counts by
+kind how often each of the two wrote last ("second"), and without --force how often the other was
+refused because of a file that was there before it began, or that came meanwhile."""
 
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import click
+
 SIZE = 3000  # values of an artifact
+REFUSALS = ("exists already", "holds files already", "was written by another run meanwhile")
 
 
 def _safetensors(path: Path, value: int) -> None:
@@ -69,18 +78,25 @@ def content_of(path: Path) -> object:
     return path.read_bytes()
 
 
+def expected_of(kind: str, folder: Path) -> dict[int, object]:
+    """The content of either artifact."""
+    expected = {}
+    for value in (1, 2):
+        KINDS[kind](folder / f"{kind} alone {value}", value)
+        expected[value] = content_of(folder / f"{kind} alone {value}")
+    assert expected[1] != expected[2]
+    return expected
+
+
 def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
     """How often each content was written last. Raises AssertionError if a round goes wrong."""
     write, found = KINDS[kind], Counter()
-    expected = {}
-    for value in (1, 2):
-        write(folder / f"{kind} alone {value}", value)
-        expected[value] = content_of(folder / f"{kind} alone {value}")
-    assert expected[1] != expected[2]
+    expected = expected_of(kind, folder)
     place = folder / kind
     place.mkdir()
     for number in range(rounds):
-        _together(lambda value: write(place / "x", value))
+        codes = _together(lambda value: write(place / "x", value))
+        assert codes == [0, 0], f"{kind}, round {number}: {codes}"
         content = content_of(place / "x")
         winners = [value for value, wanted in expected.items() if content == wanted]
         assert winners, f"{kind}, round {number}: neither of the two artifacts"
@@ -90,28 +106,80 @@ def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
     return found
 
 
-def _together(write: Callable[[int], None]) -> None:
-    """Calls `write` in two processes, which start together when a pipe is closed."""
+def run_new_rounds(kind: str, rounds: int, folder: Path) -> Counter:
+    """How the one that lost was refused. Raises AssertionError if a round goes wrong."""
+    found: Counter = Counter()
+    expected = expected_of(kind, folder)
+    place, said = folder / f"{kind} new", folder / f"{kind} said"
+    command = _command(kind)
+    for number in range(rounds):
+        place.mkdir()
+        said.mkdir()
+        codes = _together(lambda value: _run(command, place / "x", value, said / str(value)))
+        where = f"{kind}, round {number}"
+        assert sorted(codes) == [0, 1], f"{where}: {codes}"
+        winner, loser = codes.index(0) + 1, codes.index(1) + 1
+        assert content_of(place / "x") == expected[winner], f"{where}: not the winner's artifact"
+        assert [path.name for path in place.iterdir()] == ["x"], where
+        assert not (said / str(winner)).read_text(), where
+        (line,) = (said / str(loser)).read_text().splitlines()
+        assert line.startswith(f"sparkinfer: {place / 'x'}: "), line
+        how = [words for words in REFUSALS if words in line]
+        assert how, line
+        found[how[0]] += 1
+        shutil.rmtree(place)
+        shutil.rmtree(said)
+    return found
+
+
+def _command(kind: str) -> "click.Command":
+    """A command that writes an artifact as those of sparkinfer do, without --force."""
+    import click
+
+    from sparkinfer.commands.shared import OUTPUT, FileCommand
+    from sparkinfer.outputs import check_output, check_output_folder
+
+    def callback(output: Path, value: int) -> None:
+        if kind == "folder":
+            check_output_folder(output, force=False, is_ours=lambda name: True)
+        else:
+            check_output(output, force=False)
+        KINDS[kind](output, value)
+
+    options = [click.Option(["--output"], type=OUTPUT), click.Option(["--value"], type=int)]
+    return FileCommand("write", callback=callback, params=[*options])
+
+
+def _run(command: "click.Command", path: Path, value: int, said: Path) -> int:
+    """Runs the command as the program does, with stderr in the file `said`."""
+    from sparkinfer import top_level
+    from sparkinfer.commands import all_commands
+
+    all_commands.cli = command  # type: ignore[assignment]  # in a process of its own
+    with said.open("w") as sys.stderr:
+        return top_level.run(["--output", str(path), "--value", str(value)])
+
+
+def _together(write: Callable[[int], int | None]) -> list[int]:
+    """The exit codes of two processes that call `write` at once, when a pipe is closed."""
     gate, opener = os.pipe()
     children = [_begin(write, value, gate, opener) for value in (1, 2)]
     os.close(gate)
     os.close(opener)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0, 0], codes
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def _begin(write: Callable[[int], None], value: int, gate: int, opener: int) -> int:
+def _begin(write: Callable[[int], int | None], value: int, gate: int, opener: int) -> int:
     child = os.fork()
     if child:
         return child
     try:
         os.close(opener)
         os.read(gate, 1)
-        write(value)
-        os._exit(0)
+        os._exit(write(value) or 0)
     except BaseException:  # noqa: BLE001  # the exit code reports it
-        traceback.print_exc()
-    os._exit(1)
+        traceback.print_exc(file=sys.__stderr__)
+    os._exit(3)
 
 
 def main() -> int:
@@ -122,7 +190,8 @@ def main() -> int:
     kinds = [options.kind] if options.kind else [*KINDS]
     with tempfile.TemporaryDirectory(prefix="two-writers-") as name:
         counts = {kind: dict(run_rounds(kind, options.rounds, Path(name))) for kind in kinds}
-    print(json.dumps({"rounds": options.rounds, "second": counts}))
+        new = {kind: dict(run_new_rounds(kind, options.rounds, Path(name))) for kind in kinds}
+    print(json.dumps({"rounds": options.rounds, "second": counts, "refused": new}))
     return 0
 
 

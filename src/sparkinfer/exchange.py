@@ -1,4 +1,4 @@
-"""Replaces a folder with a new one, atomically if the system supports it."""
+"""Gives a finished file or folder its name, atomically if the system supports it."""
 
 import ctypes
 import errno
@@ -10,7 +10,7 @@ from sparkinfer.errors import SparkinferError
 
 OLD = ".old"
 ATTEMPTS = 100  # to rename a folder while other runs do the same
-_AT_CWD, _EXCHANGE = -100, 2  # of renameat2(2)
+_AT_CWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2  # of renameat2(2)
 
 
 def put_folder(partial: Path, path: Path) -> None:
@@ -34,14 +34,40 @@ def put_folder(partial: Path, path: Path) -> None:
     raise SparkinferError(f"{path}: other runs keep replacing it; give another name")
 
 
+def put_new(partial: Path, path: Path) -> None:
+    """Renames `partial` to `path`; raises FileExistsError if something has that name.
+
+    Of two runs that do this at the same time, one fails. A system without such a rename links a
+    file to its name instead; a folder there may replace an empty one."""
+    if _renamed(partial, path, _NO_REPLACE):
+        return
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a folder, or a file system without links
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        partial.rename(path)
+    else:
+        partial.unlink()
+
+
 def _exchange(one: Path, other: Path) -> bool:
     """Exchanges two names atomically; False if the system cannot. Raises FileNotFoundError if one
     is missing."""
+    return _renamed(one, other, _EXCHANGE)
+
+
+def _renamed(one: Path, other: Path, how: int) -> bool:
+    """True after renameat2; False if the system does not have it, or not on this file system.
+    Raises FileNotFoundError and FileExistsError."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE) == 0:
+    if rename(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), how) == 0:
         return True
-    if ctypes.get_errno() == errno.ENOENT:
-        raise FileNotFoundError(errno.ENOENT, "not there", str(other))
+    number = ctypes.get_errno()
+    if number in (errno.ENOENT, errno.EEXIST):
+        raise OSError(number, os.strerror(number), str(other))
     return False

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sparkinfer import mapped_files
 from sparkinfer.errors import SparkinferError
-from sparkinfer.exchange import OLD, put_folder
-from sparkinfer.steady import changed_inputs, is_taken, wrote
+from sparkinfer.exchange import OLD, put_folder, put_new
+from sparkinfer.steady import changed_inputs, is_new, wrote
 
 CHUNK_BYTES = 1 << 20
 PARTIAL = ".partial"
@@ -43,10 +43,8 @@ def partial_file(path: Path) -> Iterator[Path]:
     is full, if an input of `steady.reading` has changed, or if another run has written `path`."""
     with _made(path, _new_file) as partial:
         yield partial
-        _finish(path, lambda: _sync(partial))
-        partial.replace(path)
-        wrote(path)
-        _sync(path.parent)
+        _sync(partial)
+        _put(partial, path, os.replace)
 
 
 @contextmanager
@@ -55,10 +53,8 @@ def partial_folder(path: Path) -> Iterator[Path]:
     (see check_output_folder), atomically if the system can exchange two names, as Linux can."""
     with _made(path, _new_folder) as partial:
         yield partial
-        _finish(path, lambda: _sync_all(partial))
-        put_folder(partial, path)
-        wrote(path)
-        _sync(path.parent)
+        _sync_all(partial)
+        _put(partial, path, put_folder)
 
 
 @contextmanager
@@ -180,17 +176,21 @@ def no_room(path: Path, reason: str | None) -> SparkinferError:
     )
 
 
-def _finish(path: Path, sync: Callable[[], None]) -> None:
-    sync()
+def _put(partial: Path, path: Path, replace: Callable[[Path, Path], None]) -> None:
+    """Gives a finished file or folder its name."""
     if changed := changed_inputs():
         raise SparkinferError(
             f"{changed[0]}: was changed while it was read, so {path} was not written; run the"
             " command again"
         )
-    if is_taken(path):
+    try:
+        (put_new if is_new(path) else replace)(partial, path)
+    except FileExistsError as error:
         raise SparkinferError(
             f"{path}: was written by another run meanwhile; give another name or --force"
-        )
+        ) from error
+    wrote(path)
+    _sync(path.parent)
 
 
 def _stem(path: Path) -> str:

@@ -61,9 +61,9 @@ def wrote(path: Path) -> None:
     _new.get(set()).discard(_real(path))
 
 
-def is_taken(path: Path) -> bool:
-    """True if another run has written an output that did not exist before."""
-    return _real(path) in _new.get(set()) and os.path.lexists(path)
+def is_new(path: Path) -> bool:
+    """True for an output that did not exist before and that this run has not written yet."""
+    return _real(path) in _new.get(set())
 
 
 def _real(path: Path) -> Path:
