@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkinfer.files import partial_file
+from sparkinfer.files import all_or_none, partial_file
 from sparkinfer.profile.layer_trainer import LayerQuality
 from sparkinfer.profile.report import report_paths
 from sparkinfer.profile.report_file import load_predictor_report
@@ -30,11 +30,12 @@ def draw(profile: Path, folder: Path) -> list[Path]:
     if quality_L:
         figures.append(_predictors(pyplot, quality_L))
     paths = []
-    for name, figure in zip(PICTURES, figures, strict=False):
-        with partial_file(folder / name) as partial:
-            figure.savefig(partial, format="png", dpi=120)
-        pyplot.close(figure)
-        paths.append(folder / name)
+    with all_or_none():
+        for name, figure in zip(PICTURES, figures, strict=False):
+            with partial_file(folder / name) as partial:
+                figure.savefig(partial, format="png", dpi=120)
+            pyplot.close(figure)
+            paths.append(folder / name)
     return paths
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from sparkinfer.cache_place import VARIABLE, cache_folder
+from sparkinfer.cache_place import VARIABLE, cache_folder, unwritable
 from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
+from sparkinfer.files import NO_ROOM, partial_file
 from sparkinfer.run.keys import STAGES, digest
 
 FORMAT, VERSION = "sparkinfer.cache-entry", 1
@@ -104,10 +104,7 @@ class Cache:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise SparkinferError(
-                f"{folder}: the cache folder cannot be written: {error.strerror};"
-                f" {VARIABLE} names another"
-            ) from error
+            raise unwritable(folder, error) from error
         return cls(folder, say)
 
     def __enter__(self) -> "Cache":
@@ -156,7 +153,12 @@ class Cache:
         began = time.perf_counter()
         with suppress(FileNotFoundError):
             (folder / ENTRY).unlink()  # until it is made again, there is no artifact
-        facts = make(folder)
+        try:
+            facts = make(folder)
+        except OSError as error:
+            if error.errno in NO_ROOM and error.filename is None:
+                raise unwritable(folder, error) from error
+            raise
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         sizes = {
             path.relative_to(folder).as_posix(): path.stat().st_size

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from gguf.quants import dequantize, quantize
 
+from sparkinfer.cache_place import unwritable
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file
 from sparkinfer.gguf_file import type_of
@@ -61,12 +62,15 @@ class Rates:
     def write_bytes_per_s(self) -> float:
         """Write speed of the cache's disk, including fsync."""
         if "write" not in self.stored:
-            with TemporaryFile(dir=self.path.parent) as file:
-                began = time.perf_counter()
-                file.write(os.urandom(1 << 20) * (WRITTEN_BYTES >> 20))
-                file.flush()
-                os.fsync(file.fileno())
-                seconds = time.perf_counter() - began
+            try:
+                with TemporaryFile(dir=self.path.parent) as file:
+                    began = time.perf_counter()
+                    file.write(os.urandom(1 << 20) * (WRITTEN_BYTES >> 20))
+                    file.flush()
+                    os.fsync(file.fileno())
+                    seconds = time.perf_counter() - began
+            except OSError as error:  # a temporary file has no name that the error could give
+                raise unwritable(self.path.parent, error) from error
             self.note("write", WRITTEN_BYTES / seconds)
         return self.stored["write"]
 

@@ -1,8 +1,11 @@
 """Plots of a profile show its counts and the candidates for its predictors."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from matplotlib.figure import Figure
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
@@ -30,6 +33,22 @@ def test_curves_match_the_counts():
             assert at == pytest.approx(100 * first.sum() / counts_F.sum())
     assert (np.diff(lines[0].get_ydata(), 2) <= 1e-9).all()  # hottest first
     pyplot.close("all")
+
+
+def test_a_picture_that_cannot_be_written_leaves_no_other(tmp_path, monkeypatch):
+    make_profile(make_model()).save(tmp_path / "p")
+    original = Figure.savefig
+
+    def save(figure, path, **options):
+        if "firings" in str(path):
+            raise OSError(28, "No space left on device")
+        original(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    monkeypatch.setattr(plots, "load_predictor_report", lambda *a: SimpleNamespace(quality_L=()))
+    with pytest.raises(SparkinferError, match=r"firings.png: cannot be written \(No space"):
+        plots.draw(tmp_path / "p", tmp_path / "plots")
+    assert not list((tmp_path / "plots").iterdir())
 
 
 def test_the_command_plots_its_profile(tmp_path, codec_model):

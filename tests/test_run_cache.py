@@ -17,6 +17,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.run import housekeeping, keys
 from sparkinfer.run.cache_folder import ENTRY, LOCK, Cache, cache_folder, current_version
 from sparkinfer.run.keys import identity_of_source, identity_of_texts
+from sparkinfer.run.rates import Rates
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -287,3 +288,26 @@ def test_a_large_file_is_identified_by_samples_and_its_time(monkeypatch, tmp_pat
         file.write(b"x")
     os.utime(path, ns=(0, 1))
     assert identity_of_texts([path]) != known
+
+
+def test_a_full_disk_is_an_error_that_names_the_cache(cache, monkeypatch):
+    class Full:
+        def __enter__(self):
+            raise OSError(28, "No space left on device")
+
+        def __exit__(self, *error):
+            pass
+
+    wanted = (
+        f"{cache}: the cache folder cannot be written: No space left on device; SPARKINFER_CACHE"
+    )
+    monkeypatch.setattr("sparkinfer.run.rates.TemporaryFile", lambda **options: Full())
+    with pytest.raises(SparkinferError) as refused:
+        Rates.load(cache, "m").write_bytes_per_s()
+    assert str(refused.value).startswith(wanted)
+
+    def make(folder: Path) -> dict:
+        raise OSError(28, "No space left on device")
+
+    with Cache.open() as opened, pytest.raises(SparkinferError, match="SPARKINFER_CACHE names"):
+        opened.obtain("machine", {"a": 1}, "the source", make)

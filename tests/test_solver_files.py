@@ -63,6 +63,32 @@ def test_a_plan_is_explained_and_drawn_and_checked(folder, capsys):
     assert "another machine file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more, outputs", [
+    (("--sweep", "200KiB:2MiB", "--sweep-points", "2"), {"x", "x.png"}),
+    (("-vb", "700KiB", "--heat-map", "{}/x.png"), {"x", "x.png"}),
+])  # fmt: skip
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_second_output_that_cannot_be_written_leaves_no_first(
+    folder, monkeypatch, capsys, more, outputs, number
+):
+    before = {path.name for path in folder.iterdir()}
+    command = arguments(folder, "-o", folder / "x", *(word.format(folder) for word in more))
+
+    def fail(figure, path, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", fail)
+        assert main([*command, *(["--force"] if number == 2 else [])]) == 1
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("sparkinfer")
+    ]
+    assert "x.png: cannot be written (No space left on device)" in line
+    assert {path.name for path in folder.iterdir()} == before
+    assert main(command) == 0
+    assert {path.name for path in folder.iterdir()} == before | outputs
+
+
 def test_the_curve_over_budgets(folder, capsys):
     curve = ("-o", folder / "curve.json", "--sweep", "200KiB:2MiB", "--sweep-points", "5", "--json")
     assert main(arguments(folder, *curve)) == 0

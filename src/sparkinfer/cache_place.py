@@ -23,3 +23,10 @@ def cache_folder() -> Path:
             f"{own or '~'}: there is no such home folder; set {VARIABLE} to the absolute path of a"
             " cache folder"
         ) from error
+
+
+def unwritable(folder: Path, error: OSError) -> SparkinferError:
+    """The error for a cache folder that cannot be written, or that is full."""
+    return SparkinferError(
+        f"{folder}: the cache folder cannot be written: {error.strerror}; {VARIABLE} names another"
+    )

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from sparkinfer import mapped_files
@@ -24,6 +25,7 @@ MODEL_SUFFIX = ".gguf"
 # Errors that only writing raises: disk full, quota or file size limit reached, read-only disk.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _unfinished: set[Path] = set()  # partial files and folders of this process
+_written: ContextVar[list[Path]] = ContextVar("written")  # new outputs, within all_or_none
 
 
 # ---- whole or not at all --------------------------------------------------------------------
@@ -55,6 +57,21 @@ def partial_folder(path: Path) -> Iterator[Path]:
         yield partial
         _sync_all(partial)
         _put(partial, path, put_folder)
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Removes the new outputs that were written within the block if it fails, so that the same
+    command can be run again. What replaced an older file stays."""
+    token = _written.set([])
+    try:
+        yield
+    except BaseException:
+        for path in _written.get():
+            _remove(path)
+        raise
+    finally:
+        _written.reset(token)
 
 
 @contextmanager
@@ -183,6 +200,7 @@ def _put(partial: Path, path: Path, replace: Callable[[Path, Path], None]) -> No
             f"{changed[0]}: was changed while it was read, so {path} was not written; run the"
             " command again"
         )
+    was_there = os.path.lexists(path)
     try:
         (put_new if is_new(path) else replace)(partial, path)
     except FileExistsError as error:
@@ -190,6 +208,8 @@ def _put(partial: Path, path: Path, replace: Callable[[Path, Path], None]) -> No
             f"{path}: was written by another run meanwhile; give another name or --force"
         ) from error
     wrote(path)
+    if not was_there:
+        _written.get([]).append(path)
     _sync(path.parent)
 
 

@@ -23,6 +23,7 @@ from sparkinfer.commands.shared import (
     say,
     texts_and_model,
 )
+from sparkinfer.errors import SparkinferError
 from sparkinfer.outputs import check_apart, check_outputs
 
 if TYPE_CHECKING:
@@ -143,7 +144,10 @@ def profile(
         return
     lines = _lines(report)
     if plots:
-        lines += [f"wrote {path}" for path in draw(output, plots)]
+        try:
+            lines += [f"wrote {path}" for path in draw(output, plots)]
+        except SparkinferError as error:
+            raise SparkinferError(f"{error}; the profile {output} is whole") from error
     finish(report, as_json, lines)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparkinfer.budget import ITEMS
 from sparkinfer.errors import SparkinferError
+from sparkinfer.files import all_or_none
 from sparkinfer.outputs import check_outputs
 from sparkinfer.sizes import format_bytes, parse_bytes
 from sparkinfer.solver.explain import explain
@@ -36,7 +37,12 @@ def run_solve(
 
     outputs = [config.output] if heat_map is None else [config.output, heat_map]
     check_outputs(outputs, force=config.force, inputs=_inputs_of(config))
-    report = solve(config, measure_workspace)
+    with all_or_none():
+        report = solve(config, measure_workspace)
+        if heat_map is not None:
+            from sparkinfer.solver.plots import plot_heat_map
+
+            plot_heat_map(config, heat_map)
     content, lines = asdict(report), [f"note: {note}" for note in report.notes]
     lines += _gpu_lines(report)
     if explained:
@@ -44,9 +50,6 @@ def run_solve(
         content["explanation"] = asdict(explanation)
         lines += explanation.lines
     if heat_map is not None:
-        from sparkinfer.solver.plots import plot_heat_map
-
-        plot_heat_map(config, heat_map)
         lines.append(f"wrote {heat_map}")
     return content, lines + _speed_lines(report) + _mode_lines(report) + [_last_line(report)]
 
@@ -80,8 +83,9 @@ def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, li
     check_outputs([config.output, picture], force=config.force, inputs=_inputs_of(config))
     found = sweep(config, first=first, last=last, num_budgets=num_budgets,
                   workspace=measure_workspace)  # fmt: skip
-    found.save(config.output)
-    plot_sweep(found, picture)
+    with all_or_none():
+        found.save(config.output)
+        plot_sweep(found, picture)
     return asdict(found), [*_sweep_lines(found), f"wrote {config.output} and {picture}"]
 
 
