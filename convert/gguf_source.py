@@ -51,13 +51,13 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
         for target, name in names.items()
     }
     types.check_used(entries)
+    model = ModelFile.of(config.source, keys, entries)
     is_more = config.predictors or config.thresholds or config.limits or config.activation
     if entries == tensors and not is_more:
         raise SparkinferError(
             f"{config.source}: is a {found} model file already; give predictors, thresholds, limits,"
             " another type or the other layout"
         )
-    model = ModelFile.of(config.source, keys, entries)
     notes = (*activation_notes(keys, model), *_error_notes(tensors, entries, names))
     copied = {
         name: _checked(entry, f"{config.source}: tensor {name!r}")

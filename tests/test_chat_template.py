@@ -333,6 +333,17 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
         chat_template_of(model, codec, str(own))
 
 
+@pytest.mark.parametrize("text", [
+    "{% include '/etc/passwd' %}", "{% for i in range(999999999) %}{% endfor %}", "{{ 1 / 0 }}",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 1 + 'a' }}", "{{ '%(q)s' % {} }}",
+])  # fmt: skip
+def test_pythons_names_of_errors_are_not_shown(text, process):
+    with pytest.raises(SparkinferError) as refused:
+        template(text, process).render(MESSAGES["one"])
+    assert "Error" not in str(refused.value), refused.value
+    assert "with these messages: " in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("name", "text"), [("chatml", CHATML), ("llama2", LLAMA2), ("gemma", GEMMA), ("zephyr", ZEPHYR)]
 )

@@ -118,7 +118,7 @@ SCHEMA_REFUSALS = [
     ({"$schema": "http://example.org/schema"}, "http://example.org/schema"),
     ({"title": "\ud800"}, "JSON schema: "),
     (False, "is false, which allows no document"),
-    ([], "is list; wanted an object"),
+    ([], "is a list; wanted an object"),
     ("{", "is not JSON"),
     ("", "is not JSON"),
     ('{"const": NaN}', "NaN is not a JSON number"),

@@ -12,6 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGUFValueType
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import GgufFile, open_gguf, read_gguf, row_bytes, write_gguf
+from sparkinfer.gguf_reader import MAX_TENSORS
 
 SCALARS = {
     GGUFValueType.UINT8: 255, GGUFValueType.INT8: -128, GGUFValueType.UINT16: 65535,
@@ -155,6 +156,19 @@ def test_damaged_headers_are_refused_in_one_line(tmp_path, words):
     with pytest.raises(SparkinferError, match="wanted a model") as caught:
         read_gguf(path, "model")
     assert words in str(caught.value) and "\n" not in str(caught.value), caught.value
+
+
+def test_a_whole_file_of_too_many_tensors_is_not_called_damaged(tmp_path):
+    count = MAX_TENSORS + 1
+    tensors = tuple(tensor(b"%d" % n, offset=128 * n) for n in range(count))
+    path = tmp_path / "a.gguf"
+    raw = header((), tensors)
+    path.write_bytes(raw + bytes(-len(raw) % 32 + 128 * count))
+    with pytest.raises(SparkinferError) as refused:
+        read_gguf(path, "model")
+    assert str(refused.value) == (
+        f"{path}: has {count} tensors; this program reads up to {MAX_TENSORS}; wanted a model"
+    )
 
 
 def test_an_empty_file_and_a_big_endian_one_are_refused(tmp_path):

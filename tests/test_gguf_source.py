@@ -24,7 +24,7 @@ from sparkinfer.convert.gguf_source import restored
 from sparkinfer.convert.options import ConvertConfig, ConvertReport
 from sparkinfer.convert.rounding import ERRORS, is_rounding
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, read_gguf, type_of, write_gguf
+from sparkinfer.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.predictor_check import check_predictors
 from sparkinfer.profile.verify import verify
@@ -255,6 +255,14 @@ def test_a_type_that_cannot_be_unpacked_is_refused(stock, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["q"]
     with pytest.raises(SparkinferError, match="output.weight is in q8_k, .* cannot be converted"):
         Engine.load(tmp_path / "q")
+
+
+def test_a_foreign_file_is_not_called_a_model(tmp_path):
+    keys = {"general.architecture": "llama"}
+    entry = array_entry(np.ones((2, 32), np.float32), "f32")
+    write_gguf(tmp_path / "q", "llama", keys, {"a": entry})
+    with pytest.raises(SparkinferError, match=r"key 'llama\.[a-z_.]*' is missing, wanted"):
+        run(tmp_path / "q", tmp_path / "m.gguf", outtype="f32")
 
 
 def test_conversions_that_change_nothing_or_contradict_the_source_are_refused(

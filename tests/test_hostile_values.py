@@ -100,6 +100,30 @@ def test_a_panic_of_the_library_is_a_refusal(capfd):
     assert "panicked" in capfd.readouterr().err, "otherwise the input is refused for another reason"
 
 
+def test_tokens_that_share_an_id_are_refused(silu):
+    """The library reads such a file, and decodes one of the tokens as another."""
+    values = json.loads((silu / "tokenizer.json").read_text())
+    vocab = values["model"]["vocab"]
+    one, *others = list(vocab)[100:150]
+    for token in others:
+        vocab[token] = vocab[one]
+    line = refusal_of(read_tokenizer, "there", json.dumps(values))
+    assert f"both have the id {vocab[one]}; get tokenizer.json again" in line
+
+
+def test_wrong_ids_and_empty_texts_of_added_tokens_change_no_text(silu):
+    """The library gives added tokens that are in the vocabulary its ids, and leaves out empty ones,
+    so they are not refused."""
+    text = "def f(x):\n    return x + 1\n"
+    values = json.loads((silu / "tokenizer.json").read_text())
+    token = {"id": 99_999_999, "content": next(iter(values["model"]["vocab"])), "single_word": False,
+             "lstrip": False, "rstrip": False, "normalized": False, "special": True}  # fmt: skip
+    ids = read_tokenizer("there", json.dumps(values)).encode(text).ids
+    for added in (token, token | {"content": ""}):
+        found = read_tokenizer("there", json.dumps(values | {"added_tokens": [added]}))
+        assert found.encode(text).ids == ids and found.decode(ids) == text
+
+
 def test_an_interrupt_while_reading_is_not_a_refusal(monkeypatch):
     def stop(text: str) -> None:
         raise KeyboardInterrupt

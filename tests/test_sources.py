@@ -365,7 +365,7 @@ def test_older_tokenizer_files_are_converted(tmp_path):
     for name, broken, words in (
         ("merges.txt", b"\xff\xfe", "cannot be read as text"),
         ("merges.txt", b"no_such tokens\n", "line 1 is not a merge"),
-        ("vocab.json", b"[]", "holds a list"),
+        ("vocab.json", b"[]", "holds a list, wanted"),
         ("vocab.json", b'{"a": -1}', "a token without an id"),
     ):
         whole = (folder / name).read_bytes()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from urllib.parse import unquote
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import one_line, shown
+from sparkinfer.typed import json_kind, one_line, shown
 
 _ANNOTATIONS = {
     "$schema", "$comment", "title", "description", "default", "examples", "deprecated",
@@ -44,7 +44,7 @@ def check_schema(schema: object) -> dict[str, object]:
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        kind = "false, which allows no document" if schema is False else type(schema).__name__
+        kind = "false, which allows no document" if schema is False else json_kind(schema)
         raise SparkinferError(f"the JSON schema is {kind}; wanted an object")
     schemas = dict(_schemas(schema))
     anchors = {f"#{found['$anchor']}" for found in schemas.values() if "$anchor" in found}

@@ -84,6 +84,17 @@ def main() -> None:
         print(json.dumps(_answer(json.loads(line))), flush=True)
 
 
+def _reason(error: Exception) -> str:
+    """What a template did wrong, without Python's names for it."""
+    if isinstance(error, RecursionError):
+        return "a macro calls itself without end"
+    if isinstance(error, KeyError):
+        return f"there is no {error}"
+    if str(error).startswith("no loader"):
+        return "it takes in another template, which it cannot"
+    return str(error) or "an operation that its values do not have"
+
+
 def _confine() -> None:
     datetime.now().strftime("%c")  # reads the time zone while files can be opened
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process
@@ -111,7 +122,7 @@ def _answer(request: dict) -> dict[str, str]:
     except MemoryError:
         return {"kind": "other", "error": f"they need more than {MEMORY_BYTES >> 20} MiB"}
     except ERRORS as error:
-        return {"kind": "other", "error": _one_line(f"{type(error).__name__}: {error}")}
+        return {"kind": "other", "error": _one_line(_reason(error))}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if len(text) > MOST_CHARACTERS:

@@ -66,6 +66,10 @@ class Broken(Exception):
     """A damaged file; the message says what is wrong, without the file's name."""
 
 
+class TooMany(Exception):
+    """A file with more tensors or keys than any model has."""
+
+
 def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
     """Keys and tensors of a mapped file; `what` describes the file wanted.
 
@@ -74,6 +78,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
     Raises SparkinferError for a file that is damaged, foreign, or of an unknown version."""
     try:
         return _Cursor(file).header()
+    except TooMany as error:
+        raise SparkinferError(f"{path}: {error}; wanted a {what}") from error
     except Broken as error:
         other = known_as(path)
         if other and "GGUF" not in other:
@@ -139,8 +145,10 @@ class _Cursor:
         """A number of records, checked against `most` and against the rest of the header, since
         each record takes at least `least_bytes`."""
         count = self.integer("<Q", f"the number of {what}")
-        if count > min(most, (self.end - self.offset) // least_bytes):
+        if count > (self.end - self.offset) // least_bytes:
             raise Broken(f"claims {count} {what}, which is more than it can hold")
+        if count > most:
+            raise TooMany(f"has {count} {what}; this program reads up to {most}")
         return count
 
     def name(self, what: str, known: Container[str]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import known_as, require_file
+from sparkinfer.typed import json_kind
 
 # The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. An empty object
 # takes three bytes of text and 72 bytes of memory.
@@ -55,7 +56,5 @@ def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
             f"{path}: not JSON, or not whole ({str(error)[:200]}); wanted a {what}; make or download it again"
         ) from error
     if not isinstance(value, dict):
-        raise SparkinferError(
-            f"{path}: holds a {type(value).__name__}, wanted a {what} (an object)"
-        )
+        raise SparkinferError(f"{path}: holds {json_kind(value)}, wanted a {what} (an object)")
     return value

@@ -119,7 +119,7 @@ class KeyReader:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.keys.get(key, default)
         if not isinstance(value, int | float | np.number) or isinstance(value, bool):
-            raise SparkinferError(f"{self.path}: key {key!r} is {shown(value)}, wanted a number")
+            raise SparkinferError(f"{self.path}: key {key!r} {_found(value)}, wanted a number")
         if not np.isfinite(value):
             raise SparkinferError(f"{self.path}: key {key!r} is {value}, wanted a finite number")
         return float(value)
@@ -129,7 +129,7 @@ class KeyReader:
         value = self.keys.get(key)
         if not isinstance(value, str) or not value.isprintable():
             raise SparkinferError(
-                f"{self.path}: key {key!r} is {shown(value)}, wanted a one-line string"
+                f"{self.path}: key {key!r} {_found(value)}, wanted a one-line string"
             )
         return value
 
@@ -161,8 +161,8 @@ class KeyReader:
     def floats(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
         values = self.keys.get(key, None if default is None else [default] * count)
         if not isinstance(values, list) or len(values) != count:
-            found = f"{len(values)} values" if isinstance(values, list) else shown(values)
-            raise SparkinferError(f"{self.path}: key {key!r} has {found}, wanted {count} numbers")
+            found = f"has {len(values)} values" if isinstance(values, list) else _found(values)
+            raise SparkinferError(f"{self.path}: key {key!r} {found}, wanted {count} numbers")
         if not all(isinstance(value, int | float | np.number) for value in values):
             raise SparkinferError(f"{self.path}: key {key!r} holds text, wanted {count} numbers")
         numbers = tuple(float(value) for value in values)
@@ -345,3 +345,7 @@ def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
             if value != published[name]:
                 keys[f"rope.scaling.{name}"] = np.float32(value)
     return keys
+
+
+def _found(value: object) -> str:
+    return "is missing" if value is None else f"is {shown(value)}"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from tokenizers import Tokenizer
 
 from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import one_line
+from sparkinfer.typed import one_line, shown
 
 # Published models have up to 262,144; the library loops over all ids up to the largest.
 MAX_TOKENS = 1 << 22
@@ -22,7 +22,15 @@ def read_tokenizer(source: str, text: str) -> Tokenizer:
     with refused(f"{source}: the tokenizers library cannot read it"):
         tokenizer = Tokenizer.from_str(text)
         tokenizer.decode(tokenizer.encode(TRIAL).ids)
-    largest = max(tokenizer.get_vocab().values(), default=0)
+    ids = tokenizer.get_vocab()
+    if len(set(ids.values())) < len(ids):  # decoding would put one for the other
+        named = {number: token for token, number in ids.items()}
+        token, number = next(each for each in ids.items() if named[each[1]] != each[0])
+        raise SparkinferError(
+            f"{source}: the tokens {shown(token)} and {shown(named[number])} both have the id"
+            f" {number}; get tokenizer.json again"
+        )
+    largest = max(ids.values(), default=0)
     if largest >= MAX_TOKENS:
         raise SparkinferError(
             f"{source}: a token has the id {largest}, wanted less than {MAX_TOKENS}; get"

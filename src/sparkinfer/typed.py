@@ -149,6 +149,14 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
     return text if len(text) <= most + 2 else text[: most - 3] + "..."
 
 
+def json_kind(value: object) -> str:
+    """The kind of a JSON value, in JSON's words: "null", "a number" and so on."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    kinds = {str: "a string", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return kinds[type(value)]
+
+
 def one_line(message: object, most: int = MAX_LINE) -> str:
     """Another program's message on one line, cut if it is long."""
     text = " ".join(str(message).split())
