@@ -118,8 +118,8 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
         return (
             f"{inputs.host_budget:,} bytes of main memory do not hold the plan with a neuron cache,"
             " which keeps a copy of each hot neuron there; with this budget of GPU memory the"
-            f" smallest --host-budget that works is {_size(smallest.host)}, or leave --neuron-cache"
-            " out"
+            f" smallest --host-budget that holds one is {_size(smallest.host)}, or leave"
+            " --neuron-cache out"
         )
     if pipeline.num_gpus == 1 and not pipeline.need_bytes and budgets is not None:
         if inputs.swapped_rows:
@@ -145,9 +145,10 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
             f" take {inputs.always_on_host:,}; with these budgets of GPU memory the smallest"
             f" --host-budget that works is {_size(smallest.host)}{shorter}"
         )
-    named = [] if budgets is None else [f"{_budgets(budgets)} of GPU memory"]
+    now = tuple(problem.budget_bytes for problem in pipeline.problems)
+    named = [] if budgets is None else [f"{_budgets(budgets, now)} of GPU memory"]
     named += [] if smallest.host is None else [f"{_size(smallest.host)} of main memory"]
-    given = " + ".join(f"{problem.budget_bytes:,}" for problem in pipeline.problems)
+    given = " + ".join(f"{size:,}" for size in now)
     return (
         f"{inputs.paths[0]}: does not fit into {given} bytes of GPU memory and"
         f" {inputs.host_budget:,} of main memory; the smallest that works is"
@@ -155,8 +156,12 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
     )
 
 
-def _budgets(budgets: tuple[int, ...]) -> str:
-    return " + ".join(_size(budget) for budget in budgets)
+def _budgets(budgets: tuple[int, ...], now: tuple[int, ...]) -> str:
+    """Budgets of which only those that differ from the present ones are the smallest."""
+    return " + ".join(
+        f"{size:,} bytes as given" if size == given else _size(size)
+        for size, given in zip(budgets, now, strict=True)
+    )
 
 
 def _size(num_bytes: int) -> str:

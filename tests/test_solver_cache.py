@@ -136,9 +136,9 @@ def test_a_refusal_names_the_smallest_budget_of_main_memory(files, tmp_path, mod
     enough."""
     with pytest.raises(SparkinferError, match="copy of each hot neuron") as refused:
         solved(files, tmp_path / "plan", host_budget_bytes=WORKSPACE, mode=mode)
-    text = str(refused.value).split("--host-budget that works is ")[1]
+    text = str(refused.value).split("--host-budget that holds one is ")[1]
     needed = int(text.split(" bytes")[0].replace(",", ""))
-    with pytest.raises(SparkinferError, match=f"that works is {needed:,} bytes"):
+    with pytest.raises(SparkinferError, match=f"that holds one is {needed:,} bytes"):
         solved(files, tmp_path / "plan", host_budget_bytes=needed - 1, mode=mode)
     assert not (tmp_path / "plan").exists()
     solved(files, tmp_path / "plan", host_budget_bytes=needed, mode=mode)
