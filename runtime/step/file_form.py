@@ -34,10 +34,8 @@ def file_form(model: ModelFile, split: Split | None, *, is_by_output: bool = Fal
     layers = [_layer(model, split, index, gpu(int(home[index]))) for index in range(num_layers)]
     if is_by_output:
         layers = [
-            replace(
-                form, weight_bytes=form.weight_bytes | {"all": stored_neuron_bytes(model, index)}
-            )
-            for index, form in enumerate(layers)
+            replace(form, weight_bytes={**form.weight_bytes, "all": stored_neuron_bytes(model, i)})
+            for i, form in enumerate(layers)
         ]
     head, head_home = HOST, HOST
     if split is not None:
