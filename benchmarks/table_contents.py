@@ -328,10 +328,13 @@ def samplers() -> str:
 
 
 def fair_share() -> str:
-    found = result("fair-share-amd-epyc")["median_ratios"]
+    processors = {"Zen 5": "amd-epyc-family-26", "Zen 4": "amd-epyc"}
+    found = [result(f"fair-share-{name}")["median_ratios"] for name in processors.values()]
     names = {"eval": "`eval`", "prefill": "a prompt", "first_token": "the first token"}
-    rows = [[words, times(found[name])] for name, words in names.items()]
-    return markdown(["alongside two processes that keep both cores busy", "times as long"], rows)
+    rows = [[words, *(times(each[name]) for each in found)] for name, words in names.items()]
+    return markdown(
+        ["times as long alongside two processes that keep both cores busy", *processors], rows
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
