@@ -286,7 +286,7 @@ DOCS_SRC := build/docs-src
 # A copy that has the __init__.py which mkdocstrings looks for.
 DOCS_API := build/docs-api
 # What the site shows, laid out as in the repository, so that links between files hold in both.
-DOCS_FILES := README.md README.zh.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs \
+DOCS_FILES := README.md README.zh.md LICENSE CONTRIBUTING.md CHANGELOG.md SECURITY.md docs \
   benchmarks/README.md benchmarks/results examples/tiny-relu/README.md examples/tiny-silu/README.md
 
 $(DOCS_VENV)/ready: docs/requirements.txt
