@@ -1,8 +1,8 @@
 """Measures a model's prefill and decode speed on this machine: against the limit of memory
 bandwidth, by part, and beside llama.cpp.
 
-Each round runs every test of a depth once; sparkinfer and llama.cpp alternate in going first. Every
-round measures memory bandwidth too. Each test has a warm-up, which is not counted."""
+Each round measures the memory bandwidth and runs every test of one depth once; sparkinfer and
+llama.cpp alternate in going first. Each test is warmed up before its timed runs."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -61,7 +61,7 @@ def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
 
 
 def _check_rival(config: BenchConfig, file: ModelFile) -> None:
-    """Refuses an impossible comparison before anything is loaded."""
+    """Refuses an impossible comparison before the engine is loaded."""
     if config.compare is None:
         return
     program_of(config.compare)

@@ -11,7 +11,7 @@ from sparkinfer.mode_quality import RunMode
 from sparkinfer.neuron_cache import CacheOptions, Off
 from sparkinfer.rope import check_scaling
 
-MOST_TOKENS = 1 << 24  # of one length
+MOST_TOKENS = 1 << 24  # upper limit of -p, -n and -d
 MOST_TESTS, MOST_REPETITIONS = 256, 10_000
 
 Kind = Literal["pp", "tg"]
@@ -34,7 +34,8 @@ class BenchTest:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """The options of `bench`. A length of 0 means no such test, as in llama-bench."""
+    """The options of `bench`. A prompt or generation length of 0 means no such test, as in
+    llama-bench."""
 
     model: Path
     split: Path | None = None
@@ -82,7 +83,7 @@ class BenchConfig:
 
     @property
     def tests(self) -> tuple[BenchTest, ...]:
-        """The tests in order of depth, prompts first, without duplicates."""
+        """The tests in order of depth, at each depth prompts first, without duplicates."""
         kinds: tuple[tuple[Kind, tuple[int, ...]], ...] = (
             ("pp", self.prompt_lengths),
             ("tg", self.gen_lengths),

@@ -39,13 +39,13 @@ def neuron_parts(plan: Split | None, layer: int) -> dict[str, str]:
 
 
 def part_ns(counts_LP2: Tensor, plan: Split | None, wall_ns: int) -> dict[str, int]:
-    """Nanoseconds by part, in ORDER. They sum to `wall_ns`: time that the native step does not
-    account for was spent outside it."""
+    """Nanoseconds of each part that took any, in ORDER. They sum to `wall_ns`: time that the native
+    step does not account for was spent outside it."""
     found = dict.fromkeys(ORDER, 0)
     num_layers = len(counts_LP2) - 1
     of_native = dict(_OF_NATIVE)
     if not counts_LP2[:, PARTS.index("predictor"), 1].any():
-        of_native["predictor"] = OTHER  # there is none: this is only the clock's overhead
+        of_native["predictor"] = OTHER  # no predictor: this is only the clock's overhead
     for layer, row in enumerate(counts_LP2[:, :, 0].tolist()):
         names = of_native | (neuron_parts(plan, layer) if layer < num_layers else {})
         for name, ns in zip(PARTS, row, strict=True):

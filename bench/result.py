@@ -57,7 +57,7 @@ class Part:
     name: str  # one of parts.ORDER
     ns: float | None  # None if not measured
     share: float | None  # of the run's time
-    num_bytes: float | None  # None for prompts, and for parts that read nothing
+    num_bytes: float | None  # None for prompts, and if the part reads nothing or it is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Limit:
     """The speed that memory bandwidth allows for the bytes of a token."""
 
     bytes_a_token: float
-    tokens_per_s: float  # the median over rounds
-    share: float  # of the limit reached: the median over rounds, each with its own bandwidth
+    tokens_per_s: float  # from the median over rounds of the least seconds per token
+    share: float  # of the limit that was reached; the median over rounds, by each one's bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +122,11 @@ class BenchReport:
 
     config: BenchConfig
     setting: Setting
-    bandwidth_gb_per_s: dict[str, tuple[float, ...]]  # by device, one per round
+    bandwidth_gb_per_s: dict[str, tuple[float, ...]]  # by device, one per round of every depth
     results: tuple[Result, ...]
     rival: About | None
     parts_missing: str | None  # the reason, if there are no times by part
-    limit_missing: str | None  # the reason, if there is no limit
+    limit_missing: str | None  # the reason, if generation has no limit; prompts never have one
     notes: tuple[str, ...]
 
 

@@ -20,7 +20,7 @@ from sparkinfer.errors import SparkinferError
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
 PROBE_S = 60.0  # timeout for --version and --help
 # OpenMP threads spin for a while after a job (GNU's 300,000 times, up to 20 ms) and then sleep.
-# Pauses before and after llama.cpp's tests keep spinning threads out of the other side's times.
+# Pauses around llama.cpp's tests keep one side's spinning threads out of the other side's times.
 PAUSE_S = 0.03
 MOST_LETTERS = 200  # characters of llama.cpp's output quoted in an error
 

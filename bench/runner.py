@@ -20,7 +20,7 @@ from sparkinfer.runtime.step.native_step import NativeStep
 from sparkinfer.runtime.step.sequences import Sequence as TextSequence
 from sparkinfer.runtime.step.step_times import timed_parts
 
-FIRST_ID = 3  # lower ids are special tokens in most vocabularies
+FIRST_ID = 3  # lower ids are special tokens in Llama's vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Sample:
     """One run of a test."""
 
     ns: int
-    steps: Steps  # for a prompt, its passes
+    steps: Steps  # for a prompt, every token counts as a step
 
 
 class Tokens(Protocol):
@@ -49,7 +49,7 @@ class RandomTokens:
 
 
 class TextTokens:
-    """Consecutive pieces of a text, starting over at its end."""
+    """Consecutive pieces of a text, from the beginning again if its rest is too short."""
 
     def __init__(self, path: Path, engine: Engine, longest: int) -> None:
         self._ids = engine.codec.encode(read_text(path, "text"))

@@ -1,9 +1,9 @@
 """Counts the bytes that a decode step reads, by part and by side of the plan.
 
 On the CPU, the step itself counts the weights of attention, predictors and neurons as it runs; keys
-and values, the head, norms and biases are computed from shapes. On a GPU everything is computed
-from shapes but cold neurons, which the CPU counts; the rows that are read of hot neurons in a
-sparse mode are unknown.
+and values, the head, norms and biases are computed from shapes. With a GPU everything is
+computed from shapes except cold neurons, which the CPU counts; how many rows of hot neurons a
+sparse mode reads is unknown.
 
 Letters: L layers, P parts of runtime.step.step_times."""
 
@@ -121,7 +121,7 @@ def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
-    """Adds all norms, biases and limits; those of predictors count as predictors."""
+    """Adds norms and biases, and limits outside mode dense; leaves out those of predictors."""
     for layer, side in enumerate(sides.layers):
         for name, entry in layer_tensors(engine.model, layer).items():
             is_used = engine.mode != "dense" or not name.endswith(".limit")
@@ -131,7 +131,7 @@ def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
-    """Adds the keys and values that tokens attend to; returns the reason if that is unknown."""
+    """Adds the keys and values that tokens attend to; returns the reason if they are unknown."""
     types, shape = engine.layers[0].attention.cache.types, engine.model.shape
     last = steps.start + steps.num_steps
     if types.selection is not None and last > types.selection.longest - types.selection.block:
@@ -175,7 +175,7 @@ def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 
 def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
-    """Adds neurons; returns the reason if those of the GPU are unknown."""
+    """Adds neurons; returns the reason if the bytes of those on the GPU are unknown."""
     model, num_neurons = engine.model.row_major, engine.model.shape.num_neurons
     num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))
     traffic = steps.traffic

@@ -13,7 +13,7 @@ from sparkinfer.runtime.engine import Engine
 from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
 
-SAME_MODEL = 0.02  # relative difference in parameters above which the models differ
+SAME_MODEL = 0.02  # relative difference in parameters above which models count as different
 WIDE = 0.2  # spread relative to the median above which numbers are doubtful
 BUSY = 0.5  # load average before the start above which the machine was busy
 
@@ -159,7 +159,7 @@ def _busy_note(load: float, setting: Setting, *, is_compared: bool) -> str:
     )
     if not is_compared:
         return note
-    return note + "; this slows threads that spin while they wait, as llama.cpp's do, more"
+    return note + "; this slows llama.cpp more, because its threads spin while they wait"
 
 
 def _result_notes(result: Result, setting: Setting) -> list[str]:

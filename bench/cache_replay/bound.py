@@ -13,10 +13,11 @@ a_l cold_row_s - b_l hot_row_s, a copy costs m copy_row_s, and dynamic programmi
 times for a neuron to be in a slot (runtime/neuron_cache/native/bound.cpp). The sum is a lower bound
 for any weights and prices; a subgradient method searches for those that make it large. It leaves
 out gathering, the fixed times of copies, and the rule that a copy must begin a step before it is
-used, which could only raise it. It holds for policies that compute neurons without a slot on the
-CPU, not for one that copies more neurons for a step than there are slots.
+used; each of these could only raise it. It holds for policies that compute neurons without a slot
+on the CPU, not for one that copies more neurons for a step than there are slots.
 
-Letters: T steps, L layers, F neurons of a layer, N slots of a layer, W words of F bits."""
+Letters: T steps, L layers, F neurons of a layer, N slots of a layer, W 32-bit words that hold a
+bit for each of F neurons."""
 
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from sparkinfer.runtime.neuron_cache.native.library import best_gain
 from sparkinfer.runtime.neuron_cache.policy import packed
 
 ROUNDS = 30  # of the subgradient method, for the first weight of the link
-LATER_ROUNDS = 8  # for the others, which start from the prices found before
+LATER_ROUNDS = 8  # for later weights, which start from the prices found before
 LINK_WEIGHTS = 7  # steps of the search for the link's weight
 
 
@@ -71,7 +72,7 @@ class _Search:
         self.read_L = case.trace.read_TL.sum(axis=0)
         shape = len(case.slots_LN), case.num_tokens
         costs = case.costs
-        # As a fraction of the time that a hit saves.
+        # Prices are fractions of the time that a hit saves.
         self.price_LT = np.full(shape, 0.05)
         self.hot_share_L = np.where(costs.hot_row_s_L < costs.cold_row_s_L, 0.0, 0.5)
         self.num_rounds = ROUNDS

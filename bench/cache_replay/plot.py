@@ -12,7 +12,7 @@ BLUE, GREY, RED = "#2d6fc8", "#a5acb5", "#c8452d"
 
 
 def plot_replay(report: ReplayReport, path: Path) -> None:
-    """Writes a PNG. Bars beyond four times the static plan's are cut off and marked."""
+    """Writes a PNG. Bars longer than four times that of `static` are cut off and marked."""
     results = [*report.policies, report.hindsight]
     static_ms = report.of["static"].ms
     most = 4 * static_ms
@@ -32,7 +32,7 @@ def plot_replay(report: ReplayReport, path: Path) -> None:
     axes.bar_label(bars, labels, padding=4, fontsize=8)
     axes.axvline(report.bound_ms, color=RED, linewidth=1, label="lower bound")
     axes.set_xlim(0, 1.5 * min(most, max(result.ms for result in results)))
-    axes.set_xlabel("milliseconds per token, by the plan's times")
+    axes.set_xlabel("milliseconds per token, computed from the plan's times")
     axes.invert_yaxis()
     axes.legend(loc="lower right", fontsize=8)
     with partial_file(path) as partial:

@@ -1,13 +1,14 @@
 """Policies of the neuron cache: ours as it runs, and the published ones that it is compared with.
 
-All start with the plan's neurons in the slots, except `hindsight` and `sparkinfer`, which start
-with the best neurons of the text and the best groups of the profile. Copies decided after a step
-are made while the next step runs. In `ours`, as in the engine, the copied neurons are in the slots
-from the step after that on; in `lfu` and `sparkinfer` already in the step that copies them, which
-favours these two. `lru` copies misses before computing them.
+All start with the plan's neurons in the slots, except `hindsight`, which starts with the neurons
+that the text reads most, and `sparkinfer`, which starts with the best groups by profile. Copies
+decided after a step are made while the next step runs. In `ours`, as in the engine, the copied
+neurons are in the slots from the step after that on; in `lfu` and `sparkinfer` they are there
+already in the step that copies them, which favours these two. `lru` copies misses before computing
+them.
 
 Letters: T tokens, L layers, F neurons of a layer, N slots of a layer, G groups of neurons,
-W words of F bits."""
+W 32-bit words that hold a bit for each of F neurons."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from sparkinfer.bench.cache_replay.times import Outcome
 from sparkinfer.neuron_cache import CacheCosts, CacheOptions
 from sparkinfer.runtime.neuron_cache.policy import CachePolicy
 
-GROUP = 16  # neurons; usual in SparkInfer's plans
+GROUP = 16  # neurons; the usual size in SparkInfer's plans
 LFU_DECAY = 0.9
 NEVER = np.iinfo(np.int32).max - 1  # the next read of a neuron that is not read again
 
@@ -213,7 +214,7 @@ def _replay(
 
 
 def _top(score_LF: np.ndarray, num_L: Sequence[int] | np.ndarray) -> np.ndarray:
-    """True for the `num_L` largest scores of each layer."""
+    """True for the largest scores of each layer, `num_L` of them by layer."""
     chosen_LF = np.zeros(score_LF.shape, bool)
     for chosen_F, score_F, num in zip(chosen_LF, score_LF, num_L, strict=True):
         if num:

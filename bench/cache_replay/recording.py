@@ -1,7 +1,8 @@
 """Records which neurons each token of a text reads, so that policies of the neuron cache can be
 compared without running the model again.
 
-Letters: T tokens, L layers, F neurons of a layer, W words of F bits."""
+Letters: T tokens, L layers, F neurons of a layer, W 32-bit words that hold a bit for each of F
+neurons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Trace:
 
 
 def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
-    """Runs the model over the tokens, each window of `window` tokens as a separate text.
+    """Runs the model over the tokens in windows of at most `window`, each a separate text.
 
     In mode predicted a neuron is read if the predictor names it; in mode exact, if it fires. Raises
     SparkinferError in mode dense, which reads every neuron."""

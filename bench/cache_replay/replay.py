@@ -42,7 +42,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """One policy: `ms` and `copied` are means per token, `hit_rate` is of all reads."""
+    """One policy: `ms` and `copied` are means per token, `hit_rate` is the share of all reads."""
 
     name: str
     hit_rate: float
@@ -54,12 +54,12 @@ class PolicyResult:
 class ReplayReport:
     """Counts, and means per token. `bound_ms`: a lower bound for policies that copy no more neurons
     for a step than there are slots; `hindsight`: the neurons that the text reads most stay in the
-    slots; `belady_hit_rate`: the highest without prefetching."""
+    slots; `belady_hit_rate`: the highest hit rate without prefetching."""
 
     num_tokens: int
     num_cached_layers: int
     num_slots: int
-    read: float  # neurons of cached layers
+    read: float  # neurons read in cached layers, per token
     policies: tuple[PolicyResult, ...]
     hindsight: PolicyResult
     belady_hit_rate: float
@@ -73,7 +73,7 @@ class ReplayReport:
 
     @property
     def share_of_bound(self) -> float | None:
-        """The share of the gap from static to the bound that ours closes; None if there is none."""
+        """The share of the gap between static and the bound that ours closes; None: no gap."""
         static_ms = self.of["static"].ms
         if static_ms <= self.bound_ms * (1 + 1e-9):
             return None
@@ -104,7 +104,7 @@ class ReplayReport:
 def replay(
     config: ReplayConfig, advance: Callable[[float], None] = lambda count: None
 ) -> ReplayReport:
-    """Runs all policies; `advance` is called with 1 for each of `num_stages`.
+    """Runs all policies; calls `advance` with 1 after each of the `num_stages()` stages.
 
     Raises SparkinferError for a plan without a cache, and for a text that is too short."""
     plan = Split.load(config.split)

@@ -16,7 +16,7 @@ class Outcome:
     hits_TL: np.ndarray  # neurons read that were in slots
     copied_TL: np.ndarray  # neurons copied while the step ran
     is_critical: bool = False  # misses are copied to the hot side before they are computed there
-    num_copies_T: np.ndarray | None = None  # transfers, each with a fixed time; None: one if any
+    num_copies_T: np.ndarray | None = None  # transfers, each with a fixed time; None: at most one
 
     @property
     def num_copied(self) -> int:
