@@ -5,8 +5,8 @@
 MODEL is our model file, STOCK the same for llama.cpp, made by `make smollm2`; `decode.py` makes a
 ReLU model and its SiLU twin. A round computes 16 steps with one token of each of 1, 2, 4, 8 and 16
 sequences, after prompts of 16 tokens each, on both sides with the same random token ids; figures
-are tokens per second, from the median of the rounds' mean steps. llama.cpp is measured with and
-without its flash attention, and the faster counts."""
+are tokens per second of all sequences, from the median over rounds of the mean step. llama.cpp is
+measured with and without its flash attention, and the faster counts."""
 
 import argparse
 import json
@@ -96,7 +96,7 @@ def _figures(by_count: dict[int, list[float]]) -> dict[int, float]:
 
 
 def _print(sides: dict[str, dict[int, float]], modes: list[str]) -> None:
-    print("tokens/s of all sequences; in brackets times one sequence, times llama.cpp's faster way")
+    print("tokens/s of all sequences; in brackets ratios to one sequence and to llama.cpp's best")
     for mode in modes:
         cells = []
         for count in COUNTS:

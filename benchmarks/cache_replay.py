@@ -42,13 +42,13 @@ from sparkinfer.neuron_cache import CacheOptions
 from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.split_file import Split
 
-# A layer's neurons in a model of 7 B: 11,008 of three rows of 4,096 values in q4_0.
+# A layer's neurons in a model of 7 B parameters: 11,008, each three rows of 4,096 values in q4_0.
 LAYER_BYTES = 11008 * 3 * 4096 * 18 / 32
 CPUS = {"40 GB/s": 40.0, "80 GB/s": 80.0}
 LINKS = {"x16, 25 GB/s": 25.0, "x4, 7 GB/s": 7.0, "none worth it, 0.2 GB/s": 0.2}
 GPU_GB_PER_S = 272.0
 SHARES = (0.1, 0.25, 0.5)
-SEEN_BY_LINK = ("sparkinfer", "ours")  # policies that know the link
+SEEN_BY_LINK = ("sparkinfer", "ours")  # policies whose choices depend on the link
 CONTEXT = 512
 
 
@@ -145,7 +145,7 @@ def planned(
 def cases(
     model: Path, profile: Path, mode: RunMode, found: dict[str, Trace], folder: Path
 ) -> Iterator[tuple[dict[str, Any], Case, dict[str, Outcome]]]:
-    """Every setting with its case, and the outcomes of the policies that do not look at the link."""
+    """Every setting with its case, and the outcomes of policies that do not depend on the link."""
     for cpu_name, cpu in CPUS.items():
         for share in SHARES:
             first, _ = planned(model, profile, mode, share, cpu, LINKS["x4, 7 GB/s"], folder)

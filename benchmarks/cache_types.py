@@ -5,8 +5,8 @@
 Loss: every type compared with f16 on the same windows of held-out text, mode dense. Speed: decode
 after DEPTHS tokens, ours and llama.cpp's alternating, with keys and values in the same type; a
 figure is the median of the rounds. llama.cpp is measured with its flash attention and, where
-possible, without it; the faster is the rival. Recent versions of it also rotate keys and values in
-block types by a Hadamard matrix; ours are the rotated types here."""
+possible, without it; the faster is the rival. Recent versions of it rotate keys and values in block
+types by a Hadamard matrix, as our q8_0 and q4_0 do."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ CONTEXT = 8192
 
 
 def losses(model: Path, corpus: Path, num_tokens: int) -> dict[str, Any]:
-    """KL and difference of loss of each type, and of three mixed pairs, against f16."""
+    """KL and loss of each type, and of three mixed pairs, relative to f16."""
     wanted = [(name, name) for name in NAMES if name != "f16"]
     wanted += [("q4_0", "f16"), ("f16", "q4_0"), ("q8_0", "q4_0")]
     found: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def compared(plain: Engine, engine: Engine, windows: Sequence[Tensor]) -> Compar
 
 
 class Side:
-    """Our side, with a text of the length last requested."""
+    """Our side; its text keeps the tokens of the depth last measured."""
 
     def __init__(self, model: Path, cache: str) -> None:
         self.engine = Engine.load(

@@ -10,9 +10,9 @@ round, at most MOST_REPEATS times, and counts by the median; a figure is the med
 
 llama.cpp takes a prompt in one batch and is measured with and without its flash attention: the
 faster, by the median of the rounds, is the rival. The limit of decode is the bytes a step must read
-over the bandwidth; the smaller files fit partly into the last-level cache, so their share of it may
-exceed what memory alone allows. torch has one thread unless --torch-threads says otherwise: further
-ones would spin after each product and compete with ours."""
+over the bandwidth; the smaller files fit partly into the last-level cache, so they may come
+closer to the limit than memory alone allows, or exceed it. torch has one thread unless
+--torch-threads says otherwise: further ones would spin after each product and compete with ours."""
 
 import argparse
 import json
@@ -112,7 +112,7 @@ def _type(
 
 
 class Round:
-    """One round: everything once, ours and theirs alternating, with a number of threads."""
+    """`run` measures everything once, ours and llama.cpp in turn, with `threads` threads."""
 
     def __init__(self, engine: Engine, rival: Rival, threads: int, weight: torch.Tensor) -> None:
         self.engine, self.rival, self.threads, self.weight = engine, rival, threads, weight

@@ -4,10 +4,10 @@ Llama in bf16.
 Ours runs with --no-verify, because the rival does not verify.
 
 Each round runs both programs for each type, in turn, and copies the checkpoint's bytes with an
-fsync, which is the least a conversion to 16 bits can take. Times are of the whole command, Python's
-start included. Ours waits until the file is on the disk, the rival does not, so ours is also run
-with fsync switched off. The rival does not write q4_0, so ours is compared with the rival's f16,
-which its users would then pass to llama-quantize.
+fsync, which is the least a conversion to 16 bits can take. Times are those of the whole command,
+including Python's start. Ours waits until the file is on the disk, the rival does not, so ours is
+also run with fsync switched off. The rival does not write q4_0, so ours is compared with the
+rival's f16, which its users would then pass to llama-quantize.
 
 Memory: the peak of RssAnon (sampled every 20 ms), and ru_maxrss, which counts mapped files too."""
 
@@ -172,7 +172,7 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
 
 
 def _count_equal(rival: Path, checkpoint: Path, outtype: str) -> int:
-    """The number of tensors, after checking that each is the same in both files."""
+    """The number of tensors in a file; checks that each is the same in both files."""
     _watch(_rival_command(rival, checkpoint, outtype))
     options = [*_our_options(checkpoint, outtype), "--layout", "stock"]
     _watch([sys.executable, "-m", "sparkinfer", *options])

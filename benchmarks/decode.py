@@ -4,11 +4,11 @@
 
 Models: a synthetic Llama of 1.1 B parameters with planted sparsity (planted_checkpoint.py), which
 sparkinfer runs in all modes, and for llama.cpp its SiLU twin of the same shape and type. Files
-missing in FOLDER are made first. A round runs every mode and the rival once, on the same token ids;
-figures are medians of the rounds, unless named otherwise. The limit is the read bandwidth over the
-bytes that a token must read; the bandwidth is measured in the same rounds with the f32 row product
-over 512 MiB in huge pages. The sparse feed-forward is also measured alone, over a tenth of the
-neurons, counting only the bytes of their rows."""
+missing in FOLDER are made first. A round runs every mode and the rival (with flash attention) once,
+on the same token ids; figures are medians of the rounds, unless named otherwise. The limit is the
+read bandwidth over the bytes that a token must read; the bandwidth is measured in the same rounds
+with the f32 row product over 512 MiB in huge pages. The sparse feed-forward is also measured alone,
+over a tenth of the neurons, counting only the bytes of their rows."""
 
 import argparse
 import json
@@ -47,8 +47,7 @@ MOST_TOKENS = CONTEXT - PROMPT
 
 
 class Tenth:
-    """Gate, up and down of a tenth of the neurons of every layer of an engine, a different tenth
-    each time."""
+    """Runs gate, up and down of a tenth of the neurons of every layer, one tenth after another."""
 
     def __init__(self, engine: Engine) -> None:
         always = Gate(activation="fatrelu", threshold=-math.inf)  # predicted neurons always fire
@@ -113,7 +112,7 @@ def _type(
         mode: Engine.load(folder / f"{kind}.gguf", mode=mode, context_length=CONTEXT)
         for mode in MODES
     }
-    for engine in engines.values():  # once: later positions are overwritten, the prompt is not
+    for engine in engines.values():  # once: decoding overwrites later positions only
         for position in range(PROMPT):
             engine._step(7, position)
     tenth = Tenth(engines["predicted"])

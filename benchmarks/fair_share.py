@@ -2,8 +2,9 @@
 
     python benchmarks/fair_share.py MODEL CORPUS [--rounds 5]
 
-Each round runs them alone, then alongside one endless loop per physical core. An even share of the
-processor is then a half, which takes twice the time; the bound is BOUND times."""
+Each round runs them alone, then alongside one endless loop per physical core. With an even share of
+the processor, a command then takes twice as long. Exits with 1 if one takes more than BOUND times
+as long, by the median of the rounds."""
 
 import argparse
 import json

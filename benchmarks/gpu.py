@@ -102,7 +102,7 @@ SMOKE = Scale(
 
 
 def main() -> int:
-    """0 unless a case failed; the table and the notes after it list what was not measured."""
+    """Returns 0 unless a case failed; the table and the notes list what was not measured."""
     arguments = _arguments()
     bench = Bench(arguments)
     for scale in (SMOKE,) if arguments.smoke else SCALES:
@@ -118,8 +118,8 @@ def main() -> int:
 
 
 def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int) -> float:
-    """Least seconds per token of a model entirely on the first GPU that reads all neurons. The
-    plan of mode dense is solved for mode exact here, so its own limit leaves inactive neurons out."""
+    """Least seconds per token of a model that is entirely on the first GPU and reads all neurons.
+    Mode dense runs by a plan solved for mode exact, whose own limit leaves out silent neurons."""
     total = head_bytes(model)
     for layer in range(model.shape.num_layers):
         sizes = layer_bytes(model, layer)
@@ -299,7 +299,7 @@ class Bench:
                 self.note(str(error))
 
     def _timeline(self, cases: list[Case], amount: Amount) -> None:
-        """Draws the timeline of the middle one of the plans that split a model, once per run."""
+        """Draws one timeline per run: of the middle measured plan that splits a model."""
         picture = self.results / "timeline.png"
         divided = [case for case in cases if case.is_measured and "%" in case.name]
         if "timeline" in self.result or not divided:

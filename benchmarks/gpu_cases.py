@@ -14,12 +14,12 @@ from gpu_rival import Rival
 from processes import Process, ProcessError
 
 RIVAL_SECONDS = 0.7  # of decoding per measurement of a rival
-FIRST_TOKENS = 4  # that it decodes before its speed is known
+FIRST_TOKENS = 4  # that a rival decodes before its speed is known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """How much is measured: a prompt, and the steps after it, at the middle of the context."""
+    """How much is measured: tokens of a prompt of half the context, and the steps after it."""
 
     prompt: int
     steps: int
@@ -70,8 +70,8 @@ def fail(case: Case, error: ProcessError) -> None:
 
 
 def measure(cases: Sequence[Case], amount: Amount, deadline: float) -> None:
-    """Fills in the cases; the first round warms up. Ends early at the deadline, a value of
-    `time.monotonic`."""
+    """Adds samples to the cases; the first round warms up. Starts no case after the deadline, a
+    value of `time.monotonic`."""
     generator = random.Random(0)
     for number in range(amount.rounds + 1):
         ids = [generator.randrange(3, amount.vocab_size) for _ in range(amount.prompt)]
@@ -194,7 +194,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines.append(
         "limit: share of what the plan could reach at best (wanted 60 %); pred.: predicted over"
         " measured seconds (wanted 85-115 %); rival: times llama.cpp's speed"
-        " (wanted 5x by a budget; resident 0.9x dense, 1.5x predicted)"
+        " (wanted 5x within a budget; resident 0.9x dense, 1.5x predicted)"
     )
     return "\n".join(lines)
 

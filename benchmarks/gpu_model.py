@@ -2,8 +2,8 @@
 
 The mathematics is that of `planted_checkpoint`; here no checkpoint is made and nothing converted:
 rows are made on `Planted.device` while the file is written. Each neuron's firing probability is
-known, so the profile is computed, not counted. Random values depend on names and indices alone, so
-a file is the same for any number of threads; GPU and CPU files differ.
+known, so the profile is computed, not counted. Seeds depend on names and indices alone, so a file
+is the same for any number of threads; files made on a GPU and on a CPU differ.
 
 `write_stock` makes a random SiLU model of the same shape for llama.cpp, whose Llama graph
 has no ReLU.
@@ -30,7 +30,7 @@ from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import StoredMatrix
 from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
 
-GAIN = 0.9  # a matrix changes a vector's norm by this factor
+GAIN = 0.9  # a matrix multiplies a vector's norm by about this
 ADDED = 0.05  # scale of what attention and feed-forward layers add to the hidden state
 PREDICTOR_KIND = "q8_0"
 NUM_TOKENS = 1_000_000  # of the computed profile
@@ -56,7 +56,7 @@ class Gates:
 
 
 def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
-    """Writes the model file; the profile has the firing probabilities of the file's neurons."""
+    """Writes the model file; returns it with a profile of its neurons' firing probabilities."""
     num_layers = planted.shape.num_layers
     gates = _gates_of(planted)
     gates(0)  # torch loads its solvers for CUDA at their first use; several threads at once fail
@@ -91,7 +91,7 @@ def write_stock(planted: Planted, path: Path) -> None:
 
 
 def random_entry(name: str, dims: tuple[int, ...], device: torch.device) -> TensorEntry:
-    """A norm of ones, or a matrix that keeps a vector's size, scaled if it is added to another."""
+    """A norm of ones, or a random matrix, small if its output is added to the hidden state."""
     if len(dims) == 1:
         return TensorEntry(
             shape=dims, kind="f32", read_rows=lambda a, b: np.ones(b - a, np.float32)
@@ -99,7 +99,7 @@ def random_entry(name: str, dims: tuple[int, ...], device: torch.device) -> Tens
     is_added = any(part in name for part in ("attn_output", "ffn_down"))
     std = GAIN / dims[-1] ** 0.5
     if is_added:
-        # A down projection that is not transposed has its sum along the other dimension.
+        # The same scale in both layouts of a down projection, which differ in the order of dims.
         std = ADDED * GAIN / min(dims) ** 0.5
     return _f16_entry(dims, lambda a, b: std * _normal_rows(name, a, b, dims[-1], device))
 
@@ -146,13 +146,13 @@ def _profile(model: ModelFile, firing_LF: np.ndarray) -> Profile:
 
 
 def _named(firing_F: np.ndarray) -> np.ndarray:
-    """The probability that the predictor selects neurons with these firing probabilities."""
+    """The probability that the predictor names each neuron, from its firing probability."""
     mean_F = torch.special.ndtri(torch.from_numpy(firing_F))
     return torch.special.ndtr((mean_F + MARGIN) / (1 - UNSEEN**2) ** 0.5).numpy()
 
 
 def _gates_of(planted: Planted) -> Callable[[int], Gates]:
-    """The gates of a layer and their predictor; those of the last few layers are cached."""
+    """A function that makes the gates of a layer, and caches those of the last four layers."""
     shape, rank, device = planted.shape, planted.rank, planted.device
     whole = (1 + COMMON**2) ** 0.5
 

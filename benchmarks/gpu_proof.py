@@ -73,7 +73,7 @@ def _model(whose: str, kind: str, folder: Path):
     from sparkinfer.convert.options import ConvertConfig
     from sparkinfer.model_file import ModelFile
 
-    if whose == "7B":  # its widths, with fewer layers, neurons and tokens
+    if whose == "7B":  # its width and heads, with fewer layers and neurons and a smaller vocabulary
         return shape_only(
             make_shape(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
                        vocab_size=4096, context_length=4096)

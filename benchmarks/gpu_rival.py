@@ -1,6 +1,6 @@
-"""llama.cpp within a budget: as many layers on the GPU as fit, by the memory that it reports.
+"""Runs llama.cpp within a budget: as many layers on the GPU as fit, by the buffers that it reports.
 
-It is built by gpu_rival.sh and run by llamacpp_gpu.py."""
+gpu_rival.sh builds it and llamacpp_gpu.py runs it."""
 
 import re
 import sys
@@ -12,15 +12,15 @@ from processes import Process, ProcessError
 
 PROGRAM = Path(__file__).with_name("llamacpp_gpu.py")
 MOST_LOADS = 4
-# load_tensors:        CUDA0 model buffer size =  3577.56 MiB; the lines for the cache and for
-# computing are alike. CUDA_Host is pinned main memory.
+# Matches "load_tensors:        CUDA0 model buffer size =  3577.56 MiB" and the like for the cache
+# and for compute buffers, but not CUDA_Host, which is pinned main memory.
 BUFFER = re.compile(r"\bCUDA\d+\s.*buffer size\s*=\s*([0-9.]+) MiB")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rival:
     process: Process
-    num_layers: int  # on the GPU; one more than the model has includes its head
+    num_layers: int  # on the GPU; one more than the model's own number includes the head
     gpu_bytes: int
 
 
@@ -49,7 +49,7 @@ def best_rival(rival: RivalModel, budget_bytes: int, log: Path) -> Rival:
             if best is not None:
                 best.process.close()
             raise
-        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: layers too many
+        room = (budget_bytes - found.gpu_bytes) // rival.layer_bytes  # negative: layers in excess
         is_better = room >= 0 and (best is None or count > best.num_layers)
         worse, best = (best, found) if is_better else (found, best)
         if worse is not None:

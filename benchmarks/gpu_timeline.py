@@ -1,4 +1,4 @@
-"""Plots one decode step: GPU kernels, copies, and CPU work.
+"""Plots one decode step: GPU kernels, copies, and the CPU's cold neurons.
 
     python gpu_timeline.py TRACE.json PICTURE.png [STEPS]
 
@@ -61,7 +61,7 @@ def _span(event: dict, start: float) -> Span:
 
 
 def _between(copies: Sequence[dict], start: float) -> list[Span]:
-    """Spans from the last of several copies to the host to the first one back."""
+    """Spans from the end of the last of several copies to the host to the first copy back."""
     spans, there = [], None
     for event in copies:
         if "DtoH" in event["name"]:
@@ -73,7 +73,7 @@ def _between(copies: Sequence[dict], start: float) -> list[Span]:
 
 
 def overlap(some: Sequence[Span], others: Sequence[Span]) -> float:
-    """The duration of the overlap; the spans of one row are disjoint."""
+    """The duration of the overlap; the spans of one row must be disjoint."""
     return sum(
         max(0.0, min(end, other_end) - max(begin, other_begin))
         for begin, end in some

@@ -2,8 +2,9 @@
 
     python gpu_worker.py MODEL --mode MODE [--split SPLIT] [--device cuda] [--threads N]
 
-Each line on stdin is a JSON request, each line on stdout the JSON of its answer; the first line
-comes when everything is imported. A SparkinferError answers {"error": "..."}."""
+Each line on stdin is a JSON request, each line on stdout the JSON of its answer; the first line,
+with the number of threads, comes once everything is imported. The answer for a SparkinferError is
+{"error": "..."}."""
 
 import argparse
 import json
@@ -79,7 +80,8 @@ class Worker:
         return {"seconds": self.engine.last_run.prefill_s}
 
     def decode(self, steps: int, start: int) -> dict[str, Any]:
-        """Seconds of the steps from position `start` on, and the neuron bytes they read."""
+        """Seconds of the steps from position `start` on, and the bytes counted for their
+        feed-forward layers."""
         before = self.engine.traffic.total
         seconds = self.engine.decode_seconds(steps=steps, start=start)
         return {"seconds": seconds, "ffn_bytes": self.engine.traffic.total - before}
@@ -89,7 +91,7 @@ class Worker:
         return {"devices": [dict(vars(found)) for found in self.engine.memory_report()]}
 
     def timeline(self, path: str, start: int) -> dict[str, Any]:
-        """A Chrome trace of a few decode steps, after one warm-up step."""
+        """Writes a Chrome trace of TIMELINE_STEPS decode steps to `path`, after a warm-up step."""
         kinds = [ProfilerActivity.CPU]
         kinds += [ProfilerActivity.CUDA] if self.arguments.device.startswith("cuda") else []
         self.engine.decode_seconds(steps=1, start=start)

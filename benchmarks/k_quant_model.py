@@ -2,9 +2,9 @@
 
     python benchmarks/k_quant_model.py FOLDER --rival path/to/venv/bin/python
 
-Q4_K_M is the type of most GGUF files that people download. The model is synthetic: the SiLU twin of
-the 1.1 B parameters that decode.py makes in FOLDER, which llama.cpp quantises and both sides run as
-it is. What is measured, and how, is described in chat_model.py."""
+Q4_K_M is a common type of downloaded GGUF files. The model is synthetic: the SiLU twin of 1.1 B
+parameters that decode.py makes in FOLDER, which llama.cpp quantises and both sides run as it is.
+What is measured, and how, is described in chat_model.py."""
 
 import subprocess
 import sys

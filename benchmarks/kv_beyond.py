@@ -2,12 +2,12 @@
 
     python benchmarks/kv_beyond.py MODEL TEXT [--tokens 16384] [--texts 3] [--first 0]
 
-The baseline stays in the window: it predicts each token from half a context or more of
-preceding tokens, as in training. The others go through the text once, with capped positions: with
-only a window and the first tokens (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453; `top` has its
-minimum, one block), and with keys selected from the whole text. None reads more positions than the
-context has. The intervals, over the texts, are 95 % confidence intervals (Student's t) of the ratio
-to half a window."""
+The baseline stays in the window: it predicts each token from half a context or more of preceding
+tokens, at positions that training covered. The others go through the text once, with capped
+positions: with only a window and the first tokens (StreamingLLM, Xiao et al. 2023, arXiv
+2309.17453; `top` has its minimum, one block), and with keys selected from the whole text. None
+reads more positions than the context has. The intervals, over the texts, are 95 % confidence
+intervals (Student's t) of the perplexity relative to that of `half a window`."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from machine import machine, processor, slug
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
 
-# Half the width of an interval of 95 % in standard errors, by the number of texts.
+# Half the width of a 95 % interval in standard errors, by the number of texts.
 STUDENT_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
@@ -47,7 +47,8 @@ def loss_of(logits_TV: torch.Tensor, next_T: torch.Tensor) -> torch.Tensor:
 
 
 def in_window(engine: Engine, ids: list[int], context: int) -> torch.Tensor:
-    """Losses of the tokens from half a context on, each predicted within a window."""
+    """Losses of the tokens from half a context on, each predicted within a window, up to the end
+    of the last whole window."""
     half, losses = context // 2, []
     for start in range(0, len(ids) - context + 1, half):
         logits_TV = engine.logits(ids[start : start + context])[half - 1 : -1]
@@ -68,7 +69,8 @@ def through(engine: Engine, ids: list[int]) -> torch.Tensor:
 
 
 def interval_of(loss_N: list[float], base_N: list[float]) -> list[float] | None:
-    """The interval of 95 % of a ratio of perplexities, over N texts that both have read."""
+    """The 95 % interval of a ratio of perplexities on the same N texts; None if STUDENT_95 has no
+    value for N."""
     difference_N = [loss - base for loss, base in zip(loss_N, base_N, strict=True)]
     count = len(difference_N)
     if count not in STUDENT_95:

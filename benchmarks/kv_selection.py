@@ -4,8 +4,9 @@ against bytes read.
     python benchmarks/kv_selection.py MODEL TEXT [TEXT ...] [--length 8000] [--queries 48]
     python benchmarks/kv_selection.py --planted [--length 8000] [--queries 48]
 
-Queries and keys are a real model's own, after the rotary embedding, over whole documents; or they
-are planted, so that two known keys have nearly all of the mass (see planted_heads). A rule
+Queries and keys are a real model's own, after the rotary embedding, over the first --length tokens
+of each document; or they are planted, so that two known keys have nearly all of the mass (see
+planted_heads). A rule
 may read a share of the bytes of a cache in f16: bytes of summaries and codes are subtracted first,
 and the rest goes to keys and values of the positions it selects. The selection is judged by the
 exact attention of each query head: the share of its mass on these positions. Heads that share keys
@@ -75,8 +76,8 @@ Score = Callable[[Tensor, int], Tensor]  # (queries [G, W], number of positions 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: `score` of each position (equal within a block, if the rule has blocks), and
-    `bytes_of`, what a token reads to compute it."""
+    """`score` ranks positions (equal within a block, if the rule has blocks); `bytes_of` is the
+    number of bytes that a token reads to compute it, given the number of positions."""
 
     score: Score
     bytes_of: Callable[[int], float]
@@ -96,8 +97,8 @@ def shared(score_GT: Tensor, width: int) -> Tensor:
 
 
 def codes(head: Head, bits: int) -> Score:
-    """Keys quantised to `bits` per value with a scale each: one bit is the sign, more are evenly
-    spaced levels, with the best of a few scales for that key."""
+    """Keys quantised to `bits` per value with one scale per key, the best of a few: one bit is the
+    sign, more bits are evenly spaced levels."""
     turned_NW = turn_by_hadamard(head.key_NW)
     levels = 2 ** (bits - 1)
     best_NW, least_N1 = torch.zeros_like(turned_NW), torch.full((len(turned_NW), 1), torch.inf)
@@ -119,7 +120,7 @@ def codes(head: Head, bits: int) -> Score:
 
 
 def rounded(x: Tensor, largest: float) -> Tensor:
-    """Each row's values as whole multiples of its largest size / `largest`."""
+    """Each row's values, rounded to whole multiples of its largest magnitude / `largest`."""
     unit = (x.abs().amax(dim=-1, keepdim=True) / largest).clamp_min(torch.finfo(x.dtype).tiny)
     return (x / unit).round() * unit
 
@@ -318,7 +319,8 @@ def heads_of(engine: Engine, ids: Tensor) -> Iterator[tuple[int, Head]]:
 
 def planted_heads(length: int) -> Iterator[tuple[int, Head]]:
     """Heads whose queries are STRENGTH times the sum of two earlier keys at random places. A key is
-    half a topic of 64 positions, half its own; all are normal, of width 64, for three queries."""
+    the sum of two normal vectors of 64 values, divided by sqrt(2): one of its topic, which 64
+    positions share, and one of its own. Each position has three queries."""
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -336,7 +338,8 @@ def planted_heads(length: int) -> Iterator[tuple[int, Head]]:
 def measure(
     heads: Iterator[tuple[int, Head]], length: int, num_queries: int
 ) -> dict[str, dict[float, list[float]]]:
-    """Recalls of every head at evenly spaced places in the second half."""
+    """Each head's mean recall at evenly spaced places in the second half, by rule and share; shares
+    that leave a rule no bytes for positions are omitted."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     places = torch.linspace(length // 2, length, num_queries).int().tolist()
     for layer, head in heads:
@@ -351,7 +354,7 @@ def measure(
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, dict[float, list[float]]]:
-    """Recalls of all documents, or of planted heads."""
+    """The recalls of `measure` over all documents, or over planted heads."""
     if arguments.planted:
         return measure(planted_heads(arguments.length), arguments.length, arguments.queries)
     totals: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))

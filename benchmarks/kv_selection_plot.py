@@ -1,5 +1,5 @@
-"""The plot for docs/long-texts.md: attention's mass on what a token reads, by the bytes that it reads,
-from the results of kv_selection.py.
+"""Plots, for docs/long-texts.md, attention's mass on what a token reads against the bytes that it
+reads, from the results of kv_selection.py.
 
     python benchmarks/kv_selection_plot.py [FILE]    # docs/images/kv-selection.png by default"""
 
@@ -15,7 +15,7 @@ DPI = 120
 BLUE, GREY, INK, RED = "#2d6fc8", "#a5acb5", "#3c4149", "#c8452d"
 FOLDER = Path(__file__).parent
 WANTED = 0.97
-# Rules of the results: their words, colour, line and mark.
+# The rules that are plotted: label, colour, line style and marker.
 RULES = {
     "oracle": ("the best positions, known in advance", INK, "--", "o"),
     "32 > rest": ("two stages: bounds of 32, codes of 2 bits of the rest", BLUE, "-", "o"),

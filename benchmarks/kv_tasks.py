@@ -2,18 +2,19 @@
 
     python benchmarks/kv_tasks.py MODEL TEXT [--tokens 7000] [--facts 20] [--documents 10]
 
-A document consists of lines "The code of WORD is CODE." with words of TEXT and random codes. Then
-some lines are started again; the score is the mean logarithm of the probability of the code's
-tokens after the line's beginning. Each way is compared with full attention on the same facts of the
+A document consists of lines "The code of WORD is CODE." with words of TEXT and random codes. After
+it, the beginnings of some lines are repeated; the score is the mean logarithm of the probability of
+the tokens that complete the line. Each way is compared with full attention on the same facts of the
 same documents; the same lines in another order show how far full attention itself varies.
 
-In `after_full` the document was read with full attention; in `under_rule`, which has only some of
-the ways, with the rule under test, or, with `is_read_in_full`, with all keys. Shares are of the bytes
-of a head's keys and values in f16, at the end of the document: `share_of_keys` is what a token reads
-of the keys and values themselves, which an offload has to fetch; `share_of_bytes` includes the tables
-it reads to find them; `share_of_tables` is the size of the tables. Rules of kv_selection.py, computed
-in torch, have a share of the bytes in place of sizes; unlike in the paper, InfLLM's units are chosen
-for each key-value head separately."""
+In `after_full`, the document is read with full attention and only the questions under the rule; in
+`under_rule`, which has only some of the ways, the document is read under the rule too (but with all
+keys if `is_read_in_full`). Shares are of the bytes of a head's keys and values in f16, at the end
+of the document: `share_of_keys` is what a token reads of the keys and values themselves, which an
+offload has to fetch; `share_of_bytes` includes the tables it reads to find them; `share_of_tables`
+is the size of the tables. Rules of kv_selection.py, computed in torch, have a share of the bytes in
+place of sizes; unlike in the paper, InfLLM's units are chosen for each key-value head
+separately."""
 
 import argparse
 import hashlib
@@ -39,7 +40,7 @@ from sparkinfer.key_selection import KeySelection
 from sparkinfer.runtime.model import attention
 from sparkinfer.runtime.step.sequences import Sequence
 
-F16 = 2
+F16 = 2  # bytes
 LEAST = "block=16,sinks=0,window=16,top=16"  # with it, attention in torch calls attend_to_chosen
 NORMAL_95 = 1.96
 Line = tuple[list[int], list[int]]
@@ -48,16 +49,16 @@ Scores = dict[str, dict[str, list[float]]]  # by case and way, one for each fact
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What a token reads: sizes of --kv-offload, or a rule of kv_selection.py with its share of the
-    bytes; neither means full attention."""
+    """A way of attending: sizes of --kv-offload, or a rule of kv_selection.py with its share of the
+    bytes; with neither, full attention."""
 
     sizes: str | None = None
     in_torch: tuple[str, float] | None = None
     # Where little is lost, more documents are needed to tell how much.
     num_documents: int = 1
-    num_read: int = 0  # documents that are also read under the rule
+    num_read: int = 0  # number of documents in `under_rule`
     is_shuffled: bool = False  # the lines are in another order
-    # In `under_rule`, the document is read with all keys all the same (`full` is its length).
+    # In `under_rule`, the document is still read with all keys (`full` is its length).
     is_read_in_full: bool = False
 
     def sizes_for(self, num_tokens: int) -> str | None:
@@ -138,7 +139,7 @@ def lines_of(engine: Engine, words: list[str], tokens: int, chance: random.Rando
 
 
 def documents(arguments: argparse.Namespace) -> Iterator[tuple[Document, Document]]:
-    """Documents, each also with its lines in another order."""
+    """Pairs of a document and the same lines in another order."""
     words = sorted(set(re.findall(r"\b[a-z]{5,9}\b", arguments.text.read_text())))
     for number in range(1, arguments.documents + 1):
         chance = random.Random(number)
@@ -167,7 +168,7 @@ def load(arguments: argparse.Namespace, sizes: str | None) -> Engine:
 
 
 class Reader:
-    """Asks for the facts of one document, read with full attention or as each way reads."""
+    """Asks for the facts of one document, which is read with full attention or under the rule."""
 
     def __init__(self, arguments: argparse.Namespace, document: Document, other: Document) -> None:
         self.arguments, self.document, self.other = arguments, document, other
@@ -200,7 +201,7 @@ class Reader:
             return [tell(text, *line) for line in self.document.asked]
 
     def _in_torch(self, kind: str, share: float) -> list[float]:
-        """Scores with the choice of a rule of kv_selection.py."""
+        """Scores with the positions that a rule of kv_selection.py selects."""
         original = attention.attend_to_chosen
         units = self._landmarks() if kind == "infllm" else []
         with load(self.arguments, LEAST) as engine, torch.inference_mode():
@@ -266,7 +267,7 @@ class Chosen:
 
 def against(full: list[float], found: list[float]) -> dict[str, Any]:
     """Compares scores, which are paired by fact. Probabilities are geometric means; the standard error
-    is that of the mean difference of logarithms; the interval of 95 % is that of the ratio `of_full`."""
+    is that of the mean difference of logarithms; the 95 % interval is that of `of_full`."""
     full = full[: len(found)]
     differences = [a - b for a, b in zip(found, full, strict=True)]
     middle = statistics.mean(differences)
@@ -282,7 +283,7 @@ def against(full: list[float], found: list[float]) -> dict[str, Any]:
 
 
 def gather(arguments: argparse.Namespace) -> tuple[Scores, int, int]:
-    """(scores of all documents, tokens of a document, head width)."""
+    """(scores of all documents, mean number of tokens of a document, head width)."""
     scores: Scores = {"after_full": {}, "under_rule": {}}
     read = list(documents(arguments))
     for case, found in scores.items():

@@ -1,8 +1,8 @@
 """Measures llama.cpp's decode and prefill speed; run by the Python of a venv with llama-cpp-python.
 
-Started with a model file, a context length, a number of sequences and the type of keys and values;
-each line on stdin is a JSON object. It first prints a line with llama.cpp's system info, then a list
-of seconds for each object:
+Its arguments are a model file, a context length, a number of sequences and the type of keys and
+values. It first prints a line with llama.cpp's system info. Then each line on stdin is a JSON
+object, which it answers with a list of seconds:
     {"do": "decode", "threads": n, "flash": bool, "ids": [...]}
         one per token, after a prompt of PROMPT tokens
     {"do": "prefill", "threads": n, "flash": bool, "ids": [...], "repeats": r}
@@ -13,7 +13,7 @@ of seconds for each object:
         one per token, after d tokens, which are computed only if they are not yet in the cache
     {"do": "grown", "threads": n, "flash": true, "ids": [...], "depth": d}
         likewise, but the keys and values are those of GROWN tokens, repeated
-The logits of the last token are included; `flash` says whether flash attention is on."""
+Each time includes the logits of the last token; `flash` says whether flash attention is on."""
 
 import ctypes
 import json

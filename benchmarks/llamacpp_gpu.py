@@ -1,5 +1,5 @@
-"""Runs llama.cpp with some of its layers on a GPU, in a Python whose path has `gpu_rival.sh`'s
-folder.
+"""Runs llama.cpp with some of its layers on a GPU, in a Python that can import what `gpu_rival.sh`
+built.
 
 It is started with a model file, a context length and a number of layers; the first line on stdout
 has llama.cpp's system info and the buffers that it reports, or the error. After that it works like

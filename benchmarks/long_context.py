@@ -2,8 +2,9 @@
 
     python benchmarks/long_context.py MODEL STOCK --rival PYTHON
 
-MODEL is a model file and STOCK the same in llama.cpp's layout. The caches are filled with little
-computing: ours with random keys and values, llama.cpp's by repeating those of a short text. At each depth each of our two modes alternates with llama.cpp (flash
+MODEL is a model file and STOCK the same in llama.cpp's layout. The caches are filled without
+processing a long text: ours with random keys and values, llama.cpp's by repeating those of a short
+text. At each depth, reading all keys and reading selected keys each alternate with llama.cpp (flash
 attention) on the same token ids; a figure is the median of the rounds. The model's context length
 is overridden, since its output does not matter here."""
 
@@ -39,7 +40,7 @@ PIECE = 8192  # random rows, repeated to fill the cache
 
 @contextmanager
 def text_of(model: Path, depth: int, offload: str | None) -> Iterator[tuple[Engine, Sequence]]:
-    """An engine with a text of `depth` tokens."""
+    """An engine with a text of `depth` tokens, a multiple of PIECE if it is longer."""
     file = ModelFile.load(model)
     file = replace(file, shape=replace(file.shape, context_length=depth + ROOM))
     options = {"mode": "dense", "device": "cpu", "context_length": depth + ROOM}

@@ -2,16 +2,17 @@
 
     python benchmarks/neuron_cache.py MODEL PLAN --text NAME=FILE ... [--tokens 800] [--output FILE]
 
-Both roles of the plan run on the CPU, whose memories do not differ, so no swap can gain anything
-here: only the cost of the cache is measured. Before the text, the model's step is timed; the policy
+Both roles of the plan run on the CPU and read the same memory, so no swap can gain anything here:
+only the cost of the cache is measured. Before the text, a step of the model is timed; the policy
 decides by the plan's times, scaled to that step. These engines decode in turns, a few tokens at a
 time:
 
     static       the plan's neurons stay, in the cache's layout of weights
     plan         the plan's neurons stay, in the layout without a cache: shows the layout's effect
     cache        the policy, with copies as fast as this machine makes them
-    slow link    the policy, with a link so slow that a step's misses, by the plan, take two steps
-    every miss   the same link; every neuron that a step misses is copied, which should lose
+    slow link    the policy, with a link so slow that copying the misses that the plan expects of a
+                 step takes two steps
+    every miss   the same link; every miss is copied, which should be slower
 
 Texts are read from the file, so that all engines decode the same tokens. A ratio is a turn's
 seconds divided by those of `static` in the same turn; median and quartiles are printed."""
@@ -44,7 +45,7 @@ from sparkinfer.split_file import Split
 
 TURN = 8  # tokens
 WARM_UP = 32
-SLOW_STEPS = 2.0  # time, in steps, that the slow link takes for the misses of one
+SLOW_STEPS = 2.0  # steps that the slow link takes to copy the expected misses of one step
 
 
 class Never:
@@ -57,8 +58,8 @@ class Never:
 
 
 class EveryMiss(Never):
-    """Copies every neuron that a step reads and misses, in place of the least recently used
-    ones."""
+    """Copies every neuron that a step misses, in place of the least recently used ones, as far as
+    there are slots that the step did not read."""
 
     def __init__(self, resident_LN: Sequence[np.ndarray], num_neurons: int) -> None:
         self.residency = Residency(resident_LN, num_neurons)
@@ -92,7 +93,7 @@ def setup_of(policy: Any, copy_bytes_per_s: float | None = None) -> CacheSetup:
 
 
 def step_seconds(model: Path, plan: Path, ids: list[int]) -> float:
-    """Seconds of a token without swaps."""
+    """Median seconds of a token without swaps."""
     with load(model, plan, setup_of(lambda *_: Never())) as engine, engine.sequence() as text:
         seconds = []
         for token in ids:
@@ -142,7 +143,8 @@ def setups(model: Path, plan: Path, step_s: float) -> dict[str, CacheSetup | Non
 
 
 def decoded(engines: dict[str, Engine], ids: list[int], context: int) -> dict[str, list[float]]:
-    """Seconds of each turn of each engine; the order changes from turn to turn."""
+    """Seconds of each turn of each engine, without the first WARM_UP tokens; the order of the
+    engines changes from turn to turn."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     texts = {name: engine.sequence() for name, engine in engines.items()}
     names = list(engines)

@@ -4,8 +4,8 @@
     hottest first   dense blocks first, then the neurons that fire most, over all layers
     PowerInfer      dense blocks first, then its published program (Song et al. 2024, section 6):
                     maximise the sum of firing frequencies of the neurons on the GPU, where a layer
-                    has none or at least C_l of them, C_l such that what they save is more than a
-                    synchronisation; neurons in batches of 64, PuLP and HiGHS
+                    has none or at least C_l of them (from C_l on they save more time than a
+                    synchronisation takes); neurons in batches of 64, solved by HiGHS through PuLP
     ours            `sparkinfer solve`
 
 Dense blocks first, as PowerInfer allocates its memory: the attention, norms, predictor and cache of
@@ -48,7 +48,7 @@ SHAPES = {
     "40B": (60, 8192, 32768, 128, 8, 65024, "falcon"),
     "70B": (80, 8192, 28672, 64, 8, 32000, "llama"),
 }
-SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of what everything takes
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the bytes of everything that can be on the GPU
 BATCH = 64  # neurons that PowerInfer's program places together
 OVERFETCH = 2.0
 # The relative gain that a policy may have from layers with fewer hot neurons than C_l.
@@ -118,8 +118,8 @@ def hottest_first(problem: Problem, frequency_LF: np.ndarray) -> Placement:
 def powerinfer(problem: Problem, frequency_LF: np.ndarray) -> Placement:
     """PowerInfer's integer program; frequencies are by rank, so that batches hold similar neurons.
 
-    Neurons have one size here, so if the hottest of all keep to every layer's minimum they are its
-    optimum, and HiGHS, which stops at 60 s, is not run."""
+    All neurons have the same size here, so if the hottest neurons meet every layer's minimum, they
+    are its optimum and HiGHS is not run. HiGHS stops after 60 s."""
     hottest = hottest_first(problem, frequency_LF)
     if ((hottest.num_hot_L == 0) | (hottest.num_hot_L >= problem.min_hot_L)).all():
         return hottest
@@ -150,7 +150,7 @@ POLICIES = {"random": random_neurons, "hottest": hottest_first, "powerinfer": po
 
 
 def compare(name: str, machine: str, share: float) -> dict:
-    """One row. The peak is per process, so each row has its own process."""
+    """One row of the table. Peak memory is counted per process, so each row needs its own."""
     inputs = make_inputs(make_model(name), machine)
     whole = inputs.pipeline().model.placeable_bytes + inputs.workspace
     inputs = inputs.with_budget(int(share * whole))
@@ -167,7 +167,7 @@ def compare(name: str, machine: str, share: float) -> dict:
         placement = place(problem, frequency_LF)
         assert placement_bytes(problem, placement) <= problem.budget_bytes * (1 + 1e-9), policy
         seconds[policy] = placement_seconds(problem, placement)
-        # Hottest first may give a layer fewer hot neurons than C_l, which a plan must not.
+        # Random and hottest first may give a layer fewer than C_l hot neurons; a plan may not.
         slack = 1e-9 if is_feasible(problem, placement) else BELOW_MINIMUM
         assert answer.objective_s <= seconds[policy] * (1 + slack), f"{policy} is better"
     return {

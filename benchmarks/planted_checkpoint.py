@@ -2,13 +2,14 @@
 twin for engines without ReLU. Everything in it is synthetic: it answers nonsense.
 
 Every token's embedding contains one common direction u, which stays in the hidden state because
-attention and feed-forward layers add little. With A [256, D] orthonormal, its first row u,
+attention and feed-forward layers add little. With A [256, D], whose rows are orthonormal and the
+first is u,
 
     gate_j = b_j A + rest_j,      gate_j . x normal with mean -t_j and variance 1
 
 over normed hidden states x, so neuron j fires with probability P(normal > t_j), which falls as a
-power of its rank; a predictor of rank 256 (b and A) cannot see `rest_j`. Neurons are shuffled
-within their layer.
+power of the neuron's rank by frequency; a predictor of rank 256 (b and A) cannot see `rest_j`.
+Neurons are shuffled within their layer.
 
     python planted_checkpoint.py FOLDER [NUM_LAYERS]
 
@@ -31,11 +32,11 @@ from sparkinfer.model_file import PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 RANK = 256
-DENSITY = 0.1  # of the neurons fire, on average
+DENSITY = 0.1  # mean share of the neurons that fire
 EXPONENT = 0.8  # of the power law
 COMMON = 0.5  # size of the common direction in an embedding, relative to the rest
-UNSEEN = 0.15  # standard deviation of a gate that the predictor cannot see; the whole is 1
-MARGIN = 0.3  # a neuron is predicted above minus this
+UNSEEN = 0.15  # standard deviation of the part of a gate that the predictor cannot see; of 1
+MARGIN = 0.3  # a neuron is named if its score is above minus this
 
 
 def make_planted(folder: Path, shape: Shape) -> None:
@@ -68,7 +69,8 @@ def _plant(
     generator: torch.Generator,
     predictors: dict[int, LayerPredictor],
 ) -> None:
-    """Plants one tensor in place of its random values; gates come with their predictor."""
+    """Replaces or scales the random values of a tensor, if it is to be planted; for gates, adds
+    their predictor."""
     if name == "model.embed_tokens.weight":
         values = torch.randn(tensors[name].shape, generator=generator)
         values += COMMON * shape.width**0.5 * common_D
@@ -84,7 +86,7 @@ def _plant(
 def _gate(
     common_D: Tensor, shape: Shape, generator: torch.Generator
 ) -> tuple[Tensor, LayerPredictor]:
-    """Gates [F, D], and the predictor that sees all of them except `rest`."""
+    """Gates [F, D], and the predictor that sees all of each gate except `rest`."""
     start_DR = torch.randn(shape.width, RANK, generator=generator)
     start_DR[:, 0] = common_D
     down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
@@ -107,13 +109,13 @@ def _gate(
 def planted_frequencies(num_neurons: int, generator: torch.Generator) -> np.ndarray:
     """Probabilities f64 [F] that fall as a power of the rank and have the wanted mean, shuffled."""
     firing_F = np.arange(1, num_neurons + 1) ** -EXPONENT
-    for _ in range(20):  # what is clipped at the top goes to the others
+    for _ in range(20):  # each pass raises the others by what is clipped at 0.9
         firing_F = np.clip(firing_F * DENSITY / firing_F.mean(), 1e-4, 0.9)
     return firing_F[torch.randperm(num_neurons, generator=generator).numpy()]
 
 
 def _write_relu(folder: Path) -> None:
-    """The same files with another activation."""
+    """Links the files of `silu` into `relu`, with another activation in config.json."""
     relu = folder / "relu"
     relu.mkdir(exist_ok=True)
     for path in (folder / "silu").iterdir():

@@ -2,7 +2,7 @@
 
     python benchmarks/prefill.py FOLDER --rival path/to/venv/bin/python
 
-Models and rounds are those of decode.py: ours runs a Llama of 1.1 B parameters with planted
+Models and rounds are like those of decode.py: ours runs a Llama of 1.1 B parameters with planted
 sparsity in all modes, llama.cpp its SiLU twin of the same shape and type. A measurement is the time
 of a prompt of --tokens tokens, up to the logits after it. llama.cpp takes the prompt in one batch,
 with and without flash attention; the faster counts. Figures are medians of the rounds.

@@ -1,4 +1,4 @@
-"""Programs with a JSON line protocol: one answer per request."""
+"""Runs programs that answer each request, a line of JSON, with one line of JSON."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Process:
     def of(
         cls, command: Sequence[str | Path], name: str, log: Path, path: Path | None = None
     ) -> Self:
-        """`path` is prepended to its Python's module path; stderr goes to `log`."""
+        """Starts a program. `path` is prepended to PYTHONPATH; stderr goes to `log`."""
         environment = dict(os.environ)
         if path is not None:
             known = environment.get("PYTHONPATH")
@@ -47,7 +47,7 @@ class Process:
         return self._about
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Raises ProcessError with the reason if it fails."""
+        """Sends a request and returns the answer; raises ProcessError, with the reason, on failure."""
         assert self.about is not None and self._process.stdin is not None
         if self._process.stdin.closed:
             raise ProcessError(f"{self.name}: has already ended")

@@ -73,7 +73,7 @@ def _counter(engine: Engine) -> Counter:
 def _round(
     engine: Engine, plain: Callable[[], None], counted: Callable[[], None]
 ) -> tuple[float, float]:
-    """(processor time, elapsed time) with counting, relative to those without."""
+    """(processor time, elapsed time) with counting, over the same without."""
     without, with_counts = _timed(engine, plain), _timed(engine, counted)
     return with_counts[0] / without[0], with_counts[1] / without[1]
 

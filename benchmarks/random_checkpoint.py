@@ -1,7 +1,7 @@
 """Writes a Llama checkpoint of a given shape with random weights, for benchmarks.
 
 Its tokenizer is of a kind that llama.cpp's converter accepts: SentencePiece's BPE with byte
-fallback, whose other tokens are one to three letters, digits or spaces.
+fallback, whose ordinary tokens are one to three letters, digits or spaces.
 
     python random_checkpoint.py FOLDER NUM_LAYERS"""
 
