@@ -1,5 +1,6 @@
 """Measures memory bandwidth: on the CPU with the runtime's matrix-vector product and threads, on a
-GPU with torch's sum, over a buffer of up to 1 GiB, which is larger than most caches.
+GPU with torch's sum. The buffer has at most 1 GiB and exceeds most caches unless free memory is
+short.
 
 It is measured again in every round, so that whatever slows the model in a round also slows the
 probe."""

@@ -88,8 +88,8 @@ def _model(whose: str, kind: str, folder: Path):
 
 
 def execute_plans() -> dict:
-    """{"plans": number of variants by plan, "kernels": number of variants by kernel, "variants": their
-    total, "instructions": number executed, by architecture and opcode}."""
+    """{"plans": number of variants by plan, "kernels": number of variants by kernel, "variants":
+    their total, "instructions": number executed, by architecture and opcode}."""
     import ptx_plans
     from ptx.kernels import PtxKernels
 
@@ -124,8 +124,8 @@ def execute_plans() -> dict:
 
 
 def plant_faults() -> dict:
-    """{"faults": what and where each is, what detected it, and the reason if nothing did, "barriers":
-    for each kernel, removed barriers counted by what detected them}."""
+    """{"faults": what and where each is, what detected it, and the reason if nothing did,
+    "barriers": for each kernel, removed barriers counted by what detected them}."""
     from ptx_mutants import BARRIERS, MUTANTS, outcome, without_each_barrier
 
     from sparkinfer.runtime.kernels.gpu import launch

@@ -146,8 +146,8 @@ def bounds(head: Head, size: int) -> Score:
 
 
 def rests(head: Head, size: int) -> Score:
-    """The runtime's second stage: keys approximated by the middle of their block's bounds and a code
-    of the residual."""
+    """The runtime's second stage: keys approximated by the middle of their block's bounds and a
+    code of the residual."""
     blocks_BSW = blocks_of(head, size)
     low_BW, high_BW = rounded_bounds(head, size)
     middle_B1W = (high_BW + low_BW)[:, None] / 2

@@ -266,8 +266,8 @@ class Chosen:
 
 
 def against(full: list[float], found: list[float]) -> dict[str, Any]:
-    """Compares scores, which are paired by fact. Probabilities are geometric means; the standard error
-    is that of the mean difference of logarithms; the 95 % interval is that of `of_full`."""
+    """Compares scores, which are paired by fact. Probabilities are geometric means; the standard
+    error is that of the mean difference of logarithms; the 95 % interval is that of `of_full`."""
     full = full[: len(found)]
     differences = [a - b for a, b in zip(found, full, strict=True)]
     middle = statistics.mean(differences)

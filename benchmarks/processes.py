@@ -47,7 +47,7 @@ class Process:
         return self._about
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Sends a request and returns the answer; raises ProcessError, with the reason, on failure."""
+        """Sends a request and returns the answer. Raises ProcessError, with the reason."""
         assert self.about is not None and self._process.stdin is not None
         if self._process.stdin.closed:
             raise ProcessError(f"{self.name}: has already ended")

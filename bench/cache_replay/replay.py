@@ -52,9 +52,10 @@ class PolicyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """Counts, and means per token. `bound_ms`: a lower bound for policies that copy no more neurons
-    for a step than there are slots; `hindsight`: the neurons that the text reads most stay in the
-    slots; `belady_hit_rate`: the highest hit rate without prefetching."""
+    """Counts, and means per token. `bound_ms`: a lower bound for policies that compute misses on
+    the CPU and copy no more neurons for a step than there are slots; `hindsight`: the neurons that
+    the text reads most stay in the slots; `belady_hit_rate`: the highest hit rate without
+    prefetching."""
 
     num_tokens: int
     num_cached_layers: int
@@ -93,8 +94,8 @@ class ReplayReport:
                 f" {result.copied:8.1f} neurons copied"
             )
         found.append(
-            f"{'bound':<10} {self.bound_ms:9.3f} ms per token at least, even if a policy knows"
-            f" the text (most hits without prefetching: {self.belady_hit_rate:.1%})"
+            f"{'bound':<10} {self.bound_ms:9.3f} ms per token at least, if misses are computed on"
+            f" the CPU (most hits without prefetching: {self.belady_hit_rate:.1%})"
         )
         if share is not None:
             found.append(f"ours closes {share:.0%} of the gap between static and the bound")
