@@ -33,7 +33,7 @@ BIN := .venv/bin
 TYPES := build/types/sparkinfer
 STAGES := convert profile solver sparsify runtime serve bench report run
 SPARKINFER := $(BIN)/sparkinfer
-# For the tests of the GPU kernels, which run in Triton's interpreter; PyTorch for CUDA includes one.
+# For the tests of the GPU kernels, which run in Triton's interpreter; PyTorch for CUDA requires it.
 TRITON := triton==3.6.0
 
 MODEL ?= examples/tiny-relu

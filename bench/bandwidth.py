@@ -2,8 +2,8 @@
 GPU with torch's sum. The buffer has at most 1 GiB and exceeds most caches unless free memory is
 short.
 
-It is measured again in every round, so that whatever slows the model in a round also slows the
-probe."""
+The bandwidth is measured again in every round, so that whatever slows the model in a round also
+slows the probe."""
 
 from collections.abc import Callable
 

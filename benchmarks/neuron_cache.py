@@ -104,7 +104,7 @@ def step_seconds(model: Path, plan: Path, ids: list[int]) -> float:
 
 
 def scaled_to(plan: Split, step_s: float) -> CacheCosts:
-    """The plan's times, scaled so that its own step takes `step_s`."""
+    """The plan's times, scaled so that by them a step takes `step_s`."""
     assert plan.cache is not None
     costs, read_LF = plan.cache.costs, plan.cache.frequency_LF
     hot_L = np.array([read_LF[layer, ids].sum() for layer, ids in enumerate(plan.hot)])
