@@ -50,7 +50,8 @@ class Rival:
         return statistics.median(self._ask("deep", threads, flash, ids, depth=depth))
 
     def grown_s(self, threads: int, ids: list[int], depth: int) -> float:
-        """Like `deep_s`, with flash attention, after repeated keys and values of a short text."""
+        """Like `deep_s` with flash attention; the cache holds a short text's keys and values,
+        repeated up to `depth`."""
         return statistics.median(self._ask("grown", threads, True, ids, depth=depth))
 
     def close(self) -> None:

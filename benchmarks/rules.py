@@ -6,7 +6,8 @@
 Each type is compared with its own dense self, on held-out text. Shares are of all weight bytes that
 a token reads, the head included. Rules (profile/limit_search.py):
 
-    cats     one threshold per layer on |act(gate)|, the same share of every layer (arXiv 2404.08763)
+    cats     one threshold per layer on |act(gate)|, the same share in every layer (arXiv
+             2404.08763)
     gates    neurons weighted by their mean contribution, shares by layer
     hidden   rows of down, by |h_j| |down_j|, shares by layer
     neurons  gates and hidden together
@@ -99,8 +100,9 @@ def _limits(
     allocation: Allocation,
     bytes_of: Bytes,
 ) -> tuple[tuple[LayerLimits, ...], float, Any] | None:
-    """Limits, the share that they save, and its distribution; None: the rule cannot save that
-    much."""
+    """Limits, the share of the bytes that they save, and the mean share silenced of each kind.
+
+    None if the rule cannot save that much."""
     if rule == "cats":
         neurons = share * bytes_of.total / float((bytes_of.up_L + bytes_of.down_L).sum())
         if neurons >= 1:
@@ -144,7 +146,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("models", type=Path, nargs="+")
     parser.add_argument("--tune", type=Path, required=True, help="text that limits are chosen on")
-    parser.add_argument("--check", type=Path, required=True, help="other text, to report on")
+    parser.add_argument("--check", type=Path, required=True, help="held-out text, to measure on")
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--rules", nargs="+", default=["cats", *RULES])
     parser.add_argument("--output", type=Path)

@@ -1,4 +1,4 @@
-"""Compares the logits of two builds bit by bit, over types, modes, levels, graphs and plans.
+"""Compares the logits of two builds bit by bit, over types, modes, levels, model graphs and plans.
 
     same_bits.py --hashes > before.json      with the Python of each build
     same_bits.py before.json after.json
@@ -43,7 +43,8 @@ def digest(logits: torch.Tensor) -> str:
 
 
 def of_engine(engine: Engine) -> list[str]:
-    """One row per step, many rows in one step, and layer by layer in torch."""
+    """Digests of the logits: one row per step, many rows in one step, and layer by layer in torch,
+    as under an observer."""
     with engine.observe(lambda n, i, t: None, lambda n, i: False):
         plain = engine.logits(IDS)
     return [digest(stepped(engine)), digest(engine.logits(IDS)), digest(plain)]
@@ -95,7 +96,7 @@ def chosen_limits(model: ModelFile, fields: tuple[str, ...] = ALL) -> Limits:
 
 
 def of_limits(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Models with limits on inputs and neurons, in every form of storage, and divided by a plan."""
+    """Models with limits, in every form of storage, and one whose neurons a plan divides."""
     for way, fields in STORED.items():
         model = stored(model_of("q8_0"), fields)
         model = model.with_limits(chosen_limits(model), "here")

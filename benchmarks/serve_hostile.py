@@ -1,4 +1,4 @@
-"""Sends a server thousands of requests that no honest client sends, and checks that it survives.
+"""Sends a server many malformed, oversized or badly timed requests, and checks that it survives.
 
 Each must be answered with a status that is correct for it, never a 5xx, or be disconnected where
 that is correct; afterwards the server must answer an honest request as before, and its memory must
@@ -6,7 +6,7 @@ not have grown by more than MAX_GROWTH since SETTLING of the requests.
 
     python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
-About half of the requests are an honest one with one or two values replaced or added."""
+About half of the requests are honest ones with one or two values replaced or added."""
 
 import argparse
 import asyncio
@@ -73,13 +73,14 @@ JUNK: tuple[Any, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`data` is sent; then the client closes its sending half, hangs up, or waits for an answer."""
+    """`data` is sent; then the client hangs up, or waits for an answer, perhaps after closing its
+    sending half. `right` has the statuses that are correct."""
 
     name: str
     data: bytes
     right: frozenset[int]
     closes_half: bool = False
-    pieces: int = 1  # number of pieces the data is sent in, with pauses
+    pieces: int = 1  # the most pieces that the data is sent in, with pauses
     hangs_up: bool = False  # without waiting for an answer
 
 
@@ -134,7 +135,7 @@ def growth(server: ServerProcess, rss_before: int) -> float | None:
 
 
 async def _after(server: ServerProcess, before: object) -> list[str]:
-    """What is wrong with the server now."""
+    """Faults found after all requests: a different answer to an honest one, or a traceback."""
     found = []
     if (await ask(server.port, CHAT, HONEST)).json["choices"] != before:
         found.append("an honest request is answered differently than before")
@@ -349,7 +350,8 @@ def wrong_host(draw: random.Random) -> Case:
 
 
 def unfinished(draw: random.Random) -> Case:
-    """Stops in the middle of the headers or the body, and waits, or closes its sending half."""
+    """Stops in the middle of the headers or the body, and waits, mostly after closing its sending
+    half."""
     whole = request_bytes(_path(draw), HONEST)
     data = whole[: draw.randrange(1, len(whole))]
     right = frozenset({400, 408, HUNG_UP})
@@ -370,7 +372,7 @@ def gone(draw: random.Random) -> Case:
 
 
 def slow(draw: random.Random) -> Case:
-    """Many pieces, yet complete in time: an honest request over a bad line."""
+    """An honest request over a bad line: in many pieces, yet complete in time."""
     data = request_bytes(CHAT, HONEST)
     return Case(name="slow", data=data, right=frozenset({200}), pieces=draw.randint(2, 30))
 

@@ -10,12 +10,11 @@ lengths, some with a common prefix) is first answered alone. Then each client se
 after another; for a third of them it disconnects at a random moment, before the first token or
 later. After a refusal because the queue is full, it waits and sends another one. The numbers of
 running and waiting texts are read from /metrics about twice a second and checked against their
-bounds.
-Times to the first token include the wait in the queue.
+bounds. Times to the first token include the wait in the queue.
 
 Resident memory of the server and its child process is sampled as often, after texts nearly as long
 as the context have filled all places. Its growth is that from the mean of the second fifth of the
-samples to that of the last. Clients run on the same processor."""
+samples to the mean of the last fifth. Clients run on the same processor."""
 
 import argparse
 import asyncio
@@ -63,7 +62,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Tally:
-    """The clients' observations."""
+    """What the clients and the watcher of the server observed."""
 
     finished: int = 0
     cancelled: int = 0
@@ -102,7 +101,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 
 async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result of a run; `arguments` must hold the options that the server was started with."""
+    """Runs the benchmark. `arguments` must hold the options that the server was started with."""
     pool = requests(arguments)
     alone = [await stream(server.port, each.path, each.body) for each in pool]
     wanted = [(answer.text, answer.finish) for answer in alone]
@@ -117,8 +116,8 @@ async def measure(server: ServerProcess, arguments: argparse.Namespace) -> dict[
 
 
 async def _fill(server: ServerProcess, arguments: argparse.Namespace) -> None:
-    """Fills all places, also those of kept texts, with texts of nearly the context, because the
-    cache's memory becomes resident only when it is first written."""
+    """Fills all places, also those of kept texts, with texts nearly as long as the context,
+    because the cache's memory becomes resident only when it is first written."""
     draw = random.Random(arguments.seed)
     for _ in range(2):
         texts = [
@@ -265,7 +264,7 @@ async def _check_rest(server: ServerProcess, tally: Tally) -> None:
 
 
 def growth(rss_bytes: list[int]) -> float:
-    """Relative growth from the mean of the second fifth of the samples to that of the last."""
+    """Relative growth of the mean, from the second fifth of the samples to the last fifth."""
     fifth = max(1, len(rss_bytes) // 5)
     return statistics.mean(rss_bytes[-fifth:]) / statistics.mean(rss_bytes[fifth : 2 * fifth]) - 1
 

@@ -5,15 +5,15 @@ without a known prefix.
 
     python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
 
-MODEL is our model file, STOCK the same for llama.cpp (`make smollm2`). All servers stay up, one is
-queried at a time; llama-server runs with and without its flash attention, and the faster counts. In
-a round all clients request --tokens tokens at the same moment, each after its own text of some 100
-tokens: greedy, end tokens ignored, no kept prompts. A figure is all tokens over the time from the
-first request to the last answer, prompts included. Texts are the same on both sides and new in each
-round.
+MODEL is our model file, STOCK the same for llama.cpp (`make smollm2`). All servers stay up, and one
+is queried at a time; llama-server runs with and without its flash attention, and the faster counts.
+In a round all clients request --tokens tokens at the same moment, each after a text of about 100
+tokens of its own: greedy, end tokens ignored, no kept prompts. A figure is all tokens over the time
+from the first request to the last answer, prompts included. Texts are the same on both sides and
+new in each round.
 
-Prefix: the time to the first token of a prompt that begins with 1,000 new tokens, and of another
-question after the same 1,000. Ratios are medians of the rounds' ratios.
+Prefix: the time to the first token of a prompt that begins with about 1,000 new tokens, and of a
+second prompt that begins with the same ones. Ratios are medians of the rounds' ratios.
 
 llama-server is built from the llama.cpp that llama-cpp-python (tests/llamacpp/requirements.txt)
 ships, patched by tests/llamacpp/mend.sh: cmake with Release, GGML_NATIVE=ON,
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def start(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, int]:
-    """The ports of the servers, by side."""
+    """Starts all servers; returns their ports by side."""
     most = max(COUNTS)
     options = [
         "--parallel",

@@ -3,14 +3,14 @@
     python benchmarks/silu_thresholds.py [CHECKPOINT]     # the bundled twin by default
 
 Histograms and the greedy search see the training text of examples/tiny-relu/corpus.py; results are
-measured on its held-out modules, dense and sparse in one run. Three ways to divide the same mean
-sparsity: the same for every layer (`uniform`), the greedy search's (`greedy`), and the greedy
-search's with weighted neurons (`weighed`), which compares |act(gate_j)| times the mean |up_j| times
-|down_j|, an estimate of a neuron's contribution. Limits (docs/rules.md) can express the last,
-thresholds cannot.
+measured on its held-out modules, dense and sparse in one run. The same mean sparsity is divided in
+three ways: equally among the layers (`uniform`), as the greedy search finds (`greedy`), and as it
+finds, but with weighted neurons (`weighed`): these are silenced by |act(gate_j)| times the mean
+|up_j x| times |down_j|, an estimate of a neuron's contribution. Limits (docs/rules.md) can express
+the last, thresholds cannot.
 
-FFN sparsity is the share of silent neurons: their rows of up and down are not read in mode exact.
-The rows of the gate are, so the bytes of a layer fall by 2/3 of it."""
+FFN sparsity is the share of silent neurons, whose rows of up and down are not read in mode exact.
+All rows of the gate are read, so the bytes of the feed-forward layers fall by 2/3 of it."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ from sparkinfer.profile_file import EDGES, NUM_BINS
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (0.25, 0.4, 0.5, 0.65)
-TINY = 1e-4  # activations below it say nothing about up
+TINY = 1e-4  # activations up to this are too small to divide by
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def _path(meter: Meter, num_layers: int) -> dict[float, Allocation]:
 
 
 def _row(checker: Meter, sparsity_L: tuple[float, ...]) -> dict:
-    """The current thresholds on the held-out text."""
+    """Measures the current thresholds on the held-out text."""
     counter = ShareCounter(checker.engine.model)
     with checker.engine.observe(counter.observe, counter.wants):
         cost = checker.run()
@@ -148,8 +148,8 @@ def _row(checker: Meter, sparsity_L: tuple[float, ...]) -> dict:
 
 
 class UpSizes:
-    """An observer: the mean |up_j x| of every neuron, from what `exact` shows without thresholds:
-    act(gate) is known, and the hidden value is its product with up."""
+    """An observer that sums |up_j x| of every neuron in mode exact with thresholds of 0: act(gate)
+    is known, and the hidden value is its product with up_j x."""
 
     def __init__(self, engine: Engine) -> None:
         self.gates = [layer.ffn.gate for layer in engine.layers]
@@ -171,7 +171,7 @@ class UpSizes:
 
 
 def _neuron_weights(engine: Engine, windows: tuple[Tensor, ...]) -> Tensor:
-    """f32 [L, F]: mean |up_j x| times |down_j|, of mean 1 in a layer."""
+    """f32 [L, F]: mean |up_j x| times |down_j|, scaled to a mean of 1 in each layer."""
     engine.set_thresholds((0.0,) * engine.model.shape.num_layers)
     sizes = UpSizes(engine)
     with engine.observe(sizes.observe, sizes.wants):
@@ -206,8 +206,8 @@ def _weighed_magnitudes(
 
 
 def _set_weighed(engine: Engine, threshold_L: tuple[float, ...], weights_LF: Tensor) -> None:
-    """One threshold per neuron, only in this experiment: the layer's divided by the neuron's
-    weight."""
+    """Sets a threshold for each neuron, only in this experiment: the layer's divided by the
+    neuron's weight."""
     layers = tuple(
         replace(layer, ffn=replace(layer.ffn, gate=replace(layer.ffn.gate, threshold=value / w_F)))
         for layer, value, w_F in zip(engine.layers, threshold_L, weights_LF, strict=True)

@@ -117,7 +117,8 @@ def _measure(folder: Path, arguments: argparse.Namespace) -> dict:
 
 
 def _trainer(student: Student, folder: Path, corpus: Path) -> tuple[Trainer, tuple[Tensor, ...]]:
-    """A trainer with the neurons' weights, measured as before the first step."""
+    """A trainer that has measured the neurons' weights, as before its first step; and the windows
+    that it measured them on."""
     config = SparsifyConfig(model=folder, corpora=(corpus,), output=Path("none"))
     schedule = Schedule(shares=(0.6,), steps_of_share=1, learning_rate=1.0, warmup_steps=0)
     trainer = Trainer(config, student, schedule, Ranks())
@@ -152,8 +153,8 @@ def _rows(found: dict[str, Quality]) -> dict[str, dict]:
 
 
 def _in_f32(folder: Path, trained: Path, windows: tuple[Tensor, ...], num_tokens: int) -> dict:
-    """The same without rounding of the products, on fewer tokens; and in bf16 on the same
-    tokens."""
+    """The trained checkpoint's quality on fewer tokens, with products in f32 and, on the same
+    tokens, in the type of the other rows (bf16 if the CPU has it)."""
     found = {}
     for dtype in (torch.float32, dtype_of("auto", "cpu")):
         student = load_student(folder, "threshold", dtype, "cpu")
@@ -165,7 +166,7 @@ def _in_f32(folder: Path, trained: Path, windows: tuple[Tensor, ...], num_tokens
 
 
 def _extrapolated(run: dict) -> list[dict]:
-    """KL = a tokens^-b through the points of each share, from where the share is constant."""
+    """Fits KL = a tokens^b to the points of each share that was held at three points or more."""
     points = [p for p in run["record"]["curve"] if p["quality"]["kl"] > 0]
     found = []
     for share in sorted({p["wanted_share"] for p in points}):

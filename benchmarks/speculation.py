@@ -2,16 +2,17 @@
 
     OMP_NUM_THREADS=1 python benchmarks/speculation.py build/smollm2 [--planted build/bench/q8_0.gguf]
 
-A real chat model (`make smollm2`) writes two texts: a Python file of 150 lines again (greedily), and
-a story, both greedily and sampled with a fixed seed. In each round the text is generated without drafts and with each drafter, in sequences of one engine
-that alternate every few tokens, so that other load affects all alike; the tokens are compared, and
-the time runs from the first token to the last. The controller starts afresh each time. For the
-planted model, whose text is meaningless, only the steps are timed.
+A real chat model (`make smollm2`) rewrites a Python file of 150 lines (greedily) and writes a story
+(greedily, and sampled with a fixed seed). In each round a text is generated without drafts and with
+each drafter, in sequences of one engine that alternate every few tokens, so that other load affects
+all alike; the tokens are compared, and the time runs from the first token to the last. The
+controller starts afresh each time. For the planted model, whose text is meaningless, only the steps
+are timed.
 
-Steps of 1 to 17 rows are timed in turn. From their times follow the drafted tokens a step must
-accept to break even, and the share of right guesses at which a draft of that length does. All
-figures are medians of the rounds; the last line on stdout is one JSON object, which also goes to
-results/."""
+Steps of 1 to 17 rows are timed in turn. From their times follow the number of drafted tokens that a
+step must accept to break even, and the share of right guesses at which drafts of that length break
+even. Figures are medians of the rounds; the last line on stdout is one JSON object, which also goes
+to results/."""
 
 import argparse
 import hashlib
@@ -43,7 +44,7 @@ ROWS = range(1, 18)
 TURN = 8  # tokens of a text before the next one goes on
 START = 600  # tokens in the cache before a timed step
 FILE = Path(__file__).parent.parent / "tests" / "models.py"
-NUM_LINES, NUM_GIVEN = 150, 12  # of the file; of these, given as the beginning of the answer
+NUM_LINES, NUM_GIVEN = 150, 12  # lines of the file, and how many of them begin the answer
 TASK = "Write this file again, with a better docstring for the module."
 STORY = "Write a long story about an old lighthouse keeper and a storm."
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}"
@@ -205,8 +206,8 @@ def _summary(
 
 def _steps(engine: Engine, rounds: int) -> dict[str, list[float]]:
     """The cost of steps of 1 to 17 rows: milliseconds, the ratio to one row, the drafted tokens
-    that must be accepted to break even, and the acceptance rate (equal at every place) that gives
-    them."""
+    that must be accepted to break even, and the acceptance rate, the same at every place, at which
+    they are."""
     vocab_size = engine.model.shape.vocab_size
     with engine.sequence() as text:
         text.extend([n * 7919 % vocab_size for n in range(START)], "none")
@@ -230,7 +231,8 @@ def _steps(engine: Engine, rounds: int) -> dict[str, list[float]]:
 
 
 def _right_share(length: int, ratio: float) -> float:
-    """The a with 1 + a + ... + a^length = ratio, at most 1; by bisection."""
+    """The a in [0, 1] with 1 + a + ... + a^length = ratio, by bisection; 1 if the ratio is larger,
+    and 0 without a draft."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

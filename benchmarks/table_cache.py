@@ -10,7 +10,7 @@ NAMES = {
     "tiny-relu": "bundled model, predicted",
     "smollm2": "SmolLM2, half of the neurons silenced, exact",
 }
-OWN = "code"  # the text of the profile's own subject
+OWN = "code"  # the text on the subject of the profile
 
 
 def cache_replay() -> str:

@@ -21,7 +21,7 @@ def cache_types() -> str:
 
 
 def cache_speed() -> str:
-    """A row for each type: decode after so many tokens, times llama.cpp's speed in the same run."""
+    """A row for each type: decode speed at each depth over llama.cpp's in the same run."""
     rows = [
         [f"`{name}`", *(times(found[depth]["times_rival"]) for depth in DEPTHS)]
         for name, found in result(FILE)["speed"]["types"].items()

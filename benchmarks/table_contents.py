@@ -1,4 +1,5 @@
-"""The tables of the documents, each a function of the files in benchmarks/results.
+"""Most tables of the documents, each a function of the files in benchmarks/results, and the
+helpers of the other table_*.py.
 
 `TABLES` maps a name, as the documents write it, to the function that makes the Markdown. Ratios are
 llama.cpp's seconds over ours unless the header says otherwise: above 1 ours is faster."""
@@ -135,7 +136,8 @@ def trained_speed_wide() -> str:
 
 
 def _trained_speed(name_of_result: str, untrained: str) -> str:
-    """Each trained file, beside its own mode dense and the untrained q8_0."""
+    """A row for each trained file: its mode exact against its mode dense, and against the untrained
+    q8_0."""
     found = result(name_of_result)
     runs, losses = found["speed"]["runs"], found["loss"]["runs"]
     rows = []
@@ -152,7 +154,7 @@ def _trained_speed(name_of_result: str, untrained: str) -> str:
 
 
 def sparsify_curve() -> str:
-    """Every third point of each run."""
+    """The untrained model at each share, and every third point of each run."""
     rows = []
     for run in result(SPARSIFY)["runs"]:
         record = run["record"]

@@ -99,7 +99,7 @@ CHINESE = Words(
 
 
 def between(words: Words, ratios: list[float]) -> str:
-    """The slowest and the fastest processor."""
+    """The lowest and the highest of the processors' ratios, in words."""
     return words.between.format(slow=times(min(ratios)), fast=times(max(ratios)))
 
 

@@ -7,7 +7,7 @@ from table_contents import markdown, result
 
 NAME = "gpu-proof"
 NOTHING = "nothing"
-_WIDEST = 150  # characters of a cell
+_WIDEST = 150  # characters of a cell, without the space before its last form
 _GROUPS = {
     "memory": ("ld", "st", "ldmatrix", "stmatrix"),
     "between threads": ("shfl", "redux", "bar"),

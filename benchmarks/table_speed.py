@@ -10,7 +10,7 @@ RIVALS = ("llama.cpp", "llama.cpp, flash")
 # ---- a real chat model, dense -------------------------------------------------------------------
 
 
-# The processors of a cloud's "AMD EPYC", by family: 25 and 26.
+# A cloud calls both processors "AMD EPYC". Zen 4 is family 25, Zen 5 is family 26.
 ZEN_4, ZEN_5 = "amd-epyc", "amd-epyc-family-26"
 SMOLLM2 = "SmolLM2-135M-Instruct"
 
@@ -73,7 +73,7 @@ def chat_model_forced() -> str:
 
 
 def batch(model: str, label: str, mode: str, processors: dict[str, str]) -> str:
-    """`processors`: the names of results by what the table calls the processor."""
+    """`processors` maps the table's name of a processor to the one in the results' file names."""
     rows = []
     for processor, name in processors.items():
         rates = result(f"batch-{model}-{name}")["tokens_per_s"]

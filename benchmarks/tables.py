@@ -1,10 +1,11 @@
 """Fills the tables of the documents from the results that the benchmarks wrote.
 
     python benchmarks/tables.py            rewrites every marked block
-    python benchmarks/tables.py --check    exits with 1 where a block has drifted; writes nothing
+    python benchmarks/tables.py --check    exits with 1 if a block has drifted; writes nothing
 
-A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`. The files table_*.py
-define the names. The measurements in these tables come from JSON files in benchmarks/results."""
+A block in a Markdown file is `<!-- table: NAME -->`, the table, `<!-- end -->`. The files
+table_*.py define the names. The measurements in these tables come from JSON files in
+benchmarks/results."""
 
 import argparse
 import re

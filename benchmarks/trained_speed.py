@@ -8,9 +8,9 @@
 file runs in mode dense, its trained weights without limits, and in mode exact, with them.
 
 Loss: KL of every file and mode from the reference on the same windows of held-out text, with a 95 %
-interval. Speed: decode steps over the same text, STEPS at a time, all files and modes in turn within
-a round. The rounds of earlier sessions in the JSON are kept. Bytes are weights that a step reads:
-those of the layers as the runtime counts them, and the head's."""
+interval. Speed: decode steps over the same text, STEPS at a time, all files and modes in turn
+within a round. The rounds of earlier sessions in the JSON are kept. Bytes are those of the weights
+that a step reads: the layers' as the runtime counts them, and the head's."""
 
 import argparse
 import json
@@ -87,7 +87,7 @@ class Timed:
             self.read[part] = self.read.get(part, 0) + count - before[part]
 
     def result(self, earlier: dict[str, Any]) -> dict[str, Any]:
-        """With the rounds of earlier sessions."""
+        """The run's figures; times include the rounds of earlier sessions."""
         count = sum(map(len, self.rounds)) + STEPS  # with those that warmed up
         round_s = [*earlier.get("round_s", ()), *(sum(t) / len(t) for t in self.rounds)]
         model = self.engine.model

@@ -2,12 +2,12 @@
 
     python wide_model.py CHECKPOINT FOLDER [FACTOR]
 
-reads a Hugging Face folder or a model file in f16, and writes a folder whose hidden dimensions,
-heads and neurons are FACTOR times as many (3 by default), each a copy of one of the model's. A
-weight that multiplies a value is split over the copies of that value, by random positive shares
-that sum to 1, so no two copies are equal. Copies of neurons are scattered over their layer. Every
-gate is therefore what it was, for each of its copies, and limits and firing rates keep their
-meaning; limits in the folder are widened too. A mean square does not change when every value is
+reads a Hugging Face folder or a model file, and writes a folder with FACTOR times as many hidden
+dimensions, heads and neurons (3 by default), each a copy of one of the model's. A weight that
+multiplies a value is split over the copies of that value, by random positive shares that sum to 1,
+so the copies of a neuron have different weights. Copies of neurons are scattered over their layer.
+Each copy of a gate therefore has the gate's value, and limits and firing rates keep their meaning;
+limits in the folder are widened too. A mean square does not change when every value is
 repeated, so norms are repeated. With a tied head, logits would be FACTOR times as large: the last
 norm is divided by it.
 
