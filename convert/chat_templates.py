@@ -19,7 +19,8 @@ def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
     """Returns (keys, notes). The default template gets GGUF's standard key, each other template a
     key derived from its name, and one more key lists those names.
 
-    Raises SparkinferError for templates that are not strings."""
+    Raises SparkinferError for a file that cannot be read, and for templates that are not
+    strings."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
     found = found or _of_json(folder / "chat_template.json")
     keys: dict[str, Value] = {}
@@ -34,7 +35,8 @@ def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
 
 
 def _key_name(name: str) -> str:
-    """The key as gguf's writer spells it: anything but ASCII letters and digits becomes _."""
+    """The name as gguf's writer spells it in a key: anything but ASCII letters and digits becomes
+    an underscore."""
     return "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
 
 

@@ -83,7 +83,7 @@ class Checkpoint:
         mapped as long as the view exists.
 
         While a caller holds the tensor, others get the same one, in any thread: each further
-        mapping would count as this process's memory."""
+        mapping would count as more memory of this process."""
         with self._lock:
             tensor = self._mapped.get(name)
             if tensor is None:
@@ -91,7 +91,8 @@ class Checkpoint:
             return tensor
 
     def model_id(self) -> str:
-        """See model_file.compute_model_id; does not depend on how the weights are stored."""
+        """See model_file.compute_model_id. The kind and the number of weight files do not
+        matter."""
         return compute_model_id(self.config, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
@@ -132,8 +133,8 @@ def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
 
 
 def _is_file_name(name: str) -> bool:
-    """True if the name stays in the folder; \\0 and long names make the operating system's calls
-    fail."""
+    """True for a bare name that can be looked up: with a \\0 or more than 255 bytes, the operating
+    system's calls fail."""
     return Path(name).name == name and "\0" not in name and len(name.encode()) < 256
 
 

@@ -147,8 +147,9 @@ class ConfigReader:
         """The shape with its rotary constants, and Llama 3's divisors of the frequencies (f32
         [head_width / 2]) or None.
 
-        Both come from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys are
-        given, `rope_scaling` takes precedence, as in transformers."""
+        They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys
+        are given, `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a
+        key of the config itself."""
         self.check_size(shape)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
@@ -204,13 +205,14 @@ class ConfigReader:
 
 
 def _instead(rope_type: object) -> str:
-    """Phi-3 is published with and without its long context, as two checkpoints."""
+    """A hint about Phi-3, which is published with and without its long context, as two
+    checkpoints; empty for other types."""
     is_long = rope_type in ("longrope", "su")
     return "; use the checkpoint for the short context, if there is one" if is_long else ""
 
 
 def _number(value: object) -> float | None:
-    """The value if it is a number below 1e38 in magnitude, or None."""
+    """The value if it is a number below 1e38 in magnitude, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e38 else None  # a model file has f32

@@ -109,7 +109,7 @@ def draft_of(config: ConvertConfig) -> Draft:
     """The source as a model file, without the predictors and thresholds asked for.
 
     Tensors are read on demand. Of a checkpoint's weights only the samples for the model id are read
-    here, and an output head that has to equal the embedding."""
+    here, and a stored output head with the embedding that it has to equal."""
     is_file = config.source.is_file() or config.source.suffix == ".gguf"
     return _from_model_file(config) if is_file else _from_checkpoint(config)
 
@@ -274,8 +274,8 @@ def _from_model_file(config: ConvertConfig) -> Draft:
 
 
 def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
-    """The model with a `general.file_type`, if it has one, that matches the outtype or else its
-    first up projection."""
+    """The model with its `general.file_type`, if it has one, corrected to match the outtype or, if
+    there is none, its first up projection."""
     number = model.extra_keys.get("general.file_type")
     kind = outtype or model.row_major.tensors["blk.0.ffn_up.weight"].kind
     if not isinstance(number, np.integer) or _is_of_type(int(number), kind):

@@ -14,8 +14,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import type_of
 
 # The smallest magnitude that is refused. Floats: where rounding overflows the type. Blocks: where
-# their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of where
-# the f16 scale of the minima of q4_k and q5_k (the largest magnitude over 63) overflows.
+# their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of that at
+# which the f16 scale of the minima of q4_k and q5_k (the largest magnitude over 63) overflows.
 F16_LIMIT = 65520.0
 LIMITS = {
     "f32": math.inf,
@@ -29,7 +29,7 @@ DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def kind_for(shape: tuple[int, ...], outtype: str) -> str:
-    """The type of a tensor: vectors stay f32, rows that are not whole blocks become f16."""
+    """The type of a tensor: f32 for vectors, f16 for matrices whose rows are not whole blocks."""
     if len(shape) == 1:
         return "f32"
     block, _ = GGML_QUANT_SIZES[type_of(outtype)]
@@ -40,11 +40,11 @@ def encode(
     values: np.ndarray | Tensor, kind: str, name: str, *, rows: np.ndarray | None = None,
     wider: str = "bf16",
 ) -> np.ndarray:  # fmt: skip
-    """The bytes of f32, f16 or bf16 values [M] or [N, M], in an array with the same rows.
+    """The bytes of f32, f16 or bf16 values [M] or [N, M]; each row taken becomes a row of bytes.
 
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
-    in place. `name` identifies the tensor and its file in an error, and `wider` is the outtype that
-    would hold what `kind` cannot. Raises SparkinferError for NaN and infinite values, and for
+    in place. An error names the tensor and its file by `name`, and suggests the outtype `wider`
+    (f32 if `kind` is bf16). Raises SparkinferError for NaN and infinite values, and for
     values that `kind` cannot hold. The bytes are those of gguf.quants or, for K-quants, of ggml."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape

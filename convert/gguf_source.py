@@ -70,8 +70,8 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
 def _targets(
     config: ConvertConfig, keys: dict[str, Value], tensors: dict[str, TensorEntry]
 ) -> dict[str, str]:
-    """The source's name of each tensor by its new name; raises SparkinferError for one that the
-    source has twice."""
+    """Maps the new name of each tensor to its name in the source. Raises SparkinferError for one
+    that the source has twice."""
     graph = ARCHITECTURES.get(str(keys.get("general.architecture")))
     wanted: frozenset[str] = frozenset()
     if config.limits is not None and graph is not None:
@@ -111,7 +111,7 @@ def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
 def _activation_keys(
     config: ConvertConfig, keys: dict[str, Value], found: Layout
 ) -> dict[str, Value]:
-    """Keys for the activation given by the user, which a stock file cannot state."""
+    """Keys for the activation that the user gives because a stock file does not state it."""
     if config.activation is None:
         return {}
     if "sparkinfer.ffn.activation" in keys:
@@ -215,8 +215,8 @@ def activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...
 def _error_notes(
     tensors: dict[str, TensorEntry], entries: dict[str, TensorEntry], names: dict[str, str]
 ) -> tuple[str, ...]:
-    """The block types that were repacked, and the relative error in the first 64 rows of the first
-    such matrix."""
+    """A note for each pair of types between which matrices of blocks are repacked, with the
+    relative error of the first 64 rows of the first such matrix."""
     first: dict[tuple[str, str], str] = {}
     for target, entry in entries.items():
         old = tensors[names[target]]

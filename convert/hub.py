@@ -15,8 +15,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 DESCRIPTIONS = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin"]
-# Files in folders other than that of further chat templates. The hub's patterns have no exceptions, so
-# these list the names that differ in a letter, are shorter, or are longer.
+# Files in folders other than that of further chat templates. The hub's patterns cannot exclude a
+# name, so these match the names that differ from it in a letter, are shorter, or are longer.
 IN_FOLDERS = [
     *(f"{OTHERS[:i]}[!{letter}]*/*" for i, letter in enumerate(OTHERS)),
     *(f"{OTHERS[:i]}/*" for i in range(1, len(OTHERS))),
@@ -25,8 +25,8 @@ IN_FOLDERS = [
 
 
 def find_folder(source: Path) -> Path:
-    """`source` itself if it is a local path or not of the form `org/name`; otherwise the folder in
-    the hub's usual cache, with missing files downloaded.
+    """`source` itself if it exists, if its parent folder does, or if it is not of the form
+    `org/name`; otherwise the folder in the hub's usual cache, with missing files downloaded.
 
     Raises SparkinferError if files are missing there and cannot be downloaded."""
     name = source.as_posix()

@@ -58,8 +58,8 @@ def _sentencepiece_differences(tokenizer: Json) -> list[str]:
 
 def _pairs_joined_otherwise(tokenizer: Json) -> list[tuple[str, str]]:
     """Pairs of tokens that llama.cpp joins although no merge does, or in another order than the
-    merges. llama.cpp joins any two tokens whose texts make a third; the merges may lack such a
-    pair, or have the pairs of one token at several places."""
+    merges. llama.cpp joins any two tokens whose texts make a third. The merges may lack such a
+    pair, or have merges of other tokens between those that make one token."""
     vocabulary, added = tables_of(tokenizer)
     specials = {token["content"] for token in added}
     merges = cast(list, cast(Json, tokenizer["model"])["merges"])

@@ -30,7 +30,7 @@ from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
-# LayerPredictor's names of the arrays of a state dict.
+# A state dict's names of the arrays, and LayerPredictor's.
 PARTS = {
     "fc1.weight": "down_RD",
     "fc2.weight": "up_FR",
@@ -80,9 +80,9 @@ def add_predictors(
 
 
 def _quality(model: ModelFile, source: PredictorSource) -> dict[SparseMode, ModeQuality]:
-    """The recorded quality of the model with these predictors. They were measured together with
+    """The recorded quality of the model with these predictors. It was measured together with
     thresholds or limits, so for SiLU and GELU models it holds only if the model has those of the
-    same run."""
+    same run; otherwise the model keeps its own record of mode exact."""
     if model.activation not in SMOOTH or (model.has_limits and source.limits):
         return dict(source.quality)
     own = model.quality.get("exact")
@@ -99,7 +99,7 @@ def _read_rows(
 
 
 def _open(folder: Path, model: ModelFile, stated: int | None) -> PredictorSource:
-    """`folder` may be the file of predictors itself.
+    """Opens the predictors in a folder, or in the file predictors.safetensors itself.
 
     Raises SparkinferError unless it holds predictors that fit the model."""
     if folder.is_file():
@@ -191,7 +191,7 @@ def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
 def _dejavu_offset(
     path: Path, config: dict[str, object], stated: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """The input layer offset (0 or 1), and a note if it is not stated and 0 is assumed.
+    """The input layer offset (0 or 1), and a note if nobody states it, so that 0 is assumed.
 
     Predictors of DejaVu and PowerInfer read the input of their own layer, those of SparkInfer that
     of the layer before. Their files look alike."""

@@ -11,8 +11,8 @@ from torch import Tensor
 class SourceTensor:
     """`read` returns the stored weights, a view of the mapped file if possible.
 
-    `same_as` is set for tied weights in a pickle: among several names of the same bytes, all but
-    the alphabetically last refer to that one. Otherwise it is None."""
+    `same_as` is set for tied weights in a pickle: of several names of the same values, all but the
+    alphabetically last refer to the last. Otherwise it is None."""
 
     file: Path
     shape: tuple[int, ...]

@@ -19,7 +19,8 @@ class TensorTypes:
     override says otherwise.
 
     An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
-    tensor's name; the first match counts (as in `--tensor-type` of llama.cpp's quantiser)."""
+    tensor's name; the first override that matches counts (as in `--tensor-type` of llama.cpp's
+    quantiser). Overrides do not apply to vectors."""
 
     outtype: str
     overrides: tuple[str, ...] = ()

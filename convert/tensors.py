@@ -66,8 +66,8 @@ def tensor_entries(
 
 
 def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Iterator[Restored]:
-    """Every tensor of the checkpoint that is used, with the values that are in the file
-    `written`."""
+    """Every tensor of the checkpoint that is used, a fused one in parts, with the values that are
+    in the file `written`."""
     wanted = _wanted(plan)
     sources = _sources(checkpoint, plan, wanted)
     for name in wanted:
@@ -124,7 +124,8 @@ def _wanted(plan: Blueprint) -> Shapes:
 
 
 def _rows(plan: Blueprint, name: str) -> Rows | None:
-    """The rule for a tensor of the model file, with its source's full name."""
+    """How the rows of a tensor of the model file are reordered, with the source's full name; None
+    if they are not."""
     prefix, inner = _split(name)
     rows = plan.rows.get(inner)
     if rows is None:

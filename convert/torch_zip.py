@@ -17,11 +17,13 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import require_file
 from sparkinfer.mapped_files import map_whole
 
-# 405 billion parameters are 1,200 tensors of about 150 bytes of pickle and directory each.
+# A model of 405 billion parameters has 1,200 tensors; each takes up to about 150 bytes of the
+# pickle and of the directory.
 MAX_DIRECTORY_BYTES = 8 << 20
 MAX_PICKLE_BYTES = 4 << 20
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, ..., bytes of the name and of extra fields
-END = struct.Struct("<4s8xLLH")  # signature, ..., bytes and place of the directory, comment
+# signature, ..., size and place of the directory, size of the comment
+END = struct.Struct("<4s8xLLH")
 END_64_BYTES, LOCATOR_64_BYTES = 56, 20
 RESAVE = "load it with torch and save it again with torch.save, or as safetensors"
 
@@ -43,7 +45,7 @@ class Broken(Exception):
 def open_torch_zip(path: Path, what: str) -> TorchZip:
     """Maps a file written by torch.save and reads its directory and its pickle's bytes.
 
-    Raises SparkinferError for a missing, truncated, compressed or foreign file."""
+    Raises SparkinferError for a missing, truncated, compressed, big-endian or foreign file."""
     require_file(path, what)
     try:
         with path.open("rb") as stream:
@@ -70,7 +72,9 @@ def _line(error: Exception) -> str:
 
 
 def _check_directory_size(mapping: mmap.mmap) -> None:
-    """zipfile makes an object for every 46 bytes of a directory before it checks them."""
+    """Raises Broken for a directory above MAX_DIRECTORY_BYTES or larger than the file, and for a
+    file that does not end with one: zipfile makes an object for every 46 bytes of a directory
+    before it checks them."""
     end = len(mapping) - END.size
     if end < 0:
         raise Broken("it is cut short")

@@ -55,9 +55,9 @@ def num_tokens(tokenizer: Json) -> int:
 def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None:
     """`tokenizer.ggml.*` for `vocab_size` tokens, or None if llama.cpp has no counterpart.
 
-    Ids without a token become [PADn] of type unused, as in llama.cpp's converter. Two tokens with
-    the same text, at which llama.cpp aborts, an empty text, and a text with a NUL, up to which
-    llama.cpp reads, give None too."""
+    Ids without a token become [PADn] of type unused, as in llama.cpp's converter. Also None if two
+    tokens have the same text (llama.cpp aborts), or if a text is empty or contains a NUL (llama.cpp
+    reads only up to it)."""
     model = cast(Json, tokenizer["model"])
     if model.get("type") != "BPE":
         return None
@@ -86,7 +86,8 @@ def vocabulary_keys(tokenizer: Json, vocab_size: int) -> dict[str, Value] | None
 
 
 def byte_level_kind(tokenizer: Json) -> ByteLevelKind | None:
-    """The kind of a byte-level BPE; None for others and if llama.cpp splits differently."""
+    """The kind of a byte-level BPE; None for other tokenizers, and for those that llama.cpp would
+    split text for differently."""
     steps = steps_of(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None

@@ -63,7 +63,8 @@ def _llama(
 
 
 def llama_shape(read: ConfigReader, has_window: bool = True) -> tuple[ModelShape, tuple[str, ...]]:
-    """The keys that Llama's relatives share, and a note on a sliding window."""
+    """The shape, from the keys that Llama's relatives share, and a note if a sliding window cuts
+    the context."""
     heads, kv_heads, head_width = read.heads("num_attention_heads")
     context, notes = read.window(read.count("max_position_embeddings"), has_window)
     shape = ModelShape(

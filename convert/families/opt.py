@@ -11,7 +11,7 @@ from sparkinfer.convert.blueprint import IGNORED, Blueprint, Rows
 from sparkinfer.convert.config_reader import UNGATED, ConfigReader
 from sparkinfer.convert.families.family import Family
 
-# transformers' OPTLearnedPositionalEmbedding starts at this row; PowerInfer keeps the rows before.
+# transformers' OPTLearnedPositionalEmbedding starts at this row. PowerInfer keeps those before it.
 FIRST_POSITION = 2
 NAME = re.compile(r"(?:model\.)?(?:decoder\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
 OUTER = {

@@ -1,4 +1,5 @@
-"""Phi-3: a Llama whose projections are stored as two fused matrices, which are split again here.
+"""Phi-3: a Llama with two fused matrices, one of queries, keys and values and one of gate and up,
+which are split here.
 
 The model file is a `llama`, so everything that runs a `llama` runs this too."""
 

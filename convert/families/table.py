@@ -1,4 +1,4 @@
-"""The table of families by checkpoint. docs/adding-a-family.md says how to add one."""
+"""The table of families. docs/adding-a-family.md says how to add one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.typed import shown
 from sparkinfer.unsupported import CHECKPOINTS, why_not_run
 
-# By `architectures` of config.json.
+# By the first of `architectures` in config.json.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "SparseLlamaForCausalLM": PROSPARSE,
@@ -31,7 +31,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
-    """Raises SparkinferError, naming the key, for a model that would be computed wrongly, or whose
+    """The blueprint that the config's family derives from it.
+
+    Raises SparkinferError, naming the key, for a model that would be computed wrongly, or whose
     sizes are above the largest dimension of the checkpoint's tensors (`max_rows`).
 
     Only the config is read: Python code in a checkpoint is never run."""

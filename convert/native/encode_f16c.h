@@ -1,5 +1,5 @@
-// What encode_template.h needs, for processors with AVX2 and F16C. Included inside the anonymous
-// namespace of encode_avx2.cpp and encode_avx512.cpp.
+// The functions that encode_template.h needs, for processors with AVX2 and F16C. Included inside
+// the anonymous namespace of encode_avx2.cpp and encode_avx512.cpp.
 
 constexpr int BLOCK = 32;
 
@@ -17,7 +17,8 @@ inline void floats_to_f16(const float* x, uint8_t* p) {
     }
 }
 
-// Transposes 8 x 8 values: swaps pairs, then fours, then halves.
+// Transposes 8 x 8 values: interleaves pairs of rows, then pairs of pairs, then exchanges 128-bit
+// halves.
 inline void turn_8x8(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
     __m256 row[8], pair[8];
     for (int i = 0; i < 8; ++i) row[i] = _mm256_loadu_ps(from + i * from_stride);

@@ -6,7 +6,7 @@ constexpr int BLOCK = 32;
 
 inline float f16_to_float(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
-    const uint32_t rest = static_cast<uint32_t>(half & 0x7FFF) << 13;  // exponent still biased by 15
+    const uint32_t rest = static_cast<uint32_t>(half & 0x7FFF) << 13;  // exponent biased by 15
     uint32_t bits;
     float f;
     if (rest >= 0x0F800000) {  // infinity and NaN
@@ -22,7 +22,7 @@ inline float f16_to_float(uint16_t half) {
     return f;
 }
 
-// To nearest even, for magnitudes below 65520.
+// Rounds to nearest even, for magnitudes below 65520.
 inline uint16_t float_to_f16(float f) {
     uint32_t bits;
     __builtin_memcpy(&bits, &f, 4);

@@ -205,7 +205,7 @@ uint32_t encode_rows(const Job& job) {
 
 // Rows and columns transposed at a time, in two buffers of 16 KiB each (64 KiB for K-quants).
 constexpr int64_t TILE = 64;
-// The part of a row packed at once: a tile, or the four that make a K-quant's block.
+// Values of a row packed at once: the width of a tile or, for K-quants, of the four in a block.
 template <class Target>
 constexpr int64_t WIDTH = Target::VALUES > TILE ? Target::VALUES : TILE;
 

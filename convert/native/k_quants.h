@@ -10,7 +10,8 @@ constexpr int SUPER_BLOCK = 256;
 typedef float Eight __attribute__((vector_size(32)));
 typedef int32_t EightInts __attribute__((vector_size(32)));
 
-// Rounds magnitudes up to 2^22 to the nearest integer; beyond, returns its low 23 bits, as ggml does.
+// Rounds to the nearest integer if the magnitude is below 2^22; otherwise returns what ggml's
+// nearest_int does with its assertion off.
 inline int32_t nearest(float x) {
     return static_cast<int32_t>(bits_of(x + 12582912.0f) & 0x007fffff) - 0x00400000;
 }
@@ -55,8 +56,8 @@ struct Fit {
     EightInts quant[BLOCK];
 };
 
-// make_qkx2_quants: trial t takes (first + 0.1 t + MOST) / range for the inverse scale, then the least
-// squares for scale and minimum; better trials change the range for later ones.
+// make_qkx2_quants: trial t takes (first + 0.1 t + MOST) / range as the inverse scale, then fits
+// scale and minimum by least squares; better trials change the range of later ones.
 template <int MOST, int TRIALS>
 inline void fit_with_minimum(const Eight* x, float first, Fit& fit) {
     Eight squares = {}, average, weight[BLOCK];

@@ -1,6 +1,6 @@
 """The C++ encoder in this folder, called on torch tensors.
 
-It reads f32, f16 or bf16 weights in place, along rows or columns, writes the same bytes as
+It reads f32, f16 or bf16 weights in place, by rows or by columns, writes the same bytes as
 gguf.quants or, for K-quants, ggml, and finds the largest magnitude in the same pass.
 
 If the C++ is not built, importing this raises SparkinferError.
@@ -52,9 +52,10 @@ def encode_rows(
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """Bytes, uint8 [N, row bytes], and the largest magnitude, which is NaN if there is a NaN.
 
-    weight_NM: f32, f16 or bf16 on the CPU, rows or columns contiguous (others are copied). rows:
-    int64, the rows to encode, in order; None means all. If the magnitude reaches `limit`, the bytes
-    are meaningless. `level` is one of usable_levels(), by default the best."""
+    weight_NM: f32, f16 or bf16 on the CPU, rows or (without `rows`) columns contiguous; others are
+    copied. rows: int64, the rows to encode, in order; None means all. If the magnitude is NaN or
+    reaches `limit`, the bytes are meaningless. `level` is one of usable_levels(), by default the
+    best."""
     assert weight_NM.dim() == 2 and weight_NM.is_cpu, (weight_NM.shape, weight_NM.device)
     num_rows, width = weight_NM.shape
     is_by_columns = rows is None and weight_NM.stride(0) == 1 and weight_NM.stride(1) != 1
