@@ -8,11 +8,11 @@ a token reads, the head included. Rules (profile/limit_search.py):
 
     cats     one threshold per layer on |act(gate)|, the same share in every layer (arXiv
              2404.08763)
-    gates    neurons weighted by their mean contribution, shares by layer
-    hidden   rows of down, by |h_j| |down_j|, shares by layer
+    gates    neurons, by the contribution expected from |act(gate_j)|, a share for each layer
+    hidden   rows of down, by |h_j| |down_j|, a share for each layer
     neurons  gates and hidden together
-    inputs   columns of query, key, value, output, gate and up, shares by layer (arXiv 2408.14690,
-             2505.19427)
+    inputs   columns of query, key, value, output, gate and up, a share for each layer (arXiv
+             2408.14690, 2505.19427)
     mixed    all of these, with the shares of each layer and kind that cost least per byte
 
 Every measurement is saved to the JSON at once, so an interrupted run can resume."""

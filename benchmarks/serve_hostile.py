@@ -2,7 +2,7 @@
 
 Each must be answered with a status that is correct for it, never a 5xx, or be disconnected where
 that is correct; afterwards the server must answer an honest request as before, and its memory must
-not have grown by more than MAX_GROWTH since SETTLING of the requests.
+not have grown by more than the share MAX_GROWTH since the first SETTLING (a share) of the requests.
 
     python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
