@@ -286,7 +286,7 @@ def long_prompt(draw: random.Random) -> Case:
 
 
 def too_long(draw: random.Random) -> Case:
-    """The server may hang up before the client has sent all of it."""
+    """A body above the limit. The server may hang up before the client has sent all of it."""
     if draw.random() < 0.5:
         size = draw.choice((MAX_BODY + 1, 1 << 40, 10**30))
         data = request_bytes(CHAT, b"x", headers={"Content-Length": str(size)})

@@ -206,8 +206,8 @@ def _summary(
 
 def _steps(engine: Engine, rounds: int) -> dict[str, list[float]]:
     """The cost of steps of 1 to 17 rows: milliseconds, the ratio to one row, the drafted tokens
-    that must be accepted to break even, and the acceptance rate, the same at every place, at which
-    they are."""
+    that must be accepted to break even, and the acceptance rate, the same at every place, that
+    breaks even."""
     vocab_size = engine.model.shape.vocab_size
     with engine.sequence() as text:
         text.extend([n * 7919 % vocab_size for n in range(START)], "none")

@@ -67,7 +67,7 @@ def main() -> int:
     wrong = drifted(documents())
     if parser.parse_args().check:
         for path in wrong:
-            print(f"{path.relative_to(ROOT)}: has drifted from benchmarks/results; make tables")
+            print(f"{path.relative_to(ROOT)}: has drifted from benchmarks/results; run make tables")
         return 1 if wrong else 0
     for path in wrong:
         path.write_text(filled(path.read_text(), path))

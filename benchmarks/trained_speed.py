@@ -106,7 +106,8 @@ class Timed:
 def speeds(
     runs: Sequence[Run], text: Path, num_rounds: int, earlier: dict[str, Any]
 ) -> dict[str, Any]:
-    """Raises SystemExit if the rounds of earlier sessions are of other files or modes."""
+    """Figures of all runs, timed in turn. Raises SystemExit if the rounds of earlier sessions are
+    of other files or modes."""
     if earlier and list(earlier) != list(map(name_of, runs)):
         raise SystemExit(f"earlier rounds are of {list(earlier)}; give another --output")
     with Engine.load(runs[0][0], mode="dense", device="cpu", is_resident=False) as engine:

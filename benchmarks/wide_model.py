@@ -63,7 +63,7 @@ def widened(
         return split(values, copies, generator)
     parts = name.split(".")
     if parts[-1] != "weight" or not parts[-2].endswith("_proj"):
-        raise SystemExit(f"{name}: is no tensor of a Llama without biases")
+        raise SystemExit(f"{name}: not a tensor of a Llama without biases")
     wide = split(values.repeat(copies, 1), copies, generator)
     order_F = order_LF[int(parts[2])]
     if parts[-2] in OF_NEURONS:

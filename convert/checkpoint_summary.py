@@ -64,7 +64,7 @@ class CheckpointSummary:
 
 
 def summarise_checkpoint(folder: Path) -> CheckpointSummary:
-    """Raises SparkinferError for a folder that is not a complete checkpoint."""
+    """The summary of a folder. Raises SparkinferError if it is not a complete checkpoint."""
     checkpoint = Checkpoint.open(folder)
     own = [tensor for tensor in checkpoint.tensors.values() if tensor.same_as is None]
     draft, refusal = _draft(folder)

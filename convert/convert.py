@@ -294,7 +294,8 @@ def _is_of_type(number: int, kind: str) -> bool:
 
 
 def _outtype_of(model: ModelFile) -> str:
-    """The type that the file states, or else that of its first up projection."""
+    """The type that the file states, if it is one of FILE_TYPES, or else that of its first up
+    projection."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
     first = model.row_major.tensors["blk.0.ffn_up.weight"].kind

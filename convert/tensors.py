@@ -37,7 +37,8 @@ def tensor_entries(
     """Every tensor of the model file by its name there; its source is read when it is written.
     Tensors named in `transposed` are transposed, as are the down projections of the sparse layout.
 
-    Raises SparkinferError for an unknown or missing tensor and a wrong shape."""
+    Raises SparkinferError for an unknown or missing tensor, a wrong shape, a tied head that differs
+    from the embedding, and a type that does not fit."""
     wanted = _wanted(plan)
     sources = _sources(checkpoint, plan, wanted)
     entries = {}
