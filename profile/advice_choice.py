@@ -13,7 +13,7 @@ from sparkinfer.profile.limit_meter import Closeness
 
 LEAST_GAIN = 0.03  # smallest gain in speed that is worth a rule's loss
 LEAST_SPEED = 0.9  # a rule's least speed, relative to what the bytes that it saves promise
-NEAR = 1.25  # points up to this many times slower than the fastest get further rounds
+NEAR = 1.25  # points that take up to this many times as long as the fastest get further rounds
 Trial = tuple[str, str, float]  # type, rule, share
 
 
@@ -55,7 +55,7 @@ class Times(Protocol):
 class Point:
     type: str
     rule: str  # "dense", one of limit_search.RULES, or "limits" for those of the file
-    share: float  # of the weight bytes that it saves: the target, or for "limits" as measured
+    share: float  # of the weight bytes that are saved; measured for "limits", otherwise the target
     bytes_per_token: int  # of weights
     close: Closeness
     seconds: float = 0.0  # per token
@@ -87,8 +87,8 @@ class Point:
 
 
 def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
-    """One point of each type and rule but dense: that of the largest share within `max_loss`, or
-    else of the smallest share."""
+    """One point for each type and rule except dense: the one with the largest share within
+    `max_loss`, or else the one with the smallest share."""
     chosen: dict[tuple[str, str], Point] = {}
     for point in sorted(points, key=lambda p: p.share):
         place = point.type, point.rule
@@ -132,7 +132,8 @@ def contenders(points: Sequence[Point], max_loss: float) -> list[Point]:
 
 
 def with_front(points: Sequence[Point]) -> list[Point]:
-    """Marks each point unless another is at least as close and as fast, and better in one."""
+    """The points, with those on the Pareto front marked: no other point is at least as close and as
+    fast, and better in one of the two."""
 
     def is_beaten(point: Point) -> bool:
         return any(
@@ -150,8 +151,8 @@ def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Poin
 
     Only points whose `least_increase` is within `max_loss` count. A rule pays if it beats every
     dense point (`_beats`) and reaches LEAST_SPEED of the speed that its bytes promise. The fastest
-    rule that pays is recommended, or else the fastest dense point; of points that are not clearly
-    slower than the fastest, the one with the smallest KL."""
+    rule that pays is recommended, or else the fastest dense point. Where the timings do not show
+    that it is clearly faster than others like it, the one of them with the smallest KL is."""
     dense_of = {point.type: point for point in points if point.rule == "dense"}
     allowed = sorted((p for p in points if p.least_increase <= max_loss), key=lambda p: p.seconds)
     whole = [p for p in allowed if p.rule == "dense"]
@@ -192,8 +193,8 @@ def _beats(rule: Point, dense: Point, times: Times) -> bool:
 
 
 def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
-    """The point with the smallest KL among the first and those that it is not clearly faster
-    than."""
+    """The point with the smallest KL among the first and, if it is timed, the timed ones that it is
+    not clearly faster than."""
     first = points[0]
     alike = [p for p in points if p is first or (
         p.is_timed and first.is_timed and not _gain(first, p, times).is_clear)]  # fmt: skip
@@ -202,14 +203,12 @@ def _closest_of_fastest(points: Sequence[Point], times: Times) -> Point:
 
 def _why_rule(rule: Point, dense: Point, own: Point, limit: str, times: Times) -> str:
     gain = _gain(rule, dense, times)
-    small = (
-        "" if gain.is_clear else " which the rounds do not tell from none, but its loss is smaller,"
-    )
-    over = "" if own is dense else f" {_gain(rule, own, times).line} over {own.name},"
+    small = "" if gain.is_clear else " not distinguishable from 0, but its loss is smaller,"
+    over = "" if own is dense else f" {_gain(rule, own, times).line} over {own.name};"
     return (
         f"{rule.name} is the fastest within {limit}: {gain.line} tokens/s over {dense.name},{small}"
-        f" for {rule.close.perplexity_increase:+.2%} of perplexity;{over} of {own.name}'s bytes it"
-        f" reads {rule.bytes_per_token / own.bytes_per_token:.0%}"
+        f" for {rule.close.perplexity_increase:+.2%} of perplexity;{over} it reads"
+        f" {rule.bytes_per_token / own.bytes_per_token:.0%} of {own.name}'s bytes"
     )
 
 
@@ -226,7 +225,7 @@ def _why_dense(
     if rule is not None:
         gain, own = _gain(rule, fastest, times), next(p for p in types if p.type == rule.type)
         is_small = gain.median > 0 and not gain.is_clear and rule.close.kl >= fastest.close.kl
-        small = ", not told from none, so the smaller loss counts" if is_small else ""
+        small = ", not distinguishable from 0, so the smaller loss counts" if is_small else ""
         over = f", and {_gain(rule, own, times).line} over {own.name}" if own is not fastest else ""
         said = (
             f"the fastest rule within {limit}, {rule.name}, gains {gain.line} over"
@@ -235,8 +234,8 @@ def _why_dense(
     more = ""
     if fastest is not dense:
         more = (
-            f"; {fastest.name} gains {_gain(fastest, dense, times).line} over it, which the rounds"
-            " do not tell from none, and loses more"
+            f"; {fastest.name} gains {_gain(fastest, dense, times).line} over it, not"
+            " distinguishable from 0, and loses more"
         )
     smallest = min(types, key=lambda p: p.seconds)
     if smallest is not fastest and smallest is not dense:

@@ -5,7 +5,7 @@ Rules are first measured on a part of the text, and each is timed at one share, 
 and timed, until it recommends one for which both are done. So no recommendation rests on an
 estimate.
 
-The caller makes the files.
+The caller makes the model files to measure and to time.
 
 Letters: T tokens."""
 
@@ -53,7 +53,7 @@ from sparkinfer.runtime.engine import Engine
 
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
-TRIAL_TOKENS = 2048  # about, that a rule is first measured on at a share
+TRIAL_TOKENS = 2048  # a rule is first measured on about this many tokens at each share
 HOPELESS = 0.1  # rise in perplexity; a rule that surely costs more is not tried at larger shares
 
 

@@ -40,7 +40,7 @@ OnProbe = Callable[[float], None]
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
     output: Path
-    gpu_from: Path | None = None  # a machine file whose GPU to plan for if there is none here
+    gpu_from: Path | None = None  # a machine file whose GPUs to plan for if there is none here
     force: bool = False
     is_verbose: bool = False  # a note for each doubtful figure, besides the summary
 
@@ -160,7 +160,7 @@ def _median(figure: Figure) -> float:
 def measure_cpu(
     say: Say = lambda line: None, on_probe: OnProbe = lambda count: None
 ) -> tuple[dict[int, Figure], dict[int, Figure]]:
-    """GB/s read by our row products and by torch's sum, by number of threads.
+    """GB/s read by our row products and by torch's sum, for each number of threads.
 
     Without the C++ kernels, both figures are those of torch's sum."""
     counts, torch_before = thread_counts(num_cores()), torch.get_num_threads()
@@ -221,8 +221,8 @@ def num_cores() -> int:
 
 
 def buffer_bytes() -> int:
-    """Twice the third-level caches, but BUFFER_BYTES to MAX_BUFFER_BYTES; of this at most an eighth
-    of the free memory, but at least 8 MiB."""
+    """Twice the third-level caches, but at least BUFFER_BYTES and at most MAX_BUFFER_BYTES. No more
+    than an eighth of the free memory unless that is less than 8 MiB: then 8 MiB."""
     wanted = min(max(BUFFER_BYTES, 2 * last_cache_bytes()), MAX_BUFFER_BYTES)
     return max(8 << 20, min(wanted, free_memory_bytes() // 8))
 

@@ -3,7 +3,7 @@
 Rows of every type are read as the runtime reads them: all of them by a product with a vector, and
 the gate, up and down rows of a tenth of the neurons by the native call for a block of neurons (in
 torch if the C++ kernels are not built). Fixed costs per layer and per token come from decode steps
-of two models of FEW and MANY layers, whose weights are so small that they stay in a cache. The cost
+of models of FEW and of MANY layers, whose weights are so small that they stay in a cache. The cost
 of reading keys and values is the difference between steps at the end and at the beginning of a long
 context.
 
@@ -104,7 +104,7 @@ def _rest(few: Figure, layer: Figure) -> Figure:
 def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
     """Probes of one type: all rows times a vector, and a tenth of the neurons made of the rows.
 
-    Each timing takes another tenth, since the last one may still be in a cache."""
+    Each timing takes another tenth, since the previous one may still be in a cache."""
     entry = _random_rows(kind, num_bytes)
     matrix = Residence().matrix(entry) if library.is_available() else matrix_of(entry, CPU)
     x_D = torch.ones(ROW_VALUES)
@@ -150,8 +150,8 @@ def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
-    """The same with torch: two thirds of the rows in a product, as gate and up, and one third in a
-    weighted sum, as down."""
+    """The same with torch: a product with two thirds of a tenth of the rows, for gate and up, and a
+    weighted sum of the last third, for down."""
     x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
     weight_A = torch.ones(len(tenths[0]))
 
@@ -167,7 +167,8 @@ def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
 
 
 def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
-    """Rows whose values are all ones, or blocks whose bytes are all 1 but for a scale near 1."""
+    """Rows whose values are all 1, or rows of blocks whose bytes are all 1, except that f16 scales
+    are near 1.0."""
     size = row_bytes(ROW_VALUES, kind)
     count = num_bytes // size
     if kind in FLOATS:
@@ -181,7 +182,7 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 
 
 def _cache_probe() -> Probe:
-    """Steps at the end of a context, minus steps at its beginning."""
+    """The time of steps at the end of a context, less that of steps at its beginning."""
     shape = _small_shape(
         num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
         num_kv_heads=CACHE_HEADS, head_width=CACHE_WIDTH,
@@ -218,7 +219,8 @@ def _small_shape(
 
 
 def _small_engine(shape: ModelShape, *, has_predictors: bool) -> Engine:
-    """Random weights in f16, so keys and values are in f16 too, as for any file but an f32 one."""
+    """An engine with random weights. Matrices are f16, so keys and values are too, as for any model
+    that is not in f32."""
     num_layers = shape.num_layers
     graph, rank = ARCHITECTURES["llama"], 8 if has_predictors else None
     shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}

@@ -2,8 +2,9 @@
 and round trips.
 
 Kernels and copies from pinned memory are timed by CUDA events, the others on the host. The fixed
-cost of a copy is that of 4 bytes, the fixed cost of a kernel that of one on a single value, both as
-a mean over NUM_NODES nodes in sequence of a captured graph: the runtime captures decode steps, too.
+cost of a copy is that of copying 4 bytes, the fixed cost of a kernel that of one on a single value;
+both are means over a captured graph of NUM_NODES nodes in sequence, because the runtime captures
+decode steps too.
 
 The round trip is two captured graphs with the CPU between them: the first copies a hidden state to
 pinned memory, and the CPU polls an event and launches the second graph, which copies the hidden

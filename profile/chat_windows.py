@@ -33,8 +33,8 @@ def read_chat_windows(
     seed: int,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(token ids, whether each is counted), int64 and bool [T] per window. The tokens of paragraphs
-    are counted, up to `max_tokens` in all; a window of fewer than MIN_WINDOW such tokens is
-    skipped. `template` is as in chat_template_of.
+    are counted, up to `max_tokens` in all. A window is cut after WINDOW tokens, and skipped if
+    fewer than MIN_WINDOW of them count. `template` is as in chat_template_of.
 
     Raises SparkinferError if there is no template, for a template that changes messages, and for a
     corpus without a paragraph that is long enough."""

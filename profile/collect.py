@@ -59,9 +59,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
-    """Results of a profile. `quality_L` is the quality of the predictors, if any were trained, and
-    `quality` that of the model with the predictors or thresholds of this run or its own limits:
-    None without any of them, and if a streamed model left no room for the hidden states."""
+    """Results of a profile. `quality_L` is the quality of the predictors, empty if none were
+    trained. `quality` is that of the model with the predictors or thresholds of this run or with
+    its own limits; None without any of them, and if a streamed model left no room for hidden
+    states."""
 
     output: Path
     model_id: str
@@ -70,7 +71,7 @@ class ProfileReport:
     hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest 20 %
     threshold_L: tuple[float, ...]
     search: ThresholdReport | None  # if a perplexity budget was given
-    limits: str | None  # sha256 of the file's limits, by which neurons fire; None: it has none
+    limits: str | None  # sha256 of the file's limits, above which neurons fire; None: it has none
     predictors: Path | None
     predictor_bytes: int  # as stored in a model file
     ffn_bytes: int  # of all gates, ups and downs
@@ -85,7 +86,7 @@ class Outcome:
     profile: Profile
     search: ThresholdReport | None = None
     trained: Trained | None = None
-    measured: Measured | None = None  # None: nothing to measure
+    measured: Measured | None = None  # None: no predictors, no new thresholds, no limits
 
 
 def profile(
@@ -95,7 +96,7 @@ def profile(
 ) -> ProfileReport:
     """Writes the profile, a report and, if asked, the predictors; `on_tokens` reports progress.
 
-    A model that does not fit is streamed layer by layer, which `say` reports."""
+    A model that does not fit into memory is streamed layer by layer, which `say` reports."""
     began = time.perf_counter()
     files = None
     if config.train_predictors is not None:
@@ -138,7 +139,7 @@ def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | Non
 def _stream_plan(
     config: ProfileConfig, model: ModelFile, device: str | None, ranks: Ranks
 ) -> StreamPlan | None:
-    """The plan for streaming, None for a model that fits.
+    """The plan for streaming; None for a model that fits into memory.
 
     Raises SparkinferError for limits that do not run on the device, if not even one layer fits, and
     if a model with gates stored by inputs, or a run of several processes, would be streamed."""
@@ -213,7 +214,7 @@ def _begin(
 
 
 def _settings(engine: Engine, windows: Windows, config: ProfileConfig, ranks: Ranks) -> Settings:
-    """Everything that a run's numbers depend on: a run resumes only if all of it is unchanged."""
+    """What a run's numbers depend on; a run resumes only if all of it is unchanged."""
     trains = config.train_predictors is not None
     return {
         "model": engine.model.model_id,
@@ -316,7 +317,7 @@ def _measured(
     examined: Sequence[Tensor],
     sha256: str,
 ) -> Measured:
-    """Compares with `engine`, or with a dense one if its model has limits."""
+    """Compares modes with `engine`, or with a dense one if the model has limits."""
     if not engine.model.has_limits:
         return measure(engine, gates, predictors, examined, sha256)
     with Engine.of(

@@ -1,4 +1,5 @@
-"""Profiles a model that does not fit, by streaming its weights; such a run cannot be resumed."""
+"""Profiles a model that does not fit into memory, by streaming its weights. Such a run cannot be
+resumed."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,6 +1,6 @@
 """Options of `profile`, and checks of a model and a text against them.
 
-The import brings no torch, so that wrong options are refused at once."""
+Imports no torch, so that wrong options are refused at once."""
 
 import math
 from dataclasses import dataclass

@@ -26,11 +26,11 @@ _MAX_ADDED = 255  # ones that a uint8 can count
 
 class Counter:
     """An observer of `ffn_gate`, the last `layer_out` and, in layers with limits of hidden values,
-    `ffn_hidden`; its sums are those of this process.
+    `ffn_hidden`; it counts what this process runs.
 
-    `limits` has one entry per layer (() for none): a neuron with a limit fires if its value is
-    above it. Such a model must run in mode exact, where neurons that their gates silence have
-    hidden values of 0."""
+    `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
+    its value is above it. Such a model must run in mode exact, where neurons that their gates
+    silence have hidden values of 0."""
 
     is_sum = True  # the counts of several processes add up; see profile.run.Part
 

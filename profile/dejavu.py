@@ -41,8 +41,8 @@ def check_dejavu_output(folder: Path, num_layers: int) -> None:
 def save_dejavu(predictors: Predictors, folder: Path) -> float:
     """Writes f32 state dicts and config.json; returns the sparse_threshold.
 
-    Raises SparkinferError for what the form cannot express: a bias, a single matrix, and thresholds
-    that are of both signs, infinite or almost 0."""
+    Raises SparkinferError for what the form cannot express: a bias, a single matrix, a kind other
+    than linear, and thresholds that are of both signs, not finite or almost 0."""
     info = predictors.info
     if info.kind != "linear" or 0 in info.rank_L:
         raise SparkinferError(

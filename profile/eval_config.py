@@ -23,7 +23,7 @@ class EvalConfig:
     chat_template: str | None = None
     device: str | None = None
     seed: int = 0
-    context_length: int | None = None  # also of the pieces of the text
+    context_length: int | None = None  # also the most tokens of a piece of the text
     # For both models, as in EngineConfig
     rope_scaling: str | None = None
     rope_scale: float | None = None

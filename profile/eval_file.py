@@ -22,7 +22,8 @@ def eval_content(report: EvalReport) -> dict[str, object]:
 
 
 def load_eval(path: Path) -> EvalReport:
-    """Raises SparkinferError for anything but a whole, finite comparison of this version."""
+    """The comparison in a file. Raises SparkinferError unless it is complete, finite and of this
+    version."""
     values = read_object(path, _WHAT)
     if (values.get("format"), values.get("version")) != (FORMAT, VERSION):
         raise SparkinferError(

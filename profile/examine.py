@@ -26,9 +26,9 @@ class Examiner:
         self.promised, self.down, self.sizes = promised, down, sizes
         device = down.data.device
         self.fired_F = torch.zeros(down.num_rows, dtype=torch.int64, device=device)
-        self.num = torch.zeros(3, dtype=torch.int64, device=device)  # pairs, predicted, caught
-        # contribution of the neurons that fire and of those caught; squares of lost and whole
-        # output
+        self.num = torch.zeros(3, dtype=torch.int64, device=device)  # all pairs, predicted, caught
+        # contribution of the neurons that fire and of those caught; squared norms of the lost and
+        # of the whole output
         self.amount = torch.zeros(4, dtype=torch.float64, device=device)
 
     def sums(self) -> dict[str, Tensor]:

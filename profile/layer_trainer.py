@@ -4,7 +4,8 @@ The text is divided among five phases:
 
 - moments: collects the second moments from which the untrained predictors are computed
   (profile.moments).
-- keep: sets a few hundred tokens aside, for early stopping and for choosing the rank to train.
+- keep: sets at least KEPT_TOKENS tokens aside, if the phase has as many, for early stopping and for
+  choosing the rank to train.
 - train: trains one low-rank predictor, of that rank (profile.training).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
   trained or not, and the whole gate in quantised types. The choice follows (profile.selection).
@@ -138,7 +139,7 @@ class LayerTrainer:
     def _begin_training(self, num_steps: int, agree: Agree) -> None:
         """Makes the untrained candidates, and starts to train the best low-rank one."""
         self.start = self.moments.start()
-        for tensor in self.start.tensors():  # another processor may round differently
+        for tensor in self.start.tensors():  # processes on different processors may differ
             agree(tensor)
         self.held_out, self.kept = joined(self.kept), []
         if "whole" in self.choices.forms:

@@ -3,7 +3,8 @@ that would lose.
 
 Each rule ranks values by their contribution, |value| times the norm of the weights that it
 multiplies (WINA, arXiv 2505.19427; for neurons the row of `down`). Its loss is an energy, the sum
-of the squares of the contributions dropped: what the output loses if they are uncorrelated.
+of the squares of the contributions dropped: the squared error of the output if they are
+uncorrelated.
 
     gate      |act(gate_j)| * E|h_j| / E|act(gate_j)| * |down_j|     saves the rows of up and down
     hidden    |h_j| * |down_j|, known after the up product           saves the rows of down
@@ -54,8 +55,8 @@ class Ranks:
         return float(flat.kthvalue(max(1, int(share * len(flat)))).values)
 
     def limit_N(self, share: float) -> np.ndarray | None:
-        """f32 [N]; None for a share of 0. A value whose weights are all zero gets the largest
-        limit: it contributes nothing."""
+        """f32 [N]; None for a share of 0. A value whose weights are all zero contributes nothing,
+        so it gets the largest f32 as its limit (0 if the threshold is 0)."""
         if share <= 0:
             return None
         limit_N = self.threshold(share) / self.factor_N
@@ -121,7 +122,7 @@ class LayerScores:
 class _Sample:
     """An observer that keeps some tokens of the tensors that a layer's rules apply to."""
 
-    every: int  # keeps one of so many tokens, but not a text's first, which has no limits
+    every: int  # keeps every n-th token, but not a text's first, whose inputs have no limits
     values: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
 
     def wants(self, name: str, layer: int | None) -> bool:

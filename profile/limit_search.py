@@ -1,5 +1,5 @@
-"""Searches for the share of each layer to silence, for a given number of bytes saved, without
-training.
+"""Searches for the shares of values to silence in each layer that save a given number of bytes at
+the least loss, without training.
 
 The loss of a choice is modelled as a sum over layers and rules,
 
@@ -7,8 +7,9 @@ The loss of a choice is modelled as a sum over layers and rules,
 
 with energies from the sample (`limit_scores`) and sensitivities s from probes: the KL divergence of
 the whole model from its dense self with limits in one part of one layer (its neurons, or one of its
-inputs). Those of a part are scaled such that they add up to a probe with limits in that part of all
-layers. With four parts (PARTS), this takes four probes per layer and four more, and no gradients.
+inputs). The sensitivities of a part are scaled such that the KLs of its layers add up to that of
+one probe with limits in this part of all layers. With four parts (PARTS), this takes four probes
+per layer and four more, and no gradients.
 Silencing inputs of the feed-forward needs gate and up stored by columns, and silencing gates needs
 the rows of up, so a layer has at most one of these two rules. A choice for a number of saved bytes
 is found by a price per byte: each layer minimises its loss minus the price times the bytes saved,

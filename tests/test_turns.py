@@ -157,12 +157,12 @@ def test_a_difference_that_rounds_do_not_show_does_not_decide():
 
     best, why = choice(0.0, 0.08, 0.20, RULE)
     assert best.rule == "dense" and best.type == "q8_0"
-    assert "gains +8% (95%: +0% to +20%) over q8_0 dense, not told from none" in why
+    assert "gains +8% (95%: +0% to +20%) over q8_0 dense, not distinguishable from 0" in why
     best, why = choice(0.07, 0.08, 0.09, RULE)
     assert best.rule == "limits" and "+8% (95%: +7% to +9%)" in why
     closer = replace(RULE, close=replace(RULE.close, kl=0.0001))
     best, why = choice(0.0, 0.08, 0.20, closer)
-    assert best.rule == "limits" and "do not tell from none, but its loss is smaller" in why
+    assert best.rule == "limits" and "not distinguishable from 0, but its loss is smaller" in why
 
 
 def test_of_dense_types_that_are_as_fast_the_closest_is_taken():
@@ -171,7 +171,7 @@ def test_of_dense_types_that_are_as_fast_the_closest_is_taken():
     points = [replace(p, seconds=timings.seconds(p.trial), is_timed=True) for p in (OWN, SMALLER)]
     best, why = choose(points, 0.01, timings)
     assert points[1].seconds < points[0].seconds
-    assert best.type == "f16" and "do not tell from none, and loses more" in why
+    assert best.type == "f16" and "distinguishable from 0, and loses more" in why
 
 
 def test_only_what_may_be_advised_has_all_rounds():
