@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
                 Part(sequence=fork, tokens=tokens, wanted="all")
                 for fork, tokens in zip(forks, ids, strict=True)
             ]
-            rows = engine.run(parts)  # one step for all branches: each weight is read once
+            rows = engine.run(parts)  # all branches together: each weight is read once a step
     scores = []
     for branch, tokens, logits_TV in zip(wanted.branches, ids, rows, strict=True):
         before_TV = torch.cat([after_V[None], logits_TV[:-1]]).log_softmax(-1)

@@ -18,7 +18,7 @@ def perplexity(engine: Engine, text: str) -> float:
     """exp of the mean negative log-likelihood of a text's tokens after its first."""
     ids = engine.codec.encode(text)
     if len(ids) < 2:
-        raise SparkinferError(f"{text!r} has {len(ids)} token; give a text of two or more")
+        raise SparkinferError(f"{text!r} has fewer than two tokens; give a longer text")
     logits_TV = engine.logits(ids)
     log_p_TV = torch.log_softmax(logits_TV[:-1], dim=-1)
     next_T = torch.tensor(ids[1:])

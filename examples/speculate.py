@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[str, str, int]:
         run = engine.last_run
     print(guessed)
     if not run.drafted:
-        print("[no guesses: a step of several tokens would not have paid on this machine]")
+        print("[no guesses: nothing to repeat, or longer steps do not pay on this machine]")
     print(f"[{run.decode_tokens} tokens in {run.decode_steps} steps; {run.accepted} of"
           f" {run.drafted} guesses were right; same text: {guessed == plain}]")  # fmt: skip
     return guessed, plain, run.accepted

@@ -72,7 +72,7 @@ def test_logits_score_texts_as_transformers_does(model):
 
 
 def test_a_text_without_a_second_token_has_no_perplexity(model):
-    with pytest.raises(SparkinferError, match="'a' has 1 token; give a text of two or more"):
+    with pytest.raises(SparkinferError, match="'a' has fewer than two tokens; give a longer text"):
         run("logits", model, "a")
 
 

@@ -40,7 +40,8 @@ def library_files(part: Part) -> list[Path]:
 
 
 def library_texts(part: Part) -> list[str]:
-    """The texts of `library_files`, decoded as UTF-8; a file in another encoding is left out."""
+    """The texts of `library_files`, decoded as UTF-8; blank files and those in another encoding are
+    left out."""
     texts = []
     for path in library_files(part):
         try:

@@ -49,7 +49,7 @@ class TrainConfig:
     l1_by_rank: bool = True
     muon_gates: bool = False
     activation: str = "relu"
-    start_from: str | None = None  # folder of a checkpoint whose weights to begin with
+    start_from: str | None = None  # folder of a checkpoint to start from
     l1_start: float = 0.10  # shares of the run between which the L1 term ramps up
     l1_full: float = 0.60
     seed: int = 0
@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(g: Tensor) -> Tensor:
-    """About U V^T of g = U S V^T, by five steps of the quintic iteration of Muon."""
+    """Approximately U V^T of g = U S V^T, by five steps of Muon's quintic iteration."""
     x = g.T if g.shape[0] > g.shape[1] else g
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
