@@ -27,7 +27,8 @@ Scored = tuple[float, bool]  # log-likelihood, and whether greedy decoding gives
 
 
 class EngineModel(TemplateLM):
-    """`num_texts` prompts are continued together; `is_asked` is true once a request has come."""
+    """The model that lm-eval asks. Up to `num_texts` prompts are continued together; `is_asked` is
+    true once a request has come."""
 
     def __init__(
         self,
@@ -69,7 +70,9 @@ class EngineModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        """Token ids, with the begin token if the tokenizer adds one and the text lacks it."""
+        """Token ids. By default the tokenizer's begin token, if it adds one, comes first unless the
+        text is empty or begins with it. `add_special_tokens` decides otherwise; an empty text gets
+        none in any case."""
         codec = self.engine.codec
         begins = add_special_tokens
         if begins is None:
@@ -81,7 +84,7 @@ class EngineModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihoods of whole texts, in windows in which each token is predicted once."""
+        """Log-likelihoods of whole texts, cut into windows so that each token is predicted once."""
         found = []
         for request in requests:
             windows = get_rolling_token_windows(
@@ -159,8 +162,8 @@ class EngineModel(TemplateLM):
 
 
 def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
-    """The score of `more` after `context`. Tokens that begin the previous text too are not run
-    again, but for the context's last one."""
+    """The score of `more` after `context`. The part of the context that the previous text also
+    begins with is not run again, except for the context's last token."""
     wanted = context + more[:-1]
     same = 0
     for ours, theirs in zip(place.ids, wanted, strict=False):
@@ -181,7 +184,8 @@ def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
 
 
 def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, GenerationOptions]:
-    """A task's generation_kwargs as our options. Raises SparkinferError for unsupported ones."""
+    """A task's generation_kwargs as our options. Raises SparkinferError for unknown options and for
+    a temperature that is not a number."""
     unknown = sorted(set(asked) - KNOWN)
     if unknown:
         raise SparkinferError(

@@ -1,4 +1,4 @@
-"""The memory that a profile takes, with all layers at once or one at a time, and the memory free.
+"""The memory that `profile` takes, with all layers at once or one at a time, and the free memory.
 
 Letters: T tokens of a chunk, D model width, F neurons of a layer."""
 
@@ -27,8 +27,8 @@ FREE_SHARE = 0.9
 # Observers get a gate in f32 and derive magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
 _BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-# Code loaded on first use (10 MiB), temporaries of products and observers that are not counted
-# here, and freed memory that the C library keeps.
+# Code loaded on first use (10 MiB), temporaries of products and observers that nothing below
+# counts, and freed memory that the C library keeps.
 SLACK_BYTES = 24 << 20
 _C = ctypes.CDLL(None)
 
@@ -77,7 +77,8 @@ def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
 def needs_of(
     model: ModelFile, *, window: int, context_length: int, choices: Choices | None
 ) -> Needs:
-    """`window` tokens are run at a time; `choices` are those of predictors to train, if any."""
+    """Estimates the memory to run `window` tokens at a time; `choices` describe the predictors to
+    train, if any."""
     model = model.row_major
     shape, layers = model.shape, model.shape.num_layers
     whole = dict(bytes_on_one_side(model, context_length), predictor=0)  # predictors are not run
@@ -97,8 +98,8 @@ def needs_of(
 
 
 def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
-    """Weights of a layer, and for a stock file 16 bytes per value of the down projection, which is
-    unpacked (twice for a moment) and transposed."""
+    """Bytes of a layer's weights without its predictor, and for a stock file 16 bytes per value of
+    the down projection, which is unpacked (briefly in two copies) and transposed."""
     prefix = f"blk.{layer}."
     own = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
     weights = sum(e.num_bytes for n, e in own.items() if not n.startswith("ffn_pred_"))
@@ -131,10 +132,10 @@ def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, 
 def trim() -> None:
     """Returns freed memory to the system; does nothing without malloc_trim.
 
-    Once a block has been freed, glibc keeps freed blocks of up to that size (at most 32 MiB). With
-    a model of 417 MiB and a cap of 100 MiB above the start, memory peaked 129 MiB above the start
-    without calls, and at 87 MiB with a call per chunk, which took at most 1 of 11 seconds
-    (docs/log/profile.md)."""
+    Once a large block has been freed, glibc keeps later freed blocks of up to its size (at most
+    32 MiB) for reuse. With a model of 417 MiB and a cap of 100 MiB above the start, memory peaked
+    129 MiB above the start without calls, and 87 MiB above it with a call per chunk. The calls took
+    at most 1 of 11 seconds (docs/log/profile.md)."""
     if hasattr(_C, "malloc_trim"):
         _C.malloc_trim(0)
 

@@ -32,10 +32,10 @@ class MergeReport:
 
 
 def merge(config: MergeConfig) -> MergeReport:
-    """Writes the sum.
+    """Writes the sum of the profiles.
 
     Raises SparkinferError for profiles of different models, sizes, thresholds or limits, and,
-    unless `force`, if two have a text in common: a profile does not record which places of a text
+    unless `force`, if two have a text in common: a profile does not record which parts of a text
     it counted, so both may have counted the same ones."""
     check_output(config.output, force=config.force, inputs=config.profiles)
     loaded = [(path, Profile.load(path)) for path in config.profiles]

@@ -1,9 +1,9 @@
 """Second moments of a layer's activity, and the untrained predictor derived from them.
 
 A predictor imitates a map G: the gate matrix if it reads the layer's own input, the linear
-regression of the gates if it reads the input of the layer before. The truncated SVD of G M^(1/2),
-with M = E[x x^T], gives the map of rank R whose output is closest to G's in mean square over the
-text (whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
+regression of the gates on the input of the layer before if it reads that. The truncated SVD of
+G M^(1/2), with M = E[x x^T], gives the map of rank R whose output is closest to G's in mean square
+over the text (whitened SVD, as in ASVD and SVD-LLM, arXiv 2403.07378).
 
 Letters: T tokens, D width of the input, F neurons, R rank."""
 
@@ -22,7 +22,7 @@ class Start:
     map_FD: Tensor
     bias_F: Tensor
     moment_DD: Tensor
-    whiten_DD: Tensor  # M^(-1/2) on the right of the SVD: x @ whiten_DD @ right_RD.T
+    whiten_DD: Tensor  # M^(-1/2), applied first: x @ whiten_DD @ right_RD.T
     left_FR: Tensor  # U S
     right_RD: Tensor
     gate_square_F: Tensor  # E[(gate - b)^2] with the gate's own bias b
@@ -33,8 +33,8 @@ class Start:
 
     def residual_F(self, rank: int) -> Tensor:
         """Root mean square of each gate's error with the map of this rank, at least 1 % of the
-        gate's own; for the input of the layer before an estimate, since the regression has another
-        bias."""
+        gate's own. An estimate if the input is that of the layer before, since the regression has
+        another bias."""
         kept_F = self.left_FR[:, :rank].square().sum(dim=1)
         floor_F = 1e-4 * self.gate_square_F + 1e-12
         return (self.gate_square_F - kept_F).clamp(min=floor_F).sqrt()

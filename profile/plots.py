@@ -59,7 +59,7 @@ def _firings(pyplot: Any, profile: Profile) -> Any:
 
 
 def _predictors(pyplot: Any, quality_L: Sequence[LayerQuality]) -> Any:
-    """Every candidate of every layer: lost norm against the bytes that a token reads with it, on
+    """Plots every candidate of every layer: lost norm over the bytes that a token reads with it, on
     the text that the choice was made on. Lower left is better; the chosen ones are coloured."""
     figure, axes = pyplot.subplots(layout="constrained")
     marks = {"low-rank": ("o", "low-rank"), "whole": ("s", "whole gate")}
@@ -83,7 +83,8 @@ def _predictors(pyplot: Any, quality_L: Sequence[LayerQuality]) -> Any:
 
 
 def _chosen(quality: LayerQuality) -> Quality:
-    """The quality of the chosen predictor as a candidate, on the same text as the others."""
+    """The chosen predictor's quality as a candidate, on the same text as the others; `chosen` if no
+    candidate matches it."""
     chosen = quality.chosen
     return next(
         (q for q in quality.candidates if (q.name, q.is_trained, q.threshold)

@@ -1,8 +1,8 @@
 """Checks that a model file's predictors do better than chance, and read the input that they were
 made for.
 
-A predictor for the input of the layer before that is run on its own layer's (or the other way
-round) selects the wrong neurons, without any error.
+A predictor that was made for the input of the layer before, but is given that of its own layer (or
+the other way round), selects the wrong neurons without raising an error.
 
 Letters: T tokens, D model width, F neurons, L layers."""
 
@@ -102,7 +102,7 @@ def _quality(
     predictors: tuple[Predictor, ...], inputs: list[Tensor], fires: list[Tensor], offset: int
 ) -> tuple[float, float, float]:
     """(recall, predicted share, gain over chance) of all layers but layer 0, whose predictor reads
-    its own input for either offset; of layer 0 if it is the only one."""
+    its own layer's input with either offset; of layer 0 if it is the only one."""
     first = 1 if len(predictors) > 1 else 0
     caught = fired = named = pairs = 0
     with torch.inference_mode():

@@ -1,6 +1,6 @@
 """Options of predictors, and the choices they leave for a model.
 
-The import brings no torch, so that wrong options are refused at once."""
+Does not import torch, so that wrong options are refused at once."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
 PredictorForm = Literal["auto", "low-rank", "whole"]
 PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
 PredictorFormat = Literal["sparkinfer", "dejavu"]
-BLOCK = 32  # ranks that are not given are whole blocks, so that every type can hold them
-# Shares of the width. With half of it, a predictor has five eighths of the gate's values, for F = 4 D.
+# Ranks tried by default are multiples of it, so that every type can hold them; in models too small
+# for any, the rank is a quarter of the width.
+BLOCK = 32
+# Shares of the width that are tried as ranks. With half of it, a predictor has five eighths as many
+# values as the gate matrix if F = 4 D.
 RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Requirements of a predictor on the text that it is chosen on (see profile.selection); shares
-    in 0..1."""
+    """What a predictor must reach on the text that it is chosen on (see profile.selection); each is
+    between 0 and 1."""
 
     contribution: float = 0.992
     lost_norm: float = 0.04
@@ -38,8 +41,8 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorOptions:
-    """`auto` leaves form and type to measurement; a rank of None considers several, and a given one
-    low-rank predictors only."""
+    """With `auto`, form and type are chosen by measurement. Without a rank several are tried; with
+    one, only low-rank predictors are."""
 
     rank: int | None = None
     form: PredictorForm = "auto"
@@ -68,7 +71,7 @@ class PredictorOptions:
 
 
 def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
-    """The choices. Raises SparkinferError for options that do not suit this model."""
+    """The candidates to try. Raises SparkinferError for options that do not suit this model."""
     from sparkinfer.profile.layer_trainer import Choices  # imports torch
 
     width, neurons = model.shape.width, model.shape.num_neurons

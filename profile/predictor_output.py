@@ -21,7 +21,9 @@ from sparkinfer.profile_file import Corpus
 from sparkinfer.runtime.engine import Engine
 from sparkinfer.runtime.model.feed_forward import Gate, Mode
 
-MAX_TOKENS = 8192  # at most, on which the model is compared with its dense self
+# The model is compared with its dense self on at most this many tokens, and one more if the last
+# window would otherwise have a single one.
+MAX_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,9 @@ class PredictorOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A comparison of the run's target mode with the dense model, and a record of all its modes."""
+    """A comparison of the run's target mode with the dense model, and the record of every mode."""
 
-    report: EvalReport | None = None  # None: no room for its hidden states
+    report: EvalReport | None = None  # None: no mode to measure, or no room for the hidden states
     record: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
 
 
@@ -142,7 +144,7 @@ def sha256_of_corpora(corpora: Sequence[Corpus]) -> str:
 
 
 def with_predictors(model: ModelFile, gates: tuple[Gate, ...], predictors: Predictors) -> ModelFile:
-    """The model as `convert` would make it."""
+    """The model with these predictors and thresholds, as `convert` would make it."""
     entries = {n: e for n, e in model.tensors.items() if ".ffn_pred_" not in n}
     for layer, predictor in enumerate(predictors.layers):
         entries |= predictor.entries(layer)

@@ -115,9 +115,9 @@ def evaluate(
 ) -> EvalReport:
     """Runs every window through the dense model and through the mode asked for.
 
-    `on_total` is called once with the number of tokens to run, `on_tokens` with those of each
-    window. The number is below `max_tokens` for a short text, and may be above it with a chat
-    template, whose own tokens are run too."""
+    `on_total` is called once with the number of tokens to run, `on_tokens` after each window with
+    its number of tokens. The total is below `max_tokens` for a short text, and may be above it with
+    a chat template, whose own tokens are run too."""
     with (
         Engine.load(
             config.model,
@@ -158,7 +158,7 @@ def _mode(config: EvalConfig, model: ModelFile) -> Mode | None:
 def _windows(
     config: EvalConfig, dense: Engine, engine: Engine
 ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-    """Token ids, and which of them are counted; None for all."""
+    """The windows' token ids, and which of them are counted; None for all."""
     context = min(dense.context_length, engine.context_length)
     if config.chat_template is not None:
         return read_chat_windows(
@@ -262,7 +262,7 @@ def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
 
 
 def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
-    """Half-width of bytes_read, in which only the numbers of neurons vary by token."""
+    """Half-width of bytes_read, in which only the numbers of neurons vary from token to token."""
     if mode == "dense":
         return 0.0
     model = model.row_major
@@ -286,7 +286,7 @@ class ShareCounter:
 
     def __init__(self, model: ModelFile) -> None:
         self.gates = [Gate(activation=model.activation, threshold=t) for t in model.threshold_L]
-        # Of layers with limits of hidden values: the limits of their gates, if any.
+        # The gates' limits, or None without any, for each layer whose hidden values have limits.
         self.gate_limit = {
             number: None if own.gate_F is None else torch.from_numpy(own.gate_F.copy())
             for number, own in enumerate(model.limits.layers)

@@ -1,4 +1,4 @@
-"""Shares work among the processes that torchrun starts; with a single process this is all a no-op.
+"""Shares work among the processes that torchrun starts; with a single process nothing is sent.
 
 Tensors on the CPU go through gloo, those on a GPU through NCCL. Nothing passed between the
 processes is pickled."""
@@ -21,7 +21,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_here() -> int:
-    """This process's rank: 0 for the first, or the only one."""
+    """This process's rank; 0 for the first or only one."""
     return _number("RANK", 0) if size_here() > 1 else 0
 
 
@@ -45,10 +45,10 @@ class Ranks:
         self._is_own = False
 
     def device(self, asked: str | None) -> str | None:
-        """The device for this process: what is asked for, but one of several processes gets a GPU
-        of its own unless there is none or another device is asked for.
+        """The device for this process: each of several processes gets a GPU of its own if torch
+        sees any and `asked` is "cuda" or None; otherwise it is `asked`.
 
-        Raises SparkinferError for a process without a GPU of its own."""
+        Raises SparkinferError if torch sees GPUs, but none that is left for this process."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
         if self.size == 1 or asked not in (None, "cuda") or not count:
             return asked
@@ -84,7 +84,7 @@ class Ranks:
     def together(self, work: Callable[[], Result]) -> Result:
         """Runs `work` in every process; if it raises SparkinferError in any of them, all end.
 
-        The first of those raises its error, all others exit silently."""
+        The failed process of the lowest rank raises its error, all others exit silently."""
         result: list[Result] = []
         failure: SparkinferError | None = None
         try:

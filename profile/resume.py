@@ -21,15 +21,15 @@ Settings = dict[str, str | int | float | bool | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a run has come: `done` windows of phase number `phase`, and all parts at that
-    point."""
+    """How far a run has come: `done` windows of phase number `phase` are done; `arrays` are those
+    of all parts at that point."""
 
     phase: int = 0
     done: int = 0
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     def of_part(self, part: str) -> dict[str, np.ndarray]:
-        """The arrays of one part of the run, by their names there; {} if it has none."""
+        """The arrays of one part of the run, by their names in that part; {} if it has none."""
         prefix = part + "/"
         return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
 

@@ -1,7 +1,7 @@
 """Rounds a predictor's matrix to its type in the model file.
 
-q4_0 is rounded with error feedback (GPTQ, arXiv 2210.17323): the following columns compensate for
-the error that rounding a column adds to the product, weighted by the input's second moment. The
+If the input's second moment is given, q4_0 is rounded with error feedback (GPTQ, arXiv 2210.17323):
+the columns that follow compensate for the error that rounding a column adds to the product. The
 scale of a block is ggml's, the value of largest magnitude over -8, so that encoding the rounded
 values again gives the same bytes.
 

@@ -114,7 +114,7 @@ class Run:
         self._in_phase = False
 
     def _round(self, windows: Sequence[Tensor], lockstep: Lockstep | None) -> None:
-        """Runs one window per process; at the end of a phase some processes have none."""
+        """Runs one window per process; at the end of a phase some processes may have none."""
         lengths = [len(window) for window in windows]
         if lockstep:
             lockstep.begin(lengths + [0] * (self.ranks.size - len(lengths)))
@@ -161,8 +161,8 @@ class Run:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """The first SIGINT, SIGTERM or SIGHUP ends the run after the current window, or at once
-        between phases. In a run of one process, a second one of the same kind is handled as it was
-        before; the command line counts those of two seconds as one."""
+        between phases. In a run of one process, a second one of the same kind is handled as before
+        the run; the command line counts signals within two seconds as one."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread only
             return

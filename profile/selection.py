@@ -6,9 +6,10 @@ rounding included. Each gets the largest threshold that still keeps `contributio
 
     predictor + named * gate_row + open * (up_row + down_row)
 
-bytes, and the candidate with the fewest wins. Those of which enough of the predicted neurons fire
-(`precision`) and which read less than mode exact take precedence: rows predicted in vain are read
-from slow memory, the predictor mostly from fast memory.
+bytes, where `named` neurons are predicted and `open` ones also fire, and the candidate with the
+fewest wins. Candidates whose predicted neurons fire often enough (`precision`) and that read less
+than mode exact take precedence: rows predicted in vain are read from slow memory, the predictor
+mostly from fast memory.
 
 The lost norm is read from the same histogram as the rest: neurons add to the output in nearly
 orthogonal directions, so |sum lost h_j down_j| is the root of the sum of (h_j |down_j|)^2 to 1-3 %
@@ -79,8 +80,8 @@ class Candidate:
 
 
 class Tally:
-    """Statistics of one candidate for every threshold: for each bin of its scores the number of
-    neurons, of firings, the contribution and the squared contribution."""
+    """Statistics of one candidate for every threshold: each bin of its scores has the number of
+    scores, the firings among them, and the sums of their contributions and of the squares."""
 
     def __init__(self, candidate: Candidate, unit: float, device: torch.device) -> None:
         """`unit` is about the standard deviation of the scores."""
@@ -139,14 +140,15 @@ class Tally:
 def bytes_per_token(
     predictor_bytes: int, named: float, opened: float, num_neurons: int, sizes: LayerBytes
 ) -> float:
-    """Bytes that a token reads of a layer if these shares of its neurons are predicted and open."""
+    """Bytes that a token reads of a layer if a share `named` of its neurons is predicted, and a
+    share `opened` is predicted and fires."""
     rest = sizes.up_row + sizes.down_row
     return predictor_bytes + num_neurons * (named * sizes.gate_row + opened * rest)
 
 
 def choose(qualities: Sequence[Quality], target: Target, exact_bytes: float) -> int:
     """The index of the candidate with the fewest bytes per token among those that are precise
-    enough and read less than `exact_bytes`, those of a token without a predictor; if there are
+    enough and read less than `exact_bytes`, which a token reads without a predictor; if there are
     none, among all."""
     precise = [
         i

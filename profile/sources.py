@@ -52,8 +52,8 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class TextSource:
     """Block k reaches from the first line start at or after byte k * BLOCK_BYTES to the first one
-    at or after byte (k + 1) * BLOCK_BYTES. A line longer than a block is cut between two
-    characters."""
+    at or after byte (k + 1) * BLOCK_BYTES. Where no line starts within BLOCK_BYTES of such a byte,
+    the line is cut there, between two characters."""
 
     name: str
     path: Path
@@ -146,7 +146,7 @@ class JsonLinesSource:
 
 
 class ParquetSource:
-    """Block k has up to BLOCK_ROWS rows of one row group; those before them in the group are
+    """Block k has up to BLOCK_ROWS rows of one row group. To read it, the group's earlier rows are
     decoded and skipped."""
 
     is_utf8 = False
@@ -270,7 +270,7 @@ def _first(source: Source) -> list[str]:
 
 @contextmanager
 def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
-    """The paths, with `-` replaced by a file of standard input, which is removed on exit."""
+    """The paths, with `-` replaced by a file copy of standard input, which is removed on exit."""
     if STDIN not in paths:
         yield tuple(paths)
         return
@@ -295,7 +295,7 @@ def sha256_of_text(source: Source) -> str:
             if source.is_utf8:
                 try:
                     decoder.decode(chunk, final=not chunk)
-                except UnicodeDecodeError as error:  # positions count the remainder and the chunk
+                except UnicodeDecodeError as error:  # its object: what was left over, and the chunk
                     at = total - len(error.object) + error.start
                     raise _not_utf8(source.path, at) from error
             if not chunk:

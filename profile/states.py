@@ -1,4 +1,4 @@
-"""Hidden states of many tokens between two layers: in memory, or in an unnamed file.
+"""Stores of the hidden states of many tokens between two layers: memory, or an unnamed file.
 
 The file is read and written, not mapped, so that the system's page cache may hold it without
 counting as this process's memory.

@@ -32,8 +32,8 @@ def compare_streamed(
     max_tokens: int,
     dense_shares: ShareCounter,
 ) -> list[EvalReport]:
-    """Does what quality.compare_all does, on up to `max_tokens` tokens for whose hidden states
-    there is room; [] if none."""
+    """Does what quality.compare_all does, on at most `max_tokens` tokens, and fewer if there is no
+    room for the hidden states of all; [] if there is room for less than two tokens."""
     room = room_of(plan.device, plan.max_memory_bytes)
     row_bytes = (1 + len(others)) * plan.needs.state_row_bytes
     count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / row_bytes))

@@ -1,8 +1,8 @@
 """Runs many windows of text through a model one layer at a time.
 
 All windows go through a layer before the next layer is loaded, so that a pass over all windows
-reads a model larger than memory once and not once per window. Chunks and arithmetic are those of
-Engine.hidden: observers see the same bits of each layer, in another order.
+reads a model larger than memory once, not once per window. Chunks and arithmetic are those of
+Engine.hidden: observers see the same values of each layer bit for bit, in another order.
 
     with LayerStream(model, plan, say) as stream:
         for step in stream.steps(windows):
@@ -138,8 +138,8 @@ class LayerStream:
         return builder.norm("output_norm", CPU)
 
     def run(self, windows: Sequence[Tensor], on_tokens: OnTokens = lambda count: None) -> None:
-        """Runs every window through every layer; after each window and layer, `on_tokens` gets the
-        window's tokens over the number of layers."""
+        """Runs every window through every layer; after each window of a layer, `on_tokens` gets the
+        window's number of tokens divided by the number of layers."""
         keeps_inputs = self.input_layer_offset == 1
         for step in self.steps(windows, on_tokens, keeps_inputs=keeps_inputs):
             step.advance(0, len(windows))
@@ -153,8 +153,8 @@ class LayerStream:
     ) -> Iterator["StreamedLayer"]:
         """Yields the layers in order, each with all windows waiting to go through it.
 
-        Every window must be advanced before the next layer is taken, which makes the step invalid.
-        `keeps_inputs` keeps the feed-forward inputs for one more layer."""
+        Advance every window before taking the next layer, which frees this one. `keeps_inputs`
+        keeps the feed-forward inputs for one more layer."""
         waiting = self._waiting(windows, on_tokens, keeps_inputs)
         try:
             self._embed(waiting)
@@ -172,8 +172,8 @@ class LayerStream:
     def _waiting(
         self, windows: Sequence[Tensor], on_tokens: OnTokens, keeps_inputs: bool
     ) -> "Waiting":
-        """Allocates the hidden states: in the device's memory if they fit, else for a GPU in main
-        memory, else in a file."""
+        """Allocates the hidden states: in the device's memory if they fit; otherwise, for a GPU, in
+        main memory if they fit there; otherwise in a file."""
         width, plan, room = self.model.shape.width, self.plan, _room(self.model, self.plan)
         starts = [0, *accumulate(len(ids_T) for ids_T in windows)]
         wanted = (2 if keeps_inputs else 1) * starts[-1] * plan.needs.state_row_bytes
@@ -199,7 +199,7 @@ class LayerStream:
 
     @torch.inference_mode()
     def _embed(self, waiting: "Waiting") -> None:
-        """The embeddings of all windows; the matrix's mapped pages are dropped chunk by chunk."""
+        """Stores all windows' embeddings; drops the matrix's mapped pages after each chunk."""
         entry = self.model.tensors["token_embd.weight"]
         embedding = matrix_of(entry, CPU)
         learned = self.model.tensors.get("position_embd.weight")
@@ -278,7 +278,7 @@ class Waiting:
 
 
 class StreamedLayer:
-    """One layer on the device, and all windows, each before the layer or through it."""
+    """One layer on the device, and all windows, some of which have gone through it."""
 
     def __init__(
         self, stream: LayerStream, index: int, layer: Layer, waiting: Waiting, load_s: float
@@ -342,7 +342,8 @@ def _touch(entry: TensorEntry) -> None:
 
 
 def _flops_per_s(layer: Layer) -> float:
-    """FLOP/s of a product like those of the pass, unpacking included; the second of two runs."""
+    """FLOP/s of a product like those of the pass, unpacking included; the second of two runs is
+    timed."""
     gate = layer.ffn.blocks[0].gate
     x_TD = torch.ones(SHORT_CHUNK, gate.weight.width, device=layer.device)
     for _ in range(2):

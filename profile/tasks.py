@@ -51,8 +51,8 @@ class TasksReport:
 def run_tasks(
     config: TasksConfig, on_requests: Callable[[float], None] = lambda count: None
 ) -> TasksReport:
-    """Raises SparkinferError if lm-eval, a task or its data is unavailable, and if lm-eval cannot
-    prepare the tasks."""
+    """Runs the tasks. Raises SparkinferError if lm-eval, a task or its data is unavailable, and if
+    lm-eval cannot prepare the tasks."""
     lm_eval = _library()
     manager = _manager(config)
     is_plain = config.split is None and device_of(config.device).type == "cpu"
@@ -101,8 +101,8 @@ def _library() -> Any:
 
 
 def _manager(config: TasksConfig) -> Any:
-    """The task manager. lm-eval's own tasks are thousands of files, which are read only if a task
-    is not in the given folder.
+    """The task manager. lm-eval's own tasks are thousands of files, which are not read if the given
+    folder has all tasks asked for.
 
     Raises SparkinferError for unknown tasks."""
     from lm_eval.tasks import TaskManager
@@ -137,8 +137,8 @@ def _model(engine: Engine, num_texts: int, seed: int, on_requests: Callable[[flo
 
 
 def _scores(found: Any) -> tuple[Score, ...]:
-    """The scores of every task and group, in lm-eval's order. A name is "acc,none": the metric, and
-    the filter of the answers."""
+    """The scores of every task and group, in lm-eval's order. A key such as
+    "acc,none" holds the metric, and the filter of the answers."""
     counts = found.get("n-samples", {})
     scores = []
     for task, values in found["results"].items():

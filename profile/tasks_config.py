@@ -1,4 +1,4 @@
-"""Options of `eval --tasks`. Imports no torch, so that wrong ones are refused at once."""
+"""Options of `eval --tasks`. Does not import torch, so that wrong ones are refused at once."""
 
 from dataclasses import dataclass
 from pathlib import Path

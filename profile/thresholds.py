@@ -91,12 +91,12 @@ class Meter:
         self.num_runs, self.seconds = 0, 0.0
 
     def __call__(self, sparsity_L: Sequence[float]) -> Cost:
-        """Raises SparkinferError if the model gives NaN."""
+        """The cost of these shares' thresholds. Raises SparkinferError if the model gives NaN."""
         self.engine.set_thresholds(thresholds_for(self.histogram_LB, sparsity_L))
         return self.run()
 
     def run(self) -> Cost:
-        """Runs with the engine's current thresholds."""
+        """The cost of the engine's current thresholds."""
         began = time.perf_counter()
         cost = self._measure(self._log_probabilities(ids_T) for ids_T in self.windows)
         self.num_runs += 1
@@ -321,7 +321,7 @@ _NUMBERS = ("perplexity_increase", "uniform_increase", "tuned_increase", "second
 
 
 def up_to(windows: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-    """The first windows, as many as fit; at least one."""
+    """The first windows, as many as `num_tokens` allows; at least one if there are any."""
     chosen: list[Tensor] = []
     used = 0
     for ids_T in windows:

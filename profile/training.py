@@ -33,7 +33,7 @@ from sparkinfer.runtime.weights.matrix import Linear
 LEARNING_RATE = 0.01
 LOGISTIC = 1.7  # normal to logistic
 MAX_WEIGHT = 20.0  # of a firing neuron in the loss, in units of the mean contribution
-CHECKS = 16  # checks of the held-out loss, about
+CHECKS = 16  # the held-out loss is checked about this often
 MOST_STRETCH = 8.0  # largest multiple of a gate; the smallest is its inverse
 PATIENCE = 4  # checks without a better loss before training stops
 Agree = Callable[[Tensor], None]
@@ -63,8 +63,8 @@ class Level:
 
     @classmethod
     def of(cls, gate: Gate, limit_F: Tensor | None, like_F: Tensor) -> "Level":
-        """Without limits, or if their median is 0, the gate's threshold and the gates
-        themselves."""
+        """The level for these limits; without limits, or if their median is 0, the gate's
+        threshold and the gates themselves."""
         if limit_F is None or not (score := limit_F.median().item()):
             return cls(score=gate.threshold, stretch_F=torch.ones_like(like_F))
         edges_F = _inverse(gate, torch.cat([limit_F, limit_F.new_tensor([score])]).double())
@@ -84,8 +84,8 @@ def _inverse(gate: Gate, value_N: Tensor) -> Tensor:
 
 
 class LowRank:
-    """z = up (right whiten x) + bias; `is_trained` is true if training improved the held-out
-    loss."""
+    """A predictor in training: z = up (right whiten x) + bias. `is_trained` is true if training
+    improved the held-out loss."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class LowRank:
         )
 
     def begin(self, num_steps: int, held_out: Batch, agree: Agree = lambda tensor: None) -> None:
-        """To be called before the first step; `held_out` is never trained on. `agree` overwrites a
+        """Call this before the first step. `held_out` is never trained on. `agree` overwrites a
         tensor with the first process's values in all processes that train the same network."""
         self.held_out, self.num_steps, self.steps = held_out, max(1, num_steps), 0
         self.agree = agree
@@ -159,7 +159,8 @@ class LowRank:
         self._advance()
 
     def before_step(self, hook: Callable[..., None]) -> None:
-        """`hook` is called with the optimizer when the gradients are ready."""
+        """Registers `hook`, which is called with the optimizer and step's arguments once the
+        gradients are ready."""
         assert self.optimizer is not None
         self.optimizer.register_step_pre_hook(hook)
 

@@ -7,8 +7,8 @@ of these ratios and its 95 % interval. Medians of each model's own times would n
 from different spells.
 
 Models that do not fit into memory together are timed in groups, each beside the reference, and a
-rule also beside the dense model of its type; two models that share no group are compared through
-the reference.
+rule, where possible, also beside the dense model of its type. Two models that share no group are
+compared through the reference.
 
 Letters: T tokens."""
 
@@ -27,8 +27,8 @@ from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.system_memory import free_memory_bytes
 
 STEPS = 8  # tokens of a model's turn; one more comes first and is not counted
-FEW, MORE = 5, 20  # rounds for all, and further ones for what may be recommended
-MOST_POSITIONS = 512  # tokens of the text that are decoded, again and again
+FEW, MORE = 5, 20  # rounds for all models, and further ones for those that may be recommended
+MOST_POSITIONS = 512  # at most, tokens of the text that are decoded again and again
 MEMORY_SHARE = 0.5  # of the free memory, for models that are open at once
 NORMAL_95 = 1.96
 COPIES = 2  # an open model takes at most twice the bytes of its file: mapped, and packed
@@ -44,7 +44,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Timings:
-    """All rounds, and what follows from them."""
+    """All rounds, and the figures derived from them."""
 
     groups: tuple[Rounds, ...] = ()
 
@@ -56,12 +56,12 @@ class Timings:
         return sum(len(group.seconds) for group in self.groups if trial in group.trials)
 
     def seconds(self, trial: Trial) -> float:
-        """Seconds per token: the reference's median, divided by the gain over it."""
+        """Seconds per token: the reference's median, divided by one plus the gain over it."""
         own = [row[0] for group in self.groups for row in group.seconds]
         return median(own) / (1 + self.gain(trial, self.reference).median)
 
     def gain(self, trial: Trial, over: Trial) -> Gain:
-        """How much faster `trial` is than `over`; both must have been timed."""
+        """How much faster `trial` is, relative to `over`; both must have been timed."""
         if trial == over:
             return Gain(median=0.0, low=0.0, high=0.0)
         ratios = [
@@ -83,7 +83,7 @@ class Timings:
 
 def _gain(ratios: Sequence[float]) -> Gain:
     """The interval is between two of the sorted ratios, by the normal approximation of the number
-    of ratios below the median; of seven or fewer, between the first and the last."""
+    of ratios below the median; with seven or fewer, between the first and the last."""
     ordered, count = sorted(ratios), len(ratios)
     first = max(0, int((count - NORMAL_95 * math.sqrt(count)) / 2))
     return Gain(
@@ -101,7 +101,7 @@ class Decoder(Protocol):
 
 
 class TextDecoder:
-    """An engine and a text."""
+    """An engine that decodes a given text."""
 
     def __init__(self, path: Path, mode: Mode, ids_T: Sequence[int]) -> None:
         self.engine, self.ids_T = Engine.load(path, mode=mode, device="cpu"), ids_T
@@ -112,7 +112,7 @@ class TextDecoder:
     def close(self) -> None:
         self.engine.close()
         del self.engine
-        gc.collect()  # frees what was mapped, too
+        gc.collect()  # unmaps the file, too
 
 
 class Turns:
@@ -127,9 +127,9 @@ class Turns:
         free_disk: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`num_bytes` gives the size of a point's model file, and `free_disk` the room for those
-        that `open_point` makes; `num_positions` are the tokens of the text, which is decoded over
-        and over."""
+        """`num_bytes` gives the size of a point's model file, and `free_disk` the space for the
+        files that `open_point` makes; `num_positions` is the number of tokens of the text, which is
+        decoded over and over."""
         assert num_positions > STEPS, num_positions
         self.reference, self.open_point, self.num_bytes = reference, open_point, num_bytes
         self.num_positions, self.free_disk, self.clock = num_positions, free_disk, clock
@@ -149,8 +149,8 @@ class Turns:
 
     def groups(self, points: Sequence[Point]) -> list[list[Point]]:
         """Groups of the reference and as many of the points as there is room for, at least one in
-        each, whether it fits or not. A rule is in the group of the dense model of its type if the
-        three fit together: how much faster it is depends on the spell."""
+        each, whether it fits or not. A rule is in the group of the dense model of its type if these
+        two and the reference fit together: how much faster it is depends on the spell."""
         used = [point for point, _ in self.opened.values()]
         memory = MEMORY_SHARE * (free_memory_bytes() + sum(map(self.num_bytes, used)))
         disk = self.free_disk() + self._made_bytes(used)
@@ -175,7 +175,7 @@ class Turns:
         return groups
 
     def _made_bytes(self, points: Sequence[Point]) -> int:
-        """Bytes of trial files, which stay on the disk while they are open."""
+        """Bytes of the points' trial files, which stay on the disk while they are open."""
         return sum(self.num_bytes(point) for point in points if point.rule != "dense")
 
     def rounds(self, group: Sequence[Point], count: int) -> None:

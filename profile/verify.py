@@ -51,7 +51,7 @@ class Verification:
 
 
 class Skipped(Exception):
-    """There is no reference, for the reason given."""
+    """There is no reference; the message is the reason."""
 
 
 @torch.inference_mode()
@@ -154,7 +154,7 @@ def _load(folder: Path) -> torch.nn.Module:
 
 def _check_known(folder: Path, values: Mapping[str, object]) -> None:
     """Raises Skipped for a model that transformers does not know, and SparkinferError if it would
-    run an architecture other than the one in `architectures`, by which `convert` went."""
+    run an architecture other than the one in `architectures`, which `convert` went by."""
     from transformers.activations import ACT2FN
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -176,7 +176,8 @@ def _check_known(folder: Path, values: Mapping[str, object]) -> None:
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Silences transformers' progress bars, and its table of missing and unexpected tensors."""
+    """Silences transformers' table of missing and unexpected tensors, and its progress bars, which
+    stay off."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()

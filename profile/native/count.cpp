@@ -26,8 +26,8 @@ inline void add_bins(const float* size, int64_t count, const uint8_t* first, con
     }
 }
 
-// Adds 1 to `fired` of each neuron of a row that fires, and writes their |value| to `size` (with room
-// for LANES more); returns their number.
+// For each neuron of a row that fires: adds 1 to its entry of `fired`, and appends its |value| to
+// `size`, which has room for F + LANES values. Returns the number of neurons that fire.
 using Pick = int64_t (*)(const float* row, int64_t F, float threshold, bool is_magnitude,
                          int32_t* fired, float* size);
 
@@ -77,9 +77,10 @@ Pick best_pick() {
 
 }  // namespace
 
-// value: f32 [T, F]; a neuron fires where value > threshold, or |value| > threshold. first, edge: of
-// each of 2^15 buckets, see counting.py; count: i64 [F] and histogram: i64 [num_bins], added to; neurons
-// that do not fire go to bin 0. T * F < 2^31. Returns 0, or 1 for impossible sizes.
+// value: f32 [T, F]; a neuron fires where value > threshold or, with is_magnitude, where
+// |value| > threshold. first, edge: one entry for each of 2^15 buckets, see counting.py. count:
+// i64 [F] and histogram: i64 [num_bins] are added to; values of neurons that do not fire count in
+// bin 0. T * F < 2^31. Returns 0, or 1 for impossible sizes.
 extern "C" __attribute__((visibility("default"))) int32_t spark_count(
     const float* value, int64_t T, int64_t F, float threshold, int32_t is_magnitude,
     const uint8_t* first, const float* edge, int64_t* count, int64_t* histogram,

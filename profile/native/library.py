@@ -44,7 +44,7 @@ def count(
     """Adds to `count_F` the number of tokens for which each value (or |value|) is above the
     threshold, and to `histogram_B` |value| of those; the others go into bin 0.
 
-    value_TF: f32; first: uint8 and edge: f32, of each bucket; the sums: int64; all on the CPU."""
+    value_TF: f32; first: uint8 and edge: f32, one per bucket; the sums: int64; all on the CPU."""
     value_TF = value_TF.contiguous()
     num_tokens, num_neurons = value_TF.shape
     assert value_TF.dtype == edge.dtype == torch.float32 and first.dtype == torch.uint8
