@@ -59,7 +59,7 @@ def _gpu_table(machine: Machine) -> list[Table]:
 
 
 def _cost_tables(machine: Machine) -> list[Table]:
-    """Tables of CPU costs by matrix type; none for a file that describes only a GPU."""
+    """Tables of the CPU's costs; none for a file that describes only a GPU."""
     costs = machine.cpu_costs
     if costs is None:
         return []

@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """A note on a missing or doubtful input, and the command that makes it ("" if there is none)."""
+    """A note on a missing or doubtful input, and the command that makes it ("": there is none)."""
 
     line: str
     command: str = ""

@@ -35,7 +35,7 @@ from sparkinfer.split_file import Split
 
 NUM_SHARES = 101
 MAX_THIN = 12  # most layers with a line each
-MAX_LINEAR = 15  # highest ratio of speeds on a linear axis
+MAX_LINEAR = 15  # highest ratio of the last speed to the first on a linear axis
 MEANINGS = {
     "attention": "attention, norms", "predictor": "predictors", "kv_cache": "keys, values",
     "head": "output head", "embedding": "embedding", "neurons": "neurons",
@@ -55,7 +55,7 @@ def firing_curves(profile: Profile) -> np.ndarray:
 
 
 def plot_firings(profile: Profile) -> Plot:
-    """Plots the mean firing curve within the band of all layers."""
+    """Plots the mean firing curve, within the band that the curves of all layers span."""
     curve_LN = 100 * firing_curves(profile)
     share_N = np.linspace(0, 100, NUM_SHARES)
     mean_N = curve_LN.mean(axis=0)
@@ -107,7 +107,8 @@ def plot_density(profile: Profile) -> Plot:
 
 
 def plot_curve(curve: Sweep, split: Split | None) -> Plot:
-    """Plots tokens per second over GPU memory, with the plan and its alternatives."""
+    """Plots predicted tokens per second over GPU memory: of the best plan, of a split by whole
+    layers, of the CPU alone, and of `split` if it is for one GPU."""
     label, unit = unit_of(max(point.budget_bytes for point in curve.points))
     budget = [point.budget_bytes / unit for point in curve.points]
     first, last = (1 / curve.points[i].objective_s for i in (0, -1))
@@ -144,7 +145,7 @@ def plot_curve(curve: Sweep, split: Split | None) -> Plot:
 
 
 def plot_map(split: Split, profile: Profile) -> Plot:
-    """Plots a row per layer, by device: dense block, neurons by hotness, and firings."""
+    """Plots a row per layer, coloured by device: dense block, neurons by hotness, and firings."""
     device_LR = device_of_ranks(split, profile, num_columns=200)
     num_layers, num_gpus = len(split.hot), len(split.budgets)
     home_L = np.array(split.home[:-1] or (0,) * num_layers)

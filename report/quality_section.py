@@ -1,4 +1,5 @@
-"""The section that compares the modes' quality with the dense model's, from all records given."""
+"""The section that compares the modes' quality with the dense model's, from all comparisons and
+records given."""
 
 from dataclasses import dataclass
 

@@ -31,7 +31,8 @@ NAME_KEY = "general.name"
 
 
 def report(config: ReportConfig) -> ReportSummary:
-    """Writes the page. Raises SparkinferError for files that do not belong together."""
+    """Writes the page. Raises SparkinferError for files that do not belong together, and for a page
+    that gets too large."""
     beside = () if config.profile is None else (report_paths(config.profile)[0],)
     check_outputs([config.output], force=config.force, inputs=(*config.inputs, *beside))
     found = load_artifacts(config)

@@ -27,8 +27,8 @@ BEYOND = 1.08  # end of the curve, relative to the memory that holds everything
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """The predicted speeds; all None without a profile or a machine file. `why_not` says why
-    predictions are missing although both are given; `curve` is None if the machine has no GPU."""
+    """The predicted speeds; all None without a profile or a machine file. If both are
+    given, `why_not` says why there is no prediction, or no curve because the machine has no GPU."""
 
     advice: Advice | None = None  # on the plan
     curve: Sweep | None = None

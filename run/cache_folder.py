@@ -2,6 +2,7 @@
 
     CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
     CACHE/rates.json                        see sparkinfer.run.rates
+    CACHE/device-checks/                    see sparkinfer.device_checks
 
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
 the state from which an interrupted stage resumes. Users of an artifact hold its lock shared; to
@@ -90,7 +91,7 @@ def read_entry(folder: Path) -> Entry | None:
 
 @dataclass
 class Cache:
-    """The cache. It holds the locks of the artifacts it handed out until it is closed."""
+    """The open cache. It holds the locks of the artifacts that it hands out until it is closed."""
 
     folder: Path
     say: Say = lambda line: None
@@ -133,7 +134,7 @@ class Cache:
         if folder in self._held:
             if (found := self.find(kind, key)) is not None:
                 return found
-            self._release(folder)  # damaged meanwhile; to make it again takes the exclusive lock
+            self._release(folder)  # damaged meanwhile; making it again takes the exclusive lock
         while True:
             self._lock(folder, fcntl.LOCK_SH)
             if (found := self.find(kind, key)) is not None:
@@ -209,8 +210,9 @@ class Cache:
 
 
 def try_lock(descriptor: int, how: int) -> bool:
-    """Tries to lock a file; false if another process holds the lock. True also where the file
-    system has no locks: two runs may then do the same work, but each writes its files whole."""
+    """Tries to lock a file; false if a conflicting lock is held, as a rule by another process. True
+    also where the file system has no locks: two runs may then do the same work, but each writes its
+    files whole."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:

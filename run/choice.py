@@ -38,7 +38,7 @@ LARGE = ("f32", "f16", "bf16")
 # Shares of memory given to a model: of all that the process may use, and of what is free on a GPU.
 # The rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
-STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that the next run gets the same
+STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs get the same
 # Assumed until predictors are trained: a whole gate matrix in q4_0 (docs/predictors.md), in bytes
 # relative to its layer's neurons by their type, and a tenth more neurons named than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
@@ -164,7 +164,7 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
 def _check_cache(
     model: ModelFile, wishes: Wishes, budgets: tuple[int, ...], device: str | None
 ) -> None:
-    """Raises SparkinferError for cache options that the engine would refuse once all is done."""
+    """Raises SparkinferError for cache options that the engine would refuse after all stages."""
     asked = (wishes.cache_type_k, wishes.cache_type_v, wishes.kv_offload)
     if any(option is not None for option in asked):
         offload = wishes.kv_offload
@@ -186,8 +186,9 @@ def run_bytes(model: ModelFile, context_length: int) -> int:
 
 
 def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room: Room) -> Layout:
-    """llama.cpp's layout for a model of which the CPU reads every neuron anyway: nothing has to be
-    transposed, prompts are faster, and a GGUF in that layout is run as it is."""
+    """llama.cpp's layout if the CPU reads every neuron anyway and llama.cpp has the model's graph
+    and tokenizer: nothing has to be transposed, prompts are faster, and a GGUF in that layout is
+    run as it is. Otherwise our own layout."""
     if source.own is not None or not _reads_all(
         source.stock or source.draft(outtype), wishes, room
     ):
@@ -321,7 +322,8 @@ def _always_bytes(model: ModelFile) -> int:
 
 
 def bytes_exact(model: ModelFile, density: float) -> float:
-    """Neurons' bytes per token in mode exact: all gates, and the rest of those that fire."""
+    """Neurons' bytes per token in mode exact: all gate rows, and the other rows of neurons that
+    fire."""
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
     read = sum(size.gate_row + density * (size.neuron - size.gate_row) for size in sizes)
     return model.shape.num_neurons * read

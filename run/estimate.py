@@ -115,8 +115,8 @@ def estimate(job: Job, tokens: int | None) -> Estimate:
 
 
 def expected_tokens(job: Job) -> int | None:
-    """Tokens of a profile with predictors, estimated if there was no look yet; None for no such
-    profile."""
+    """The tokens of a profile with predictors, estimated if there was no look yet; None if there
+    will be none."""
     if job.choice.predictors is False:
         return None
     look = job.cache.find("look", look_key(job))
@@ -137,8 +137,9 @@ def tokens_for(job: Job, tokens_per_s: float) -> int | None:
 
 
 def _is_hopeless(job: Job) -> bool:
-    """True if not even a look is worth it: whether to have predictors is still open, nothing else
-    needs the look, and training them on the fewest tokens would take over twice PATIENCE_S."""
+    """True if not even a look is worth it: it is not cached and would only decide on predictors,
+    and training them on the fewest tokens would take over twice PATIENCE_S. False if the user gave
+    the number of tokens."""
     choice = job.choice
     if choice.predictors is not None or choice.budgets or job.wishes.tokens is not None:
         return False

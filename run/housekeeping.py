@@ -158,7 +158,7 @@ def _remove(folder: Path) -> str | None:
 
 def _remove_ours(folder: Path) -> str | None:
     """Removes our files, the entry first, so that a half-removed folder is not an artifact. Returns
-    why anything is left."""
+    why anything is left, or None."""
     (folder / ENTRY).unlink(missing_ok=True)
     foreign = []
     for path in sorted(folder.rglob("*"), key=lambda p: len(p.parts), reverse=True):
@@ -180,7 +180,8 @@ def _remove_ours(folder: Path) -> str | None:
 
 
 def _is_ours(folder: Path, name: str) -> bool:
-    """True if a stage writes files of that name, or may have in another version."""
+    """True if the folder's stage writes files of that name or, in a folder of a kind that this
+    version does not know, if any stage does."""
     stage = STAGES.get(folder.name.rpartition("-")[0])
     patterns = stage.files if stage else tuple(p for s in STAGES.values() for p in s.files)
     plain = name.rpartition(".")[0].rpartition(".")[0] if PARTIAL.fullmatch(name) else name

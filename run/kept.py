@@ -59,7 +59,8 @@ def kept_for(model: Path) -> Kept:
 
 
 def _converted(cache: Cache, source: Path) -> Path | None:
-    """The file that `run` converted a source to, in any type, with the source's own activation."""
+    """A file that `run` converted the source to, in any type and layout, with the activation that
+    the source records; None if there is none."""
     identity = identity_of_source(source)
     for outtype, layout in product((None, *get_args(Outtype)), get_args(Layout)):
         key = conversion_key(identity, outtype, layout, None)
@@ -73,7 +74,7 @@ def _path(cache: Cache, shelved: Shelved) -> Path:
 
 
 def _id(load: Load, path: Path) -> str | None:
-    """The model that a file is of, or made for; None if it cannot be loaded."""
+    """The id of the model that a file contains or was made for; None if it cannot be loaded."""
     try:
         return load(path).model_id
     except (SparkinferError, OSError):

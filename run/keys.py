@@ -1,4 +1,4 @@
-"""What the keys of `sparkinfer run`'s artifacts are made of: identities of sources and files,
+"""The parts of the keys of `sparkinfer run`'s artifacts: identities of sources and files, and
 versions of stages.
 
 A file is identified, wherever it is, by its size, its modification time and samples of its bytes; a

@@ -33,7 +33,7 @@ Make = Callable[[Path, Path], Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The prepared model, and how to run it: arguments of Engine.load."""
+    """The prepared model, how to run it (arguments of Engine.load), and the work that was done."""
 
     model: Path
     split: Path | None
@@ -206,7 +206,8 @@ class Base:
 
 
 def _tokens(job: Job, look: Entry) -> int | None:
-    """The number of tokens to profile, decided by a look; None for no predictors. Says why."""
+    """The number of tokens to profile, decided by a look; None for no predictors. Tells the user
+    the reason."""
     if job.choice.predictors is False:
         return None
     per_s, density = float(look.facts["tokens_per_s"]), float(look.facts["density"])

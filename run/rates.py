@@ -24,7 +24,7 @@ from sparkinfer.pipeline import num_threads
 FILE = "rates.json"
 ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # seconds of each measurement
 SLICE_BYTES = 1 << 20
-TOO_LARGE = (OverflowError, RecursionError)  # numbers above f64's, and JSON nested thousands deep
+TOO_LARGE = (OverflowError, RecursionError)  # numbers beyond f64, and JSON nested thousands deep
 WRITTEN_BYTES = 32 << 20
 T, M, N = 512, 1024, 4096  # shape of the timed matrix product
 

@@ -20,16 +20,16 @@ from sparkinfer.run.keys import identity_of_source
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source. `own` is the model of a GGUF that can be run as it is in every mode; None if it
-    must be converted. `stock` is that of one in llama.cpp's layout, which mode "dense" can run as it
-    is."""
+    """A source. `own` is the model of a GGUF in our layout, which every mode can run as it is;
+    `stock` is that of a GGUF in llama.cpp's layout, which mode "dense" can run as it is. Both are
+    None if the source must be converted in any case."""
 
     name: str  # as it was given
     path: Path
     identity: str
     own: ModelFile | None
     stock: ModelFile | None
-    stock_notes: tuple[str, ...]  # what to say if `stock` is run
+    stock_notes: tuple[str, ...]  # for the user if `stock` is run
     own_type: str  # of its matrices
     activation: str | None  # given by the user for a GGUF that does not record it
     scratch: Path  # an unused path, for files that are only planned
@@ -45,7 +45,7 @@ class Source:
             return self.own  # e.g. rows that are not whole blocks of that type: nothing to convert
 
     def as_it_is(self, outtype: Outtype | None, layout: Layout) -> ModelFile | None:
-        """The model of a GGUF that already has this type and layout."""
+        """The source's model if it is a GGUF of this type and layout already, otherwise None."""
         found = self.stock if layout == "stock" else self.own
         return found if outtype in (None, self.own_type) else None
 
@@ -61,8 +61,8 @@ def _draft(
 
 
 def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
-    """Inspects a source, fetching it from the hub if needed. Raises SparkinferError for anything
-    but a model."""
+    """Inspects a source, fetching it from the hub if needed. Raises SparkinferError if it is
+    missing or cannot be read."""
     path = find_folder(given)
     if not path.exists():
         raise SparkinferError(
@@ -87,9 +87,9 @@ def has_template(model: ModelFile) -> bool:
 def _as_it_is(
     path: Path, activation: str | None
 ) -> tuple[ModelFile | None, ModelFile | None, tuple[str, ...], str]:
-    """(the model of a GGUF, or the model of one in llama.cpp's layout with notes on it, the type of
-    its matrices). A model that must be converted, to set its activation or because a type is not
-    run, is None."""
+    """(the model of a GGUF in our layout, that of one in llama.cpp's layout, notes on the latter,
+    the type of its matrices). Both models are None if the file must be converted: to set its
+    activation, or because it cannot be run as it is."""
     keys, tensors = read_model_gguf(path)
     kinds = [e.kind for n, e in tensors.items() if n.endswith("ffn_up.weight")]
     kind = kinds[0] if kinds else "unknown"

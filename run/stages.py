@@ -1,7 +1,8 @@
 """The stages of `sparkinfer run`, each of which makes an artifact in the cache.
 
-Each stage does the work of a command (convert, profile, calibrate or solve). An artifact's key contains
-all that determines its bytes. `prepare` decides which stages run, and in which order."""
+Each stage does the work of a command (convert, profile, calibrate or solve). An artifact's key
+contains its inputs and its options, except the device that computes it. `prepare` decides which
+stages run, and in which order."""
 
 import platform
 import time
@@ -152,7 +153,7 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
         device=job.choice.device, force=True,
     )  # fmt: skip
-    heard: list[float] = []  # times: when counting began, and after each window
+    heard: list[float] = []  # times: when counting began (not if streamed), and after each window
 
     with reading(model, *texts), progress("looking", tokens, "tokens") as advance:
 
@@ -239,7 +240,7 @@ def make_plan(
 
 
 def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
-    """Tokens in the texts, at most `most`."""
+    """The number of tokens that can be profiled in the texts, at most `most`."""
     file = ModelFile.load(model)
     windows = read_windows(
         texts, TextCodec.of(file), context_length=file.shape.context_length, max_tokens=most,

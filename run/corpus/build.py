@@ -3,7 +3,7 @@
     python build.py --python-docs FOLDER --brotli FOLDER
 
 The first FOLDER is the HTML of Python's documentation (Debian's python3.11-doc), the second
-Brotli's source, whose tests contain two books. NOTICE.md beside it states their licences."""
+Brotli's source, whose tests contain two books. NOTICE.md in this folder states their licences."""
 
 import argparse
 import hashlib
@@ -25,7 +25,7 @@ SKIPPED = {"script", "style", "nav", "head", "table"}
 
 
 class Page(HTMLParser):
-    """The paragraphs of a page; code keeps its line breaks, prose does not."""
+    """The paragraphs of a page, short ones left out; code keeps its line breaks, prose does not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,14 +80,15 @@ class BlockTable:
                 self._num_users[block] -= 1
 
     def share(self, source: int, target: int, length: int) -> None:
-        """Shares the first `length` positions of `source` with `target`, which is empty."""
+        """Shares the first `length` positions of `source` with `target`, which must be empty."""
         for number in range(-(-length // self.block_length)):
             block = int(self.block_SN[source, number])
             self._num_users[block] += 1
             self.block_SN[target, number] = block
 
     def shrink(self, sequence: int, length: int) -> None:
-        """Frees the blocks after the first `length` positions."""
+        """Frees the blocks after those of the first `length` positions; an only sequence keeps its
+        block."""
         if self.is_whole:
             return
         for number in range(-(-length // self.block_length), self.block_SN.shape[1]):

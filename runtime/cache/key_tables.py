@@ -1,5 +1,5 @@
-"""Summaries and codes of keys, and the search for the keys that a token reads: the reference of
-select.h in torch.
+"""Summaries and codes of keys, and the search for the keys that a token reads: the torch
+reference for select.h.
 
 The tables are bit-identical to those of the kernels. Scores differ by rounding, so near ties may be
 resolved differently. Letters: B blocks of the cache, K key-value heads, N key blocks of a block of
@@ -63,7 +63,7 @@ class KeyTables:
         return block_N, position_N % length // self.rule.block
 
     def summarise(self, sequence: int, begin: int, key_TKW: Tensor) -> None:
-        """Adds whole key blocks from position `begin` on; `key_TKW`: their keys as stored, as
+        """Adds whole key blocks from position `begin` on; `key_TKW`: their stored keys, decoded to
         f32."""
         size = self.rule.block
         key_NPKW = key_TKW.unflatten(0, (-1, size))

@@ -1,5 +1,5 @@
-"""Encodes and decodes the cache's rows of keys and values: the reference of
-kernels/cpu/cache_rows.h in torch.
+"""Encodes and decodes the cache's rows of keys and values: the torch reference for
+kernels/cpu/cache_rows.h.
 
 Letters: W values of a row, X its width as stored (W values, or the bytes of its blocks), N blocks
 of a row."""
@@ -61,8 +61,8 @@ def decode(rows: Tensor, kind: CacheType) -> Tensor:
 
 
 def turn_by_hadamard(x: Tensor) -> Tensor:
-    """H x, f32 [..., W], for the orthonormal Hadamard matrix H over the largest power of two that
-    divides W; H is its own inverse."""
+    """Multiplies each run of B values of x, f32 [..., W], by the orthonormal Hadamard matrix of
+    size B, the largest power of two that divides W. Doing it twice gives x again."""
     width = x.shape[-1]
     block = width & -width
     parts = x.unflatten(-1, (-1, block))

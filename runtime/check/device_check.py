@@ -79,11 +79,12 @@ class DeviceCheck:
     _replaced: set[str] = field(default_factory=set)  # names of kernels that torch computes
     _variants: list[str] = field(default_factory=list)
     _launches: Callable[[Weights, int], tuple[Launch, ...]] | None = (
-        None  # for steps of so many rows
+        None  # gives those of a step, from its number of rows
     )
 
     def check_devices(self, *, has_budget: bool) -> bool:
-        """False if a device must not be used."""
+        """Checks whether the devices can be used, pin memory and limit it; false if one must not be
+        used."""
         for parts, book in self._books():
             why = self._try(book, parts, "device", parts.use, is_last=True)
             if why:
@@ -108,7 +109,7 @@ class DeviceCheck:
         return why
 
     def check_neuron_cache(self) -> bool:
-        """False if the kernels of the neuron cache must not be used. Raises DeviceLost."""
+        """Checks the neuron cache's kernels; false if they must not be used. Raises DeviceLost."""
         off = "the neuron cache is off"
         for parts, book in self._books():
             try:
@@ -204,7 +205,8 @@ class DeviceCheck:
             ) from None
 
     def _kernels_of_rows(self, weights: Weights, num_rows: int) -> str:
-        """Checks the kernels of a step of this many rows that torch does not compute."""
+        """Checks the kernels of a step of this many rows, but those that torch computes instead.
+        Returns why one fails, "" if none does."""
         if self._fast is None or self._launches is None:
             return ""
         launches = [
@@ -224,11 +226,11 @@ class DeviceCheck:
     def _check_launches(
         self, parts: DeviceParts, book: CheckBook, launches: Sequence[Launch]
     ) -> None:
-        """Checks all variants of the kernels; a line for each kernel that fails, or one for all
-        that fail for the same reason."""
+        """Checks all variants of the kernels; prints a line for each kernel that fails, or one for
+        all that fail for the same reason."""
         assert self._fast is not None
         count = sum(book.known(f"kernel {each.variant}") is None for each in launches)
-        first: dict[str, tuple[str, str]] = {}  # by kernel: why, of which variant
+        first: dict[str, tuple[str, str]] = {}  # by kernel: why its first variant failed, and which
         with progress("check GPU kernels", max(1, count), "kernels") as advance:
             for launch in launches:
                 run = partial(check_launch, launch, self._fast, parts.plain_kernels, parts.wait)
@@ -366,7 +368,8 @@ def _too_long(limit_s: float) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The type and first line of an error; the last line if the first is a place in source code."""
+    """An error's type, unless that says nothing, and first line; the last line if the first is a
+    place in source code."""
     lines = [line for line in str(error).splitlines() if line.strip()] or ["no message"]
     text = " ".join(lines[-1 if _PLACE.match(lines[0]) else 0].split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)[:MOST_LETTERS]
