@@ -25,8 +25,8 @@ RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a predictor must reach on the text that it is chosen on (see profile.selection); each is
-    between 0 and 1."""
+    """The target for a predictor on the text that it is chosen on (see profile.selection); each
+    value is more than 0 and less than 1."""
 
     contribution: float = 0.992
     lost_norm: float = 0.04

@@ -69,8 +69,8 @@ def save_position(path: Path, settings: Settings, position: Position) -> None:
 def load_position(path: Path, settings: Settings, *, force: bool) -> Position | None:
     """The position of a run; None if there is no file or, with `force`, none that fits.
 
-    Raises SparkinferError for a damaged file, and for one of another run: with another model,
-    corpus, seed or other settings."""
+    Without `force`, raises SparkinferError for a damaged file, and for one of another run: with
+    another model, corpus, seed or other settings."""
     if not path.exists():
         return None
     try:

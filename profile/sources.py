@@ -52,8 +52,8 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class TextSource:
     """Block k reaches from the first line start at or after byte k * BLOCK_BYTES to the first one
-    at or after byte (k + 1) * BLOCK_BYTES. Where no line starts within BLOCK_BYTES of such a byte,
-    the line is cut there, between two characters."""
+    at or after byte (k + 1) * BLOCK_BYTES. Where no line starts within BLOCK_BYTES after such a
+    byte, the line is cut there, between two characters."""
 
     name: str
     path: Path

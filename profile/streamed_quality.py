@@ -33,7 +33,7 @@ def compare_streamed(
     dense_shares: ShareCounter,
 ) -> list[EvalReport]:
     """Does what quality.compare_all does, on at most `max_tokens` tokens, and fewer if there is no
-    room for the hidden states of all; [] if there is room for less than two tokens."""
+    room for the hidden states of all; [] if fewer than two fit."""
     room = room_of(plan.device, plan.max_memory_bytes)
     row_bytes = (1 + len(others)) * plan.needs.state_row_bytes
     count = min(max_tokens, int(ROOM_SHARE * room.num_bytes / row_bytes))

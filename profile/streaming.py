@@ -278,7 +278,7 @@ class Waiting:
 
 
 class StreamedLayer:
-    """One layer on the device, and all windows, some of which have gone through it."""
+    """One layer on the device, and all windows; `is_through` tells which have gone through it."""
 
     def __init__(
         self, stream: LayerStream, index: int, layer: Layer, waiting: Waiting, load_s: float

@@ -137,8 +137,8 @@ def _model(engine: Engine, num_texts: int, seed: int, on_requests: Callable[[flo
 
 
 def _scores(found: Any) -> tuple[Score, ...]:
-    """The scores of every task and group, in lm-eval's order. A key such as
-    "acc,none" holds the metric, and the filter of the answers."""
+    """The scores of every task and group, in lm-eval's order. A key such as "acc,none" holds the
+    metric, and the filter of the answers."""
     counts = found.get("n-samples", {})
     scores = []
     for task, values in found["results"].items():

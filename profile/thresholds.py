@@ -40,7 +40,8 @@ def thresholds_for(
     """For each layer the threshold, an f32 value, below which a share `sparsity` of the magnitudes
     lies; `sparsity` is one number or one per layer.
 
-    Magnitudes are assumed to be uniform within a bin."""
+    Magnitudes are assumed to be uniform within a bin. For a share that ends in the last bin,
+    which has no upper edge, the threshold is that bin's lower edge."""
     shares_L = np.broadcast_to(np.asarray(sparsity, np.float64), len(histogram_LB))
     below_LB = np.cumsum(histogram_LB, axis=1) / histogram_LB.sum(axis=1, keepdims=True)
     thresholds = []
@@ -91,7 +92,8 @@ class Meter:
         self.num_runs, self.seconds = 0, 0.0
 
     def __call__(self, sparsity_L: Sequence[float]) -> Cost:
-        """The cost of these shares' thresholds. Raises SparkinferError if the model gives NaN."""
+        """The cost of the thresholds for these shares. Raises SparkinferError if the model gives
+        NaN."""
         self.engine.set_thresholds(thresholds_for(self.histogram_LB, sparsity_L))
         return self.run()
 

@@ -39,8 +39,9 @@ LARGE = ("f32", "f16", "bf16")
 # The rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
 STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs get the same
-# Assumed until predictors are trained: a whole gate matrix in q4_0 (docs/predictors.md), in bytes
-# relative to its layer's neurons by their type, and a tenth more neurons named than fire.
+# Assumed until predictors are trained: the bytes of a whole gate matrix in q4_0 relative to those
+# of its layer's neurons, by the neurons' type (docs/predictors.md); and a tenth more neurons named
+# than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
 NAMED_PER_FIRING = 1.1
 SURELY = 4  # a GPU with this many times the estimated temporaries holds the measured ones

@@ -1,8 +1,8 @@
 """The stages of `sparkinfer run`, each of which makes an artifact in the cache.
 
 Each stage does the work of a command (convert, profile, calibrate or solve). An artifact's key
-contains its inputs and its options, except the device that computes it. `prepare` decides which
-stages run, and in which order."""
+contains its inputs and the options that its content depends on, except the device that computes it.
+`prepare` decides which stages run, and in which order."""
 
 import platform
 import time

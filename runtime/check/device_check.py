@@ -83,8 +83,8 @@ class DeviceCheck:
     )
 
     def check_devices(self, *, has_budget: bool) -> bool:
-        """Checks whether the devices can be used, pin memory and limit it; false if one must not be
-        used."""
+        """Checks that each device can be used, pins memory and, with a budget, limits it. False if
+        one must not be used."""
         for parts, book in self._books():
             why = self._try(book, parts, "device", parts.use, is_last=True)
             if why:
@@ -230,7 +230,7 @@ class DeviceCheck:
         all that fail for the same reason."""
         assert self._fast is not None
         count = sum(book.known(f"kernel {each.variant}") is None for each in launches)
-        first: dict[str, tuple[str, str]] = {}  # by kernel: why its first variant failed, and which
+        first: dict[str, tuple[str, str]] = {}  # by kernel: why a variant failed, and which
         with progress("check GPU kernels", max(1, count), "kernels") as advance:
             for launch in launches:
                 run = partial(check_launch, launch, self._fast, parts.plain_kernels, parts.wait)
