@@ -241,9 +241,9 @@ class _Load:
         )  # fmt: skip
 
     def _step_rows(self) -> int:
-        """Most rows of a hybrid step. It is 1 without a GPU, with a neuron cache, which handles the
-        bits of one token, and if keys are in main memory, where steps of several rows have not been
-        tested."""
+        """Most rows of a hybrid step. It is 1 if nothing is for a GPU, with a neuron cache, which
+        handles the bits of one token, and if keys are in main memory, where steps of several rows
+        have not been tested."""
         if self.setup is not None or "gpu" not in self.bytes_by_role:
             return 1
         if self.placement.is_cache_on_host:

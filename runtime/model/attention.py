@@ -52,7 +52,7 @@ class Rotary:
 
     frequency_W: Tensor  # f64 [W / 2]
     is_adjacent: bool
-    magnitude: float = 1.0  # factor of cos and sin; above 1 for YaRN
+    magnitude: float = 1.0  # factor of cos and sin; 1 except for YaRN
 
     @classmethod
     def of(
@@ -115,10 +115,11 @@ def attend(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
 
 
 def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """Computes `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time, from keys
-    and values as the cache stores them.
+    """Computes `attend` on a GPU, one key-value head and SCORE_BYTES of scores at a time. Keys and
+    values may be of any float type.
 
-    torch's f32 kernels for grouped heads would repeat every key and keep every score."""
+    torch's f32 kernels for grouped heads would copy the keys for each query head and hold all
+    scores at once."""
     num_tokens, num_heads, width = query_THW.shape
     num_cached, num_kv, _ = key_CKW.shape
     group = num_heads // num_kv
@@ -149,8 +150,8 @@ def _attend_head(
 
 
 def _attend_one(query_HW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
-    """Attention of the last position, f32 [1, H * W], by small products, which have less
-    overhead."""
+    """Attention of the last position, f32 [1, H * W], by small products, which have less overhead
+    than torch's attention."""
     grouped_KGW = query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1])
     scores_KGC = grouped_KGW @ key_CKW.permute(1, 2, 0) / math.sqrt(query_HW.shape[-1])
     return (scores_KGC.softmax(dim=-1) @ value_CKW.transpose(0, 1)).reshape(1, -1)
@@ -180,7 +181,8 @@ def attend_capped(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
     rotary: Rotary,
 ) -> Tensor:  # fmt: skip
-    """Computes `attend_to_chosen` at capped positions, for queries and keys not yet rotated."""
+    """Computes `attend_to_chosen` with capped positions (sparkinfer.key_selection), from queries
+    and keys before the rotary embedding."""
     num_kv, outs, rule = key_CKW.shape[1], [], tables.rule
     num_far = rule.sinks + rule.top
     for query_HW, position in zip(
@@ -205,8 +207,8 @@ def attend_capped(
 def _attend_two(
     far_HW: Tensor, far_CKW: Tensor, near_HW: Tensor, near_CKW: Tensor, value_CKW: Tensor
 ) -> Tensor:
-    """Computes `_attend_one` over far and near keys, each with a rotation of the query of its
-    own."""
+    """Computes `_attend_one` over far and near keys together; the query is given twice, rotated for
+    the far and for the near ones."""
     scores = [
         query_HW.reshape(key_CKW.shape[1], -1, query_HW.shape[-1]) @ key_CKW.permute(1, 2, 0)
         for query_HW, key_CKW in ((far_HW, far_CKW), (near_HW, near_CKW))
@@ -219,8 +221,8 @@ def _attend_two(
 class Attention:
     """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all.
 
-    An input whose magnitude is at or below its limit counts as 0, except those of the first token
-    of a text (`active_inputs`); mode "dense" has no limits."""
+    An input whose magnitude is at or below its limit counts as 0, unless its token is the first of
+    a text (`active_inputs`); mode "dense" has no limits."""
 
     inputs: tuple[Linear, ...]
     output: Linear
@@ -228,13 +230,14 @@ class Attention:
     key_norm: Norm | None
     cache: LayerCache
     num_heads: int
-    on_bytes: Callable[[int], None] = field(repr=False)  # receives bytes of weights read by the CPU
+    on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
     input_limit_D: Tensor | None = None
     output_limit_H: Tensor | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Values of queries, keys and values together, and of queries alone."""
+        """Numbers of values per token: of queries, keys and values together, and of queries
+        alone."""
         of_heads = self.num_heads * self.cache.head_width
         return of_heads + 2 * self.cache.num_kv_heads * self.cache.head_width, of_heads
 

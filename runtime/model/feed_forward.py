@@ -9,10 +9,10 @@ the up projection.
 `exact` computes every gate, and `up` and `down` only for neurons that fire; `predicted` computes
 the gates of predicted neurons, and `up` and `down` for those of them that fire. Both give the
 results of `dense` up to rounding, except for neurons that the predictor misses and, for SiLU and
-GELU, those silenced by a threshold or limit. On the CPU, each token computes only the rows that it
-needs, as it would alone (native_neurons). Without the C++ kernels, several tokens compute all rows
-that any of them needs, or every row; on a GPU, and for observers of several tokens, every row is
-computed. Values that a token does not need are then masked.
+GELU, those silenced by a threshold or limit. With the C++ kernels, a token's result is the same as
+if it were alone (native_neurons). Without them, several tokens compute all rows that any of them
+needs, or every row; on a GPU, and for observers of several tokens, every row is computed. Values
+that a token does not need are then masked.
 
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.
@@ -43,7 +43,7 @@ from sparkinfer.runtime.weights.neuron_block import (
 )
 
 # If several tokens need more than this share of a block's neurons, all rows are used: selecting
-# neurons copies the tokens' values of those chosen.
+# some would copy the tokens' values for them.
 MOST_CHOSEN = 0.9
 
 
@@ -203,8 +203,8 @@ class FeedForward:
         )
 
     def _in_parts(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, unobserved: natively, otherwise one part of the neurons at a time,
-        so that its values stay in the processor's cache."""
+        """Any number of tokens, unobserved: in the C++ kernels if they support the block, otherwise
+        one part of the neurons at a time, so that its values stay in the processor's cache."""
         y_TD = torch.zeros_like(x_TD)
         self._add_parts(y_TD, block, x_TD, named_TN)
         return BlockResult(y_TD=y_TD)

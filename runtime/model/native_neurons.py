@@ -1,8 +1,10 @@
-"""Computes the neurons of one block for one or several tokens in one native call: the CPU's part of
-a divided layer, from the normed input to the neurons' output.
+"""Computes the neurons of one block, from the normed input to their output, for one or several
+tokens per native call: the CPU's part of a divided layer in hybrid steps, and any block on the CPU
+in passes through torch.
 
-In mode "predicted", a call reads one bit per neuron, in the layout of a GPU's predictor. It may be
-made from any thread and by a node of a CUDA graph (`node`). The reference is feed_forward.py.
+In mode "predicted", a call reads one bit per neuron, in the layout that a GPU's predictor writes.
+It may be made from any thread and by a node of a CUDA graph (`node`). The reference is
+feed_forward.py.
 
 Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits."""
 
@@ -44,7 +46,8 @@ class SharedWorkspace:
         self._structs.append(struct)
 
     def allocate(self) -> None:
-        """Allocates once all blocks are known. Raises NotNative if one is inconsistent."""
+        """Allocates the memory; call it after the last `add`. Raises NotNative if a block is
+        inconsistent."""
         sizes = [library.neurons_bytes(struct) for struct in self._structs]
         if not sizes:
             return
@@ -80,8 +83,8 @@ class NativeNeurons:
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
         """Prepares a call. `num_neurons` is the layer's F. If not given, `x_D` and `y_D`, and in
-        mode "predicted" `named_W`, are allocated. With a `room`, the call can run once that is
-        allocated. Raises NotNative if the kernels do not support the block, and ImportError if they
+        mode "predicted" `named_W`, are allocated. With a `room`, the call can run after its
+        `allocate`. Raises NotNative if the kernels do not support the block, and ImportError if they
         are not built."""
         structs = Structs()
         width = block.width

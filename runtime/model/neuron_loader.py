@@ -132,9 +132,9 @@ class NeuronLoader:
         )
 
     def _read_together(self, entries: list[TensorEntry]) -> list[list[TensorEntry]]:
-        """Groups gate, up (if there is one) and down by those that are read together. Mode "exact"
-        reads every gate but few rows of the others; mode "dense" reads each matrix in full. In
-        divided layers, mode "dense" groups all, so that a streamed piece is one copy."""
+        """Groups those of gate, up (if there is one) and down whose rows are read together. Mode
+        "exact" reads every gate but few rows of the others; mode "dense" reads each matrix in full.
+        In divided layers, mode "dense" groups all, so that a streamed piece is one copy."""
         if self.mode == "dense" and self.placement.hot is None:
             return [[entry] for entry in entries]
         if self.mode == "exact":

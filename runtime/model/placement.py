@@ -10,15 +10,15 @@ from sparkinfer.split_file import Split
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The device of each part. `hot`: the neurons of each layer that are on its home; None: all.
+    """The device of each part. `hot`: for each layer, the neurons that are on its home; None: all.
 
-    All parts of a layer that are on a GPU are on its home GPU."""
+    All parts of a layer that are on a GPU are on the same one, the layer's home."""
 
     homes: tuple[torch.device, ...]  # per layer, then the head's; the CPU if there is no GPU
     dense_on_gpu: tuple[bool, ...]
     head_on_gpu: bool
     hot: tuple[np.ndarray, ...] | None
-    numbers: tuple[int, ...]  # of the homes, as indices of the plan's GPUs
+    numbers: tuple[int, ...]  # for each home, the index of its GPU in the plan
     is_cache_on_host: bool = False  # keys and values are in main memory, and the CPU attends
 
     @classmethod

@@ -80,7 +80,7 @@ class NeuronCache:
 
     @property
     def facts(self) -> dict[str, float]:
-        """The same statistics for programs."""
+        """The statistics for programs."""
         return {**asdict(self.policy.report()), "num_bytes": self.num_bytes}
 
     def use(self, slots: Slots) -> None:
@@ -94,8 +94,8 @@ class NeuronCache:
         self._bits_TLW = bits_TLW.numpy().view(np.uint32)
 
     def complete(self) -> None:
-        """Makes the swaps whose copies are under way. Not during a step. Raises SparkinferError as
-        `before_step` does."""
+        """Makes the swaps whose copies are under way. Must not be called during a step. Raises
+        SparkinferError as `before_step` does."""
         self._check()
         if not self._num_pending:
             return
@@ -106,7 +106,7 @@ class NeuronCache:
             self._num_pending = 0
 
     def before_step(self) -> None:
-        """Raises SparkinferError if an interrupt or an error has left slots and tables
+        """Raises SparkinferError if an interrupt or an error has left slots, tables or the policy
         half-changed. Copies that are under way need not be done: the step does not read them."""
         self._check()
 

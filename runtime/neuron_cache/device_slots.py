@@ -147,7 +147,8 @@ class SlotDevice:
         return np.array(address, np.int64), np.array(value, np.int64)
 
     def finish(self) -> None:
-        """The residency has changed already."""
+        """Moves the rows to their slots and changes the tables; the residency has been changed
+        before."""
         if self._pending is None:
             return
         (swaps_S, num_copies, event), self._pending = self._pending, None
