@@ -114,7 +114,7 @@ class CachePolicy:
         return self._array(struct.id, struct.num_slots, np.int32)
 
     def hits_L(self) -> np.ndarray:
-        """Neurons read from slots so far, by layer; 0 where all neurons have slots."""
+        """For each layer, neurons read from slots so far; 0 where all neurons have slots."""
         struct = self._struct
         return np.array([struct.layer[index].hits for index in range(struct.num_layers)])
 

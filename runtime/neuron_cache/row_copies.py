@@ -87,7 +87,7 @@ class Copier:
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._bytes_per_s = bytes_per_s
         self._copier = library.new_copier()
-        self._kept: list[RowCopies] = []  # until they are finished
+        self._kept: list[RowCopies] = []  # the last ones started, whose memory must stay
         weakref.finalize(self, _free, self._copier, self._kept)
 
     def start(self, copies: RowCopies) -> None:

@@ -28,7 +28,7 @@ class CacheSetup:
 
     share: the share of each layer's neurons that have a slot, at first those with the lowest ids;
     only without a plan, since a plan's hot neurons are in the slots. copy_bytes_per_s: the rate to
-    which copies are slowed down, for memories that are equally fast."""
+    which copies are slowed down, to imitate a link where slots are in main memory too."""
 
     policy_of: Callable[[Sequence[np.ndarray], int], Policy]
     most_rows: int
@@ -37,8 +37,9 @@ class CacheSetup:
 
     @classmethod
     def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
-        """The setup of a plan with a neuron cache; the default most_rows is reduced to the plan's.
-        Raises SparkinferError without such a plan, and if another most_rows exceeds the plan's."""
+        """The setup for a plan with a neuron cache. The default most_rows is reduced to the plan's
+        if that is less. Raises SparkinferError without such a plan, and if a most_rows other than the
+        default exceeds the plan's."""
         planned = None if plan is None else plan.cache
         if planned is None:
             raise SparkinferError(
@@ -63,7 +64,10 @@ class CacheSetup:
     def resident(
         self, model: ModelFile, plan: Split | None, device: torch.device
     ) -> tuple[np.ndarray, ...]:
-        """The first neurons in each layer's slots; none in layers that are not divided."""
+        """The neurons in each layer's slots at the start; none in layers that are not divided.
+
+        Raises SparkinferError if no layer is divided, if there is a `share` beside a plan, or if
+        there is neither a plan nor a `share` on the CPU."""
         shape = model.shape
         if plan is not None:
             if self.share is not None:
@@ -144,8 +148,8 @@ class CacheSetup:
 def setup_of(
     asked: CacheOptions | OwnPolicy | Off | None, plan: Split | None, mode: str
 ) -> CacheSetup | None:
-    """The requested setup; None: no cache. By default, a plan's cache is used in the plan's
-    mode."""
+    """The requested setup; None: no cache. By default, a plan's cache is used if the mode is the
+    plan's."""
     if asked is None and plan is not None and plan.cache is not None and mode == plan.mode:
         return CacheSetup.of(CacheOptions(), plan)
     if asked is None or asked == OFF:

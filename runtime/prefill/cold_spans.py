@@ -103,7 +103,8 @@ class ColdBlock:
         return self.neuron_bytes + _ALIGNMENT * len(self.spans)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
-        """Divides the block into pieces of at most `piece_bytes`, about equal; yields their neurons."""
+        """Divides the block into about equal pieces of at most `piece_bytes`; yields the range of
+        neurons (first, one after the last) of each."""
         most = (piece_bytes - _ALIGNMENT * len(self.spans)) // self.neuron_bytes
         assert most >= 1, (piece_bytes, self.neuron_bytes)
         count = -(-self.num_neurons // most)

@@ -6,8 +6,8 @@
 A piece is copied while the previous one is multiplied, across layers: the first pieces of the next
 layer are prefetched during its attention. Buffer k % 2 holds piece k; a piece is multiplied after
 its copy (`ready`), and its buffer is overwritten after that product (`free`). Pinned weights are
-copied directly; others go through two pinned staging buffers, one of which is filled on the host
-while the other is copied.
+copied directly; others go through two staging buffers, pinned if possible, one of which is filled
+on the host while the other is copied.
 
 The buffers live from the first piece of a pass to its last; they count as workspace."""
 

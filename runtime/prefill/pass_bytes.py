@@ -23,7 +23,7 @@ from sparkinfer.runtime.weights import gpu_products
 
 # Maximum number of partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32
-ROWS_SHARE = 0.25  # of the workspace, which the buffers of several rows may take
+ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
 _DECODE_TENSORS = 64  # upper bound on the buffers of a step; each may have an alignment gap
 
 
@@ -65,7 +65,7 @@ def _gathered(model: ModelFile, context_length: int) -> int:
 
 
 def step_rows(model: ModelFile, context_length: int, workspace: int, num_sequences: int = 1) -> int:
-    """Most rows of a decode step whose buffers fit into ROWS_SHARE of the workspace."""
+    """Most rows of a decode step whose buffers fit into ROWS_SHARE of the workspace; at least 1."""
 
     def fits(num_rows: int) -> bool:
         taken = decode_bytes(model, context_length, num_rows, num_sequences)

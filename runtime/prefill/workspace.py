@@ -1,9 +1,9 @@
 """Measures the memory that a forward pass takes besides weights and cache.
 
-A prefill chunk at the end of the context, where a pass takes most, runs through two layers and the
-head on the CPU while torch reports every allocation and release. Two layers are enough: only their
-shapes matter, and they run in sequence. Memory that matrix libraries allocate themselves is not
-reported.
+A prefill chunk at the end of the context, where a pass takes the most memory, runs through two
+layers and the head on the CPU while torch reports every allocation and release. Two layers are
+enough: only their shapes matter, and they run in sequence. Memory that matrix libraries allocate
+themselves is not reported.
 
 Letters: T tokens, D model width."""
 
@@ -90,8 +90,8 @@ def _quiet() -> Iterator[None]:
 def _two_layers(
     model: ModelFile, context_length: int, mode: Mode, hot_share: float | None
 ) -> Decoder:
-    """A decoder that runs the layer with the largest predictor twice. `hot_share`: of its neurons;
-    None: they are not divided."""
+    """A decoder that runs the layer with the largest predictor twice. `hot_share`: the share of its
+    neurons that are hot; None: they are not divided."""
     cpu, num_layers = torch.device("cpu"), model.shape.num_layers
     observers = Observers()
     observers.add(lambda name, layer, tensor: None, None)  # plans allow for observers too

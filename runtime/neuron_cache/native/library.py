@@ -75,8 +75,8 @@ def best_gain(
 ) -> tuple[float, np.ndarray, int, int]:  # fmt: skip
     """The sum over a layer's neurons of the most that each can gain if it may enter or leave a slot
     at every step: it gains `value` for a step that reads it in a slot, and pays the slot's price at
-    each step and `fetch` for each copy. Also the slots used by step (int32 [T]), and the copies and
-    hits, of that choice.
+    each step and `fetch` for each copy. Also, for that choice, the slots in use at each step (int32
+    [T]), the copies and the hits.
 
     bits_TW: uint32, rows may be strided; initial_W: uint32, the neurons in slots before the first
     step; price_T: f32."""

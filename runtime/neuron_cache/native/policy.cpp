@@ -40,7 +40,7 @@ FOR_EACH_LEVEL void average(float* values, const uint32_t* bits, int64_t stride,
     }
 }
 
-// Neurons that any of the tokens reads: in all, in slots, and in slots by plan.
+// Counts the neurons that any of the tokens reads: all, those in slots, and those in slots by plan.
 FOR_EACH_LEVEL void count(const uint32_t* bits, int64_t stride, int64_t tokens, int64_t W,
                           const uint32_t* resident, const uint32_t* planned, int64_t& read,
                           int64_t& hits, int64_t& planned_hits) {
@@ -58,7 +58,7 @@ FOR_EACH_LEVEL void worths(const float* score, const float* burst, int64_t F, fl
     for (int64_t j = 0; j < F; ++j) worth[j] = score[j] + weight * (burst[j] - score[j]);
 }
 
-// The seconds of a layer with these numbers of neurons read and hits.
+// The seconds of a layer in a step that reads this many neurons, `hits` of them in slots.
 double layer_seconds(const CacheLayer& layer, int64_t read, int64_t hits) {
     const double hot = layer.hot_s + hits * layer.hot_row_s;
     const double cold = layer.cold_s + (read - hits) * layer.cold_row_s;
