@@ -1,4 +1,4 @@
-"""The rows of a step: each is one token of one of its sequences; and memory for their logits.
+"""The rows of a step, each of which is one token of a sequence, and memory for their logits.
 
 Letters: R rows that want logits, V vocabulary."""
 

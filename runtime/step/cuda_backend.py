@@ -1,4 +1,4 @@
-"""The CUDA backend of a hybrid step: two streams per GPU, and CUDA graphs of its part of a step."""
+"""The CUDA backend of a hybrid step: two streams per GPU, and CUDA graphs of a GPU's segments."""
 
 import gc
 from collections.abc import Callable, Iterator

@@ -33,14 +33,14 @@ from sparkinfer.runtime.weights.matrix import Matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A model's forward pass: native where possible, else in torch."""
+    """A model's forward pass: by the decode step where possible, else in torch."""
 
     weights: Weights
     input_layer_offset: int  # whose FFN input predictors take: 0 this layer's, 1 the previous one's
     observers: Observers
     native: DecodeStep | str  # the decode step, or the reason why there is none
     chunk: int = SHORT_CHUNK  # tokens per pass without observers
-    # Attends in passes whose weights are on a GPU and whose cache is not; None: torch does.
+    # Attends in torch's passes if weights are on a GPU and the cache is not; None: torch does.
     host_attention: HostAttention | None = None
 
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
@@ -81,8 +81,8 @@ class Decoder:
         return torch.cat([torch.empty(0, self.weights.head.weight.num_rows), *pieces])
 
     def _by_runs(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """Yields the logits in order. Runs of decoded rows are computed together by the hybrid
-        step; each run of a prompt's rows is a pass of its own."""
+        """Yields the logits in order. The hybrid step, if it can be used, computes consecutive runs
+        of decoded rows together; each other run is a pass of its own."""
         hybrid = None if self.observers.active else self.native
         waiting: list[Row] = []
         for run in runs_of(rows):

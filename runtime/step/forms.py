@@ -55,7 +55,7 @@ def placed_form(
     bits: Sequence[tuple[bool, bool]],
 ) -> StepForm:
     """The form of a hybrid step. `bits`, for each layer: whether its GPU writes the bits of its hot
-    neurons, and whether these are copied to the host after the layer."""
+    neurons, and whether that GPU's bits of all layers are copied to the host after this one."""
     layers: list[LayerForm] = []
     for index, layer in enumerate(weights.layers):
         home = gpu(placement.numbers[index])

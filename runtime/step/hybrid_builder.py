@@ -194,7 +194,7 @@ class _Builder:
             bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
             is_whole_L=[form.is_whole_on_host for form in self.form.layers],
         ).submissions()
-        self.submissions.append(submissions)  # a captured graph does not keep what it refers to
+        self.submissions.append(submissions)  # a captured graph does not keep its memory alive
         segments = self._segments(devices, submissions)
         for segment in segments:  # kernels are compiled and loaded before anything is captured
             segment.main.follow()  # wait for weights and zeros being copied
@@ -235,8 +235,8 @@ class _Builder:
     def _segments(
         self, devices: Mapping[str, DeviceKernels], submissions: Sequence[Submission]
     ) -> list[Segment]:
-        """Each GPU's consecutive work. Whether a graph may copy between GPUs depends on how they are
-        connected: such copies are segments of their own."""
+        """Each GPU's consecutive work. Whether a graph may copy between GPUs depends on how they
+        are connected, so copies between GPUs are segments of their own."""
 
         def stream(key: StreamKey) -> Stream:
             device = devices[key[0]]

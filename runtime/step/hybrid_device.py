@@ -104,8 +104,8 @@ class DeviceBuffers:
         has_cache: bool = True,
         max_rows: int = 1,
     ) -> "DeviceBuffers":
-        """Allocates the buffers; `take` returns zeros on the device. Without the cache, attention
-        has no scratch there."""
+        """Allocates the buffers; `take` returns zeros on the device. `has_cache`: keys and values
+        are on the GPU, which needs scratch to attend."""
         width = weights.embedding.width
         first = weights.layers[0]
         cache = first.attention.cache

@@ -126,7 +126,7 @@ class Lowering:
         )
 
     def _add(self, op: Op) -> None:
-        """Defers a sum until it is read; merges sums into the same value."""
+        """Defers a sum until it is read. A sum that adds to a deferred one is merged with it."""
         base, *terms = op.reads
         assert op.layer is not None
         before = self.pending.get(op.device)

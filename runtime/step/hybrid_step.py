@@ -1,11 +1,11 @@
 """A decode step over GPUs and the CPU, built by hybrid_builder.py: segments that run in sequence,
 one for the consecutive work of each GPU and one for each copy between GPUs.
 
-Each number of rows in ROWS, up to `max_rows`, has segments of its own, for several rows made at
-first use. Other numbers are rounded up: GPUs repeat the last row, the CPU does not compute the
-copies. More rows are divided among several steps. The first step of each number of several rows is
-compared with steps of one row unless a stored result exists; if it fails or its logits are off by
-more than ROWS_BOUND, a warning is logged and steps have fewer rows from then on.
+Each number of rows in ROWS, up to `max_rows`, has segments of its own; those for several rows are
+made at first use. Other numbers are rounded up: GPUs repeat the last row, the CPU does not compute
+the copies. More rows than `max_rows` are divided among several steps. The first step of each number
+of several rows is compared with steps of one row unless a stored result exists; if it fails or its
+logits are off by more than ROWS_BOUND, a warning is logged and steps have fewer rows from then on.
 
 Letters: T rows, R rows with logits, V vocabulary, C positions of a context, D model width, S
 sequences, N blocks of a sequence."""
@@ -67,7 +67,7 @@ class Backend:
     prepare: Prepare
     is_pinned: bool
     try_rows: TryRows = lambda weights, num_rows, run: tried(run)
-    slot_kernels: SlotKernels | None = None  # of a neuron cache; None: there are none
+    slot_kernels: SlotKernels | None = None  # for a neuron cache; None: it cannot run
 
 
 class StepHooks(Protocol):
@@ -169,7 +169,8 @@ class HybridStep:
         return self.host.logits_TV[0].clone()
 
     def _fill(self, rows: Sequence[Row], num_rows: int) -> None:
-        """Writes the rows to the host's buffers, for a step of `num_rows`."""
+        """Writes the rows to the host's buffers for a step of `num_rows` rows; the last is repeated
+        if there are fewer."""
         host = self.host
         host.count.value = len(rows)
         for struct, row in zip(host.structs, rows, strict=False):

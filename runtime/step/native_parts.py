@@ -47,7 +47,7 @@ class HostBuffers:
     hot_out_TD: Tensor
     cold_out_TD: Tensor
     logits_TV: Tensor
-    qkv_TQ: Tensor  # empty unless a GPU projects and the host attends, as heads_TH
+    qkv_TQ: Tensor  # like heads_TH, empty unless a GPU projects and the host attends
     heads_TH: Tensor
     structs: Array[RowStruct] = field(repr=False)
     count: c_int64 = field(repr=False)

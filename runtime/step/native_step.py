@@ -104,8 +104,8 @@ class NativeStep:
         return self.run_rows([row])[0]
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
-        """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. A
-        row's result is bit-identical whatever the other rows are.
+        """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. If
+        weights are finite, a row's result is bit-identical whatever the other rows are.
 
         Raises IndexError for a token or position out of range, or a position without a block in the
         cache."""

@@ -32,7 +32,7 @@ OUT = {"all": "ffn_out", "hot": "hot_out", "cold": "cold_out"}
 
 
 def gpu(number: int) -> str:
-    """The device with this number in a plan."""
+    """The name of the device that is the GPU with this number in a plan."""
     return f"gpu{number}"
 
 
@@ -60,7 +60,7 @@ class Op:
     part: str = ""
     home: str = HOST  # the GPU to whose streams it is submitted; HOST before and after all GPUs
     is_beside: bool = False  # on that GPU's side stream, concurrent with its kernels
-    weight_bytes: int = 0  # of its weights; a sparse mode reads fewer bytes of neurons
+    weight_bytes: int = 0  # of its weights in full; a sparse mode reads fewer bytes of neurons
 
     @property
     def is_between_gpus(self) -> bool:
@@ -234,7 +234,7 @@ def ffn_in(layer: int) -> str:
 
 
 def step_program(form: StepForm) -> tuple[Op, ...]:
-    """The operations of a step, from token and position to logits, which are all on the host."""
+    """The operations of a step, from token and position to logits; these three are on the host."""
     writer = _StepWriter(form)
     writer.embed()
     for index in range(len(form.layers)):
@@ -315,8 +315,8 @@ class _StepWriter:
             self._copy(name, source, target, source if target == HOST else target, None)
 
     def _needs_input_of_previous(self, target: str, layer: int) -> bool:
-        """True if a predictor on `target` reads the previous layer's feed-forward input, which is not
-        there already for that layer's own neurons."""
+        """True if a predictor on `target` reads the previous layer's feed-forward input, and no
+        neurons of that layer are on `target`, for which the input would be there already."""
         if not (self.form.input_layer_offset and self.form.layers[layer].has_predictor):
             return False
         return all(device != target for _, device in self.form.layers[layer - 1].blocks)

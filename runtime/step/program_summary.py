@@ -62,7 +62,9 @@ class Line:
 
 
 def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
-    """Raises SparkinferError for anything but a model file, and for a plan of another model."""
+    """Summarises a model's step program with a plan; without one, everything is on the host.
+
+    Raises SparkinferError for anything but a model file, and for a plan of another model."""
     model = ModelFile.load(path).row_major
     split = None if split_path is None else Split.load(split_path)
     if split is not None and split_path is not None:
@@ -107,7 +109,8 @@ def facts_of(summary: ProgramSummary) -> list[tuple[str, object]]:
 
 
 def lines_of(summary: ProgramSummary) -> list[Line]:
-    """Neighbouring layers with the same operations are shown once, later ones by reference."""
+    """The lines of the table. Neighbouring layers with the same operations are shown once; layers
+    that repeat them further on refer to those lines."""
     found: list[Line] = []
     shown: dict[tuple[object, ...], str] = {}
     sections = [list(ops) for _, ops in groupby(summary.operations, key=lambda op: op.layer)]

@@ -145,7 +145,8 @@ def _num_logits(part: Part) -> int:
 
 
 class Sequence:
-    """One sequence, opened by `Engine.sequence` and closed at the end of its `with` block."""
+    """One sequence, opened by `Engine.sequence` or `fork`; `close` or the end of a `with` block
+    closes it."""
 
     def __init__(self, owner: Sequences, number: int, *, yields: bool) -> None:
         self._owner: Sequences | None = owner
@@ -194,7 +195,8 @@ class Sequence:
     def write_state(self, ids: Several[int], state: Several[tuple[Tensor, Tensor]]) -> None:
         """Fills this empty sequence with the tokens `ids` and their keys and values `state`.
 
-        Raises SparkinferError if they are not this model's, or do not fit."""
+        Raises SparkinferError if the state does not have this model's shapes and types, or the
+        tokens do not fit into the context."""
         assert not self.length, "only an empty sequence can take a state over"
         cache = self._live.cache
         self.check_room(len(ids))

@@ -2,8 +2,8 @@
 
 In mode "predicted" the bits are the predictions that the cold neurons need anyway, kept separately
 for each layer. In mode "exact" the CPU writes the bits of its neurons and each GPU those of its
-own, which are copied to the host once per step and GPU. Layers without cold neurons on the CPU have
-no bits.
+own, which are copied to the host once per step and GPU. Layers that are not divided may have no
+bits.
 
 Letters: L layers, F neurons of a layer, W words of F bits."""
 
@@ -84,8 +84,8 @@ class StepCache:
         return SlotLayer(hot=hot, cold=cold, hot_id_N=hot.id_N, slot_F=slot_F)
 
     def cold_bits(self, layer: int) -> Tensor:
-        """Bits [W] on the host: the predictions for a layer's cold neurons, or those that they
-        write."""
+        """A layer's bits [W] on the host: in mode "predicted" the predictions, in mode "exact" the
+        bits that its cold neurons write."""
         return self._bits_LW[layer]
 
     def hot_bits(self, layer: int) -> tuple[Tensor, Tensor] | None:

@@ -1,8 +1,8 @@
 """Measures the time and bytes of native steps by part, in an array that a step fills while
 attached.
 
-The clock is read between parts, so that they sum to the time of the native call. Without an array,
-a step does not read the clock; logits are bit-identical either way.
+The clock is read between parts, so that their times sum to that of the native call. Without an
+array, a step does not read the clock; logits are bit-identical either way.
 
 Letters: L layers, P parts."""
 

@@ -2,8 +2,9 @@
 // slot has a price at each step, the best choice for a neuron does not depend on the others: a step
 // in a slot costs the step's price and gains `value` if it reads the neuron; entering a slot costs
 // `fetch`. For all prices, the sum of the neurons' best gains plus the prices of all slots is at
-// least the gain of every policy (Lagrangian duality; bench/cache_replay/bound.py computes the whole
-// bound). The best choice is found by dynamic programming over steps with two states, in and out.
+// least the gain of every policy (Lagrangian duality; bench/cache_replay/bound.py computes the
+// whole bound). The best choice is found by dynamic programming over steps with two states, in and
+// out.
 //
 // Letters: T steps, F neurons, W words of F bits: F / 32 rounded up.
 #include <stdint.h>
@@ -26,10 +27,10 @@ struct Job {
     float value, fetch;
 };
 
-// One step of a word's neurons. Let G_in and G_out be a neuron's best gains up to this step if it ends
-// in a slot or outside. Kept are `ahead` = G_in - G_out, whose magnitude fetch, value and price bound,
-// and `grown`, the growth of G_out. `stays`: given that the neuron ends this step in a slot, whether it
-// is best to come from a slot; `leaves`: the same, given that it ends outside.
+// One step of a word's neurons. Let G_in and G_out be a neuron's best gains up to this step if it
+// ends in a slot or outside. Kept are `ahead` = G_in - G_out, whose magnitude fetch, value and
+// price bound, and `grown`, the growth of G_out. `stays`: given that the neuron ends this step in a slot,
+// whether it is best to come from a slot; `leaves`: the same, given that it ends outside.
 FOR_EACH_LEVEL void advance(uint32_t word, float value, float price, float fetch, float* ahead,
                             float* grown, uint8_t* stays, uint8_t* leaves) {
     for (int64_t i = 0; i < LANES; ++i) {
@@ -101,8 +102,8 @@ double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // The sum of the best gains of a layer's neurons. bits: [T, step_words], of which the first W words
-// of each step are read; initial: [W]; price: [T]. Writes the number of slots in use at each step to
-// `used` [T], and the numbers of copies and hits.
+// of each step are read; initial: [W]; price: [T]. Writes the number of slots in use at each step
+// to `used` [T], and the numbers of copies and hits.
 EXPORT double spark_cache_gain(const uint32_t* bits, int64_t num_steps, int64_t num_neurons,
                                int64_t step_words, const uint32_t* initial, const float* price,
                                float value, float fetch, int32_t* used, int64_t* copies,

@@ -43,7 +43,7 @@ struct NeuronCache {
     // State.
     int64_t num_swaps, next_layer, num_rows, num_steps, num_pending;
     float pending_rate[MOST_PENDING];
-    double price;  // expected gain in seconds that a swap must bring per second that it uses the link
+    double price;  // expected gain in seconds that a swap must bring per second of the link
     double step_s, free_s;  // moving averages of a step's seconds, and of the CPU's idle seconds in it
     double gain_s, saved_s;  // moving averages per step: expected gain of further swaps, seconds saved
     int32_t is_on, is_returning;
