@@ -225,7 +225,7 @@ def test_a_model_on_another_device_is_not_native(tmp_path):
         )
         weights = dataclasses.replace(weights, embedding=moved)
         reason = native_step.build(weights, 0, engine.traffic)
-    assert reason == "a part of it is on meta"
+    assert reason == "a part of the model is on meta"
 
 
 def test_sizes_that_do_not_fit_together_are_refused(tmp_path):

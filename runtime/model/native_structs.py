@@ -98,7 +98,7 @@ class Structs:
 
     def pointer(self, tensor: Tensor, dtype: torch.dtype) -> int:
         if tensor.device.type != "cpu":
-            raise NotNative(f"a part of it is on {tensor.device}")
+            raise NotNative(f"a part of the model is on {tensor.device}")
         is_in_rows = tensor.dim() == 2 and tensor.stride(1) == 1
         if tensor.dtype != dtype or not (tensor.is_contiguous() or is_in_rows):
             raise NotNative(f"a tensor is {tensor.dtype} with strides {tensor.stride()}")

@@ -1,7 +1,7 @@
 """Named chat templates, for model files that have none.
 
-They render messages as the models' authors' templates in tokenizer_config.json do, except that
-Gemma's and Mistral's accept a system message, which is put into the first user message."""
+They render messages as the templates in the tokenizer_config.json of the original models do, except
+that Gemma's and Mistral's accept a system message, which is put into the first user message."""
 
 from dataclasses import dataclass
 

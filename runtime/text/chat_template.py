@@ -41,7 +41,7 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     """A chat template. `name`: for error messages. `tool_text`: the file's separate template for
-    messages with tools. `turn_end`: ends an answer, as the model's own end tokens do."""
+    messages with tools. `turn_end`: a token that ends an answer, besides the model's own."""
 
     name: str
     text: str

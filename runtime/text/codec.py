@@ -13,7 +13,9 @@ from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
 from sparkinfer.tokenizer_text import read_tokenizer, refused
 from sparkinfer.typed import shown
 
-_MAX_HELD = 8  # tokens held back for an incomplete character, which has at most 4 bytes
+# With this many tokens held back, text is emitted even if they do not decode to whole characters; a
+# character has at most 4 bytes.
+_MAX_HELD = 8
 REPLACEMENT = "\ufffd"  # decoded from bytes that are not valid UTF-8
 END_KINDS = ("eos", "eot", "eom")  # end of a text, a turn, a message
 # Special tokens that end a text or a turn in every model that has them (llama.cpp,
@@ -33,7 +35,7 @@ class TextCodec:
 
     @classmethod
     def of(cls, model: ModelFile) -> "TextCodec":
-        """The tokenizer of the file's tokenizer.json or, in third-party files, of its keys.
+        """The codec for the file's tokenizer.json or, in a third-party file, for its keys.
 
         Raises SparkinferError if the file has neither, or keys that are not supported."""
         content = model.text(TOKENIZER_KEY)
@@ -46,14 +48,15 @@ class TextCodec:
 
     @cached_property
     def literal(self) -> "TextCodec":
-        """The codec that takes special tokens in a text for ordinary text; tokens that the vocabulary
-        adds without calling them special stay tokens. llama.cpp's parse_special=false."""
+        """A codec that encodes special tokens in a text as ordinary text; added tokens that are not
+        marked as special stay tokens. This is llama.cpp's parse_special=false."""
         tokenizer = Tokenizer.from_str(self.tokenizer.to_str())
         tokenizer.encode_special_tokens = True
         return replace(self, tokenizer=tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, as from the checkpoint's own tokenizer; for an empty text, the begin token.
+        """Token ids, as from the checkpoint's own tokenizer; if these are none, the begin token, if
+        the model has one.
 
         Raises SparkinferError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)
@@ -108,8 +111,9 @@ class TextStream:
         return self._emitted(*self._cut())
 
     def _cut(self) -> tuple[int, str]:
-        """(number of tokens to emit if too many are held back, their text). Leaves out the tokens
-        of a possibly incomplete character, which would decode to replacement characters."""
+        """(number of tokens to emit if too many are held back, their text). Leaves out the last
+        tokens if they may be an incomplete character, which would decode to replacement
+        characters."""
         ends = range(len(self._ids), len(self._ids) - 4, -1)
         texts = ((end, self._tokenizer.decode(self._ids[:end])) for end in ends)
         return min(texts, key=lambda end_text: len(end_text[1]))

@@ -58,8 +58,8 @@ class TemplateProcess:
         )
 
     def close(self) -> None:
-        """Ends the process, after a rendering in another thread; the next rendering starts a new
-        one."""
+        """Ends the process, once a rendering in another thread is done; the next rendering starts
+        a new one."""
         with self._lock:
             self._stop()
 
@@ -146,18 +146,19 @@ def _ask(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
 
 def _written(file: int, content: memoryview) -> int:
-    """The number of bytes that the pipe has taken; all if nobody reads it any more, in which case
+    """The number of bytes that the pipe has taken; all if the worker has closed it, in which case
     there is no answer either."""
     try:
         return os.write(file, content)
-    except BlockingIOError:  # less room than the least that is written at once
+    except BlockingIOError:  # the pipe has less room than an atomic write (PIPE_BUF)
         return 0
     except BrokenPipeError:
         return len(content)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Closes the process's input, which makes it exit; kills it if it runs a second later."""
+    """Closes the process's input, which makes it exit; kills it if it still runs a second
+    later."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:

@@ -68,7 +68,7 @@ class _Namespace(Namespace):
 
 
 class _Dict:
-    """`dict` for templates, without the attributes of the type."""
+    """`dict` for templates, with no attribute of the type but `fromkeys`."""
 
     def __call__(self, *args: object, **names: object) -> dict:
         return dict(*args, **names)
@@ -91,8 +91,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"there is no {error}"
     if str(error).startswith("no loader"):
-        return "it takes in another template, which it cannot"
-    return str(error) or "an operation that its values do not have"
+        return "it includes another template, which is not supported"
+    return str(error) or "it uses an operation that its values do not support"
 
 
 def _confine() -> None:

@@ -1,10 +1,10 @@
-"""Matrix products of several tokens on a GPU: tiles of rows for tensor cores, accumulated in f32.
+"""Matrix products of several tokens on a GPU: tiles of rows, accumulated in f32.
 
 Tiles are f16; bf16 for matrices in bf16, whose values may exceed f16's range; and f32 for matrices
-in f32, whose results are compared with other programs'. Tensor cores accumulate and return f32. f16
-ends at 65,504, and hidden values of a feed-forward layer may be larger: each token's values are
-divided by a power of two before they are rounded to f16, and the result is multiplied by it, which
-is exact.
+in f32, whose results are compared with other programs'. Tensor cores multiply the 16-bit types and
+return f32. f16 ends at 65,504, and hidden values of a feed-forward layer may be larger: each
+token's values are divided by a power of two before they are rounded to f16, and the result is
+multiplied by it, which is exact.
 
 Letters: T tokens, D row width, A rows of a tile, N all rows, K values of a factor: D or N."""
 

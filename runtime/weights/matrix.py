@@ -1,8 +1,9 @@
 """The matrix products that a decoder needs, for weights in the file's types.
 
-Sums are f32. On the CPU, products are computed by the C++ kernels, which quantise vectors to blocks
-of 16-bit integers if the weights are in blocks, or by torch if the kernels are not built. On a GPU,
-products of several tokens run on tensor cores (runtime.weights.gpu_products).
+Sums are f32. On the CPU, the C++ kernels compute products, and sums of rows for one token; they
+quantise vectors to blocks of 16-bit integers if the weights are in blocks. Sums for several tokens,
+and everything if the kernels are not built, are torch's. On a GPU, products of several tokens are
+computed in tiles (runtime.weights.gpu_products).
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
@@ -98,9 +99,9 @@ class Matrix(StoredMatrix):
         return sum_TD
 
     def _gpu_tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first position, rows [A, D]) of tiles in the type that tensor cores multiply. A
-        whole matrix of that type is one tile without a copy; otherwise rows are copied or
-        unpacked."""
+        """Yields (first position, rows [A, D]) of tiles in `gpu_products.tile_dtype`. A whole
+        matrix of that type is one tile without a copy; otherwise rows are copied or unpacked, and
+        each tile overwrites the previous one."""
         dtype = gpu_products.tile_dtype(self.kind)
         count = self.num_rows if index_A is None else len(index_A)
         if not count:
@@ -120,9 +121,10 @@ class Matrix(StoredMatrix):
             yield start, out_AD
 
     def _tiles(self, index_A: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        """Yields (first position, rows f32 [A, D]) of pieces small enough for the workspace.
+        """Yields (first position, rows f32 [A, D]) of pieces small enough for the workspace; a
+        whole f32 matrix is one piece, without a copy.
 
-        The next piece overwrites the previous one."""
+        A piece may overwrite the previous one."""
         count = self.num_rows if index_A is None else len(index_A)
         if self.kind == "f32" and index_A is None:
             yield 0, self.data

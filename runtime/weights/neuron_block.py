@@ -82,8 +82,8 @@ class NeuronBlock:
     # Neuron-major: row j is what neuron j adds. If `is_by_output`, [D, N] as in llama.cpp's files: in
     # mode "dense", for all neurons of a layer.
     down: Matrix
-    # On the device of the block: int64 on the CPU; int32 on a GPU, and for the cold neurons of a
-    # layer with slots there.
+    # On the device of the block. int32 in a GPU's slab, and for the cold neurons of a layer with
+    # slots there; otherwise int64.
     id_N: Tensor
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
@@ -163,7 +163,7 @@ class NeuronBlock:
 def by_role(
     blocks: tuple[NeuronBlock, ...],
 ) -> tuple[NeuronBlock | None, NeuronBlock | None]:
-    """The hot and the cold block of a layer."""
+    """The hot and the cold block of a layer; None for one that it does not have."""
     found = {block.role: block for block in blocks}
     assert len(found) == len(blocks), [block.role for block in blocks]
     return found.get("hot"), found.get("cold")

@@ -3,10 +3,10 @@
 Mapped pages of a file have 4 KiB, and a neuron's gate, up and down are far apart in it. Here they
 are copied once, at load time, into huge pages (if the system has them), interleaved so that one
 neuron is contiguous; in mode "exact", which reads all gates but few rows of the others, gates are
-contiguous and up and down interleaved; in mode "dense" each matrix is contiguous. In q4_0 and q8_0
-rows all scales come first, which halves the instructions of products and sums; matrices that are
-multiplied whole are tiled (runtime.kernels.tiled), which halves them again, and a matrix all of
-whose rows are added is grouped (runtime.kernels.grouped).
+contiguous and up and down interleaved; in mode "dense" each matrix of an undivided layer is
+contiguous. In q4_0 and q8_0 rows all scales come first, which halves the instructions of products
+and sums; with AVX-512, matrices that are multiplied whole are tiled (runtime.kernels.tiled), which
+halves them again, and a matrix all of whose rows are added is grouped (runtime.kernels.grouped).
 
 Letters: A chosen rows."""
 
@@ -86,7 +86,8 @@ class Residence:
         return found
 
     def keep(self, values: Tensor, *, is_weight: bool) -> Tensor:
-        """A copy of any tensor, next to the weights that it belongs to."""
+        """A copy of any tensor, next to the weights that it belongs to; `is_weight`: counted in
+        `num_bytes`."""
         kept = self._take(values.nbytes).view(values.dtype).view(values.shape).copy_(values)
         self.num_bytes -= 0 if is_weight else values.nbytes
         return kept
@@ -103,7 +104,8 @@ class Residence:
         self._rest = self._rest[:0]
 
     def _take(self, num_bytes: int) -> Tensor:
-        """Takes bytes from the last segment, uint8, aligned to 64."""
+        """Takes bytes from the last segment, or from a new one if they do not fit: uint8, aligned
+        to 64 bytes."""
         if len(self._rest) < num_bytes:
             self._close_segment()
             memory, self._rest = _segment(max(SEGMENT_BYTES, num_bytes))

@@ -27,10 +27,11 @@ struct Job {
     float value, fetch;
 };
 
-// One step of a word's neurons. Let G_in and G_out be a neuron's best gains up to this step if it
-// ends in a slot or outside. Kept are `ahead` = G_in - G_out, whose magnitude fetch, value and
-// price bound, and `grown`, the growth of G_out. `stays`: given that the neuron ends this step in a slot,
-// whether it is best to come from a slot; `leaves`: the same, given that it ends outside.
+// One step of a word's neurons. Let G_in and G_out be a neuron's best gains up to this step if
+// it ends in a slot or outside. Kept are `ahead` = G_in - G_out, whose magnitude fetch, value
+// and price bound, and `grown`, the growth of G_out. `stays`: given that the neuron ends this
+// step in a slot, whether it is best to come from a slot; `leaves`: the same, given that it ends
+// outside.
 FOR_EACH_LEVEL void advance(uint32_t word, float value, float price, float fetch, float* ahead,
                             float* grown, uint8_t* stays, uint8_t* leaves) {
     for (int64_t i = 0; i < LANES; ++i) {
