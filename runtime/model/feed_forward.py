@@ -50,8 +50,9 @@ MOST_CHOSEN = 0.9
 @dataclass
 class Traffic:
     """Weight bytes read so far. `attention`: query, key, value and output projections on the CPU;
-    the others: the feed-forward layers. Where the C++ kernels compute several tokens together, rows
-    of the same groups that no token needs may be read too, and are not counted."""
+    the others: the feed-forward layers. Hybrid steps count only the neurons that the CPU reads.
+    Where the C++ kernels compute several tokens together, rows of the same groups that no token
+    needs may be read too, and are not counted."""
 
     gate: int = 0
     up: int = 0

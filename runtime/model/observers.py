@@ -1,8 +1,8 @@
 """Observers of named tensors while the model runs.
 
-Profile, eval and the tests see tensors inside the model through observers; NAMES lists them.
-Without observers, a tensor costs one test of an empty list. As in llama.cpp's eval callback, an
-observer is asked whether it wants a tensor, and called with it if so."""
+Profiles, evaluations and tests see tensors inside the model through observers; NAMES lists the
+tensors. Without observers, a tensor costs one test of an empty list. As in llama.cpp's eval
+callback, an observer is asked whether it wants a tensor, and called with it if so."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

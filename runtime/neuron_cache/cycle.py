@@ -1,16 +1,16 @@
 """The cycle of the neuron cache: one decode step's bits decide which neurons are copied during the
 next step.
 
-    after step t      the policy observes the bits of its rows and decides on swaps; gathering of the
+    after step t      the policy observes the step's bits and decides on swaps; gathering of the
                       incoming neurons' rows from main memory into staging begins
     during t + 1      the rows arrive in staging; each slot still holds its old neuron
     after step t + 1  staged rows are moved to their slots, and the tables of hot and cold neurons
                       change; step t + 2 is the first that uses them
 
 Nothing is written back: main memory holds every row of a layer that has slots. Results do not
-depend on timing: slots and tables change only between steps, each time by the swaps of the step
-before, and the caller waits if their copies took longer than a step. The policy decides on swaps;
-`Slots` moves rows.
+depend on timing: slots and tables change only between steps, each time by the swaps decided one
+step earlier, and the caller waits if their copies took longer than a step. The policy decides on
+swaps; `Slots` moves rows.
 
 Letters: T rows of a step, R those that the policy observes, L layers, W words of 32 bits, S
 swaps."""
@@ -65,7 +65,7 @@ class NeuronCache:
 
     def __init__(self, policy: Policy, residency: Residency, most_rows: int) -> None:
         self.policy, self.residency = policy, residency
-        self.most_rows = most_rows  # swaps of a decision, at most
+        self.most_rows = most_rows  # most swaps of a decision
         self.slots: Slots | None = None
         self.num_swaps = 0  # done so far
         self.num_bytes = 0  # of the rows copied so far

@@ -75,7 +75,7 @@ class ColdStream:
     device: torch.device
     blocks: dict[int, ColdBlock]
     piece_bytes: int
-    least_tokens: int  # of a pass for which streaming pays
+    least_tokens: int  # fewest tokens of a pass for which streaming pays
     compute: Compute
     copier: Stream
     staging: Staging | None  # None: all blocks are pinned

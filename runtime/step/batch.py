@@ -51,7 +51,7 @@ def runs_of(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 _MOST_KEPT = 4  # buffers, so that a caller can hold the logits of the latest steps
-_MOST_ROWS = 32  # of a kept buffer; more rows occur for whole texts, not in decoding
+_MOST_ROWS = 32  # of a kept buffer; more are usually the rows of a whole text, and rare
 _UNUSED = 3  # references to an unused buffer: the list, a variable and an argument
 
 

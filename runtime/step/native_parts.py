@@ -1,5 +1,6 @@
-"""The host's parts of a hybrid decode step, each a C function that a CUDA graph calls: consecutive
-operations of the step program in one call, the cold neurons of a divided layer in another.
+"""The host's parts of a hybrid decode step, each a C function that a stream or a CUDA graph calls:
+consecutive operations of the step program in one call, the cold neurons of a divided layer in
+another.
 
 They share a few buffers (`HostBuffers`), whose reads and writes the step program orders.
 

@@ -64,8 +64,8 @@ class ChatTemplate:
         With `continue_final_message`, the text ends where the last message does, for the model to
         continue. `variables` are further inputs of the template: enable_thinking, documents, ...
 
-        Raises SparkinferError for malformed messages or none, if both of these flags are set, and
-        as TemplateProcess.render does."""
+        Raises SparkinferError for malformed messages or none, if `add_generation_prompt` and
+        `continue_final_message` are both set, and as TemplateProcess.render does."""
         if continue_final_message and add_generation_prompt:
             raise SparkinferError(
                 "continue_final_message continues the last message, add_generation_prompt begins"

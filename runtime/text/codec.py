@@ -55,8 +55,8 @@ class TextCodec:
         return replace(self, tokenizer=tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, as from the checkpoint's own tokenizer; if these are none, the begin token, if
-        the model has one.
+        """Token ids, as from the checkpoint's own tokenizer. A text without any becomes the begin
+        token, if the model has one.
 
         Raises SparkinferError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)

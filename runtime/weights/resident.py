@@ -31,8 +31,8 @@ _CPU = torch.device("cpu")
 
 @dataclass
 class Residence:
-    """Memory that grows in segments; a segment is freed with the last matrix in it, and not before
-    this object unless pinned."""
+    """Memory that grows in segments. A segment is freed when no matrix in it is left and, unless it
+    is pinned, this object is gone too."""
 
     num_bytes: int = 0  # of the weights
     _rest: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
