@@ -9,10 +9,10 @@ the up projection.
 `exact` computes every gate, and `up` and `down` only for neurons that fire; `predicted` computes
 the gates of predicted neurons, and `up` and `down` for those of them that fire. Both give the
 results of `dense` up to rounding, except for neurons that the predictor misses and, for SiLU and
-GELU, those silenced by a threshold or limit. With the C++ kernels, a token's result is the same as
-if it were alone (native_neurons). Without them, several tokens compute all rows that any of them
-needs, or every row; on a GPU, and for observers of several tokens, every row is computed. Values
-that a token does not need are then masked.
+GELU, those silenced by a threshold or limit. In blocks that the C++ kernels compute
+(native_neurons), a token's result is the same as if it were alone. In others, several tokens
+compute all rows that any of them needs, or every row; on a GPU, and for observers of several
+tokens, every row is computed. Values that a token does not need are then masked.
 
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.

@@ -1,6 +1,6 @@
 """Computes the neurons of one block, from the normed input to their output, for one or several
-tokens per native call: the CPU's part of a divided layer in hybrid steps, and any block on the CPU
-in passes through torch.
+tokens per native call: the CPU's part of a divided layer in hybrid steps, and blocks on the CPU in
+passes through torch.
 
 In mode "predicted", a call reads one bit per neuron, in the layout that a GPU's predictor writes.
 It may be made from any thread and by a node of a CUDA graph (`node`). The reference is

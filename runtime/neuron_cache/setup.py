@@ -66,8 +66,8 @@ class CacheSetup:
     ) -> tuple[np.ndarray, ...]:
         """The neurons in each layer's slots at the start; none in layers that are not divided.
 
-        Raises SparkinferError if no layer is divided, if there is a `share` beside a plan, or if
-        there is neither a plan nor a `share` on the CPU."""
+        Raises SparkinferError if no layer is divided, for a `share` with a plan, and without a plan
+        if there is no `share` or the device is a GPU."""
         shape = model.shape
         if plan is not None:
             if self.share is not None:
