@@ -84,8 +84,8 @@ class NativeNeurons:
     ) -> "NativeNeurons":
         """Prepares a call. `num_neurons` is the layer's F. If not given, `x_D` and `y_D`, and in
         mode "predicted" `named_W`, are allocated. With a `room`, the call can run after its
-        `allocate`. Raises NotNative if the kernels do not support the block, and ImportError if they
-        are not built."""
+        `allocate`. Raises NotNative if the kernels do not support the block, and ImportError if
+        they are not built."""
         structs = Structs()
         width = block.width
         x_D = torch.zeros(width) if x_D is None else x_D

@@ -38,8 +38,8 @@ class CacheSetup:
     @classmethod
     def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
         """The setup for a plan with a neuron cache. The default most_rows is reduced to the plan's
-        if that is less. Raises SparkinferError without such a plan, and if a most_rows other than the
-        default exceeds the plan's."""
+        if that is less. Raises SparkinferError without such a plan, and if a most_rows other than
+        the default exceeds the plan's."""
         planned = None if plan is None else plan.cache
         if planned is None:
             raise SparkinferError(
