@@ -138,7 +138,7 @@ def usage_of(reports: Sequence[Report], num_prompts: int = 1) -> Body:
 
 
 def timings_of(reports: Sequence[Report]) -> Body:
-    """llama-server's timings; for several texts, the sums."""
+    """Timings with llama-server's names, and `queued_ms`; for several texts, from their sums."""
     cached = sum(report.cached_tokens for report in reports)
     prompt_n = sum(report.prompt_tokens for report in reports) - cached
     predicted_n = sum(report.generated_tokens for report in reports)

@@ -1,4 +1,4 @@
-"""Parses chat requests: messages and tools become a prompt, and rules for splitting its answer into
+"""Parses chat requests: messages and tools become a prompt and rules that split the answer into
 text, reasoning and tool calls."""
 
 import json
@@ -105,7 +105,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
 
 
 def messages_of(items: list[object]) -> list[dict[str, object]]:
-    """Messages as templates expect them: contents as strings, call arguments as objects."""
+    """Messages as templates expect them: contents as strings, call arguments as parsed JSON."""
     if not items:
         raise wrong("messages", "messages is missing or empty; a chat has at least one")
     return [_message(item, f"messages[{number}]") for number, item in enumerate(items)]
@@ -141,7 +141,7 @@ def _content(content: object, place: str) -> str:
         is_text = kind in ("text", "input_text", "output_text")
         if is_text and not isinstance(text, str):
             raise wrong(
-                place, f"{place} has a part of type {kind} whose text is missing or no text"
+                place, f"{place} has a part of type {kind} whose text is missing or not a string"
             )
         if not is_text or not isinstance(text, str):
             shown = json.dumps(kind)[:40]

@@ -34,7 +34,8 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 class _Answer:
-    """Builds the answer to one request; whole and streamed answers share their objects."""
+    """Builds the answer to one request. A whole answer and each chunk of a stream have the same
+    form."""
 
     def __init__(self, service: Service, text: TextRequest, request: Request) -> None:
         self._service, self._text, self._request = service, text, request

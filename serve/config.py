@@ -14,12 +14,12 @@ _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[A-Za-z0-9.-]+)
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Options of one server. Up to `parallel` texts are generated concurrently, `kept` finished
-    ones stay in the cache for prompts with the same prefix, and `queue` texts may wait.
-    `max_tokens` bounds every answer (-1: only the context does); a request may ask for fewer.
-    Limits in seconds: `timeout_s` for a request's texts from when they are tokenised, `drain_s` for
-    running answers at shutdown, `read_s` for a client to send a request's headers, to send its
-    body, and to accept each piece of the answer."""
+    """Options of one server. Up to `parallel` texts are generated concurrently, up to `queue` texts
+    may wait, and besides the running texts the cache has room for `kept` finished ones, for prompts
+    with the same prefix. `max_tokens` bounds every answer (-1: only the context does); a request
+    may ask for fewer. Limits in seconds: `timeout_s` for a request's texts, counted from when they
+    are tokenised; `drain_s` for running answers at shutdown; `read_s` for a client to send a
+    request's headers, to send its body, and to accept each piece of the answer."""
 
     model: Path
     host: str = "127.0.0.1"

@@ -1,5 +1,5 @@
 """uvicorn's connections, with limits on their number and on the time that a client may take to send
-a request's headers and to receive the rest of an answer.
+a request's headers and to receive the rest of a complete answer.
 
 A socket that is closed with unread data resets the connection, and the client may lose the answer
 (RFC 9112, section 9.6). A connection whose client is still sending is therefore closed for writing
@@ -19,7 +19,7 @@ TOO_LONG = f"the headers have more than {MAX_HEAD_BYTES} bytes".encode()
 
 
 class LingeringTransport:
-    """A transport whose `close` first lets the client read its answer, if it is still sending."""
+    """A transport whose `close` lets a client that is still sending read its answer first."""
 
     def __init__(self, transport: asyncio.Transport, is_sending: Callable[[], bool]) -> None:
         self._transport, self._is_sending = transport, is_sending
@@ -79,14 +79,14 @@ class Connection(H11Protocol):
         self.app_state = {**self.app_state, "abort": self._abort}  # becomes scope["state"]
 
     def _abort(self) -> None:
-        """Aborts an unfinished answer that the client does not read. Marks it as disconnected:
-        uvicorn would otherwise log an application error."""
+        """Closes the connection of a client that has gone or does not read its answer. Marks it as
+        disconnected first: uvicorn would otherwise log an application error."""
         self.cycle.disconnected = True
         if not self.transport.is_closing():
             self.transport.abort()
 
     def _is_client_sending(self) -> bool:
-        """True in the middle of a request, and after one that h11 refuses to read."""
+        """True until a request's body is complete, and after a request that h11 refuses to read."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def send_400_response(self, msg: str) -> None:

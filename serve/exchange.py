@@ -31,7 +31,7 @@ class Gone(Exception):
 
 class Exchange:
     """The texts of one request. Created and used on the event loop. Only a streaming handler
-    (`is_stream`) is woken for each token, which costs 0.1 ms of the loop's time."""
+    (`is_stream`) is woken for new tokens; waking it costs 0.1 ms of the loop's time."""
 
     def __init__(
         self, scheduler: Scheduler, jobs: Sequence[Job], retry_s: int, *, is_stream: bool
@@ -55,7 +55,7 @@ class Exchange:
             raise unavailable("the server is stopping") from None
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Said | Ended]]]:
-        """The events since the last call, until all texts have ended.
+        """Yields the events since the last batch, until all texts have ended.
 
         Raises ApiError if a text fails; the others are then cancelled."""
         while self._num_open:

@@ -52,7 +52,7 @@ class Fields:
             return None
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.refuse(name, value, "a number")
-        if not abs(value) <= LARGEST:  # math.isfinite raises for such a whole number
+        if not abs(value) <= LARGEST:  # math.isfinite raises for an int above it
             raise self.refuse(name, value, f"a number up to {LARGEST:g}")
         return value
 
@@ -120,7 +120,8 @@ class Fields:
 
 
 def fields_of(body: bytes) -> Fields:
-    """The fields of a request. Raises ApiError unless it is a JSON object."""
+    """The fields of a request. Raises ApiError unless the body is a JSON object that is at most
+    MAX_DEPTH deep."""
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except RecursionError as error:

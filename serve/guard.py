@@ -1,9 +1,9 @@
 """Checks every request before its body is read, and logs it.
 
-The API key, if the server has one, is required for every path but /health, except by CORS preflight
-requests from an allowed origin. Without a key, a server on a loopback address only answers requests
-whose Host is localhost, an IP address or an allowed name: this refuses web pages whose own name
-resolves to 127.0.0.1 (DNS rebinding)."""
+CORS preflight requests from an allowed origin are answered without a check. If the server has an
+API key, every other request needs it, except for /health. Without a key, a server on a loopback
+address refuses requests whose Host is not localhost, an IP address or an allowed name: they can
+come from web pages whose own name resolves to 127.0.0.1 (DNS rebinding)."""
 
 import base64
 import binascii
@@ -137,7 +137,7 @@ class Guard:
         )
 
     def _origin(self, headers: Headers) -> str | None:
-        """Access-Control-Allow-Origin for this request; None if its origin is not allowed."""
+        """Access-Control-Allow-Origin for this request; None without an allowed origin."""
         origin, known = headers.get("origin"), self._config.origins
         if origin is None or not known:
             return None

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server, in a registry of its own."""
+"""Prometheus metrics of a server, in a separate registry."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # they would add a series with each metric's creation time
         self.registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests answered.", "path", "status")
+        self._requests = self._counter("requests", "Requests that ended.", "path", "status")
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._cached = self._counter("cached_tokens", "Tokens of prompts that were in the cache.")
         self._generated = self._counter(
@@ -38,7 +38,7 @@ class Metrics:
         self._first = self._histogram(
             "time_to_first_token", "From a text's arrival to its first token."
         )
-        self._token = self._histogram("time_per_token", "Mean per token of a text after its first.")
+        self._token = self._histogram("time_per_token", "A text's mean per token after the first.")
         self._step = self._histogram("step", "Duration of a step of the engine.")
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:

@@ -39,7 +39,8 @@ async def responses(service: Service, request: Request) -> Response:
 
 
 class _Answer:
-    """The growing list of output items: reasoning, message, tool calls. Only the last is open."""
+    """The growing list of output items: reasoning, messages, tool calls. Only the last can be
+    open."""
 
     def __init__(self, service: Service, request: Request, voice: Voice) -> None:
         self._service, self._request, self._voice = service, request, voice
@@ -108,7 +109,7 @@ class _Answer:
         )
 
     def whole(self, report: Report) -> Body:
-        """The complete response, after its last item."""
+        """The complete response, once its last item is closed. Reports the text to the service."""
         self._service.report(self._request, [report])
         body = self._body(_status(report))
         if body["status"] == "incomplete":  # OpenAI has this reason for a full context, too
@@ -182,6 +183,6 @@ class _Answer:
 
 
 def _status(report: Report) -> str:
-    """The status of a response and of its last item."""
+    """The status of a response, and of the item that is open at its end."""
     is_whole = report.stopped_by in ("end of text", "stop string")
     return "completed" if is_whole else "incomplete"

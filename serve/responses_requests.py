@@ -18,7 +18,7 @@ _PARAMS = {"messages": "input", "max_completion_tokens": "max_output_tokens",
 
 
 def responses_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatRequest:
-    """Parses a request as a chat. Raises ApiError if it has no equivalent chat."""
+    """Parses a request as a chat. Raises ApiError if it is invalid or has no equivalent chat."""
     chat = _chat_fields(fields)
     try:
         return chat_request(Fields(chat), served, timeout_s)

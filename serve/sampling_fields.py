@@ -1,4 +1,5 @@
-"""Reads the sampling fields of requests, under llama-server's names, over the server's defaults."""
+"""Reads the sampling fields of requests, under llama-server's names; an absent field keeps the
+server's default."""
 
 import re
 from collections.abc import Callable, Mapping

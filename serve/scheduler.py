@@ -27,8 +27,8 @@ Batch = list[tuple[Text, Event]]
 # each weight once for all of them.
 STEP_ROWS = 128
 LEAST_ROWS = 16  # of a step, left for prompts however many texts generate
-READ_S = 0.25  # time that prompt rows may add to a step in which texts generate
-WORTH_WAITING = 64  # more reusable prompt tokens make it worth waiting for another text
+READ_S = 0.25  # that more than LEAST_ROWS prompt rows may add to a step in which texts generate
+WORTH_WAITING = 64  # a text waits for another if at least this many more tokens become reusable
 
 
 class QueueFull(Exception):
@@ -57,7 +57,7 @@ class Scheduler:
         self._running: list[Text] = []
         self._change = threading.Condition()
         self._is_stopped = False
-        self._row_s = 0.0  # recent seconds per prompt row
+        self._row_s = 0.0  # seconds per row of recent steps with many rows; 0 before the first
         self.on_step: Callable[[float, int], None] = lambda seconds, rows: None  # for metrics
         self._batch: Batch = []
 
@@ -87,7 +87,7 @@ class Scheduler:
         return texts
 
     def cancel(self, texts: Sequence[Text]) -> None:
-        """Cancels texts. They end before the next step, without an event."""
+        """Cancels texts: those still unfinished at the next step end without an event."""
         for text in texts:
             text.is_cancelled = True
         with self._change:

@@ -3,7 +3,7 @@
 The port is bound before the model is loaded, so a port in use is reported immediately; until the
 model is loaded, /health says "loading model". After SIGTERM or SIGINT, new requests are refused,
 running answers may take `drain_s` to finish, and `run` returns; a second signal ends the process at
-once, with 130."""
+once, with status 130."""
 
 import asyncio
 import os
@@ -37,8 +37,8 @@ OpenEngine = Callable[[], AbstractContextManager[TextEngine]]
 
 
 class Server:
-    """A server. `open_engine` is called in the engine's thread and returns an engine for
-    `num_places` sequences; `on_ready` gets the server's address once it accepts requests."""
+    """A server. `open_engine` is called in the engine's thread and opens an engine for `num_places`
+    sequences; `on_ready` gets the server's address and model once requests are accepted."""
 
     def __init__(
         self,
@@ -218,9 +218,9 @@ def _listener(config: ServeConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise SparkinferError(f"--host {shown(config.host)}: {error.strerror or error}") from error
-    except UnicodeError as error:  # of the idna codec: a part of 0 or over 63 characters, say
+    except UnicodeError as error:  # from the idna codec: a label is empty or over 63 characters
         raise SparkinferError(
-            f"--host {shown(config.host)}: is not a host name; give one, or an address such as"
+            f"--host {shown(config.host)} is not a host name; give one, or an address such as"
             " 127.0.0.1"
         ) from error
     try:

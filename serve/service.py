@@ -23,7 +23,7 @@ MAX_RETRY_S = 60
 
 
 class Service:
-    """Its attributes are set on the event loop alone; other threads only read them."""
+    """The shared state. Attributes are set on the event loop; other threads only read them."""
 
     def __init__(self, config: ServeConfig, fingerprint: str = "sparkinfer") -> None:
         self.config, self.fingerprint = config, fingerprint
@@ -43,7 +43,7 @@ class Service:
             ("running", "Texts in progress.", lambda: scheduler.num_running),
             ("waiting", "Texts in the queue.", lambda: scheduler.num_waiting),
             ("kept_texts", "Finished texts in the cache.", lambda: scheduler.shelf.num_kept),
-            ("kept_tokens", "Tokens of those texts.", lambda: scheduler.shelf.num_kept_tokens),
+            ("kept_tokens", "Tokens of kept texts.", lambda: scheduler.shelf.num_kept_tokens),
         ):
             self.metrics.gauge(name, what, value)
         if self.state == "loading":
@@ -110,7 +110,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._preparing, make)
 
     def exchange(self, jobs: Sequence[Job], *, is_stream: bool) -> Exchange:
-        """Submits the jobs. Raises ApiError if the queue has no room, or the server stops."""
+        """Submits the jobs. Raises ApiError if the queue has no room, or if the server is loading
+        its model or stopping."""
         waiting = self.scheduler.num_waiting + 1
         retry_s = round(self._text_s * waiting / self.config.parallel)
         retry_s = max(1, min(MAX_RETRY_S, retry_s))
@@ -130,7 +131,7 @@ class Service:
     async def while_there(
         self, request: Request, exchange: Exchange, work: Coroutine[object, object, Result]
     ) -> Result:
-        """Same as exchange.while_there; cancels texts that are then unfinished."""
+        """Awaits `work` as serve.exchange.while_there does, then cancels unfinished texts."""
         try:
             return await while_there(request.receive, work)
         finally:

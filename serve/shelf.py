@@ -43,8 +43,8 @@ class Shelf:
         return self._nearest(ids)[1]
 
     def take(self, ids: Sequence[int], *, reuses: bool = True) -> TextSequence:
-        """A place with the longest known prefix of a prompt. At least one place must not be
-        in use."""
+        """A sequence with the longest known prefix of a prompt; an empty one if there is none or
+        `reuses` is false. At least one place must not be in use."""
         assert len(self._used) < self.num_places, "every place is in use"
         found, count = self._nearest(ids) if reuses else (None, 0)
         if found is None:
@@ -63,14 +63,15 @@ class Shelf:
         return sequence
 
     def keep(self, sequence: TextSequence) -> None:
-        """Keeps a finished sequence for others to continue."""
+        """Keeps a finished sequence for others to continue, unless it is empty or a kept one begins
+        with it."""
         self._used.remove(sequence)
         if not sequence.length:
             sequence.close()
             return
         for other in list(self._kept):
             shared = common(other.ids, sequence.ids)
-            if shared == other.length:  # the new sequence contains it
+            if shared == other.length:  # the new sequence begins with it
                 self._close(other)
             elif shared == sequence.length:
                 sequence.close()
@@ -84,7 +85,8 @@ class Shelf:
         sequence.close()
 
     def check_integrity(self) -> None:
-        """Checks that every open sequence is either kept or in use."""
+        """Checks that the sequences kept or in use are open, distinct and no more than there are
+        places."""
         numbers = [sequence.number for sequence in (*self._kept, *self._used)]
         assert len(set(numbers)) == len(numbers) <= self.num_places, numbers
         assert all(sequence.is_open for sequence in (*self._kept, *self._used))
@@ -119,7 +121,7 @@ def longest(
     ids: Sequence[int], sequences: Iterable[TextSequence]
 ) -> tuple[TextSequence | None, int]:
     """(the sequence that shares the longest prefix with a prompt, length of that prefix); (None, 0)
-    if none shares any."""
+    if none shares any. The prompt's last token does not count."""
     best, most, ids = None, 0, ids[:-1]
     for sequence in sequences:
         count = common(sequence.ids, ids)

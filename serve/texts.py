@@ -50,7 +50,7 @@ class Report:
 
 
 class Stopping(Exception):
-    """The server stops before the text ends."""
+    """The server stops, so that a text is refused or ends early."""
 
 
 class Late(Exception):
@@ -95,7 +95,7 @@ class Text:
         self.num_drawn = 0  # tokens, the end token included, as llama-server counts them
         self._submitted_s = time.monotonic()
         self._began_s = self._first_s = self._submitted_s
-        self.last_s = self._submitted_s  # of the latest token
+        self.last_s = self._submitted_s  # when the latest token was drawn
 
     @property
     def is_over(self) -> bool:

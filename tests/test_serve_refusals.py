@@ -106,7 +106,7 @@ def test_a_text_part_without_text_is_not_called_a_picture(served):
     part = {"type": "text", "text": 5}
     body = {"messages": [{"role": "user", "content": [part]}]}
     status, answer = served.ask("/v1/chat/completions", body)
-    assert status == 400 and "whose text is missing or no text" in answer["error"]["message"]
+    assert status == 400 and "whose text is missing or not a string" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

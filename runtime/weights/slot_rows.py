@@ -22,7 +22,7 @@ from sparkinfer.runtime.weights.neuron_block import NeuronBlock
 
 
 def rows_of_slots(hot_N: np.ndarray, num_neurons: int) -> np.ndarray:
-    """The neuron in each row of such a block at load time."""
+    """The neuron in each row of a block of slots and all neurons, at load time."""
     return np.concatenate([hot_N, np.arange(num_neurons)])
 
 
@@ -49,9 +49,9 @@ def tensors_of(block: NeuronBlock) -> list[Tensor]:
 
 
 def apart(hot: NeuronBlock, cold: NeuronBlock, cold_C: np.ndarray) -> tuple[NeuronBlock, ...]:
-    """The hot block, whose rows are the slots on a device, and the cold one, which refers to rows
-    of all neurons. Ids are int32; the cold block's ids and rows are one tensor, changed in
-    place."""
+    """The hot block, whose rows are the slots on a GPU, and the cold one, which refers to rows of
+    the whole layer. Ids are int32; the cold block's ids and rows are one tensor, which swaps change
+    in place."""
     id_C = torch.from_numpy(cold_C.astype(np.int32))
     hot_id_N = hot.id_N.to(torch.int32)
     return replace(hot, id_N=hot_id_N), replace(cold, id_N=id_C, row_N=id_C)

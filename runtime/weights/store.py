@@ -31,14 +31,14 @@ class WeightStore(Protocol):
 
     @property
     def is_mapped(self) -> bool:
-        """True if matrices stay in the file, so that blocks share the whole layer's."""
+        """On the CPU: true if matrices stay in the file, so that blocks share the whole layer's."""
 
     def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
         """A whole matrix of the file. `is_summed`: its rows are added, not multiplied."""
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
-        """Matrices of equal type and number of rows as one, with concatenated rows; None from
-        a store that does not join."""
+        """Matrices of equal type and number of rows as one: row j is the concatenation of their
+        rows j. None from a store that does not join."""
 
     def neurons(
         self,
@@ -155,7 +155,7 @@ class ResidentStore:
 
 @dataclass(frozen=True)
 class DeviceStore:
-    """Uploads into a slab, whose bytes are budgeted by item."""
+    """Uploads into a slab, whose bytes are counted by item."""
 
     uploader: Uploader
 

@@ -49,7 +49,7 @@ class Uploader:
         return target.copy_(values)
 
     def ids(self, ids: np.ndarray) -> Tensor:
-        """int32, counted as workspace."""
+        """The ids as int32, counted as workspace."""
         values = torch.from_numpy(ids.astype(np.int32))
         return self.memory.take(tuple(values.shape), torch.int32, "workspace").copy_(values)
 
