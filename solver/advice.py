@@ -2,10 +2,10 @@
 
     limit         the bytes that a step of the plan reads on each side over that side's bandwidth,
                   fully overlapped and without fixed costs: max(GPU bytes / B_g, CPU bytes / B_c)
-    fits from     the budget that holds everything
-    helps from    below it no placement is more than WORTH_IT faster than the CPU alone, by the
-                  bound at single prices (`lagrangian`), which is never above the true minimum;
-                  found to a NUM_BUDGETS-th of the range of budgets
+    fits from     the smallest budget that holds everything
+    helps from    below this budget no placement is more than WORTH_IT faster than the CPU alone, by
+                  the bound of `lagrangian` without its branches, which is never above the true
+                  minimum; found to a NUM_BUDGETS-th of the range of budgets
 
 B_c is the highest rate of row products and of torch's sum in the machine file. Splits by whole
 layers are in `layer_split`.
@@ -125,8 +125,8 @@ def _budget_notes(advice: Advice, split: Split) -> list[str]:
 
 
 def _unused_notes(advice: Advice, split: Split, model: ModelFile) -> list[str]:
-    """Why a GPU has room left: by the plan's bound, no other plan for these budgets, fuller ones
-    among them, is faster by more than the gap."""
+    """Notes on why a GPU has room left: by the plan's bound, no other plan for these budgets,
+    however full, is faster by more than the gap."""
     helps, budget = advice.helps_from_bytes, sum(split.budgets)
     if split.status == "fits" or helps is None or budget < helps:
         return []  # nothing is left to place, or `_budget_notes` says why nothing is placed

@@ -186,7 +186,7 @@ def _with_class(sums: int, size: int, counts: Intervals, mask: int) -> int:
         part = (sums << low * size) & mask if low * size < mask.bit_length() else 0
         left = min(high - low, mask.bit_length() // size)
         step = 1
-        while left > 0:  # `part` has runs of `step` counts
+        while left > 0:  # `part` has the sums for `step` consecutive counts from `low` on
             more = min(step, left)
             part |= (part << more * size) & mask
             left, step = left - more, step + more

@@ -54,7 +54,7 @@ class Inputs:
     host_budget: int
     swapped_rows: int = 0  # most neurons that a neuron cache swaps in a step; 0: no neuron cache
     num_sequences: int = 1  # texts at a time
-    kv_offload: KeySelection | None = None  # keys and values in main memory, and which are read
+    kv_offload: KeySelection | None = None  # if set, keys are in main memory: which a token reads
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -88,7 +88,7 @@ class Inputs:
 
     @property
     def pass_context(self) -> int:
-        """The positions whose keys a pass unpacks at most, for its workspace."""
+        """The most positions whose keys a pass unpacks; its workspace holds them."""
         rule = self.kv_offload
         return self.context_length if rule is None else min(self.context_length, rule.longest)
 

@@ -2,18 +2,18 @@
 
 The Lagrangian bound is loose by up to one layer's fixed costs, which is negligible for 32 layers
 and several percent for 8 small ones. Here every layer and the head is an item, for which exactly
-one option is chosen, (dense block on the CPU or the GPU, n hot neurons). Bytes are counted in
+one option is chosen: (dense block on the CPU or the GPU, n hot neurons). Bytes are counted in
 units; an option takes u of them:
 
-    best[item, on, r] = min over options with the block on and u <= r units
+    best[item, on, r] = min over the options with this `on` and u <= r
                             [seconds + min(best[item - 1, 1, r - u],
-                                           best[item - 1, 0, r - u] + (visit where on))]
+                                           best[item - 1, 0, r - u] + visit * on)]
 
-where `on` is 1 if the item's block is on the GPU. The result is at most T of any placement, a lower
-bound, if the bytes of every option are rounded down (as if there were up to L + 1 more units of
-memory), M_l of n neurons is that of `lagrangian` (at most that of any n neurons) and the host's
-limit is ignored. With bytes rounded up and the n hottest neurons, it is a placement that the GPU
-holds.
+where `on` is 1 if the item's block is on the GPU, else 0. The result is at most T of any placement,
+a lower bound, if the bytes of every option are rounded down (as if there were up to L + 1 more
+units of memory), M_l of n neurons is that of `lagrangian` (at most that of any n neurons) and the
+host's limit is ignored. With bytes rounded up and the n hottest neurons, it is T of a placement
+that the GPU holds.
 
 Measured (8 layers of 1,024 neurons, width 256, launch 4 us, round trip 15 us, one busy core of
 two): gaps of 0.8 to 9.6 % become 0.04 % or less in 0.3 s or less. With 22 layers of 5,632 neurons
@@ -44,7 +44,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """The options of one layer or the head (without neurons), its block on the CPU or the GPU."""
+    """The options of one layer, or of the head (0 hot neurons), with its block on one device."""
 
     bytes_O: np.ndarray
     seconds_O: np.ndarray
@@ -55,7 +55,7 @@ _Item = tuple[_Side, _Side]  # block on the CPU, on the GPU
 
 
 def knapsack_bound(problem: Problem) -> float:
-    """A lower bound on T of all placements of single neurons."""
+    """A lower bound on T of any placement of single neurons."""
     cpu_only_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     if problem.room_bytes < 0:
         return cpu_only_s * (1 - ROUNDING)
@@ -101,8 +101,8 @@ def knapsack_placement(problem: Problem) -> Placement:
 
 
 def _items(problem: Problem, *, is_relaxed: bool) -> list[_Item]:
-    """The layers, then the head; `is_relaxed` takes the seconds of the best set of n neurons, not
-    of the n hottest."""
+    """The layers, then the head; `is_relaxed` takes a lower bound on the seconds of any n neurons
+    in place of the seconds of the n hottest."""
     items = [_layer_item(problem, layer, is_relaxed) for layer in range(problem.num_layers)]
     none = np.zeros(1, np.int64)
     head_cpu = _Side(bytes_O=none, seconds_O=np.array([problem.head_cpu_s]), num_hot_O=none)
@@ -170,7 +170,7 @@ def _add_side(
 
 
 def _useful(units_O: np.ndarray, seconds_O: np.ndarray, most: int) -> list[int]:
-    """Options that fit and are faster than every option that takes no more units."""
+    """Options that fit and are faster than all before them in the order of units, then seconds."""
     order = np.lexsort((seconds_O, units_O))
     order = order[units_O[order] <= most]
     sorted_s = seconds_O[order]

@@ -36,7 +36,7 @@ first whose next step changes M by at least -price * bytes: one binary search in
 prices. n = 0 and n = F are compared separately.
 
 Letters: L layers, F neurons, N = F + 1 counts of hot neurons, K prices, m number of dense blocks on
-the GPU, q head on the GPU, S first ranks of a window."""
+the GPU, q is 1 if the head is on the GPU, S first ranks of a window."""
 
 import heapq
 from collections.abc import Iterator
@@ -250,8 +250,8 @@ def _branches(problem: Problem) -> list[_Branch]:
 
 
 def first_prices(problem: Problem) -> np.ndarray:
-    """Prices from 0 up to one at which a single neuron costs more than a whole token can save, and
-    their negatives if the host is too small."""
+    """Prices from 0 up to one at which a single neuron costs at least what a whole token can save;
+    also their negatives if the host is too small."""
     cpu_s = float(problem.cpu_s_per_byte_L.max())
     most_s = placement_seconds(problem, on_one_device(problem, gpu=False))
     most_s += problem.num_layers * problem.round_trip_s
@@ -286,11 +286,11 @@ def _dense_set(problem: Problem, branch: _Branch) -> np.ndarray:
 
 
 def place_neurons(problem: Problem, *, dense_L: np.ndarray, head: bool) -> Placement | None:
-    """A placement of neurons for these dense blocks; None if none fits.
+    """A placement of neurons for these dense blocks; None if none is found that fits both memories.
 
-    Takes the neurons chosen at the lowest price >= 0 at which they fit, or, if they are too few for
-    the host, at the highest price <= 0 at which they suffice; then calls `fill`. In the second case
-    `_balanced` may be faster."""
+    Takes the neurons chosen at the lowest price >= 0 at which they fit or, if they are too few for
+    the host, at the highest price <= 0 at which they suffice; then calls `fill`. If the host needs
+    neurons on the GPU, the placement of `_balanced` is taken instead where it is faster."""
     room = problem.room_bytes - int(problem.dense_bytes_L[dense_L].sum())
     room -= problem.head_bytes * head
     if room < 0:

@@ -18,7 +18,7 @@ MIB = 1 << 20
 @dataclass(frozen=True, kw_only=True)
 class Smallest:
     """Memories that would suffice: either these budgets or this main memory (None: no size is
-    enough), or with `together` only both."""
+    enough, or none was sought), or with `together` only both."""
 
     budgets: tuple[int, ...] | None  # per GPU; those that need not change are as given
     host: int | None
@@ -157,7 +157,7 @@ def _line(inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> str:
 
 
 def _budgets(budgets: tuple[int, ...], now: tuple[int, ...]) -> str:
-    """Budgets of which only those that differ from the present ones are the smallest."""
+    """The budgets as text; "as given" marks those that equal the present ones."""
     return " + ".join(
         f"{size:,} bytes as given" if size == given else _size(size)
         for size, given in zip(budgets, now, strict=True)

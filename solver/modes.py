@@ -95,7 +95,8 @@ def in_mode(inputs: Inputs, mode: PlanMode, workspace: Workspace) -> Inputs:
 
 
 def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list[Alternative]]:
-    """The modes to plan for, and those that would lose too much quality."""
+    """The modes to plan for, and those refused because they lose too much quality or an unknown
+    amount."""
     allowed: list[PlanMode] = []
     others = []
     for mode in sparse_modes(inputs.model):

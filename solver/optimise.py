@@ -89,9 +89,9 @@ def find_plan(
     known: Sequence[PipelinePlacement] = (),
     beat_s: float = np.inf,
 ) -> Answer | None:
-    """The fastest plan found, no slower than those in `known`; everything on one GPU if it fits
-    there and the CPU alone is not faster. If the bound shows that no plan takes less than `beat_s`,
-    the search stops and returns the best plan so far.
+    """Everything on one GPU, if it fits there and the CPU alone is not faster or cannot hold it;
+    else the fastest plan found, no slower than the feasible ones in `known`. If the bound shows
+    that no plan takes less than `beat_s`, the search stops and returns the best plan so far.
 
     None if no plan fits all memories."""
     nothing = cpu_only_plan(pipeline)
@@ -172,8 +172,9 @@ def _head_alone(problem: Problem) -> tuple[list[Placement], float]:
 
 
 def _start_of_cuts(pipeline: Pipeline) -> tuple[list[PipelinePlacement], float]:
-    """`_start` for several GPUs. The bound is the least over all cuts: of those tried by the sum of
-    their runs' bounds, of the others by the cheap bound."""
+    """`_start` for several GPUs. The bound is the least over all rows of cuts: for a row that was
+    tried, the larger of its cheap bound and the sum of its runs' bounds; for the others, the cheap
+    bound."""
     began = time.perf_counter()
     cut_CK, quick_C = pipeline.cuts()
     best: PipelinePlacement | None = None
@@ -299,8 +300,8 @@ def _whole_plan(pipeline: Pipeline, gpu: int) -> Answer:
 
 
 def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelinePlacement]:
-    """The plan, the plan put together again from its runs, and the fastest refinement of each run
-    (`refined`)."""
+    """Three plans: this one, the same put together again from its runs, and one made of the fastest
+    refinement of each run (`refined`)."""
     num_items = len(plan.home_I)
     cut_K = np.searchsorted(plan.home_I, np.arange(pipeline.num_gpus + 1))
     cut_K[-1] = num_items

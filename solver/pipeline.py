@@ -56,7 +56,7 @@ class Pipeline:
 
     @property
     def model(self) -> Problem:
-        """The parts that are equal for all GPUs: layers, bytes, CPU seconds."""
+        """The first GPU's problem, for what is equal for all GPUs: layers, bytes, CPU seconds."""
         return self.problems[0]
 
     @property

@@ -25,7 +25,7 @@ BLUE, GREY, ORANGE, RED = "#2d6fc8", "#777f8a", "#d98a1f", "#c8452d"
 
 
 def plot_sweep(found: Sweep, path: Path) -> None:
-    """Plots tokens per second of the plan, the layer split and the limit over the budget."""
+    """Plots tokens per second of the plan, the layer split and the limit against the budget."""
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     axes = figure.add_subplot()
     unit_name, unit = unit_of(found.points[-1].budget_bytes)

@@ -11,10 +11,11 @@ GPU in bytes per second, for layer l:
               cold_l / B_c_l + round_trip * [l is split])
 
 and T = sum_l T_l + head seconds on its device + visit * visits + token_s. On the GPU, seconds are
-bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block and in the head;
-`launch` is that of all kernels of a layer's hot neurons. A visit is a run of consecutive dense
-blocks on the GPU, the head being the last block: the embedding row comes from the CPU and the
-logits go there, so the hidden state is copied to the GPU where a run begins and back where it ends.
+bytes / B_g, plus the launch of every kernel (`kernel_counts`) in a dense block and in the head, and
+for the head the copy of the logits; `launch` is that of all kernels of a layer's hot neurons. A
+visit is a run of consecutive dense blocks on the GPU, the head being the last block: the embedding
+row comes from the CPU and the logits go there, so the hidden state is copied to the GPU where a run
+begins and back where it ends.
 
 On the CPU every matrix is read at the rate that the runtime reaches for its type and for the share
 of its rows that a token needs (on average over the layer's neurons, wherever they are placed), the
@@ -92,7 +93,7 @@ class Problem:
     touched_LF: np.ndarray  # f64, expected bytes a token touches, by rank: non-increasing
     neuron_bytes_L: np.ndarray  # int64
     min_hot_L: np.ndarray  # int64, C_l
-    dense_bytes_L: np.ndarray  # int64: attention, norms, predictor, and a KV cache on the GPU
+    dense_bytes_L: np.ndarray  # int64: attention, norms, predictor and KV cache, if on the GPU
     dense_gpu_s_L: np.ndarray  # D_l with the dense block on the GPU
     dense_cpu_s_L: np.ndarray
     head_bytes: int
@@ -100,7 +101,7 @@ class Problem:
     head_cpu_s: float
     workspace_bytes: int  # taken if anything is on the GPU
     budget_bytes: int
-    need_bytes: int = 0  # that must be on the GPU, since the host cannot hold them; no workspace
+    need_bytes: int = 0  # that must be on the GPU, workspace excluded: the host cannot hold them
     gpu_s_per_byte: float
     cpu_s_per_byte_L: np.ndarray
     launch_s: float  # of all kernels of a layer's hot neurons
@@ -133,8 +134,8 @@ class Problem:
 
     @cached_property
     def least_split_s_LN(self) -> np.ndarray:
-        """Lower bound on M_l with any set of n hot neurons, n = 0..F; convex in n, as derived in
-        `lagrangian`. Infinite where the layer is not split (n = 0 and F) and below C_l."""
+        """Lower bound on M_l with any set of n hot neurons for C_l <= n < F, where it is convex in
+        n, as derived in `lagrangian`; infinite for all other n. f64 [L, F + 1]."""
         prefix_LN, gpu_s = self.prefix_LN, self.gpu_s_per_byte
         total_L1, cpu_s_L1 = self.touched_L[:, None], self.cpu_s_per_byte_L[:, None]
         all_cold_L1 = total_L1 * cpu_s_L1 + self.round_trip_s
@@ -149,7 +150,7 @@ class Problem:
 
     @property
     def placeable_bytes(self) -> int:
-        """Everything that can be on the GPU, workspace excluded."""
+        """Bytes of everything that can be on the GPU, workspace excluded."""
         neurons = int(self.neuron_bytes_L.sum()) * self.num_neurons
         return neurons + int(self.dense_bytes_L.sum()) + self.head_bytes
 
@@ -275,7 +276,7 @@ def build_problem(
 
 
 def copy_seconds(gpu: Gpu, num_bytes: int) -> float:
-    """One copy between the GPU and pinned memory."""
+    """Seconds of one copy between the GPU and pinned memory."""
     return gpu.copy_latency_s.best + num_bytes * 1e-9 / gpu.host_to_device_gb_per_s.best
 
 
@@ -309,8 +310,8 @@ def _neuron_seconds(
     up_L: np.ndarray,
     down_L: np.ndarray,
 ) -> np.ndarray:
-    """CPU seconds of these touched bytes, f64 [L]. `share_2L` is the share of the neurons whose
-    gate rows are read, and that of those whose up and down rows are."""
+    """CPU seconds of these touched bytes, f64 [L]. `share_2L`: the share of neurons whose gate rows
+    are read, and the share whose up and down rows are."""
     seconds = []
     for layer in range(model.shape.num_layers):
         tensors = layer_tensors(model, layer)

@@ -1,7 +1,7 @@
 """Fills the rest of a budget with the neurons that save the most seconds per byte.
 
-It works on counts, since a layer's hot neurons here are its hottest. It never makes a placement
-slower, and leaves the dense blocks where they are."""
+It works on counts, since a layer's hot neurons here are its hottest. It never makes such a
+placement slower, and leaves the dense blocks where they are."""
 
 import heapq
 from collections.abc import Iterator
@@ -82,8 +82,8 @@ class _Layer:
             yield from self._halves_of_run(left)
 
     def _halves_of_run(self, left: int) -> Iterator[int]:
-        """The run of neurons that are as hot as the next one, then half of it and so on: a profile
-        has many neurons that never fire."""
+        """Yields the length of the run of neurons that are as hot as the next one, then half of it
+        and so on: a profile has many neurons that never fire."""
         next_touched = self.touched_F[self.num_hot]
         run = int(np.searchsorted(-self.touched_F, -next_touched, "right")) - self.num_hot
         while run > 1:

@@ -123,7 +123,7 @@ class SolveConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SolveReport:
-    """The result; `dataclasses.asdict` of it is JSON."""
+    """The result; `dataclasses.asdict` turns it into a JSON object."""
 
     output: str
     status: str  # see optimise.Answer
@@ -175,7 +175,8 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
 def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | None) -> Found:
     """The best plan of the mode asked for, or of all allowed modes.
 
-    Raises SparkinferError if none fits, with the smallest memory that works."""
+    Raises SparkinferError if none fits, with the smallest memory that works, and for a neuron cache
+    that would have nothing to swap."""
     if config.mode is not None:
         found = find(inputs, time_limit_s=config.time_limit_s)
     else:
@@ -229,7 +230,7 @@ def hot_ids(problem: Problem, placement: Placement) -> tuple[np.ndarray, ...]:
 
 
 def split_of(found: Found, *, solve_s: float) -> Split:
-    """The answer as a plan for a file."""
+    """The answer as the content of a plan file."""
     inputs, pipeline, answer = found.inputs, found.pipeline, found.answer
     placement, plan = answer.placement, answer.plan
     has_many = len(inputs.budgets) > 1

@@ -117,7 +117,8 @@ def _gpu_rate(machine: Machine, gpu: int) -> float:
 
 
 def _copies_seconds(split: Split, model: ModelFile, machine: Machine, home: Sequence[int]) -> float:
-    """Seconds to copy a hidden state from the CPU through all devices and back, and the logits."""
+    """Seconds to copy the hidden state from the CPU through all devices and back, and the logits of
+    a head on a GPU."""
     blocks = (*split.dense_on_gpu, split.head_on_gpu)
     places = [gpu if is_on_gpu else None for is_on_gpu, gpu in zip(blocks, home, strict=True)]
     total, hidden = 0.0, 4 * model.shape.width
@@ -190,7 +191,8 @@ def _neurons(
 def _shares(
     split: Split, model: ModelFile, profile: Profile, layer: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How often each neuron's gate is computed, and how often it fires; by id, f64 [F]."""
+    """How often each neuron's gate row is read, and how often its up and down rows are; by id,
+    f64 [F]."""
     fired_F = profile.active_count_LF[layer] / profile.num_tokens
     if split.mode == "dense":
         return np.ones_like(fired_F), np.ones_like(fired_F)

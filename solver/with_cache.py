@@ -43,7 +43,7 @@ def check_options(options: CacheOptions) -> None:
 
 
 def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None:
-    """Raises TooSmallError if main memory does not hold a plan with a neuron cache."""
+    """Raises TooSmallError if main memory does not hold this plan with its neuron cache."""
     needed = sum(_host_bytes(inputs, placement).values())
     if needed > inputs.host_budget:
         raise TooSmallError(inputs, pipeline, Smallest(budgets=None, host=needed))
@@ -77,7 +77,8 @@ def planned_cache(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> C
 
 
 def cost_line(inputs: Inputs, placement: Placement, split: Split, without_s: float) -> str:
-    """The bytes of a plan's cache; `without_s` is the time of a token with the plan without it."""
+    """A line on the bytes of a plan's cache. `without_s`: seconds per token of the plan without a
+    cache."""
     num_layers = int(_is_cached_L(placement).sum())
     copies = copied_bytes(inputs.model, placement.num_hot_L.tolist())
     return (

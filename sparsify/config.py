@@ -23,7 +23,8 @@ UNCHOSEN: tuple[Rule, ...] = ("relu", "drelu")
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyConfig:
-    """Sizes are in tokens; in a step each process trains on `batch_tokens`."""
+    """Options of a run. Texts are measured in tokens; in a step each process trains on
+    `batch_tokens`."""
 
     model: Path
     corpora: tuple[Path, ...]
@@ -109,7 +110,7 @@ class SparsifyConfig:
         return self.rule not in UNCHOSEN
 
     def of_share(self, path: Path, share: float) -> Path:
-        """`path`, or with several shares, "model-60.gguf" for "model.gguf"."""
+        """`path`; with several shares, "model-60.gguf" for "model.gguf" and a share of 0.6."""
         if len(self.targets) == 1:
             return path
         return path.with_name(f"{path.stem}-{100 * share:g}{path.suffix}")

@@ -33,7 +33,8 @@ def check_disk(
     config: SparsifyConfig, *, num_trained: int, checkpoint_bytes: int, output_bytes: int
 ) -> None:
     """Raises SparkinferError if a disk has too little room for the state, the checkpoints and the
-    model files of a run. What an interrupted run has left is not needed again."""
+    model files of a run. The room that an interrupted run's state and checkpoints already take is
+    not counted again."""
     state = config.work_folder / STATE
     goes_on = state.exists() and not config.force
     needed = [(state, SAVED_TWICE * num_trained * SAVED_BYTES - _size_of(state))]

@@ -128,7 +128,7 @@ def install(model: nn.Module, rule: Rule, dtype: torch.dtype) -> list[FeedForwar
 
 
 def decoder_of(model: Any) -> Any:
-    """The layers and the final norm of a transformers model, without the output head."""
+    """A transformers model without its output head: embedding, layers and final norm."""
     return model.get_decoder()
 
 
@@ -210,8 +210,8 @@ def watched(layers: Sequence[FeedForward], watch: Watch | None) -> Iterator[None
 
 @contextmanager
 def differences(layers: Sequence[FeedForward]) -> Iterator[list[Tensor]]:
-    """Inside the block, each layer appends the relative squared error of its output to the list,
-    with its graph; a pass of the dense model over the same tokens has to come first."""
+    """Inside the block, each layer appends the relative squared error of its output, with its graph
+    for autograd, to the list; the dense model has to run over the same tokens first."""
     found: list[Tensor] = []
     for layer in layers:
         layer.differences = found

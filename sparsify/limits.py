@@ -1,9 +1,9 @@
 """Sets the neurons' limits such that a given share of the neurons is silent.
 
 What neuron j contributes for a token is about |act(gate_j x)| w_j, with a weight w_j that is
-measured on the dense model. The neuron is silent if that product is at most t, so
-limit_j = t / w_j. t tracks the wanted share: after every batch it moves towards the quantile of
-|act(gate)| w in that batch (`Limits.move`), until it is frozen.
+measured on the dense model (under the rule "fatrelu" it is 1). The neuron is silent if that product
+is at most t, so limit_j = t / w_j. t tracks the wanted share: after every batch it moves towards
+the quantile of |act(gate)| w in that batch (`Limits.move`), until it is frozen.
 
     sensitivity  w_j is how much the predictions depend on act(gate_j) (sparsify.sensitivity); one t
                  for all layers, so that those that matter less lose more neurons
@@ -22,13 +22,13 @@ from sparkinfer.profile.ranks import Ranks
 from sparkinfer.sparsify.config import Allocation
 from sparkinfer.sparsify.feed_forward import FeedForward
 
-SAMPLES = 1 << 17  # values per layer and pass for a quantile
+SAMPLES = 1 << 17  # values per layer and pass for a quantile, about
 SPEED = 0.2  # share of the way to a batch's quantile that t moves
-LAG_STEPS = 10  # with fewer than LAG_STEPS / SPEED steps, the speed is LAG_STEPS / steps
+LAG_STEPS = 10  # with fewer than LAG_STEPS / SPEED steps per share, the speed is LAG_STEPS / steps
 
 
 class Measure:
-    """A watcher that accumulates, in float64, the means that the neurons' weights come from."""
+    """A watcher that sums, in float64, the values whose means give the neurons' weights."""
 
     def __init__(self, layers: Sequence[FeedForward]) -> None:
         size = (len(layers), len(layers[0].limit_F))
