@@ -87,7 +87,7 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
     )
     if effort is not None:
         variables["reasoning_effort"] = effort
-    if effort == "none":  # templates read this variable
+    if effort == "none":  # templates read enable_thinking
         variables["enable_thinking"] = False
     if (more := fields.take("chat_template_kwargs")) is not None:
         if not isinstance(more, dict):

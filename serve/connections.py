@@ -86,7 +86,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _is_client_sending(self) -> bool:
-        """True until a request's body is complete, and after a request that h11 refuses to read."""
+        """True while a request's body is incomplete, and after a request that h11 refuses."""
         return self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
 
     def send_400_response(self, msg: str) -> None:

@@ -137,7 +137,8 @@ class ToolSplitter:
         return self._take(len(self._held))
 
     def finish(self) -> tuple[str, Sequence[ToolCall]]:
-        """(held-back text that is not a call, calls). A malformed call is returned as text."""
+        """(held-back text that is not a call, the first `most` calls). If a call is malformed, all
+        are returned as text."""
         text = self._take(len(self._held))
         found = self._form.read(text) if self._is_call else None
         if found is None:

@@ -314,8 +314,8 @@ def _balanced(
     problem: Problem, num_hot_L: np.ndarray, dense_L: np.ndarray, head: bool
 ) -> Placement:
     """The same numbers of neurons per layer, in each a window of consecutive ranks that balances
-    the two sides best: shifting it by one rank changes the touched bytes by at most a neuron's. For
-    hosts that can hold so few neurons that more are on the GPU than pay off."""
+    the two sides best: shifting it by one rank changes the touched bytes by at most a neuron's. It
+    helps if the host can hold so few neurons that more are on the GPU than pay off."""
     hot_LF = of_counts(problem, num_hot_L, dense_L, head).hot_LF
     for layer, count in enumerate(num_hot_L.tolist()):
         if 0 < count < problem.num_neurons:

@@ -35,8 +35,8 @@ class TooSmallError(SparkinferError):
 
 
 def check_budgets(inputs: Inputs, pipeline: Pipeline) -> None:
-    """Raises TooSmallError for memories that hold no plan by a quick check: a budget that holds
-    nothing, or too little room in all."""
+    """Raises TooSmallError if a quick check shows that the memories hold no plan: a budget that
+    holds nothing, or too little room in all."""
     is_unusable = any(0 < p.budget_bytes < p.minimum_bytes for p in pipeline.problems)
     room = min(pipeline.room_bytes, pipeline.model.placeable_bytes)
     if is_unusable or room < pipeline.need_bytes:

@@ -18,7 +18,7 @@ from sparkinfer.solver.sweep import Sweep
 from sparkinfer.split_file import Split
 
 DPI = 120
-NUM_COLUMNS = 512  # at most, of ranks
+NUM_COLUMNS = 512  # maximum columns of ranks
 CPU_COLOUR = "#d9dde3"
 GPU_COLOURS = ("#c8452d", "#2d6fc8", "#2f9e62", "#8a4fbf")
 BLUE, GREY, ORANGE, RED = "#2d6fc8", "#777f8a", "#d98a1f", "#c8452d"

@@ -20,9 +20,9 @@ begins and back where it ends.
 On the CPU every matrix is read at the rate that the runtime reaches for its type and for the share
 of its rows that a token needs (on average over the layer's neurons, wherever they are placed), the
 KV cache at the rate of attention. A dense block there adds layer_s, the runtime's fixed cost of a
-layer; token_s is the fixed cost of a token. A layer of mode dense is assumed to cost as much as one
-of mode exact, since no lower cost was measured. B_c_l is the mean of these rates over all touched
-bytes of a layer's neurons.
+layer; token_s is the fixed cost of a token. In mode dense, layer_s is assumed to be that of mode
+exact, since no lower cost was measured. B_c_l is the mean of these rates over all touched bytes of
+a layer's neurons.
 
 hot_l and cold_l are the bytes that a token is expected to touch of the neurons on each side. A
 neuron that fires with frequency a touches, by mode,
@@ -93,7 +93,7 @@ class Problem:
     touched_LF: np.ndarray  # f64, expected bytes a token touches, by rank: non-increasing
     neuron_bytes_L: np.ndarray  # int64
     min_hot_L: np.ndarray  # int64, C_l
-    dense_bytes_L: np.ndarray  # int64: attention, norms, predictor and KV cache, if on the GPU
+    dense_bytes_L: np.ndarray  # int64: attention, norms, predictor if run, KV unless offloaded
     dense_gpu_s_L: np.ndarray  # D_l with the dense block on the GPU
     dense_cpu_s_L: np.ndarray
     head_bytes: int
