@@ -16,7 +16,7 @@ from sparkinfer.serve.texts import Report
 
 NAMESPACE = "sparkinfer"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-# Paths with a label of their own; a label for every path that clients send would fill the memory.
+# Paths that have a label; labels for all paths that clients send could fill the memory.
 PATHS = (
     "/", "/health", "/metrics", "/props", "/tokenize", "/detokenize", "/apply-template",
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models",

@@ -1,4 +1,4 @@
-"""What requests need of the served model: tokenizer, chat template, samplers. Thread-safe."""
+"""The parts of the model that requests need: tokenizer, chat template, samplers. Thread-safe."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -117,8 +117,7 @@ class ServedModel:
         return replace(self.codec, end_ids=self.codec.end_ids | {token_id}), ()
 
     def hidden_marks(self, texts: Sequence[str]) -> dict[int, str]:
-        """Those of the texts that are special tokens, by id; the codec leaves them out of
-        answers."""
+        """The special tokens among these texts, by id; the codec leaves them out of answers."""
         added = self.codec.tokenizer.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items()
                 if token.special and token.content in texts}  # fmt: skip

@@ -134,7 +134,7 @@ def _most(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _classes(run: Problem) -> Iterator[_Class]:
-    """The items of a run by size; those of zero bytes are left out."""
+    """The items of a run, by size; items of zero bytes are left out."""
     if run.head_bytes:
         yield _Class(size=run.head_bytes, counts=[(0, 1)])
     for size in sorted(set(run.dense_bytes_L.tolist()) - {0}):

@@ -105,8 +105,8 @@ class Inputs:
 
     @property
     def always_on_host(self) -> int:
-        """Bytes of main memory that any plan takes: the embedding's and the workspace's, and with
-        key selection those of all keys, values and tables, and of the norms of heads."""
+        """Bytes of main memory that any plan takes: the embedding, the workspace and, with key
+        selection, all keys, values and tables, and the norms of heads."""
         return embedding_bytes(self.model) + self.workspace + self.offloaded_bytes
 
     @property

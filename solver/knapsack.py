@@ -156,8 +156,8 @@ def _hottest_seconds(problem: Problem, layer: int, count_C: np.ndarray, dense: b
 def _add_side(
     best_R: np.ndarray, units_O: np.ndarray, seconds_O: np.ndarray, *, keep_choices: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`best` of an item on one side from that of the previous items, and if choices are kept the
-    option chosen for every r."""
+    """`best` of an item with its block on one side, from `best` of the previous items; with
+    `keep_choices`, also the option chosen for every r."""
     new_R = np.full_like(best_R, np.inf)
     choice_R = np.zeros(len(best_R) if keep_choices else 0, np.int64)
     for option in _useful(units_O, seconds_O, len(best_R) - 1):

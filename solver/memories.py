@@ -99,8 +99,8 @@ def least_of(errors: Sequence[TooSmallError]) -> TooSmallError:
 
 
 def _more(inputs: Inputs, pipeline: Pipeline) -> tuple[int, ...] | None:
-    """The pipeline's budgets, with that of the last GPU in use, or else of the first, changed to
-    the least that suffices; None if none does."""
+    """The pipeline's budgets, with the budget of the last GPU in use (of the first, if none is)
+    changed to the least that suffices; None if none does."""
     if not inputs.machine.gpus:
         return None
     budgets = [problem.budget_bytes for problem in pipeline.problems]

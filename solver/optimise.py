@@ -224,7 +224,7 @@ def _for_host(
     if sum(free) < missing:
         return None
     shares = [[-(-missing * size // sum(free)) for size in free]]  # in proportion to room
-    for order in (list(range(len(free))), list(range(len(free)))[::-1]):  # or in sequence
+    for order in (list(range(len(free))), list(range(len(free)))[::-1]):  # or GPU by GPU
         left, share = missing, [0] * len(free)
         for gpu in order:
             share[gpu] = min(left, free[gpu])
@@ -323,7 +323,7 @@ def _refined_plan(pipeline: Pipeline, plan: PipelinePlacement) -> list[PipelineP
 def refined(problem: Problem, placement: Placement) -> list[Placement]:
     """Placements with the same dense blocks and head: this one; one with as many neurons in each
     layer, but the hottest, and further ones that fill the budget; and one whose neurons are chosen
-    anew."""
+    from scratch."""
     if problem.room_bytes < 0 or problem.num_layers == 0:
         return [placement]
     num_hot_L = fill(

@@ -49,8 +49,8 @@ keys' bytes, a round trip, the copies of queries, keys, values and the heads' ou
 of keys, values and tables that the CPU reads, over its rate for the cache. These are counted for a
 token in the middle of the context.
 
-The GPU holds at most its budget, including a workspace if it holds anything; the host at most its
-own, which is the same as at least `need_bytes` on the GPU.
+The GPU holds at most its budget, including a workspace if it holds anything. The host stays within
+its budget if at least `need_bytes` are on the GPU.
 
 Ignored: the one row of the embedding matrix per token, and the bytes (not the fixed cost) that a
 round trip copies. Several GPUs are modelled in `pipeline`; the search is in `optimise`.

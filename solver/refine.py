@@ -71,8 +71,8 @@ class _Layer:
         return best
 
     def _steps(self) -> Iterator[int]:
-        """Sizes of steps to try: all the rest; C_l from none; else one neuron, or part of a run of
-        equally hot ones."""
+        """Sizes of steps to try: all the rest; C_l from none; else one neuron, or a run of equally
+        hot ones, or part of it."""
         left = self.problem.num_neurons - self.num_hot
         yield left
         if self.num_hot == 0:

@@ -138,8 +138,8 @@ def _copy_rate(gpu: Gpu) -> float:
 def _dense_seconds(
     split: Split, model: ModelFile, machine: Machine, layer: int, home: int
 ) -> float:
-    """Seconds of attention, of half of the context's keys and values or what is selected of them,
-    and of the predictor if it is run."""
+    """Seconds of a dense block: attention, the keys and values of half the context or a selection
+    of them, and the predictor if it is run."""
     types, shape = split.cache_types(model), model.shape
     kv_read = kv_read_per_layer(model, split.context_length, types)
     read = {
