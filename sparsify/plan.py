@@ -1,5 +1,5 @@
-"""Plans a run before its model is loaded: source, sizes, memory, outputs; and cleans up after
-it."""
+"""Plans a run before its model is loaded: checks its source, sizes, memory, disk and outputs. Also
+removes its work files afterwards."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from sparkinfer.sparsify.source import CHECKPOINT_FILES, as_checkpoint
 from sparkinfer.sparsify.student import dtype_of
 from sparkinfer.sparsify.trained_checkpoint import is_written
 
-# Options that do not affect the results of a run, or are recorded in another form.
+# Options that do not affect the training, or that `Plan.settings` records in another form.
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
                 "save_checkpoint", "outtype", "device", "force", "save_every_s")  # fmt: skip
 DENSE = "dense"  # in the work folder
@@ -50,9 +50,9 @@ class Plan:
 
     @classmethod
     def of(cls, config: SparsifyConfig, ranks: Ranks) -> "Plan":
-        """To be called after `make_checkpoint`. Raises SparkinferError for a model that convert
-        does not support, for one that cannot be trained in this memory, and if the disk has no room
-        for the results."""
+        """Plans the run; `make_checkpoint` comes first. Raises SparkinferError for a model that
+        convert does not support, for a rank larger than the matrices allow, and if memory or disk
+        is too small for the training."""
         source = dense_folder(config)
         # Refuses tensors that are missing, unknown or of other shapes, as the conversion at the end
         # would.
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens over all processes."""
+        """Tokens of a step, over all processes."""
         return self.config.batch_tokens * self.num_processes
 
     @property
@@ -131,8 +131,9 @@ class Plan:
 
 
 def check_outputs(config: SparsifyConfig) -> None:
-    """Raises SparkinferError for outputs that exist or cannot be written; a resumed run may have
-    some of its checkpoints, and a killed one may have left some in its work folder."""
+    """Raises SparkinferError for outputs that exist (unless `force`) or cannot be written.
+    Checkpoints may exist if the run is resumed, or if they are in the work folder, where a killed
+    run leaves them."""
     goes_on = (config.work_folder / STATE).exists()
     read = [config.model, config.start_from, *config.corpora, *config.held_out]
     inputs = [path for path in read if path is not None]
@@ -152,8 +153,8 @@ def check_outputs(config: SparsifyConfig) -> None:
 
 
 def finish(config: SparsifyConfig) -> None:
-    """Removes the work files, and their folder unless it holds others; called when the outputs are
-    written."""
+    """Removes the work files, and their folder unless it holds other files. To be called once all
+    outputs are written."""
     source = dense_folder(config)
     for folder in config.work_folder.glob(TRAINED + "*"):
         _remove_files(folder, lambda name: is_written(name, source))
@@ -169,7 +170,7 @@ def _remove_dense(config: SparsifyConfig) -> None:
 
 
 def _remove_files(folder: Path, is_ours: Callable[[str], bool]) -> None:
-    """Removes our files in a folder, and the folder unless it holds others."""
+    """Removes our files in a folder, and the folder unless it holds other files."""
     with suppress(OSError):  # not there, not empty, or may not be removed
         for file in folder.iterdir():
             if is_ours(file.name):
@@ -191,8 +192,8 @@ def dense_folder(config: SparsifyConfig) -> Path:
 
 
 def make_checkpoint(config: SparsifyConfig) -> None:
-    """Makes the dense checkpoint of a model file. Raises SparkinferError for a model that cannot be
-    trained."""
+    """Makes the dense checkpoint if the model is a file and has none yet. Raises SparkinferError
+    for a model that cannot be trained, and if the checkpoint cannot be written."""
     folder = config.work_folder / DENSE
     try:
         as_checkpoint(config.model, folder)

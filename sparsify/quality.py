@@ -1,6 +1,7 @@
 """Measures the quality of the model in training against its dense self, on held-out windows.
 
-Letters: L layers, W windows, B windows of a pass, T tokens, D model width, V vocabulary."""
+Letters: L layers, W windows, B windows of a pass, T tokens, D model width, F neurons,
+V vocabulary."""
 
 import math
 from collections.abc import Sequence
@@ -18,8 +19,9 @@ SURE = 1.96  # half-width of a 95 % interval, in standard errors
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """`kl_95` is the half-width of the 95 % interval of `kl`, with windows, not tokens, as
-    independent samples."""
+    """How close the model is to its dense self on a text. `kl` is in nats per token; `kl_95` is the
+    half-width of its 95 % interval, with windows, not tokens, as independent samples. `same_top` is
+    the share of tokens with the same likeliest next token."""
 
     num_tokens: int
     kl: float
@@ -84,7 +86,8 @@ def evaluate(
     tokens_W, kl_W = rows_W[:, 0], rows_W[:, 1]
     tokens, predicted = float(tokens_W.sum()), float(tokens_W.sum()) - len(windows)
     kl = float(kl_W.sum()) / tokens
-    # The variance of the summed residuals; over `tokens`, its root is the standard error of a ratio.
+    # The variance of the summed residuals; its root divided by `tokens` is the standard error of
+    # the ratio `kl`.
     variance = (kl_W - kl * tokens_W).square().sum() * len(windows) / max(1, len(windows) - 1)
     return Quality(
         num_tokens=int(tokens),
@@ -98,7 +101,7 @@ def evaluate(
 
 
 def _sums(sparse_TD: Tensor, dense_TD: Tensor, head_VD: Tensor, ids_T: Tensor) -> Tensor:
-    """f64 [5], sums over a window: tokens, KL, loss sparse and dense, tokens with the same top."""
+    """f64 [5], sums over a window: tokens, KL, sparse loss, dense loss, tokens with the same top."""
     sums = torch.zeros(5, dtype=torch.float64)
     sums[0] = len(ids_T)
     for start, stop in chunks(len(ids_T), len(head_VD)):

@@ -1,4 +1,4 @@
-"""The record of a run so far: the curve of quality, and the outputs, without weights."""
+"""The record of a run so far: the curve of quality and the finished shares, without weights."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -17,13 +17,13 @@ class Point:
     tokens: int
     seconds: float
     wanted_share: float
-    trained_kl: float  # mean of the steps since the previous point
+    trained_kl: float  # mean of the steps since the previous point, or since the run was resumed
     quality: Quality
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A finished share: its checkpoint, and its quality by held-out text."""
+    """A finished share: its checkpoint, and its quality on each held-out text."""
 
     share: float
     checkpoint: Path

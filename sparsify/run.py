@@ -3,10 +3,10 @@ neurons.
 
     checkpoint (or model.gguf) + text  ->  a trained checkpoint for each share
 
-The first windows of the corpus set the neurons' weights (rule "threshold") and the first limits
-(rules "threshold" and "fatrelu"). Then every step trains on a batch while the silent share follows
-the schedule. From time to time the model is compared with its dense self on held-out text; the best
-state of every share is written.
+The first training windows set the neurons' weights (rule "threshold") and the first limits (rules
+"threshold" and "fatrelu"), unless the run starts from a trained checkpoint. Then every step trains
+on a batch; under these two rules, the silent share follows the schedule. From time to time the
+model is compared with its dense self on held-out text; the best state of every share is written.
 
 Model files are written by the command line, which calls convert."""
 
@@ -96,7 +96,7 @@ class Run:
         self.trainer.set_share(self.schedule.share(0), self.texts.measured)
 
     def _start_from(self, folder: Path) -> None:
-        """Starts from the weights and limits of a trained checkpoint and the share that they
+        """Starts from the weights and limits of a trained checkpoint, and from the share that they
         silence."""
         names = matrix_names(self.student.layers)
         matrices, limit_LF = read_trained(folder, names)
@@ -163,7 +163,7 @@ class Run:
         return report.kl
 
     def _note(self, step: int, loss: float) -> None:
-        """Reports a point of the curve; while the share is held, keeps the best state of it."""
+        """Reports a point of the curve; while the share is held, keeps its best state."""
         quality = self.check(self.config.check_tokens)
         point = Point(
             step=self.trainer.step, tokens=self.trainer.step * self.plan.step_tokens,
@@ -179,7 +179,7 @@ class Run:
         )
 
     def _finish_share(self, share: float) -> None:
-        """Writes the checkpoint of the best state, and continues from the last."""
+        """Writes the checkpoint of the best state; training continues from the last state."""
         last = state.copied(state.model_arrays(self.trainer))
         state.load_model_arrays(self.trainer, self.best.arrays)
         found = {n: self.check(self.config.held_out_tokens, n) for n in self.texts.held_out}
@@ -200,7 +200,8 @@ class Run:
         write_trained(self.plan.source, folder, matrices, limit_LF, self.config.rule)
 
     def _pause(self, signals: Signals, must_save: bool) -> None:
-        """Saves when a save is due, and stops after a signal: all processes together."""
+        """Saves if a save is due or `must_save`; after a signal, saves and raises Interrupted. All
+        processes do so at the same step."""
         since = time.monotonic() - self.saved_at
         is_due = since > max(self.config.save_every_s, self.save_s / SAVE_SHARE)
         is_stop = signals.wants_stop(self.ranks)
@@ -243,7 +244,8 @@ def sparsify(
     `plan.finish`.
 
     Raises SparkinferError for a model that cannot be trained, and while another run with this
-    output is at work; after a signal, saves the state and raises Interrupted."""
+    output is at work. A signal during training saves the state and raises Interrupted; one before
+    it raises Interrupted at once."""
     with locked_folder(config.work_folder) if rank_here() == 0 else nullcontext():
         return sparsify_locked(config, say, on_tokens)
 

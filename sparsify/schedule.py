@@ -3,7 +3,7 @@
 Several shares are reached in sequence, each in a stage of the same number of steps: the share rises
 along half a cosine from the previous one (as ProSparse, arXiv 2402.13516, raises its penalty), then
 is held, and in the last part of the stage the limits are frozen. In every stage the learning rate
-warms up and falls linearly to zero. docs/log/sparsity.md has what was compared."""
+warms up and then falls linearly towards zero. docs/log/sparsity.md compares alternatives."""
 
 import math
 from dataclasses import dataclass
@@ -77,7 +77,8 @@ class Schedule:
 
 
 def check_shares(shares: tuple[float, ...]) -> None:
-    """Raises SparkinferError for shares that no layer can have, and unless they ascend strictly."""
+    """Raises SparkinferError unless the shares are between 0 and 1, exclusive, and ascend strictly,
+    and if there are none."""
     wrong = [share for share in shares if not 0 < share < 1]
     if wrong or not shares:
         raise SparkinferError(

@@ -1,9 +1,9 @@
-"""How much the model's predictions depend on each neuron's gate.
+"""Measures how much the model's predictions depend on each neuron's activated gate.
 
 Silencing a value v costs about v² E[g²] / 2 nats, where g is the gradient of -log p(y) with respect
-to v, and y is a token drawn from the model's own prediction. E[g²] is the diagonal of the Fisher
-information (Kunstner et al. 2019, arXiv 1905.12558, explain why y is drawn and not taken from the
-text). So the root mean square of g weighs values of all layers on one scale. One backward pass per
+to v, and y is a token drawn from the model's own prediction. E[g²] is a diagonal entry of the
+Fisher information (Kunstner et al. 2019, arXiv 1905.12558, explain why y is drawn and not taken
+from the text). So the root mean square of g weighs values of all layers on one scale. One backward pass per
 window measures all neurons; it needs no weight gradients.
 
 Letters: L layers, T tokens, D model width, V vocabulary, F neurons."""
@@ -21,8 +21,8 @@ from sparkinfer.sparsify.student import Student
 
 
 def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, seed: int) -> Tensor:
-    """f64 [L, F]: the root mean square of g = d(-log p(y)) / d act(gate), over the windows, which
-    the processes share. The model is used with its current limits.
+    """f64 [L, F]: the root mean square of g = d(-log p(y)) / d act(gate) over the tokens of the
+    windows, which are divided among the processes. The model is used with its current limits.
 
     Raises SparkinferError if its hidden states are not finite."""
     generator = torch.Generator(student.device)

@@ -15,9 +15,9 @@ from sparkinfer.signals import MESSAGE, NUMBERS, SAME_S
 
 class Signals:
     """A context manager. During training the first signal is noted, and a second one ends the
-    program at once, unless both came together: shells and `timeout` send a signal twice. Of several
-    processes the second does not end them, since torchrun sends every signal twice. Before training,
-    the first one ends the program."""
+    program at once, unless both came together: shells and `timeout` send a signal twice. With
+    several processes, later signals are ignored, since torchrun sends every signal twice. Before
+    training, the first one ends the program."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -44,7 +44,7 @@ class Signals:
         self.number = number
 
     def train(self, ranks: Ranks) -> None:
-        """Makes a signal end the run after the current step."""
+        """From this call on, a signal ends the run after the current step."""
         self.is_training, self.num_processes = True, ranks.size
 
     def wants_stop(self, ranks: Ranks) -> bool:

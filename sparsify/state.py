@@ -1,5 +1,5 @@
-"""The state of a training run: everything that its next step depends on, as arrays in one file of
-profile.resume's format.
+"""The state of a training run: trained parameters, limits, optimizer, best state and record, as
+arrays in one file of profile.resume's format.
 
 No random state is needed: the order of the corpus follows from the seed and the step."""
 
@@ -33,7 +33,7 @@ class Best:
 
 
 def model_arrays(trainer: Trainer) -> dict[str, Tensor]:
-    """All arrays that determine what the model computes: trained parameters and limits."""
+    """The trained parameters, and the weights and thresholds that the limits follow from."""
     limits = {"weight_LF": trainer.limits.weight_LF, "threshold_L": trainer.limits.threshold_L}
     return {**limits, **trainer.parameters}
 

@@ -31,7 +31,7 @@ class Stream:
 
     def hold_out(self, num_tokens: int) -> list[Tensor]:
         """Windows with `num_tokens` tokens in all (fewer if the corpus has fewer), from blocks that
-        `windows` then leaves out."""
+        `windows` then leaves out. The last window may be shorter than `length`."""
         places: list[int] = []
         ids: list[int] = []
         for place in self._order(0):

@@ -29,7 +29,8 @@ class Student:
 def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> Student:
     """Loads a checkpoint folder. Frozen matrices are in `dtype`, everything else is f32.
 
-    Raises SparkinferError for weights that are not finite, and like `install`."""
+    Raises SparkinferError for weights that are not finite, and for a model that `install`
+    refuses."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -68,8 +69,8 @@ def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype)
 
 
 def dtype_of(precision: Precision, device: str) -> torch.dtype:
-    """The type of products; "auto" is bf16 if the device supports it (a CPU: has AVX512-BF16), else
-    f32."""
+    """The type of products; "auto" is bf16 if the device supports it (a CPU does if it has
+    AVX512-BF16), else f32."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else torch.float32
     if device.startswith("cuda"):

@@ -36,7 +36,8 @@ class Texts:
 
 
 def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
-    """Raises SparkinferError for a corpus that is stdin, too short, or not text."""
+    """Reads the texts of a run. Raises SparkinferError for a corpus that is stdin, too short, or not
+    text."""
     codec = codec_of(folder)
     if STDIN in config.corpora:
         raise SparkinferError("-: the corpus is read more than once; give files, or a folder")

@@ -1,9 +1,9 @@
 """Writes and reads a trained checkpoint, a Hugging Face folder. The trained matrices are f32, all
 others unchanged.
 
-Under the rule "threshold" it also has the neurons' limits, in limits.FILE_NAME, which convert reads;
-transformers can load the folder, but ignores the limits and runs the trained weights densely. Under
-the other rules there are no limits: the config names the activation instead."""
+Under the rule "threshold" it also has the neurons' limits, in limits.FILE_NAME, which convert
+reads; transformers can load the folder, but ignores the limits and runs the trained weights
+densely. Under the other rules there are no limits: the config names the activation instead."""
 
 import json
 import re
@@ -49,7 +49,8 @@ def write_trained(
 
 
 def _copy_others(folder: Path, to: Path, source: Path) -> None:
-    """Copies what others have put into the folder meanwhile, since it is replaced as a whole."""
+    """Copies to `to` the files in `folder` that sparsify has not written, since `folder` is replaced
+    as a whole. They were put there after the outputs were checked."""
     others = folder.iterdir() if folder.is_dir() else ()
     for other in [each for each in others if not is_written(each.name, source)]:
         try:
@@ -65,9 +66,9 @@ def _copy_others(folder: Path, to: Path, source: Path) -> None:
 
 
 def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:
-    """(matrices by `names`, limits f32 [L, F]) of a folder that `write_trained` wrote.
+    """(matrices by name, limits f32 [L, F]) of a folder that `write_trained` wrote.
 
-    Raises SparkinferError if it has no limits, or not these matrices."""
+    Raises SparkinferError if it has no limits, or lacks one of the matrices `names`."""
     if not (folder / FILE_NAME).is_file():
         raise SparkinferError(f"{folder}: no {FILE_NAME}; wanted a checkpoint that sparsify wrote")
     checkpoint = Checkpoint.open(folder)
@@ -84,7 +85,7 @@ def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor],
 
 
 def is_written(name: str, source: Path) -> bool:
-    """True if `write_trained` writes a file of that name for the checkpoint `source`."""
+    """True if `write_trained` may write a file of that name for the checkpoint `source`."""
     others = (INDEX, FILE_NAME, *(file.name for file in _texts(source)))
     return name in others or WEIGHTS.fullmatch(name) is not None
 
@@ -106,8 +107,8 @@ def _rename_activation(path: Path, rule: str, threshold: float) -> None:
 
 
 def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, Tensor]) -> None:
-    """Writes files of at most SHARD_BYTES, or of one larger tensor, with an index if there are
-    several."""
+    """Writes files with at most SHARD_BYTES of tensors, or with one larger tensor, and an index if
+    there are several files."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, tensor in checkpoint.tensors.items():

@@ -1,6 +1,6 @@
 """A training step, and the state that it changes.
 
-Letters: B windows, T tokens of a window, D model width, L layers."""
+Letters: B windows, T tokens of a window, D model width, L layers, F neurons."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ BETAS = (0.9, 0.95)
 
 
 class NotFinite(SparkinferError):
-    """The loss or a gradient is NaN or infinite; the step changed nothing."""
+    """The loss or a gradient is NaN or infinite; the step left the model unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,8 @@ class Trainer:
 
     @torch.no_grad()
     def set_share(self, share: float, windows: Sequence[Tensor]) -> None:
-        """Sets limits that silence a share of the neurons on `windows`, with the current model."""
+        """Sets limits that silence about `share` of the neurons on `windows`, with the current
+        model."""
         for _ in range(PASSES):
             scores = Scores(self.limits)
             self._watch(scores, windows)
@@ -97,9 +98,9 @@ class Trainer:
                     hidden_states(self.student.model, ids_T[None].to(self.student.device))
 
     def train(self, windows: Sequence[Tensor]) -> StepReport:
-        """One step on windows of the same length, this process's share of a batch.
+        """Does one step on windows of the same length, this process's share of a batch.
 
-        Raises NotFinite, in all processes, with nothing changed."""
+        Raises NotFinite in all processes, with the model unchanged."""
         moves = self.config.chooses_share and not self.schedule.is_frozen(self.step)
         self.set_blend()
         scores = Scores(self.limits)
@@ -113,7 +114,7 @@ class Trainer:
         if not (kl.isfinite() and norm.isfinite()):
             layer = self._first_broken(windows)
             self.optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(f"NaN in layer {layer} at step {self.step + 1}")
+            raise NotFinite(f"NaN or infinity in layer {layer} at step {self.step + 1}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate(self.step)
         self.optimizer.step()
@@ -159,7 +160,7 @@ class Trainer:
 
     def _first_broken(self, windows: Sequence[Tensor]) -> int:
         """The layer where NaN or infinity first appears: the first with one in the forward pass,
-        else the last with one in its gradients."""
+        else the last with one in its gradients; the last of all if neither finds one."""
         found: list[int] = []
 
         def watch(layer: int, value_TF: Tensor, up_TF: Tensor, x_TD: Tensor) -> None:
