@@ -35,7 +35,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imports a public name, and torch with most of them, only when it is used."""
+    """Imports a public name only when it is used, since most of them import torch."""
     if name in _MODULES:
         from importlib import import_module
 

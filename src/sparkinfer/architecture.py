@@ -31,7 +31,8 @@ class Architecture:
     has_fused_qkv: bool = False
     has_head_norms: bool = False  # queries and keys are normed per head
     is_parallel: bool = False  # attention and feed-forward take the same input
-    # The activations that llama.cpp's graph of this name computes, and optional tensors it loads.
+    # The activations that llama.cpp's graph of this name computes, and the optional tensors that
+    # it loads.
     stock_activations: tuple[Activation, ...] = ()
     stock_options: frozenset[str] = field(default=frozenset())
 
@@ -91,8 +92,8 @@ class ModelShape:
 def layer_shapes(
     graph: Architecture, shape: ModelShape, layout: Layout, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors that every layer must have, by name within the layer; `rank` is the predictor's
-    rank: 0 for a single matrix, None for no predictor."""
+    """The shapes of the tensors that every layer must have, by name within the layer; `rank` is the
+    predictor's rank: 0 for a single matrix, None for no predictor."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {"attn_norm.weight": (d,)}
@@ -121,8 +122,8 @@ def layer_shapes(
 def optional_layer_shapes(
     graph: Architecture, shape: ModelShape, rank: int | None
 ) -> dict[str, tuple[int, ...]]:
-    """The tensors that all layers have or none has; predictors' biases are optional in each
-    layer."""
+    """The shapes of the tensors that either all layers have or none has, except predictors' biases,
+    which each layer may have or lack."""
     d, f = shape.width, shape.num_neurons
     q, kv = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     shapes: dict[str, tuple[int, ...]] = {
@@ -147,7 +148,7 @@ def optional_layer_shapes(
 
 
 def outer_shapes(graph: Architecture, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The tensors outside the layers."""
+    """The shapes of the tensors outside the layers that a model must have."""
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, shape.width)}
     if graph.rotary is None:
         shapes["position_embd.weight"] = (shape.context_length, shape.width)

@@ -17,15 +17,15 @@ Items = dict[str, int]
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
 # Maximum tokens per forward pass. Weights are unpacked once per pass, and longer matrix products
 # are faster: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes of 256 and 13
-# in one (docs/log/prefill.md). Passes are short under a plan, where their workspace counts against the
-# GPU's budget, and while observed, when each pass is a batch of predictor training.
+# in one (docs/log/prefill.md). Passes are short under a plan, where their workspace counts against
+# the GPU's budget, and while observed, when each pass is a batch of predictor training.
 PREFILL_CHUNK = 512
 SHORT_CHUNK = 128
 BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
 LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
 FLOAT_BYTES = 4
-# A dense product unpacks its weights to f32 one tile of rows at a time: tiles have this many bytes,
-# but enough rows to amortise reading and writing the result of each tile.
+# A dense product unpacks its weights to f32 one tile of rows at a time. A tile has at most
+# UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
 # The online neuron cache (runtime/neuron_cache). In staging, each part of a neuron (row, bias)
@@ -46,8 +46,8 @@ def tile_rows(width: int) -> int:
 
 
 def part_neurons(width: int, num_tokens: int) -> int:
-    """Neurons that an unobserved pass computes at a time: whole tiles of a matrix of this width, so
-    many that their activations take about the bytes of a tile."""
+    """Neurons that an unobserved pass computes at a time: as many whole tiles of a matrix of this
+    width as keep their activations within the bytes of a tile, but at least one."""
     rows = tile_rows(width)
     return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
 
@@ -55,8 +55,8 @@ def part_neurons(width: int, num_tokens: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class LayerBytes:
     """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
-    block (see `is_dense`) and includes `head_norms`, the norms of single heads, which are stored on
-    the device that holds the keys and values.
+    block (see `is_dense`) and includes `head_norms`, the norms of queries and keys per head, which
+    are stored on the device that holds the keys and values.
 
     `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
     projection, and `up_row` is zero. A neuron's biases are counted with their rows."""
@@ -111,8 +111,8 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
 
 
 def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
-    """Bytes of a layer's feed-forward matrices, and of the biases of gate and up, as the file has
-    them."""
+    """Bytes of a layer's feed-forward matrices, and of the biases of gate and up, as stored in the
+    file."""
     names = (model.gate_name, "ffn_up", "ffn_down", "ffn_down_t")
     return sum(
         entry.num_bytes
@@ -132,7 +132,8 @@ def transposed_kind(model: ModelFile) -> str:
 
 
 def kv_kind(model: ModelFile) -> str:
-    """Type of the KV cache: f32 for a model file in f32, f16 otherwise (as llama.cpp)."""
+    """Default type of the KV cache: f32 for a model file in f32, otherwise f16, which is llama.cpp's
+    default."""
     projection = "attn_qkv" if model.graph.has_fused_qkv else "attn_k"
     return "f32" if model.tensors[f"blk.0.{projection}.weight"].kind == "f32" else "f16"
 
@@ -140,7 +141,8 @@ def kv_kind(model: ModelFile) -> str:
 def kv_bytes_per_layer(
     model: ModelFile, context_length: int, types: CacheTypes | None = None
 ) -> int:
-    """Keys and values of `context_length` tokens in one layer; by default in the model's type."""
+    """Bytes of the keys and values of `context_length` tokens in one layer, and of the tables that
+    select keys; by default in the type `kv_kind`."""
     types = types or CacheTypes.of(kv_kind(model))
     return model.shape.num_kv_heads * types.head_bytes(context_length, model.shape.head_width)
 
@@ -148,7 +150,8 @@ def kv_bytes_per_layer(
 def kv_read_per_layer(
     model: ModelFile, context_length: int, types: CacheTypes | None = None
 ) -> float:
-    """Bytes of a layer's keys, values and tables that a token reads at half of the context length."""
+    """Bytes of a layer's keys, values and tables that a token reads when half of the context is
+    filled."""
     types, shape = types or CacheTypes.of(kv_kind(model)), model.shape
     return shape.num_kv_heads * types.read_bytes(context_length / 2, shape.head_width)
 
@@ -161,13 +164,14 @@ def kv_positions(context_length: int, num_sequences: int) -> int:
 
 
 def head_bytes(model: ModelFile) -> int:
-    """Output norm and output matrix, which is the embedding matrix if weights are tied."""
+    """Bytes of the output norm and the output matrix, which is the embedding matrix if weights are
+    tied."""
     norm = [e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm.")]
     return sum(norm) + model.tensors[model.head_name].num_bytes
 
 
 def embedding_bytes(model: ModelFile) -> int:
-    """Learned positions, and the embedding matrix unless it is also the head."""
+    """Bytes of learned positions, and of the embedding matrix unless it is also the head."""
     positions = model.tensors.get("position_embd.weight")
     tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
     return tokens + (positions.num_bytes if positions else 0)
@@ -240,8 +244,8 @@ class CacheSize:
     packs_bits: bool
 
     def gpu_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
-        """Staging; if the GPU packs bits, also a bit for each neuron, and the slot of each neuron of
-        the cached layers."""
+        """Bytes on the GPU: staging; if the GPU packs bits, also a bit for each neuron, and the
+        slot of each neuron of the cached layers."""
         packing = step_bits_bytes(model)
         packing += sum(
             NUMBER_BYTES * model.shape.num_neurons
@@ -341,10 +345,11 @@ def plan_bytes_of_gpus(
 ) -> tuple[list[Items], Items]:
     """Itemised bytes (per GPU, CPU).
 
-    `home` names the GPU of each layer and of the head; () for a single GPU. `workspace` is counted
-    for the CPU and for every GPU that holds anything; by default it is `workspace_bytes`. The
-    embedding matrix is only read one row per token, so an untied one stays on the CPU. With key
-    selection, all keys and values are on the CPU, and so are the norms of single heads."""
+    `home` has the number of the GPU of each layer and of the head; () is a single GPU. `workspace`
+    is counted for the CPU and for every GPU that holds anything; by default it is
+    `workspace_bytes`. Of the embedding matrix only one row is read per token, so an untied one
+    stays on the CPU. With key selection, all keys and values are on the CPU, and so are the norms
+    of queries and keys per head."""
     home = home or (0,) * (model.shape.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)

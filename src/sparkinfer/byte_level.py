@@ -1,9 +1,9 @@
-"""The pre-tokenizers of byte-level BPE that llama.cpp knows by name.
+"""Pre-tokenizers of byte-level BPE, under llama.cpp's names.
 
-`convert` writes the name as `tokenizer.ggml.pre`, and `runtime` builds a tokenizer from it. Only
-those that split text in the same way in `tokenizers` and in llama.cpp are listed. (llama.cpp has
-the tables of Unicode 15.1, `tokenizers` those of Unicode 16: the 4,382 letters and digits that were
-added in between are symbols to llama.cpp.)"""
+`convert` writes the name as `tokenizer.ggml.pre`, and `runtime` builds a tokenizer from it. A
+pre-tokenizer is listed only if `tokenizers` and llama.cpp split text by it in the same way. (There
+is one difference: llama.cpp has the tables of Unicode 15.1, `tokenizers` those of Unicode 16. The
+4,382 letters and digits that were added in between are symbols to llama.cpp.)"""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class ByteLevelKind:
     pattern: str | None  # None: GPT-2's, which tokenizers' ByteLevel has built in
     splits_digits: bool = False  # every digit is a word, split before the pattern applies
     whole_words_first: bool = False  # a word that is itself a token is not built by merges
-    is_published_with_nfc: bool = False  # in its own tokenizer.json; llama.cpp never normalises
+    is_published_with_nfc: bool = False  # tokenizer.json normalises to NFC; llama.cpp does not
     adds_begin: bool = False  # llama.cpp's default if the file does not state it
 
 

@@ -1,5 +1,5 @@
-"""The section of a plan for the online neuron cache: the size of its staging memory, the times on
-which it bases decisions, and the initial frequencies of its scores.
+"""The section of a plan for the online neuron cache: the most neurons that it swaps in a step, the
+times on which it bases decisions, and the frequencies that its scores start from.
 
 Specified in docs/formats.md (model.split.gguf). The options of the cache are in
 sparkinfer.neuron_cache, its memory is counted by sparkinfer.budget, and the times are computed by
@@ -69,7 +69,7 @@ class CachePlan:
         return np.stack(self.frequency)
 
     def keys(self) -> dict[str, Value]:
-        """The keys of the plan's file, without its prefix."""
+        """The section's keys, without the prefix that all keys of a plan's file have."""
         return {
             "cache.most_rows": np.uint32(self.most_rows),
             "cache.rest_s": np.float64(self.costs.rest_s),

@@ -43,7 +43,7 @@ class CacheType:
         return self.is_blocks and not self.name.endswith(PLAIN)
 
     def row_bytes(self, width: int) -> int:
-        """Bytes per head and position."""
+        """Bytes of one head at one position."""
         return row_bytes(width, self.kind)
 
     def check(self, width: int) -> None:
@@ -70,7 +70,7 @@ class CacheTypes:
         return cls(key=CacheType(key), value=CacheType(key if value is None else value))
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of key and value per head and position."""
+        """Bytes of key and value of one head at one position."""
         return self.key.row_bytes(width) + self.value.row_bytes(width)
 
     def head_bytes(self, num_positions: int, width: int) -> int:

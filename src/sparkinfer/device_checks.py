@@ -2,8 +2,8 @@
 
     CACHE/device-checks/0123456789abcdef01234567.json   one file per key (DeviceKey)
 
-A verdict is about one part, such as pinned memory, a kernel in one variant, or the graph of a plan's
-step. Before a part is tried, its name is stored as `started`; the verdict removes it. A name that
+A verdict is about one part, such as pinned memory, a kernel in one variant, or the graph of a
+plan's step. Before a part is tried, its name is stored as `started`; the verdict removes it. A name that
 is found while no process holds the file's lock was left by a process that died during the check, so
 its part counts as failed. A damaged file, or one of another format, version or key, is ignored and
 rewritten. The checks themselves are in sparkinfer.runtime.check."""
@@ -80,7 +80,7 @@ class Checks:
 
 
 def read_checks(path: Path) -> Checks | None:
-    """None for a file that is missing, damaged or of another kind."""
+    """The content of a file; None for one that is missing, damaged or of another kind."""
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             return None

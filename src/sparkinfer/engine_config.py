@@ -77,8 +77,8 @@ class EngineConfig:
     graph: whether a step on CUDA is captured as a CUDA graph; without one, results are the same and
     decoding is slower, but can be debugged.
 
-    cpu_ffn: instead of a plan, puts all feed-forward neurons on the CPU, and on the device the
-    rest, except an embedding that is not also the head, and with kv_offload keys and values.
+    cpu_ffn: instead of a plan, puts all feed-forward neurons on the CPU and everything else on the
+    device, except an embedding that is not also the head and, with kv_offload, keys and values.
 
     num_sequences: number of texts held at a time, each of up to context_length tokens; with a plan,
     at most as many as it budgets.
@@ -94,8 +94,8 @@ class EngineConfig:
 
     kv_offload: "on", or sizes such as "window=2048,top=512": a token of a long text reads only the
     first keys, a window of the last ones, and between them those with the largest estimated weights
-    (sparkinfer.key_selection). On the CPU, or with cpu_ffn. With a plan, only the plan's own
-    selection is allowed; None takes it.
+    (sparkinfer.key_selection). Without a plan it works on device cpu or with cpu_ffn. With a plan,
+    only the plan's own selection is allowed; None takes it.
 
     rope_scaling, rope_scale: replace the model's own scaling of rotary embeddings: "none", "linear"
     or "yarn" (sparkinfer.rope), and the ratio of the longest text to the training length. If only

@@ -9,7 +9,7 @@ class SparkinferError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal interrupted a command; holds the message and the exit code."""
+    """Raised when a signal interrupts a command; holds the message and the exit code."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)

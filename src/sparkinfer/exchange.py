@@ -28,7 +28,7 @@ def put_folder(partial: Path, path: Path) -> None:
         except OSError as error:
             if old.exists() and not path.exists():
                 old.replace(path)
-            # With these errors, another run has put its own folder there meanwhile, or removed it.
+            # These errors mean that another run has put its folder there meanwhile, or removed one.
             if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise
     raise SparkinferError(f"{path}: other runs keep replacing it; give another name")
@@ -37,8 +37,9 @@ def put_folder(partial: Path, path: Path) -> None:
 def put_new(partial: Path, path: Path) -> None:
     """Renames `partial` to `path`; raises FileExistsError if something has that name.
 
-    Of two runs that do this at the same time, one fails. A system without such a rename links a
-    file to its name instead; a folder there may replace an empty one."""
+    Of two runs that do this at the same time, one fails. Without renameat2, a file is linked to its
+    name instead. A folder, or a file on a file system without links, is then renamed after a check,
+    and may replace an empty folder, or a file, that appeared in between."""
     if _renamed(partial, path, _NO_REPLACE):
         return
     try:
@@ -54,14 +55,14 @@ def put_new(partial: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names atomically; False if the system cannot. Raises FileNotFoundError if one
+    """Exchanges two names atomically; False if that is impossible. Raises FileNotFoundError if one
     is missing."""
     return _renamed(one, other, _EXCHANGE)
 
 
 def _renamed(one: Path, other: Path, how: int) -> bool:
-    """True after renameat2; False if the system does not have it, or not on this file system.
-    Raises FileNotFoundError and FileExistsError."""
+    """True if renameat2 did it. Raises FileNotFoundError and FileExistsError; False for any other
+    failure, such as a system or a file system without it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -62,7 +62,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
 @contextmanager
 def all_or_none() -> Iterator[None]:
     """Removes the new outputs that were written within the block if it fails, so that the same
-    command can be run again. What replaced an older file stays."""
+    command can be run again. An output that replaced an older file stays."""
     token = _written.set([])
     try:
         yield
@@ -180,8 +180,8 @@ def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Removes the partial files and folders of this process; called at exit, since a signal can
-    come before a `with` block has been entered."""
+    """Removes the partial files and folders of this process. Called when a command fails or is
+    interrupted, since a signal can come before a `with` block has been entered."""
     for partial in [*_unfinished]:
         _remove(partial)
 

@@ -118,7 +118,8 @@ def prefetch(entry: TensorEntry) -> None:
 
 
 def _advise(entry: TensorEntry, advice: str) -> None:
-    """Calls madvise on the pages of a tensor; does nothing if the system lacks this advice."""
+    """Calls madvise on a tensor's pages; does nothing if the tensor is not mapped, or if the system
+    lacks this advice."""
     raw = base = entry.read()
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
@@ -158,7 +159,7 @@ def read_gguf(path: Path, what: str) -> tuple[dict[str, Value], dict[str, Tensor
 def open_gguf(path: Path, what: str) -> GgufFile:
     """Like `read_gguf`, but accepts PowerInfer's files too, and returns the magic and the version.
 
-    The mapping is copy-on-write, because torch accepts no read-only arrays."""
+    The mapping is copy-on-write, because torch warns of read-only arrays."""
     require_file(path, what)
     try:
         with path.open("rb") as stream:
@@ -200,8 +201,8 @@ def write_gguf(
     and `check` gets the whole file before it is renamed.
 
     Tensors are read in the order of the mapping, in pieces of whole rows, by several threads, so
-    `read_rows` must be thread-safe. Only a few pieces are in memory at a time, never a large
-    tensor."""
+    `read_rows` must be thread-safe. Only a few pieces are in memory at a time, never the
+    whole of a large tensor."""
     with partial_file(path) as unfinished:
         _write_header(unfinished, architecture, keys, tensors)
         pieces = [piece for entry in tensors.values() for piece in _pieces(entry)]
