@@ -73,7 +73,7 @@ def advise(
 
     Rules silence neurons and inputs that contribute little, without training. Each is compared with
     the unchanged dense model on your text, and with the same model in smaller types. A file that has
-    limits already, such as one of sparkinfer sparsify, is compared as it is."""
+    limits already, such as one made by sparkinfer sparsify, is compared as it is."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.profile.advise_config import AdviseConfig
 
@@ -85,7 +85,7 @@ def advise(
     _check_options(model, limits_path, dense, has_limits=has_limits)
     if file.predictor is not None and not has_limits:
         raise SparkinferError(
-            f"{model}: has predictors, which name what fires without limits, so no rule can be tried;"
+            f"{model}: has predictors, which are for the model without limits, so no rule can be tried;"
             " give the model without them"
         )
     outputs = [path for path in (limits_path, plot) if path is not None]

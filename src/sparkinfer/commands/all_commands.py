@@ -1,4 +1,4 @@
-"""All commands: `sparkinfer`, or `python -m sparkinfer`.
+"""All commands of `sparkinfer`, or `python -m sparkinfer`.
 
 Commands are thin wrappers: most build the config of one stage, run the stage and print its report.
 A stage is imported inside its command, so that `sparkinfer --help` needs no torch. Notes and short
@@ -219,7 +219,7 @@ def solve(
     """Plan what goes on the GPU under a VRAM budget, and write the plan.
 
     The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
-    so that a token takes the least time on this machine."""
+    so that a token takes the least time on the machine that --machine describes."""
     from sparkinfer.commands.solve import run_check, run_solve, run_sweep
     from sparkinfer.neuron_cache import CacheOptions
     from sparkinfer.solver.solve import SolveConfig

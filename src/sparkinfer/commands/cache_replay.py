@@ -36,7 +36,8 @@ def check_replay(ctx: click.Context) -> None:
 
 
 def run_replay(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """(report for JSON, lines for the user)."""
+    """Replays the policies and plots them if asked to; returns (report for JSON, lines for the
+    user)."""
     from sparkinfer.bench.cache_replay.replay import ReplayConfig, num_stages, replay
     from sparkinfer.neuron_cache import CacheOptions
     from sparkinfer.outputs import check_outputs

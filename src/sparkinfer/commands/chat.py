@@ -124,7 +124,7 @@ def talk(
     endings = GenerationOptions(max_tokens=max_tokens, stops=stops, ignores_end=ignores_end)
     template_values = template_variables(variables)
     system = system_message(system, system_file)
-    EngineConfig(**options)  # what it refuses is refused before the imports, which take seconds
+    EngineConfig(**options)  # refuses wrong options before the imports, which take seconds
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.generate.chat import ChatOptions
     from sparkinfer.runtime.kernels.threads import use_threads
@@ -166,7 +166,7 @@ def talk(
 
 
 class Talk:
-    """One conversation: takes lines until there are no more or one is /quit."""
+    """One conversation: takes lines until there are no more, or until /quit or /exit."""
 
     def __init__(
         self, chat: "Conversation", lines: Lines, is_typed: bool, *, is_greedy: bool = False

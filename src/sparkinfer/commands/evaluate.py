@@ -97,7 +97,7 @@ def evaluate(
 
 
 def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
-    """Raises a usage error for an option that would have no effect."""
+    """Raises a usage error if one of the options `names`, which have no effect here, is given."""
     for param in ctx.command.params:
         source = ctx.get_parameter_source(str(param.name))
         if param.name in names and source is click.core.ParameterSource.COMMANDLINE:
@@ -131,7 +131,7 @@ def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> Non
 
 
 def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[str]:
-    """What to know about the figures; `num_found` is the tokens of the text."""
+    """Notes on the figures; `num_found` is the number of tokens of the text."""
     from sparkinfer.model_file import ModelFile
 
     notes = []

@@ -167,7 +167,7 @@ def write(
         endings.num_logprobs, is_json=wanted.output != "text", is_chat=is_chat, system=wanted.system,
         template=template,
     )  # fmt: skip
-    EngineConfig(**options)  # what it refuses is refused before the imports, which take seconds
+    EngineConfig(**options)  # refuses wrong options before the imports, which take seconds
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.kernels.threads import use_threads
 
@@ -214,7 +214,8 @@ def check_output_options(
 
 
 def endings_of(options: dict[str, Any]) -> GenerationOptions:
-    """Takes the options that say where a text ends out of the engine's options."""
+    """Removes from `options` those for the length of a text, its end and its log probabilities, and
+    returns them."""
     keep, shifts = options.pop("keep"), options.pop("shifts")
     if keep < 0:
         raise SparkinferError(f"--keep is {keep}, wanted 0 or more")
@@ -268,7 +269,7 @@ def _answer(
     engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
     drafts: Any, stack: ExitStack,
 ) -> "Iterator[Token]":  # fmt: skip
-    """The answer to the prompt as a message."""
+    """The answer to the prompt, which is sent as a message."""
     from sparkinfer.runtime.generate.chat import ChatOptions
 
     is_free = make() is None  # refuses wrong options
@@ -297,8 +298,9 @@ def _write_many(
 
 
 def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
-    """Shows tokens as they come. Returns 0, or the exit code of an interrupt, after which the
-    report is still printed."""
+    """Collects the tokens, and prints them as they come unless they are for a JSON report or for
+    several texts. Returns 0, or the exit code of an interrupt, after which the report is still
+    printed."""
     try:
         for number, token in tokens:
             writing = writings[number]

@@ -9,7 +9,8 @@ from sparkinfer.errors import SparkinferError
 
 def with_copy(error: SparkinferError, command: str, model: Path) -> SparkinferError:
     """The error about a model that a command cannot load, with a hint at the copy that `run` has
-    made of it; unchanged if the model can be loaded, or if there is no copy."""
+    made of it; unchanged if it is about something else, if the model can be loaded, or if there is
+    no copy."""
     if not str(error).startswith(f"{model}: "):
         return error
     from sparkinfer.model_file import ModelFile

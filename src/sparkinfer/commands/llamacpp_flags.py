@@ -1,5 +1,6 @@
 """Translates options of llama.cpp and PowerInfer on our command lines: those with a counterpart are
-accepted, others are explained in one line, and so is a memory budget given to a command that has none.
+accepted, other known ones are explained in one line, and so is a memory budget given to a command
+that has none.
 
 A command's own options pass unchanged, including those with llama.cpp's spelling (-c, -n, --temp,
 -ctk)."""
@@ -22,11 +23,11 @@ ALL_LAYERS = 99  # the number of layers that conventionally means "everything on
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """An option of another program, known in the commands listed.
+    """An option of another program or of another command, and what it does in `commands`.
 
     "same": it is already what we do. "note": it does not change the generated text, and is dropped
-    with a note. "refuse": `text` says what to do instead. "rename": `text` is our spelling; if it is
-    empty, the value becomes an argument. "layers": a number of GPU layers. "device": a device
+    with a note. "refuse": `text` says what to do instead. "rename": `text` is our spelling; if it
+    is empty, the value becomes an argument. "layers": a number of GPU layers. "device": a device
     name."""
 
     does: Literal["same", "note", "refuse", "rename", "layers", "device"]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sparkinfer.profile.collect import ProfileReport
     from sparkinfer.profile.config import ProfileConfig
 
-NEARLY_ALL = 0.99  # density above which a profile has nothing to place by
+NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is ever silent
 
 
 @click.command(

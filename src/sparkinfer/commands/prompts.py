@@ -1,4 +1,4 @@
-"""The prompts of `generate`: from the command line, files and stdin.
+"""The prompts of `generate` and `run`: from the command line, files and stdin.
 
 As in llama.cpp, the newline with which editors and `echo` end a file is not part of its text."""
 

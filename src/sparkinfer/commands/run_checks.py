@@ -1,5 +1,5 @@
-"""What `sparkinfer run` checks before it makes anything: first the options alone, then with the
-model."""
+"""Checks of `sparkinfer run` before it makes anything: first of the options alone, then of those
+that depend on the model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +72,8 @@ def _check_text(options: dict[str, Any], *, dry_run: bool) -> None:
 
 
 def check_model(job: "Job", options: dict[str, Any], *, dry_run: bool) -> None:
-    """Checks what depends on the model: whether it can hold a conversation, the chat template, and
-    the constraint."""
+    """Checks the options that depend on the model: whether it can hold a conversation, the chat
+    template, and the constraint."""
     from sparkinfer.run.source import has_template
     from sparkinfer.runtime.text.chat_template import chat_template_of
     from sparkinfer.runtime.text.codec import TextCodec

@@ -162,8 +162,9 @@ def _check_packages() -> None:
 
 
 def _places_of(split: Path, parallel: int, kept: int | None) -> dict[str, int]:
-    """--parallel and --kept within the number of texts that a plan budgets: as given, else as many
-    as it has. Raises SparkinferError for more."""
+    """--parallel and --kept, within the number of texts that a plan budgets. If not given, the
+    default of --parallel is lowered to fit, and --kept takes what is left. Raises SparkinferError
+    if more are given."""
     from sparkinfer.split_file import Split
 
     places = Split.load(split).num_sequences
@@ -216,7 +217,8 @@ def _cache_bytes(engine: "Engine") -> int:
 
 
 def _say_loaded(engine: "Engine", config: "ServeConfig", *, has_plan: bool) -> None:
-    """Reports the memory that the server holds."""
+    """Reports the memory that the server holds, and why requests may be slow or may differ in their
+    last bits."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
@@ -224,8 +226,8 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", *, has_plan: bool) -> N
         f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)")  # fmt: skip
     if has_plan and places == 1:
-        say("note: the plan budgets KV cache for one text, so requests are answered one at a time;"
-            " sparkinfer solve with --sequences budgets more")  # fmt: skip
+        say("note: with one text, requests are answered one at a time; sparkinfer solve with"
+            " --sequences budgets KV cache for more")  # fmt: skip
     elif not engine.has_row_steps:
         say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
             " are answered one at a time")  # fmt: skip

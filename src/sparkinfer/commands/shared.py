@@ -56,7 +56,7 @@ FOLDER = FolderPath(path_type=Path)
 
 
 class _Plain:
-    """Refuses text that is not ASCII: Python's int and float take other digits than 0 to 9."""
+    """Refuses text that is not ASCII: Python's int and float accept other digits than 0 to 9."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not value.isascii():
@@ -77,7 +77,7 @@ class _WholeRange(_Plain, click.IntRange):
 
 
 def _plain(kind: click.ParamType) -> click.ParamType:
-    """The type of an option, taking plain digits only if it is a number."""
+    """The type of an option; a number's is replaced by one that accepts only plain digits."""
     if isinstance(kind, click.IntRange):
         return _WholeRange(kind.min, kind.max, kind.min_open, kind.max_open, kind.clamp)
     if type(kind) is click.types.IntParamType:
@@ -107,7 +107,7 @@ class FileCommand(click.Command):
             raise error if advice is None else click.UsageError(advice, ctx) from error
 
     def _advice(self, error: click.UsageError, given: Mapping[str, Any]) -> str | None:
-        """What to do about arguments that no parameter takes; None if that is unclear."""
+        """Advice on arguments that no parameter takes; None if there is none to give."""
         found = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message, re.DOTALL)
         if found is None:
             return None
@@ -193,7 +193,7 @@ threads_option = click.option(
 
 
 def engine_option(name: str, *flags: str, **attributes: Any) -> Callable[[Any], Any]:
-    """An option that is a field of EngineConfig, and has its default."""
+    """An option for a field of EngineConfig, with that field's default."""
     return click.option(*flags, name, default=getattr(EngineConfig, name), **attributes)
 
 
@@ -240,7 +240,7 @@ def context_option(help_text: str) -> Callable[[Any], Any]:
 
 
 class Size(click.ParamType):
-    """A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as SparkInfer's --vram-budget)."""
+    """A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as in SparkInfer's --vram-budget)."""
 
     name = "size"
 

@@ -94,7 +94,7 @@ def _inputs_of(config: SolveConfig) -> tuple[Path, ...]:
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """Parses e.g. "2GiB:24GiB" to bytes. Raises SparkinferError."""
+    """Parses e.g. "2GiB:24GiB" to bytes. Raises SparkinferError for anything else."""
     parts = text.split(":")
     if len(parts) != 2:
         raise SparkinferError(f"{text!r} is not a range; wanted e.g. 2GiB:24GiB")

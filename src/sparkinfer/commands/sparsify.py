@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 )
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
-              help="Text to train on: a text, .jsonl or .parquet file, a folder of them, or - for"
-                   " stdin; may be repeated.")  # fmt: skip
+              help="Text to train on: a text, .jsonl or .parquet file, or a folder of them; may be"
+                   " repeated.")  # fmt: skip
 @click.option("-o", "--output", type=output(".gguf"), required=True,
               help="The model file to write; with several shares, one for each, e.g. model-60.gguf.")  # fmt: skip
 @click.option("--share", "shares", type=float, multiple=True,

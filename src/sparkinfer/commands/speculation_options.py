@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SpeculationOptions()
-# docs/measured.md: rewriting a file with changes is 2.6 times as fast in q8_0; the rest is at most 2 %
-# slower in q8_0 and q4_0.
+# docs/measured.md: rewriting a file with changes is 2.6 times as fast in q8_0; all other cases, in
+# q8_0 and q4_0, are at most 2 % slower.
 _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
     click.option(
@@ -82,11 +82,12 @@ def take_speculation_options(arguments: dict[str, Any]) -> tuple[SpeculationOpti
 def speculating(
     engine: "Engine", options: SpeculationOptions, model_draft: Path | None = None
 ) -> "Iterator[Speculation | None]":
-    """Drafts for one Generation after another; None if none are wanted, or if the default could
-    change the text. The draft model is loaded at the beginning of the block and closed at its end.
+    """Yields the Speculation for one Generation after another; None if none is wanted, or if the
+    default could change the text. The draft model is loaded at the beginning of the block and
+    closed at its end.
 
-    Raises SparkinferError if speculation could change the text, and for a draft model of another
-    vocabulary."""
+    Raises SparkinferError if speculation that was asked for could change the text, and for a draft
+    model of another vocabulary."""
     from sparkinfer.runtime.generate.draft_model import DraftModel
     from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
     from sparkinfer.runtime.generate.speculation import Speculation, check_rows, has_equal_steps
@@ -106,7 +107,8 @@ def speculating(
 
 
 def _draft_engine(engine: "Engine", path: Path) -> "Engine":
-    """The draft model on the CPU, with the model's context or its own maximum if that is less."""
+    """The draft model on the CPU, with the main model's context length or, if that is less, its own
+    maximum."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.runtime.engine import Engine
     from sparkinfer.runtime.generate.draft_model import check_vocabulary

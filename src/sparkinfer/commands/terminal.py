@@ -115,7 +115,8 @@ class Stop:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """Makes Ctrl-C set a flag within the block, without interrupting a step of the model."""
+    """Within the block, the first Ctrl-C only sets a flag, so that no step of the model is
+    interrupted; see Stop for the second."""
     stop = Stop()
     before = signal.signal(signal.SIGINT, stop.ask)
     try:

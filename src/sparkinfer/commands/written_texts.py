@@ -67,7 +67,7 @@ def report_of(
 
 
 def _end_of(run: "Run") -> str:
-    """What ended a text; an interrupt, if nothing in the text did."""
+    """The reason why a text ended; an interrupt if the text has no other."""
     from sparkinfer.runtime.generate.generation import NOT_STOPPED
 
     return "Ctrl-C or a signal" if run.stopped_by == NOT_STOPPED else run.stopped_by

@@ -20,8 +20,8 @@ READ_S = 0.5  # time to read the output of a child that has ended
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`done` is what the child found. If it did not finish, `done` is None, `how` says how it
-    ended, and `at` what it was trying."""
+    """The outcome of a child. `done` is what it found. If it did not finish, `done` is None, `how`
+    says how it ended, and `at` what it was trying."""
 
     done: Mapping[str, Any] | None
     at: str = ""

@@ -78,8 +78,8 @@ def _last_name(path: re.Match[str]) -> str:
 
 
 def _folders() -> set[str]:
-    """Folders that are replaced literally, since their names may contain characters at which _PATH
-    stops."""
+    """Folders that are replaced as plain text, since their names may contain characters at which
+    _PATH stops."""
     known = [Path.cwd(), Path(tempfile.gettempdir()), Path(sys.prefix), Path(sys.base_prefix)]
     try:
         known.append(Path.home())

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def check(device: str) -> None:
-    """Loads two models, which checks the device; results are stored by sparkinfer.device_checks."""
+    """Loads a model twice, which checks the device; sparkinfer.device_checks stores the results."""
     from sparkinfer.runtime.engine import Engine
 
     model = small_model()

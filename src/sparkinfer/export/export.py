@@ -1,7 +1,7 @@
 """Exports our artifacts to the file formats of other engines.
 
-It loads the artifacts, refuses those that do not belong together, and notes what the other format
-cannot express. The formats themselves are in the other modules of this folder."""
+This module loads the artifacts, refuses those that do not belong together, and notes what the other
+format cannot express. The formats themselves are in the other modules of this folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,7 @@ def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path
 
 
 def dense_on_cpu(split: Split) -> str:
-    """Describes the dense blocks that the plan keeps on the CPU; "" for none."""
+    """Describes the dense blocks, and the head, that the plan keeps on the CPU; "" for none."""
     layers = split.dense_on_gpu.count(False)
     names = [f"the attention, norms and predictors of {layers} layers"] if layers else []
     return " and ".join(names + ([] if split.head_on_gpu else ["the output head"]))

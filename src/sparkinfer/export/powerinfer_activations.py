@@ -1,4 +1,4 @@
-"""Writes a profile as PowerInfer's activation files, the input of its own solver.
+"""Writes a profile as activation files, the input of PowerInfer's solver.
 
 A folder of activation_0.pt, activation_1.pt, ..., one per layer, each a 1-D int64 tensor of the
 counts of the layer's F neurons. Source: PowerInfer, powerinfer-py/powerinfer/solver.py and
@@ -24,7 +24,7 @@ def is_activation_file(name: str) -> bool:
 
 
 def write_activations(profile: Profile, folder: Path) -> int:
-    """Writes `folder`, whole or not at all, replacing an existing one; returns its bytes."""
+    """Writes `folder`, whole or not at all, replacing an existing one; returns its size in bytes."""
     with partial_folder(folder) as partial:
         for layer, count_F in enumerate(profile.active_count_LF):
             data = BytesIO()  # torch itself reports a full disk verbosely, or not at all

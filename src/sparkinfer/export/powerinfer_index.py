@@ -26,7 +26,7 @@ TYPE_I32 = 18  # of tensors, in PowerInfer's ggml.h
 
 
 def write_index(split: Split, num_neurons: int, path: Path) -> int:
-    """Writes the index of a plan over `num_neurons` neurons per layer; returns its bytes."""
+    """Writes the index of a plan over `num_neurons` neurons per layer; returns the size in bytes."""
     tensors = index_tensors(split.hot, num_neurons)
     with partial_file(path) as partial, partial.open("wb") as file:
         file.write(_header(tensors, len(split.hot), split.gpu_bytes["neurons"]))
@@ -54,7 +54,8 @@ def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str
 def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
     """Notes on what the index cannot express, and on what PowerInfer does with it.
 
-    `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
+    `on_cpu` describes the dense blocks, and the head, that the plan keeps on the CPU, "" for
+    none."""
     needed = split.gpu_bytes["neurons"]
     notes = [
         f"PowerInfer applies the index if at least {needed:,} bytes of its VRAM budget are left"

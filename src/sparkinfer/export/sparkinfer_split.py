@@ -23,7 +23,7 @@ DEFAULT_GROUP_SIZE = 16
 
 
 def write_model_split(split: Split, profile: Profile, group_size: int, path: Path) -> int:
-    """Writes the plan in groups of `group_size` neurons; returns the file's bytes."""
+    """Writes the plan in groups of `group_size` neurons; returns the file's size in bytes."""
     keys: dict[str, Value] = {
         "ffn_group_size": np.int32(group_size),
         "ffn_normalized_pattern": hot_pattern(split).tolist(),
@@ -52,7 +52,7 @@ def hot_pattern(split: Split) -> np.ndarray:
 
 
 def hot_to_cold(ids_H: np.ndarray, count_F: np.ndarray) -> np.ndarray:
-    """Every neuron once, i32 [F]: the plan's hot ones in its order, then the others by descending
+    """Every neuron once, i32 [F]: the hot ones in the plan's order, then the others by descending
     count, ties by id."""
     is_cold_F = np.ones(len(count_F), bool)
     is_cold_F[ids_H] = False
@@ -62,7 +62,8 @@ def hot_to_cold(ids_H: np.ndarray, count_F: np.ndarray) -> np.ndarray:
 
 
 def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
-    """Raises SparkinferError for groups that SparkInfer refuses, and for a misleading name."""
+    """Raises SparkinferError for groups that SparkInfer refuses, and for a file name that does not
+    end in their number."""
     if group_size < 1 or num_neurons % group_size or num_neurons // group_size > MAX_GROUPS:
         fitting = [size for size in range(1, num_neurons + 1)
                    if num_neurons % size == 0 and num_neurons // size <= MAX_GROUPS]  # fmt: skip
@@ -83,7 +84,8 @@ def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
 def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
     """Notes on what the file cannot express, and on what SparkInfer does with it.
 
-    `on_cpu` describes the dense blocks that the plan keeps on the CPU, "" for none."""
+    `on_cpu` describes the dense blocks, and the head, that the plan keeps on the CPU, "" for
+    none."""
     notes = [
         "SparkInfer reads the order only with SPIF_PARALLEL, SPIF_RELOAD and SPIF_REORDER set,"
         " and works out how many neurons fit from its own --vram-budget"
