@@ -150,7 +150,8 @@ def _compared_with(model: Path, dense: Path | None, *, has_limits: bool) -> str:
     if dense is not None:
         return f"{dense}, run densely"
     return (
-        f"{model} in mode dense, which is not the model that it was trained from: --dense names it"
+        f"{model} in mode dense, which is not the model that it was trained from; give that with"
+        " --dense"
     )
 
 
