@@ -260,12 +260,11 @@ class CacheSize:
         return self.gpu_bytes(model, ()) + tables * self.packs_bits
 
     def host_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
-        """Bytes of main memory: copies of hot neurons; pinned staging; the bits of a step,
-        separately for the CPU (and for the GPU, if it packs bits) and combined; and the tables of
-        the policy and the runtime. The tables hold, for each neuron, two scores (f32, padded to
-        whole words of bits), its slot twice (int32), two bits (is it in a slot by the plan, and is
-        it now) and a bit for each of the last PENDING_TOKENS tokens; and the policy's
-        candidates."""
+        """Bytes of main memory: copies of hot neurons; pinned staging; the bits of a step for the
+        CPU, for the GPU if it packs bits, and for both combined; and the tables of the policy and
+        the runtime. The tables hold, for each neuron, two scores (f32, padded to whole words of
+        bits), its slot twice (int32), two bits (in a slot by the plan, in a slot now) and a bit for
+        each of the last PENDING_TOKENS tokens. They also hold the policy's candidates."""
         shape, bits = model.shape, step_bits_bytes(model)
         scores = 2 * FLOAT_BYTES * 8 * bits
         slots = 2 * NUMBER_BYTES * shape.num_layers * shape.num_neurons
