@@ -63,7 +63,7 @@ def test_an_empty_stdin_is_said(monkeypatch, capsys, model, text):
     """`sparkinfer run MODEL < /dev/null` gets here, too."""
     code, out, err = piped(monkeypatch, capsys, model, text)
     (line,) = [line for line in err.splitlines() if line.startswith("sparkinfer: ")]
-    assert code == 1 and not out and "stdin is empty, so there was nothing to answer" in line
+    assert code == 1 and not out and "stdin has no message, so there was nothing to answer" in line
     assert piped(monkeypatch, capsys, model, "/quit\n")[0] == 0
 
 

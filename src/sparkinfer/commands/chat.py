@@ -158,7 +158,7 @@ def talk(
             note(f"[{engine.neuron_cache.line}]")
     if not conversed.num_lines and not is_typed:
         raise SparkinferError(
-            "stdin is empty, so there was nothing to answer; write a message on each line, or type"
+            "stdin has no message, so there was nothing to answer; write one on each line, or type"
             " at a terminal"
         )
     if conversed.num_errors and not is_typed:
