@@ -19,7 +19,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import known_as
 
 Magic = Literal["GGUF", "PWRI"]
-# A number is a numpy scalar of its type in the file.
+# A number outside an array is a numpy scalar of its type in the file.
 Value = str | bool | np.number | list[str] | list[int] | list[float] | list[bool]
 
 # Bounds on what a header may make this program allocate: 128 MiB of text are at most 512 MiB of
@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 128 << 20
 MAX_ARRAY_VALUES = 4 << 20
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
-MAX_NAME_BYTES = (1 << 16) - 1  # in the specification
+MAX_NAME_BYTES = (1 << 16) - 1  # the limit on keys in the specification
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 NUMBERS: dict[int, type[np.generic]] = {
@@ -36,7 +36,7 @@ NUMBERS: dict[int, type[np.generic]] = {
     6: np.float32, 7: np.bool_, 10: np.uint64, 11: np.int64, 12: np.float64,
 }  # fmt: skip
 TYPES = {int(type): type for type in GGML_QUANT_SIZES}
-# PowerInfer's ggml.h ends at Q8_K (15) and continues with these; ggml gave the numbers to others.
+# In PowerInfer's ggml.h these follow Q8_K (15); ggml later gave their numbers to other types.
 POWERINFER_TYPES = {
     16: GGMLQuantizationType.I8,
     17: GGMLQuantizationType.I16,
@@ -63,11 +63,11 @@ class GgufHeader:
 
 
 class Broken(Exception):
-    """A damaged file; the message says what is wrong, without the file's name."""
+    """A damaged or unsupported file; the message says what is wrong, without the file's name."""
 
 
 class TooMany(Exception):
-    """A file with more tensors or keys than any model has."""
+    """A file with more tensors or keys than this program reads."""
 
 
 def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
@@ -75,7 +75,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
 
     Strings must be UTF-8. Those in arrays may hold other bytes, as some of llama.cpp's vocabularies
     do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back.
-    Raises SparkinferError for a file that is damaged, foreign, or of an unknown version."""
+    Raises SparkinferError for a file that is damaged, foreign or of an unknown version, or that has
+    too many tensors or keys."""
     try:
         return _Cursor(file).header()
     except TooMany as error:
@@ -215,14 +216,14 @@ class _Cursor:
         return values
 
     def tensor(self, what: str, magic: Magic) -> TensorInfo:
-        """`start` is still relative to the beginning of the tensors."""
+        """Reads one tensor's record; `start` is still relative to the beginning of all data."""
         num_dims = self.integer("<I", what)
         if not 1 <= num_dims <= 4:
             raise Broken(f"{what} has {num_dims} dimensions, wanted 1 to 4")
         shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, what))[::-1]
         type = _tensor_type(self.integer("<I", what), magic, what)
         block, block_bytes = GGML_QUANT_SIZES[type]
-        # With a zero among the dimensions the product is 0, but huge ones would overflow elsewhere.
+        # A zero dimension must not hide huge ones, which would overflow elsewhere.
         if prod(max(n, 1) for n in shape) >= 1 << 62:
             raise Broken(f"{what} has the impossible shape {list(shape)}")
         if shape[-1] % block:
@@ -233,7 +234,8 @@ class _Cursor:
         )
 
     def placed(self, infos: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """The tensors with their place in the file: aligned, inside it, and disjoint."""
+        """The tensors with their place in the file. Raises Broken unless all are aligned, and those
+        that have bytes are disjoint and inside the file."""
         base = -(-self.offset // alignment) * alignment
         placed = {}
         for name, info in infos.items():

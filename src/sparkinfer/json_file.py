@@ -8,8 +8,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.files import known_as, require_file
 from sparkinfer.typed import json_kind
 
-# The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. An empty object
-# takes three bytes of text and 72 bytes of memory.
+# The largest tokenizer.json in use (Gemma 3) has 35 MiB and 2.5 million values. MAX_VALUES limits
+# the memory: an empty object takes three bytes of text, but 72 bytes of memory.
 MAX_BYTES = 64 << 20
 MAX_VALUES = 6_000_000
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -39,12 +39,13 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_object(path: Path, what: str) -> dict[str, object]:
-    """Raises SparkinferError unless the file holds one JSON object with valid texts."""
+    """The JSON object in a file. Raises SparkinferError for other content, and for strings that
+    cannot be encoded."""
     return parse_object(path, read_text(path, what), what)
 
 
 def parse_object(path: Path, text: str, what: str) -> dict[str, object]:
-    """Does what `read_object` does, for a text; errors quote `path`."""
+    """Does what `read_object` does, for a text from `path`, which errors quote."""
     if sum(text.count(sign) for sign in ",[{") > MAX_VALUES:
         raise SparkinferError(f"{path}: has over {MAX_VALUES} values; wanted a {what}")
     try:

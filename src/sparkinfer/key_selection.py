@@ -3,17 +3,17 @@
 The first `sinks` positions and a window of the last ones are always read. Between them a token
 reads `top` positions: blocks of keys are ranked by a summary, then the keys of the best blocks,
 `candidates` times as many as needed, by codes of two bits per value. With `candidates` 0 the best
-blocks are read whole. A text of up to sinks + top + window positions is read entirely, with results
-that equal those without a selection to the bit.
+blocks are read whole. A text of up to sinks + top + window positions is read entirely; with
+original positions, the results then equal those without a selection to the bit.
 
-Tokens at the first `full` positions of a text read all keys before them, so that a prompt can be read
-in full and continued with few keys. This depends on a token's position alone, so a row's logits are
-the same in a prompt, a draft or a single step.
+Tokens at the first `full` positions of a text read all keys before them, so that a prompt can be
+read in full and continued with few keys. This depends on a token's position alone, so a row's
+logits are the same in a prompt, a draft or a single step.
 
-Positions are the tokens' own, or capped: within the window they are counted from its beginning, and
-all earlier keys count as a window's length away (InfLLM, Xiao et al. 2024, arXiv 2402.04617). No
-distance then exceeds sinks + top + window + block, so that a model can continue beyond its training
-context.
+Positions are the tokens' own, or capped. Where a token skips keys, capped positions are counted
+from the window's beginning, and all earlier keys count as a window's length away (InfLLM, Xiao et
+al. 2024, arXiv 2402.04617). Distances are largest in a text that is still read entirely: they stay
+below sinks + top + window + block, so that a model can continue beyond its training context.
 
 The search itself is in runtime/kernels/cpu/select.h, and in torch in
 runtime/cache/key_tables.py."""
@@ -104,7 +104,7 @@ class KeySelection:
 
     @property
     def longest(self) -> int:
-        """Maximum positions that a token reads after the first `full` ones."""
+        """Maximum positions that a token reads unless it is among the first `full`."""
         return self.sinks + self.top + self.window + self.block
 
     def summary_width(self, width: int) -> int:

@@ -1,9 +1,9 @@
 """limits.safetensors: limits on the values of each layer, a form of sparsity that can do without
 training.
 
-A value whose magnitude is at or below its limit counts as zero, and the weights that only such values
-would be multiplied by need not be read. NaN counts as above its limit. The first token of a text is
-exempt from limits on inputs. Specified in docs/formats.md.
+A value whose magnitude is at or below its limit counts as zero, and the weights that only such
+values would be multiplied by need not be read. NaN counts as above its limit. The first token of a
+text is exempt from limits on inputs. Specified in docs/formats.md.
 
 Letters: D model width, F neurons, H values of all heads together."""
 
@@ -24,7 +24,7 @@ from sparkinfer.typed import Fields, shown
 
 FORMAT = "sparkinfer.limits"
 VERSION = 1
-# The name under which `convert` looks for it in a checkpoint's folder.
+# The name under which `convert` looks for limits in a checkpoint's folder.
 FILE_NAME = "sparkinfer_limits.safetensors"
 MAX_LAYERS = 1 << 12
 
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     of: str
 
 
-# By the fields of LayerLimits.
+# Keyed by the fields of LayerLimits.
 PLACES = {
     "gate_F": Place("ffn_gate.limit", "|act(gate)|"),
     "hidden_F": Place("ffn_down.limit", "|act(gate) * up|"),
@@ -52,7 +52,7 @@ class LayerLimits:
     (Falcon) gate_F applies to |act(up)|, as does hidden_F."""
 
     gate_F: np.ndarray | None = None  # a neuron is silent where |act(gate_j)| <= limit_j
-    hidden_F: np.ndarray | None = None  # its row of down is not read where |h_j| <= limit_j
+    hidden_F: np.ndarray | None = None  # a neuron's row of down is not read where |h_j| <= limit_j
     qkv_D: np.ndarray | None = None  # an input of query, key and value is 0 where |x_i| <= limit_i
     output_H: np.ndarray | None = None  # likewise of attention's output projection
     ffn_D: np.ndarray | None = None  # likewise of the feed-forward layer
@@ -161,7 +161,8 @@ class Limits:
                 raise SparkinferError(f"{name} is not all finite and at least 0")
 
     def check_shape(self, shape: ModelShape, source: str) -> None:
-        """Raises SparkinferError, which quotes `source`, unless they fit a model of this shape."""
+        """Raises SparkinferError, which quotes `source`, unless the limits fit a model of this
+        shape."""
         if len(self.layers) != shape.num_layers:
             raise SparkinferError(
                 f"{source}: limits of {len(self.layers)} layers, the model has {shape.num_layers};"
@@ -181,7 +182,7 @@ def check_made_with(
     sha256: str | None, path: Path, limits: Limits, source: Path, again: str
 ) -> None:
     """Raises SparkinferError unless `sha256`, which an artifact at `path` names (None: no limits), is
-    that of the limits of a model file at `source`; `again` says what to do."""
+    that of the limits of the model file at `source`; `again` tells the user what to do."""
     if sha256 == limits.sha256:
         return
     made = "without limits" if sha256 is None else f"with limits {sha256[:12]}"

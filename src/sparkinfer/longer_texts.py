@@ -12,8 +12,8 @@ def with_rope_scaling(
 ) -> ModelFile:
     """The model with this scaling instead of its own; unchanged if `kind` and `factor` are None.
 
-    kind: "none", "linear" or "yarn", which None means if there is a factor. factor: the ratio of the
-    longest text to the training length; None takes what `context_length` needs.
+    kind: "none", "linear" or "yarn"; None means "yarn" if there is a factor. factor: the ratio of
+    the longest text to the training length; None takes what `context_length` needs.
 
     Raises SparkinferError for a model whose positions cannot be scaled, and like
     `asked_scaling`."""

@@ -16,13 +16,14 @@ from sparkinfer.typed import MAX_SHOWN, Fields, one_line, shown
 
 FORMAT = "sparkinfer.machine"
 VERSION = 4
-# All quantities of a machine are within these bounds, where computations stay finite.
+# Bounds on the figures of a machine, within which computations stay finite.
 LEAST, MOST = 1e-18, 1e18
-MOST_S = 1e3  # of one copy, launch, layer or token; keeps the solver's numbers in range
+MOST_S = 1e3  # the longest copy, launch, round trip, layer or token; keeps the solver in range
 RATE = "gb_per_s"
-# If the interquartile range exceeds this share of the median, other load disturbed the rounds.
+# If the interquartile range exceeds this share of the median, other load probably disturbed the
+# rounds.
 DOUBTFUL_SPREAD = 0.25
-# The share of the rows that is read when chosen rows are measured.
+# The share of a matrix's rows that is read when the rate for chosen rows is measured.
 CHOSEN_SHARE = 0.1
 
 
@@ -81,11 +82,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCosts:
-    """The runtime's own costs with all threads, with which plans are priced.
+    """The runtime's costs on the CPU with all threads, with which plans are priced.
 
     Rates are in GB/s, by the type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
     `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by
-    mode) and `token_s` are the fixed costs of a layer and of a token."""
+    mode) and `token_s` are the fixed costs of a layer and of a token, in seconds."""
 
     all_rows_gb_per_s: dict[str, Figure]
     chosen_rows_gb_per_s: dict[str, Figure]
@@ -191,7 +192,8 @@ class Machine:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def validate(self) -> None:
-        """Raises SparkinferError unless every figure is positive and plausible for a machine."""
+        """Raises SparkinferError unless every figure is within the bounds with valid quartiles, and
+        no memory has more free bytes than it holds."""
         if not self.cpu_bandwidth_gb_per_s:
             raise SparkinferError("no CPU bandwidth")
         numbers: dict[str, float] = {"threads": self.num_threads, "memory": self.memory_bytes}

@@ -40,7 +40,7 @@ def guard() -> bool:
 
 
 def set_unfinished(paths: Iterable[Path]) -> None:
-    """Sets the unfinished files that the handler removes; it leaves folders."""
+    """Sets the unfinished files that the handler removes (up to 16); it does not remove folders."""
     if _lib is not None:
         names = [os.fsencode(path.absolute()) + b"\0" for path in paths]
         _lib.spark_set_unfinished(b"".join(names), len(names))

@@ -3,7 +3,7 @@ nothing.
 
 A mode is allowed by default if it cannot change the output (dense, and exact if neurons are zero by
 themselves), if the model was trained to run in it (exact), or if by the file's own record
-(mode_quality) it costs no more than a given share of the perplexity; so are predictors of a ReLU
+(mode_quality) it raises the perplexity by no more than a given share; so are predictors of a ReLU
 model without a record. Of those, the mode that reads the fewest bytes per token is chosen, with a
 line that explains the choice if it is not the expected one.
 
@@ -17,7 +17,7 @@ from sparkinfer.budget import head_bytes, layer_bytes
 from sparkinfer.mode_quality import MAX_LOSS, ModeQuality, RunMode, SparseMode
 from sparkinfer.model_file import ModelFile
 
-# Types for which a smaller one saves a large share of the bytes.
+# Types whose weights take far fewer bytes in a smaller type.
 LARGE_KINDS = ("f32", "f16", "bf16", "q8_0")
 
 
@@ -36,18 +36,17 @@ def sparse_modes(model: ModelFile) -> tuple[SparseMode, ...]:
 
 
 def mode_meant(model: ModelFile) -> RunMode:
-    """The mode that the file's predictors or thresholds are for, whatever its loss."""
+    """The mode that the file was made for, whatever its loss: its first sparse mode, or dense."""
     return next(iter(sparse_modes(model)), "dense")
 
 
 def can_silence(model: ModelFile) -> bool:
-    """True if some neurons need not be computed in full: if all contribute, no mode but dense makes
-    sense."""
+    """True if the activation, thresholds or limits can silence values, as mode exact requires."""
     return not is_smooth(model) or any(model.threshold_L) or model.has_limits
 
 
 def is_smooth(model: ModelFile) -> bool:
-    """True if a silenced neuron would have contributed."""
+    """True for SiLU and GELU, where a silenced neuron would have contributed."""
     return model.activation in SMOOTH
 
 
@@ -108,9 +107,9 @@ def predictor_bytes(model: ModelFile) -> int:
 
 
 def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
-    """Bytes per token according to the record; None without one. If it was measured with other
-    types, all bytes are scaled in proportion to the dense bytes, except those of predictors, which
-    keep their types."""
+    """Bytes per token according to the record; None without one. If the record was measured with
+    other types, all bytes are scaled in proportion to the dense bytes, except those of predictors,
+    which keep their types."""
     quality = model.quality.get(mode)
     if quality is None:
         return None
@@ -189,6 +188,6 @@ def _share(share: float) -> str:
 
 
 def _above(share: float) -> float:
-    """The share, rounded up to one digit."""
+    """The share, rounded up to one significant digit."""
     unit = 10.0 ** math.floor(math.log10(share))
     return math.ceil(share / unit * (1 - 1e-12)) * unit

@@ -34,7 +34,7 @@ class ModeQuality:
     corpus_sha256: str
 
     def validate(self, mode: str) -> None:
-        """Raises SparkinferError for a number that no measurement can give."""
+        """Raises SparkinferError for a number outside the range of possible measurements."""
         found = asdict(self)
         for name, (least, most) in _RANGES.items():
             if not least <= found[name] <= most:

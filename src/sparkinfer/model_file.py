@@ -124,7 +124,7 @@ class ModelFile:
         on_bytes: Callable[[int], None] = lambda num_bytes: None,
         check: Callable[[Path], None] = lambda written: None,
     ) -> None:
-        """Writes the file whole or not at all; `on_bytes` is called for every piece written.
+        """Writes the file whole or not at all; `on_bytes` gets the size of every piece written.
 
         `check` gets the written file before it is renamed, and may raise."""
         self.validate()
@@ -133,7 +133,7 @@ class ModelFile:
 
     def validate(self) -> None:
         """Raises SparkinferError unless all required tensors and no unknown ones are there, in valid
-        shapes and types."""
+        shapes and types, and limits, options, rotary factors and predictors fit the model."""
         self._check_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
@@ -336,7 +336,8 @@ class ModelFile:
         return "token_embd.weight" if self.is_tied else "output.weight"
 
     def text(self, key: str) -> str | None:
-        """A string among the extra keys, or None. Raises SparkinferError for another value."""
+        """A string among the extra keys, or None. Raises SparkinferError for a value of another
+        type."""
         value = self.extra_keys.get(key)
         if value is None or isinstance(value, str):
             return value
@@ -366,8 +367,8 @@ class ModelFile:
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     """Keys and tensors of a GGUF; those of PowerInfer's files are translated.
 
-    There is always a `sparkinfer.model_id`: `convert` writes it, and for a third-party file it is
-    computed here. Raises SparkinferError for a folder, a split file and a broken file."""
+    The keys always include `sparkinfer.model_id`: `convert` writes it, and for a third-party file it
+    is computed here. Raises SparkinferError for a folder, a split file and a broken file."""
     if path.is_dir():
         raise SparkinferError(
             f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes from a"

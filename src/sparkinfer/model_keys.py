@@ -1,4 +1,4 @@
-"""The header of a model file: reads its keys with checked types and their own errors, and writes
+"""The keys of a model file's header: reads them, with a check and an error for each, and makes
 them."""
 
 from collections.abc import Mapping
@@ -250,8 +250,8 @@ class KeyReader:
         )
 
     def _rope_scaling(self) -> RopeScaling:
-        """The scaling of rotary embeddings. As in llama.cpp, a file without a type is linear, by
-        its factor or 1."""
+        """The scaling of rotary embeddings. As in llama.cpp, a file without a scaling type means
+        linear scaling by its factor, or by 1 without one."""
         prefix = f"{self.graph.name}.rope.scaling."
         kind = self.keys.get(prefix + "type")
         if kind not in (None, *KINDS):
@@ -326,7 +326,7 @@ def shape_keys(graph: Architecture, s: ModelShape) -> dict[str, Value]:
 
 
 def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
-    """The keys that `KeyReader._rope_scaling` reads, without those at their default."""
+    """The keys that `KeyReader._rope_scaling` reads, without YaRN's constants at their default."""
     if scaling.kind == "none":
         return {}
     keys: dict[str, Value] = {

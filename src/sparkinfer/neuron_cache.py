@@ -2,8 +2,8 @@
 
 Hot neurons are in slots of the GPU's memory; all neurons of their layers are in main memory too.
 After each step the cache may replace neurons in slots with cold ones. It decides by the neurons
-that the steps read and by times measured beforehand, never by a clock, so that a text gives the
-same swaps every time.
+that the steps read and by times measured beforehand, never by a clock, so that the same steps give
+the same swaps every time.
 
 The policy is in runtime/neuron_cache/native/policy.cpp; its slow reference implementation is
 runtime/neuron_cache/reference.py.
@@ -28,13 +28,13 @@ OFF: Off = "off"
 class CacheOptions:
     """How the cache estimates and when it swaps. Raises SparkinferError for values out of range.
 
-    A neuron's score S is the frequency at which steps read it, as a moving average:
-    S <- S + r (A - S), where A is 1 if the step reads it, and r is 1 - decay, or larger during the
-    first tokens: 1 / (prior_tokens + tokens so far), so that the scores start as the plan's
-    frequencies and move to the text's own. A second average, with `burst_decay`, reacts faster; its
-    difference from S, times `burst_weight`, is added to the score. A swap needs an advantage of
-    `margin` (a frequency) on top of the cost of the copy, which is spread over the next `stay`
-    tokens."""
+    A neuron's score S is the frequency at which tokens read it, as a moving average:
+    S <- S + r (A - S), where A is 1 if the token reads it, else 0, and r is 1 - decay, or larger
+    during the first tokens: 1 / (prior_tokens + tokens so far), so that the scores start as the
+    plan's frequencies and move to the text's own. A second average, with `burst_decay`, reacts
+    faster; neurons are compared by S plus `burst_weight` times its difference from S. A swap needs
+    an advantage of `margin` (a frequency) on top of the cost of the copy, which is spread over the
+    next `stay` tokens."""
 
     decay: float = 0.99
     burst_decay: float = 0.9
@@ -81,7 +81,7 @@ class CacheOptions:
                     f" {', '.join(types)}"
                 )
             try:
-                if not value.isascii():  # Python's numbers have many digits
+                if not value.isascii():  # Python also takes the digits of other scripts
                     raise ValueError
                 found[name] = types[name](int(value) if types[name] is bool else value)
             except ValueError as error:
@@ -95,8 +95,8 @@ class CacheOptions:
 @dataclass(frozen=True, kw_only=True)
 class CacheCosts:
     """The times in seconds on which the cache bases decisions: of a step's layers (f64 [L]) and of
-    swaps. A "row" is one neuron: of a hot or cold one what a step reads of it (in mode exact up and
-    down, since all gates are read anyway), in a swap all of its rows.
+    swaps. A "row" is one neuron: if hot or cold, the part of it that a step reads (in mode exact up
+    and down, since all gates are read anyway); in a swap, all of its rows.
 
     A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
     read), and a step takes the sum over its layers plus `rest_s`. A swap takes gather_row_s of the
@@ -128,7 +128,8 @@ class CacheCosts:
         return len(self.hot_s_L)
 
     def scaled(self, *, link: float = 1.0, cpu: float = 1.0) -> "CacheCosts":
-        """The same costs with a link and a CPU that move and compute rows faster by these factors."""
+        """The same costs with a link that copies rows, and a CPU that computes and gathers them,
+        faster by these factors."""
         if not (0 < link < math.inf and 0 < cpu < math.inf):
             raise SparkinferError(f"link={link:g}, cpu={cpu:g}; wanted finite factors above 0")
         return replace(

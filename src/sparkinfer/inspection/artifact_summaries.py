@@ -31,7 +31,7 @@ class ProfileSummary:
     num_neurons: int  # per layer
     density: float  # share of neurons that fire for a token, over all layers
     density_L: tuple[float, ...]
-    hottest_fifth_L: tuple[float, ...]  # share of the firings of the hottest fifth
+    hottest_fifth_L: tuple[float, ...]  # share of the layer's firings that its hottest fifth makes
     never_fired_L: tuple[int, ...]  # neurons
     threshold_L: tuple[float, ...]
     limits: str | None  # sha256 of the limits by which neurons fired; None: by thresholds alone
@@ -119,7 +119,7 @@ class GpuShare:
 @dataclass(frozen=True, kw_only=True)
 class CacheFacts:
     """A plan's neuron cache: the most neurons that a token may swap, the times on which it bases
-    decisions, and the share of each layer's neurons that a token reads."""
+    decisions, and the mean share of each layer's neurons that a token reads."""
 
     most_rows: int
     rest_s: float
@@ -162,9 +162,9 @@ class SplitSummary:
     gpus: tuple[GpuShare, ...]
     context_length: int
     num_sequences: int
-    kv_offload: str | None  # which keys a token reads; None: all, and the plan places them
+    kv_offload: str | None  # which keys a token reads; None: no --kv-offload, all are read
     head_on_gpu: bool
-    home: tuple[int, ...]  # the GPU of each layer and of the head; () if there is one
+    home: tuple[int, ...]  # the GPU of each layer and of the head; () with one GPU
     dense_on_gpu: tuple[bool, ...]
     num_hot_L: tuple[int, ...]
     gpu_bytes: Items

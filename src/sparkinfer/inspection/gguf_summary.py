@@ -75,17 +75,15 @@ class ModelFacts:
     shape: ModelShape
     activation: Activation
     threshold_L: tuple[float, ...]
-    limits: (
-        str | None
-    )  # sha256 of the limits, as profiles and predictors name it; None: it has none
+    limits: str | None  # sha256, as profiles and predictors name it; None: no limits
     predictor: PredictorInfo | None
     is_tied: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class GgufSummary:
-    """`keys` are those not covered by `model` (all without it); long values are cut, arrays
-    counted."""
+    """`keys` are those not covered by `model` (all without it); long texts and arrays are cut, with
+    their length added."""
 
     kind: str  # "model file", or "GGUF" if the runtime refuses it
     path: Path
@@ -192,7 +190,7 @@ def _tokenizer_facts(keys: Mapping[str, Value]) -> TokenizerFacts:
 
 
 def _short(value: Value) -> str | int | float | bool:
-    """A value for display: plain numbers, cut texts, counted arrays."""
+    """A value for display: a number as Python's, a long text or an array cut, with its length."""
     if isinstance(value, np.number):
         return cast(int | float, value.item())
     if isinstance(value, list):

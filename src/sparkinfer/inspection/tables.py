@@ -1,4 +1,4 @@
-"""Prints a summary as tables on stdout."""
+"""Prints summaries, and other names with values, as tables on stdout."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ Row = Sequence[object]
 
 
 def print_facts(title: str, rows: Iterable[Row]) -> None:
-    """One table of names and values, on stdout."""
+    """Prints one table of names and values on stdout."""
     _print([_facts(title, rows)])
 
 
@@ -33,14 +33,14 @@ def print_table(title: str, columns: list[str], rows: Sequence[Row]) -> None:
 
 
 def print_summary(summary: Summary, *, all_tensors: bool) -> None:
-    """Prints a summary on stdout. For a GGUF, `all_tensors` lists all tensors, otherwise only those
+    """Prints a summary on stdout. Of a GGUF, it lists all tensors if `all_tensors`, otherwise those
     outside the layers and those of the first layer."""
     _print(_tables(summary, all_tensors))
 
 
 def _print(tables: Iterable[Table]) -> None:
-    """Prints tables on stdout. Into a pipe or a file go lines without the spaces at their ends, with
-    which rich fills the last column."""
+    """Prints tables on stdout. In a pipe or a file, lines lose the trailing spaces with which rich
+    fills the last column."""
     console = _console()
     with console.capture() as captured:
         for table in tables:
@@ -128,7 +128,7 @@ def _tokenizer_facts(t: TokenizerFacts) -> list[Row]:
     return [
         (
             "tokenizer.json",
-            "yes" if t.is_whole else "no: text is tokenised by the keys of llama.cpp",
+            "yes" if t.is_whole else "no: text is tokenised by llama.cpp's keys",
         ),
         ("tokenizer.ggml", f"{t.model or 'none'}, {t.num_tokens:,} tokens; {ids or 'no ids'}"),
         ("chat template", "yes" if t.has_chat_template else "no"),
@@ -374,7 +374,7 @@ def _figure(figure: Figure) -> str:
 
 
 def _span(values: Sequence[float], form: str = "g") -> str:
-    """One number if all layers have the same, otherwise the range."""
+    """One number if all layers have the same, otherwise the range; "unknown" without values."""
     if not values:
         return "unknown"
     low, high = format(min(values), form), format(max(values), form)
@@ -405,8 +405,8 @@ def _table(title: str, columns: list[str], rows: list[Row]) -> Table:
 
 
 def _printable(value: object) -> str:
-    """Text without control characters and those that stdout cannot encode: a file may hold
-    anything."""
+    """The value as text, with escapes for control characters and for those that stdout cannot
+    encode: a file may hold anything."""
     encoding = sys.stdout.encoding or "utf-8"
     text = str(value).encode(encoding, "backslashreplace").decode(encoding)
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

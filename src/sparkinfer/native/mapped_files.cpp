@@ -1,7 +1,7 @@
 // Touching a page of a mapped file beyond the end to which the file was truncated raises SIGBUS, in
 // whichever thread and library touches it. This handler prints the file's name, from
-// /proc/self/maps, in one line, removes the files set by spark_set_unfinished, and ends the process.
-// It calls only async-signal-safe functions.
+// /proc/self/maps, in one line, removes the files set by spark_set_unfinished, and ends the
+// process. It calls only async-signal-safe functions.
 
 #include <atomic>
 #include <cstdint>
@@ -21,7 +21,7 @@ std::atomic<int> num_unfinished{0};
 std::atomic_flag is_ending = ATOMIC_FLAG_INIT;
 char line[2 * PATH_BYTES];  // of /proc/self/maps
 
-// Reads one line of the file into `line`, without its end; false at the end of the file.
+// Reads one line of the file into `line`, without the newline; false at the end of the file.
 bool read_line(int file) {
     static char block[4096];
     static ssize_t begin = 0, end = 0;
@@ -93,8 +93,8 @@ extern "C" __attribute__((visibility("default"))) int32_t spark_guard_mapped_fil
     return sigaction(SIGBUS, &action, nullptr);
 }
 
-// Sets the files that are removed when the process ends this way, at most MAX_UNFINISHED: `count` names,
-// each terminated by a zero byte. Names of PATH_BYTES or more are left out.
+// Sets the files that the handler removes, at most MAX_UNFINISHED: `count` names, each terminated
+// by a zero byte. Names that do not fit into PATH_BYTES with that byte are left out.
 extern "C" __attribute__((visibility("default"))) void spark_set_unfinished(const char* names,
                                                                            int64_t count) {
     num_unfinished = 0;
