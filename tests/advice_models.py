@@ -1,15 +1,17 @@
 """Two models for which it is known whether a rule pays, and the text that they predict.
 
-Both predict a chain of 64 letters: the next one is the successor of the last, three times out of
-four. A letter is a code of signs (128, or 64 in the second model). Each working neuron of the
-feed-forward layer reads one sign of it, with a gate that is always open; all add equally much, and
-together they turn the letter's code into its successor's. Silencing any of them costs quality.
+Both predict a chain over 64 letters: three times out of four the next letter is the successor of
+the last, otherwise a random one. A letter is a code of signs (128, or 64 in the second model). Each
+working neuron of the feed-forward layer reads one sign of it, with a gate that is always open, and
+together they turn the letter's code into its successor's. Silencing one costs quality, unless it
+reads a sign that all letters share, as a few do.
 
     every_neuron_works   all neurons work: no rule pays, and 8 bits are as good as 16
     most_neurons_idle    of ten neurons seven have gates that are always nearly shut: silencing them
-                         costs nothing. Each block of 32 weights of gate and up has one that is huge
-                         and meets an input that is always 0, so that rounding to 8 bits or 4 turns
-                         those of working neurons to 0: no smaller type can be used.
+                         costs next to nothing. Each block of 32 weights of gate and up has one
+                         that is huge and meets an input that is always 0, so that rounding to 8
+                         bits or 4 turns the other weights of working neurons to 0: no smaller type
+                         can be used.
 
 Letters: D model width, F neurons, N letters, V vocabulary."""
 
@@ -34,7 +36,7 @@ ALWAYS = 0  # an input that is always 1
 NEVER = np.arange(BLOCK - 1, WIDTH, BLOCK)  # inputs that are always 0
 OPEN, SHUT, HUGE = 3.0, -8.0, 1000.0
 SURE = 0.75  # probability of the successor
-MARGIN = float(np.log(SURE / (1 - SURE) * 255))  # of its logit
+MARGIN = float(np.log(SURE / (1 - SURE) * 255))  # of its logit over the others
 
 
 def every_neuron_works(path: Path, num_neurons: int = 2048) -> ModelFile:
@@ -46,7 +48,7 @@ def most_neurons_idle(path: Path, num_neurons: int = 1024) -> ModelFile:
 
 
 def chain(num_letters: int, seed: int = 0) -> str:
-    """A text of this many letters."""
+    """A random text of this many letters."""
     random = np.random.default_rng(seed)
     keeps, letter, found = random.random(num_letters) < SURE, 0, []
     for keep, other in zip(keeps, random.integers(0, NUM_LETTERS, num_letters), strict=True):

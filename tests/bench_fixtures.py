@@ -17,7 +17,7 @@ def threads_put_back(restore_library):
 
 @pytest.fixture(scope="module")
 def bench_files(tmp_path_factory):
-    """A model with predictors and one without, in q8_0, and a plan of the first."""
+    """A model with predictors and one without, in q8_0, and a plan for the first."""
     folder = tmp_path_factory.mktemp("bench")
     shape = make_shape(num_layers=3, num_neurons=96, context_length=64, vocab_size=300)
     model = make_model(shape=shape, kind="q8_0", predictor_rank=32, extra_keys=byte_level_keys()[0])

@@ -1,8 +1,8 @@
-"""Chat templates in the style of the families they are named after, and messages for them.
+"""Chat templates in the style of the model families that they are named after, one with further
+features (CONTROLS), and messages for them.
 
-Each uses the features of its family's published template: macros, namespaces, tools as JSON, loop
-controls, whitespace control by hand or by trim_blocks, slices, reversed loops, dates,
-exceptions."""
+Together they use what published templates use: macros, namespaces, tools as JSON, loop controls,
+whitespace control by hand or by trim_blocks, slices, reversed loops, dates, exceptions."""
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content']"
@@ -305,7 +305,7 @@ ZEPHYR = """\
 {% endfor %}
 """
 
-# Further parts of the environment: loop controls, {% generation %}, dict and namespace,
+# Further parts of the environment: macros, loop controls, {% generation %}, dict, filters,
 # indentation.
 CONTROLS = """\
 {%- macro line(role, text='') -%}

@@ -6,8 +6,8 @@
 
 An environment gets PyTorch from pip, on Linux the CUDA build of several GB, and is removed at the
 end. Nothing may be compiled there. The pipeline runs on the bundled model; the converted model and
-the greedy texts must be those of the Python that runs this. It prints a line for each step; the
-exit code is 1 if one failed."""
+the greedy texts must be those of the Python that runs this. A line is printed for each step that
+passes; the exit code is 1 if one fails."""
 
 import argparse
 import hashlib
@@ -54,8 +54,8 @@ class CheckError(Exception):
 
 
 def expected_names() -> set[str]:
-    """The program, and all files of the package's folders except the C++, by their installed
-    names."""
+    """The program, the C++ libraries, and all files of the package's folders except C++ sources and
+    .pyc files, by their installed names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     names = {"bin/sparkinfer"}
     for name, folder in project["tool"]["scikit-build"]["wheel"]["packages"].items():
@@ -93,7 +93,7 @@ def check_content(wheel: Path) -> None:
 
 
 class Environment:
-    """A Python that has the wheel, and an empty folder to run it in."""
+    """A Python that has the package, and a new folder to run it in."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python, self.folder = python, folder
@@ -133,7 +133,7 @@ def is_our_warning(line: str) -> bool:
 
 
 def install(python: str, wheel: Path, folder: Path) -> Path:
-    """The Python of a new virtual environment that has the wheel and what `serve` needs."""
+    """The Python of a new virtual environment that has the wheel with its extras."""
     subprocess.run([python, "-m", "venv", folder], check=True)
     made = folder / "bin" / "python"
     subprocess.run(
@@ -145,7 +145,8 @@ def install(python: str, wheel: Path, folder: Path) -> Path:
 
 
 def check_package(environment: Environment, wheel: Path) -> None:
-    """Checks that the wheel's package is imported, complete, and that the program starts."""
+    """Checks that the package imported is the installed one, that its kernels and its corpus load,
+    and that the program starts."""
     place = Path(environment.ask("-c", SERVED).strip())
     if ROOT in place.parents or place.parent.name not in ("site-packages", "dist-packages"):
         raise CheckError(f"{place} is not what the wheel installed")
@@ -172,7 +173,7 @@ def check_types(environment: Environment) -> None:
 
 
 def pipeline(environment: Environment, corpus: Path) -> dict[str, str]:
-    """All stages on the bundled model; returns results that do not depend on the machine."""
+    """Runs the stages on the bundled model; returns results that do not depend on the machine."""
     run, few = environment.run, ("--yes", "--tokens", "6144")
     run("convert", MODEL, "-o", "base.gguf")
     run("profile", "base.gguf", "--corpus", corpus, "-o", "counts", "--tokens", "1024")
@@ -205,7 +206,7 @@ def check_runs(python: Path, wheel: Path, folder: Path, wanted: dict[str, str]) 
     print(f"Python {name}: types are found", flush=True)
     if wrong := list(differences(pipeline(environment, folder.parent / "text.txt"), wanted)):
         raise CheckError("; ".join(wrong))
-    print(f"Python {name}: convert, profile, solve, generate, report and run as here", flush=True)
+    print(f"Python {name}: the pipeline runs, with the results of this Python", flush=True)
 
 
 def check_all(wheel: Path, pythons: Sequence[str], installed: Sequence[Path]) -> None:

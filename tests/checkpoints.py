@@ -87,9 +87,9 @@ def edit_config(folder: Path, edit: Callable[[dict], object], name: str = "confi
 
 
 def save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE with GPT-2's pre-tokenizer, trained on a few words; at least 257 tokens.
+    """Saves a byte-level BPE tokenizer with GPT-2's pre-tokenizer, trained on a few words.
 
-    It has at most `vocab_size` tokens; token 0 is END."""
+    It has 257 to `vocab_size` tokens; token 0 is END."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -116,7 +116,8 @@ def random_dejavu(
     has_biases: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Saves predictors in DejaVu's format, model_{layer}.pt; layer l has rank + 8 l."""
+    """Saves predictors in DejaVu's format, model_{layer}.pt; that of layer l has rank
+    `rank` + 8 l."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     for layer in range(num_layers):

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import tempfile
 
-# torch's threads otherwise spin on cores that other tests want: tests of the bundled model take five
-# times as much processor time. Read when torch is imported, here and in the tests' processes.
+# torch's threads otherwise spin on cores that other tests want: tests of the bundled model take
+# five times as much processor time. torch reads this when it is imported, here and in the processes
+# that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import forked
@@ -22,12 +23,13 @@ import sparkinfer.cli
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.top_level import UNEXPECTED
 
-# Without a GPU, Triton kernels run in Triton's own interpreter, which must be selected before the
-# import.
+# Without a GPU, Triton kernels run in Triton's own interpreter, which must be selected before
+# Triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Loads on a GPU store the results of its checks: here, in a folder that is deleted after the tests.
+# Loading a model on a GPU stores the results of the GPU's checks: in tests, in a folder that is
+# deleted after them.
 _cache = tempfile.TemporaryDirectory(prefix="sparkinfer-tests-")
 os.environ.setdefault("SPARKINFER_CACHE", _cache.name)
 
@@ -35,7 +37,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
 
 
 def here_only(method):
-    """A socket's method whose last argument is an address, for addresses of this machine."""
+    """Wraps a socket's method whose last argument is an address, which must be this machine's."""
 
     @functools.wraps(method)
     def use(self, *arguments):
@@ -81,7 +83,7 @@ subprocess.Popen = NotedProcess  # type: ignore[misc]  # subprocess.run's too
 
 
 def unexpected_ends():
-    """Unexpected ends since the last call."""
+    """The commands that ended unexpectedly since the last call."""
     processes = [*started, *forked.finished]
     codes = [str(p.args) for p in processes if p.returncode == UNEXPECTED]
     found = [*unexpected, *codes]
@@ -93,7 +95,7 @@ def unexpected_ends():
 
 @pytest.fixture
 def may_end_unexpectedly():
-    """For a test that expects that exit code."""
+    """Allows a test's commands to end with the exit code of an unexpected error."""
     yield
     unexpected_ends()
 
@@ -126,7 +128,7 @@ def restore_library():
 
 @pytest.fixture(params=library.usable_levels() if library.is_available() else [])
 def level(request):
-    """Each instruction set that this machine has."""
+    """Runs the test at each level that this machine can run."""
     before = library.level()
     library.set_level(request.param)
     yield request.param
@@ -135,5 +137,5 @@ def level(request):
 
 @pytest.fixture
 def preferred(monkeypatch):
-    """Tiles and groups of rows, whatever the level prefers."""
+    """Has models store tiles and groups of rows, whatever the level prefers."""
     monkeypatch.setattr(library, "prefers_tiles", lambda: True)

@@ -1,4 +1,4 @@
-"""Texts drawn at random under a constraint, and random JSON schemas for it, with their check.
+"""Draws random texts under a constraint, makes random JSON schemas, and checks texts against them.
 
 The tokens are those of the bundled model; no model is needed, since any logits will do."""
 
@@ -83,7 +83,8 @@ def favoured(codec):
 
 
 def write(constraint, codec, logits_of, seed, patience=40, most=1500):
-    """(token ids, whether the end token came): drawn at temperature 1.5 under the mask.
+    """Draws up to `most` tokens at temperature 1.5 under the constraint's mask; returns (token ids,
+    whether the end token came).
 
     After `patience` tokens, short tokens, closing ones and the end are favoured."""
     generator = torch.Generator().manual_seed(seed)

@@ -176,7 +176,7 @@ def a_host_function_that_nothing_orders(cuda):
 
 @rejected("torch's add_ on stream 2 and torch's zeros on stream 0")
 def a_tensor_freed_under_another_stream(cuda):
-    """The next tensor gets its memory at once, since no event tells the allocator of the use."""
+    """The next tensor gets its memory at once, since nothing tells the allocator of the use."""
     x, side = zeros(), streams()[1]
     kernel(side, x)
     del x

@@ -1,6 +1,6 @@
 """Wrong uses of CUDA in captures and graphs, each with the line by which the fake runtime rejects
 it. They go through sparkinfer's classes where these can be misused, else through the calls that
-these make. Every function gets the FakeCuda."""
+these make. Every misuse gets the FakeCuda."""
 
 import ctypes
 import gc

@@ -1,6 +1,6 @@
 """Third-party distributions: everything that the requirements install, directly or indirectly.
 
-    python tests/dependencies.py constraints     the pins that make the next set-up equal to this one
+    python tests/dependencies.py constraints     the pins that make the next set-up equal this one
     python tests/dependencies.py table           docs/dependencies.md
 
 Versions are those installed here."""

@@ -17,7 +17,7 @@ uint32_t random_bits() {
     return state >> 8;
 }
 
-// Vectors quantised in two parts, the last third first; a single vector in one.
+// Vectors, quantised in two parts, the last third first; a single vector is quantised in one.
 struct Packed {
     Packed(const Kernels& kernels, int32_t kind, const std::vector<float>& x, int64_t D, int64_t T)
         : input{x.data(), nullptr, D, T, 0, T} {

@@ -34,7 +34,8 @@ inline EmulatedTiles& emulated_tiles() {
     return tiles;
 }
 
-// Palette, start row, 14 zeros; bytes of a row of 8 tiles, 16 zeros; rows of 8 tiles, 8 zeros.
+// The 64 bytes of a configuration: palette, start row, 14 zeros; for each of 8 tiles the bytes of a
+// row, in 16 bits; 16 zeros; for each tile the number of rows, in 8 bits; 8 zeros.
 inline void emulated_loadconfig(const void* from) {
     EmulatedTiles& tiles = emulated_tiles();
     uint8_t config[64];

@@ -367,8 +367,8 @@ class ModelFile:
 def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     """Keys and tensors of a GGUF; those of PowerInfer's files are translated.
 
-    The keys always include `sparkinfer.model_id`: `convert` writes it, and for a third-party file it
-    is computed here. Raises SparkinferError for a folder, a split file and a broken file."""
+    The keys always include `sparkinfer.model_id`: `convert` writes it, and for a third-party file
+    it is computed here. Raises SparkinferError for a folder, a split file and a broken file."""
     if path.is_dir():
         raise SparkinferError(
             f"{path}: is a folder; wanted a model file (GGUF), which sparkinfer convert makes from a"
@@ -400,7 +400,8 @@ def compute_model_id(
     """An id of the weights: sha256 over the config and each tensor's name, shape and sampled bytes.
 
     `convert` computes it once, from the checkpoint, so that all types and layouts made from one
-    checkpoint share it; for a third-party GGUF it is computed at load. It is cheap even for 100 GB."""
+    checkpoint share it; for a third-party GGUF it is computed at load. It is cheap even for
+    100 GB."""
     volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
     stable = {key: value for key, value in config.items() if key not in volatile}
     digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())

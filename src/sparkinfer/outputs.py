@@ -30,7 +30,7 @@ def check_outputs(
     that exist already (unless `force`); or that cannot be written.
 
     In `folders` all files except .gguf ones are inputs, and a new file could become one, so an
-    output there must end in .gguf. A link to a file is replaced itself, not the file; devices,
+    output there must end in .gguf. A link to a file is itself replaced, not the file; devices,
     pipes and dangling links are refused. `output_folders` are replaced as a whole, so no input and
     no other output may be inside them; they may exist, and whether they can be written is not
     checked. The check leaves nothing behind."""

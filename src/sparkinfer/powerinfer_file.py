@@ -25,8 +25,8 @@ def adopt(
 ) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
     """Keys and tensors as in a model file of the sparse layout.
 
-    Raises SparkinferError, without the file's name, for an unknown architecture, a threshold that
-    is not a number, and an OPT without learned positions."""
+    Raises SparkinferError, without the file's name, for an unknown architecture, predictors whose
+    threshold is not a number, and an OPT without learned positions."""
     found = str(keys.get("general.architecture", "none"))
     if found not in ACTIVATIONS:
         raise SparkinferError(

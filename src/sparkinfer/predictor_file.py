@@ -61,7 +61,7 @@ class StoredMatrix:
         return TensorEntry(shape=self.shape, kind=self.kind, read_rows=lambda a, b: self.data[a:b])
 
     def check(self, name: str) -> None:
-        """Raises SparkinferError unless it is a finite matrix of its type."""
+        """Raises SparkinferError unless it is a finite matrix of its type, not empty."""
         block, size = GGML_QUANT_SIZES[type_of(self.kind)]
         data, dtype = self.data, STORED[self.kind]
         if data.dtype != dtype or data.ndim != 2 or not data.size:
@@ -120,7 +120,7 @@ class LayerPredictor:
 
     @property
     def width(self) -> int:
-        """D, of the input."""
+        """D, the width of the input."""
         return (self.up if self.down is None else self.down).shape[1]
 
     def matrices(self, layer: int) -> dict[str, StoredMatrix]:
@@ -159,10 +159,11 @@ class Predictors:
     model_id: str | None  # None: unknown, for predictors from elsewhere
     info: PredictorInfo
     layers: tuple[LayerPredictor, ...]
-    # Of the model with these predictors, and of mode exact with the same thresholds; {}: unknown.
+    # The quality of mode predicted with these predictors, and of mode exact with the same
+    # thresholds; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which they were trained; None: unknown
-    # Limits.sha256 of the limits by which the neurons fired that they predict; None: there were none.
+    # Limits.sha256 of the limits by which neurons fired when they were trained; None: no limits.
     limits: str | None = None
 
     @classmethod
@@ -215,7 +216,8 @@ class Predictors:
         save_arrays(path, FORMAT, VERSION, metadata, arrays)
 
     def validate(self) -> None:
-        """Raises SparkinferError unless every layer has finite weights of fitting shapes."""
+        """Raises SparkinferError unless every layer has finite weights of fitting shapes, and
+        `info` is valid and fits them."""
         if not len(self.layers) == len(self.info.rank_L) == len(self.info.threshold_L):
             raise SparkinferError(
                 f"{len(self.layers)} predictors, {len(self.info.rank_L)} ranks,"
@@ -267,7 +269,7 @@ def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredi
 
 
 def _check(layer: int, predictor: LayerPredictor) -> None:
-    """Raises SparkinferError unless the shapes of one layer and its biases are right."""
+    """Raises SparkinferError unless a layer's shapes fit together and its biases are finite f32."""
     wanted = predictor.wanted_shapes(predictor.up.shape[0], predictor.width)
     for name, matrix in predictor.matrices(layer).items():
         shape = wanted[name.split(".", 2)[2]]

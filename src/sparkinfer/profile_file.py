@@ -42,10 +42,11 @@ class Profile:
     corpora: tuple[Corpus, ...]
     active_count_LF: np.ndarray  # int64
     gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
-    # Of the model with these thresholds or limits, and with the predictors of the same run; {}: unknown.
+    # The quality of modes with these thresholds or limits and the predictors of the same run.
+    # {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which firings were counted; None: unknown
-    # Limits.sha256 of the model file's limits, by which neurons fired; None: it had none.
+    # Limits.sha256 of the model file's limits, which decided what fired; None: it had none.
     limits: str | None = None
 
     @property
@@ -55,11 +56,11 @@ class Profile:
 
     @property
     def density_L(self) -> np.ndarray:
-        """Share of a layer's neurons that fire for a token, f64 in 0..1."""
+        """Mean share of a layer's neurons that fire for a token, f64 in 0..1."""
         return self.frequency_LF.mean(axis=1)
 
     def hottest_share_L(self, share: float = 0.2) -> np.ndarray:
-        """Share of the firings that come from the hottest `share` of the neurons, f64."""
+        """Share of a layer's firings that come from the hottest `share` of its neurons, f64."""
         descending_LF = -np.sort(-self.active_count_LF, axis=1)
         top = descending_LF[:, : round(share * descending_LF.shape[1])].sum(axis=1)
         return top / np.maximum(1, descending_LF.sum(axis=1))
@@ -173,7 +174,7 @@ class Profile:
 
 
 def _of_both(one: str | None, other: str | None) -> str | None:
-    """The arithmetics of both profiles, without duplicates; None if one is unknown."""
+    """The arithmetics of both profiles, without duplicates; None if either is unknown."""
     if one is None or other is None:
         return None
     return " + ".join(dict.fromkeys([*one.split(" + "), *other.split(" + ")]))

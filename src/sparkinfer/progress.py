@@ -20,7 +20,7 @@ LINE_EVERY_S = 30.0  # if stderr is not a terminal
 
 @dataclass
 class Advance:
-    """Called with the amount just done."""
+    """A bar, or lines in place of one; called with the amount just done."""
 
     bar: Progress
     task: TaskID
@@ -38,8 +38,8 @@ class Advance:
         self.bar.update(self.task, rate="" if speed is None else f"{speed:,.0f} {self.unit}/s")
 
     def _line(self, console: Console) -> None:
-        """Prints a line from time to time. The time left is estimated from the speed since the first
-        line: until then a part of the time went into files and memory that were not ready."""
+        """Prints a line from time to time. The time left is estimated from the speed since the
+        first line: before it, part of the time goes into loading files and memory."""
         now = time.monotonic()
         if now - self.said_at < LINE_EVERY_S:
             return

@@ -38,8 +38,8 @@ class RopeScaling:
         return self.attn_factor * (1.0 + 0.1 * math.log(max(1.0, self.factor)))
 
     def divisors(self, theta: float, width: int) -> np.ndarray:
-        """f64 [W / 2], or a scalar: the frequency of pair i, theta ** (-2 i / W), is divided by
-        this."""
+        """f64 [W / 2] for a head of `width` W, or a scalar: the frequency of pair i,
+        theta ** (-2 i / W), is divided by this."""
         if self.kind != "yarn":
             return np.array(self.factor if self.kind == "linear" else 1.0)
         low = max(0, math.floor(self._pair(self.beta_fast, theta, width)))
@@ -73,7 +73,8 @@ def asked_scaling(
     """The scaling that a user asks for, of a model trained on texts of `length` tokens. A `kind` of
     None means YaRN; a factor of None means what `context_length` needs.
 
-    Raises SparkinferError for an unknown kind, and for a factor that is missing or out of range."""
+    Raises SparkinferError for an unknown kind, a factor that is missing or out of range, and a
+    factor with kind "none"."""
     check_scaling(kind, factor)
     kind = "yarn" if kind is None else kind
     if kind == "none":
@@ -97,7 +98,8 @@ def asked_scaling(
 
 
 def check_scaling(kind: str | None, factor: float | None) -> None:
-    """Raises SparkinferError for a kind and a factor that no model can have."""
+    """Raises SparkinferError for an unknown kind, a factor out of range, and a factor with kind
+    "none"."""
     if kind not in (None, *KINDS):
         raise SparkinferError(f"rope scaling {kind!r} is unknown; known: {', '.join(KINDS)}")
     if factor is None:

@@ -1,4 +1,4 @@
-"""Small safetensors artifacts: a format name, a version, string metadata and numpy arrays."""
+"""Small safetensors artifacts: a format name, a version, JSON metadata and numpy arrays."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ _NAMES = {"b1": "BOOL", "u1": "U8", "i1": "I8", "i2": "I16", "u2": "U16", "f2": 
 
 
 def check_header(path: Path, what: str) -> None:
-    """Raises SparkinferError for a missing file and a header that is truncated or too large."""
+    """Raises SparkinferError for a missing or unreadable file, and for a header that is truncated
+    or too large."""
     require_file(path, what)
     try:
         with path.open("rb") as file:
@@ -47,8 +48,8 @@ def save_arrays(
 ) -> None:
     """Writes a file whole or not at all; metadata values are stored as JSON.
 
-    The same arrays and metadata give the same bytes. The safetensors package would write its
-    metadata in arbitrary order, and into a new file that replaces the locked one."""
+    The same arrays and metadata give the same bytes. The safetensors package would write metadata
+    in arbitrary order, and into a new file that replaces the locked one."""
     texts = {key: json.dumps(value) for key, value in metadata.items()}
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     header: dict[str, object] = {

@@ -29,7 +29,8 @@ class _Handler:
 
     def __init__(self) -> None:
         self.told_at: float | None = None
-        self.lock = threading.Lock()  # held while the main thread is woken, and while this ends
+        # Held while the main thread is woken, and while `ending` takes this handler away.
+        self.lock = threading.Lock()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -43,7 +44,8 @@ class _Handler:
         self.told_at = time.monotonic()
 
     def watch(self, pipe: int) -> None:
-        """Ends the process if the main thread has not reached the handler in time.
+        """Sends each signal to the main thread until the handler has run there, and ends the
+        process if it has not within NATIVE_S.
 
         If two signals come at once, another thread may receive both, and nothing would wake the
         main thread while it waits."""
@@ -68,9 +70,9 @@ class _Handler:
 
 
 def put_back(number: int, handler: SignalHandler) -> None:
-    """Installs the handler of the next signal; for another handler, which is taking one now."""
+    """Installs `handler` for the next signal; called by another handler that is taking one."""
     if isinstance(handler, _Handler):
-        handler.count_as_taken()  # first, or the watching thread would send it to this handler too
+        handler.count_as_taken()  # first, or `watch` would pass it the signal taken now
     signal.signal(number, handler)
 
 
@@ -95,7 +97,7 @@ def ending(*, is_program: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        with handler.lock:  # the default action would end a main thread that is woken from here on
+        with handler.lock:  # from here on, waking the main thread would end the process
             for number, found in before.items():
                 signal.signal(number, signal.SIG_DFL if is_program else found)
 

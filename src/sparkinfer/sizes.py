@@ -30,7 +30,7 @@ def whole_number(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Formats bytes in the largest of GiB, MiB, KiB and B that gives at least one, e.g. 1.50 GiB."""
+    """Formats bytes in the largest of GiB, MiB and KiB that gives at least one, else in B."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit.upper()]:
             return f"{count / UNITS[unit.upper()]:.2f} {unit}"

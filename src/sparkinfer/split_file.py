@@ -43,7 +43,7 @@ class Split:
     cpu_bytes: Items
     status: str
     objective_s: float  # predicted seconds per token
-    bound_s: float  # lower bound on all plans that keep to the rules in docs/solver.md
+    bound_s: float  # lower bound for all plans that keep to the rules in docs/solver.md
     solve_s: float
     # The GPU of each layer and, last, of the head, in non-decreasing order; () for one GPU.
     home: tuple[int, ...] = ()
@@ -53,8 +53,8 @@ class Split:
     machine_sha256: str = UNKNOWN
     cache: CachePlan | None = None  # the neuron cache; None: hot neurons stay as planned
     num_sequences: int = 1  # texts at a time, each with its own context in the KV cache
-    # Keys and values are in main memory, and a token reads those that this rule selects. None: they
-    # are where the attention is, and all are read.
+    # If set, keys and values are in main memory, and a token reads those that this rule selects.
+    # None: they are where their layer's attention runs, and all are read.
     kv_offload: KeySelection | None = None
 
     @property
@@ -173,7 +173,8 @@ class Split:
             raise SparkinferError(f"bound {self.bound_s} above objective {self.objective_s}")
 
     def _validate_gpus(self) -> None:
-        """Raises SparkinferError unless homes are non-decreasing and each has a budget."""
+        """Raises SparkinferError unless homes are non-decreasing, each has a budget, and the
+        budgets add up."""
         if not self.home:
             return
         is_rising = list(self.home) == sorted(self.home) and self.home[0] >= 0
@@ -217,7 +218,7 @@ class Split:
 
     def items_of_gpus(self, model: ModelFile) -> tuple[list[Items], Items]:
         """Itemised bytes of each GPU, and of the CPU, recomputed from the model file; only the
-        workspace is taken from the plan."""
+        workspace is as the plan states it."""
         return plan_bytes_of_gpus(
             self.held(model),
             context_length=self.context_length,
@@ -233,7 +234,7 @@ class Split:
 
     def check_files(self, plan: Path, *, profile: Path | None, machine: Path | None = None) -> None:
         """Raises SparkinferError if a file that is given is not the one that the plan was made
-        from."""
+        from, as far as the plan names it."""
         files = (
             ("profile", profile, self.profile_sha256),
             ("machine file", machine, self.machine_sha256),
@@ -246,8 +247,8 @@ class Split:
                 )
 
     def check_against(self, model: ModelFile, path: Path) -> None:
-        """Raises SparkinferError if the plan is of another model, its context is too long for it, or
-        its bytes are wrong."""
+        """Raises SparkinferError if the plan is for another model, or for other layers or neurons,
+        if its context is too long for the model, or if its bytes are wrong or exceed a budget."""
         if self.model_id != model.model_id:
             raise SparkinferError(
                 f"{path}: made for model {self.model_id[:12]}, but {model.path} is"
@@ -306,9 +307,11 @@ _SCALARS = {
     "profile_sha256": str,
     "machine_sha256": str,
 }
-_OF_GPUS = {"home", "gpu_budget_bytes"}  # if there are several
-_SEQUENCES = "num_sequences"  # if there are several
-_OFFLOAD = "kv_offload"  # if keys and values are in main memory
+# Keys that are stored only with several GPUs, with several texts, and with keys and values in main
+# memory.
+_OF_GPUS = {"home", "gpu_budget_bytes"}
+_SEQUENCES = "num_sequences"
+_OFFLOAD = "kv_offload"
 
 
 def without_predictors(model: ModelFile) -> ModelFile:
@@ -334,8 +337,8 @@ def _items(read: Fields, side: str, version: int) -> Items:
 
 
 def _refuse_unknown(keys: Mapping[str, Value], version: int) -> None:
-    """Raises SparkinferError for an unknown key of a plan, and if only some of the keys that belong
-    together are there."""
+    """Raises SparkinferError for an unknown key of a plan, and if only some of several keys that
+    belong together are there."""
     known = {"version", "dense_on_gpu", "hot_count", *_SCALARS, *_OF_GPUS}
     known |= {
         f"{side}.{item}" for side in ("gpu_bytes", "cpu_bytes") for item in _items_of(version)

@@ -33,8 +33,8 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _left_by_groups(root: Path) -> list[int]:
-    """The memory left in each control group with a limit that this process is in, at any depth: the
-    limit minus its use, not counting inactive page cache."""
+    """The bytes left in each control group with a limit that this process is in, at any depth: the
+    limit minus the group's use, not counting inactive page cache."""
     found = [_left(group, *names) for group, names in _groups(root)]
     return [left for left in found if left is not None]
 
@@ -66,7 +66,7 @@ def _groups(root: Path) -> list[tuple[Path, tuple[str, str, str]]]:
 
 
 def _limit(group: Path, limit_name: str) -> int | None:
-    """None: no limit here."""
+    """The limit of a group in bytes; None: it has none."""
     try:
         limit = (group / limit_name).read_text().strip()
     except OSError:
@@ -75,7 +75,7 @@ def _limit(group: Path, limit_name: str) -> int | None:
 
 
 def _left(group: Path, limit_name: str, used_name: str, cached_name: str) -> int | None:
-    """None: no limit here, or its use is unknown."""
+    """The bytes left in a group; None: it has no limit, or its use is unknown."""
     limit = _limit(group, limit_name)
     if limit is None:
         return None

@@ -16,7 +16,8 @@ from sparkinfer.profile_file import Profile
 def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
     """The model with a profile's thresholds, at or below which |act(gate)| counts as zero.
 
-    Raises SparkinferError for another model's profile, for limits, and like `replace_thresholds`."""
+    Raises SparkinferError for another model's profile, for a profile counted by limits, for a model
+    with limits of gates, and like `replace_thresholds`."""
     profile = Profile.load(path)
     if profile.limits is not None:
         raise SparkinferError(

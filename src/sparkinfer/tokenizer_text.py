@@ -23,7 +23,7 @@ def read_tokenizer(source: str, text: str) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text)
         tokenizer.decode(tokenizer.encode(TRIAL).ids)
     ids = tokenizer.get_vocab()
-    if len(set(ids.values())) < len(ids):  # decoding would put one for the other
+    if len(set(ids.values())) < len(ids):  # decoding could not tell them apart
         named = {number: token for token, number in ids.items()}
         token, number = next(each for each in ids.items() if named[each[1]] != each[0])
         raise SparkinferError(

@@ -32,8 +32,8 @@ NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "std
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, 1 after a failure, 2 after wrong usage, 128 + n if ended by signal
-    n, 70 after a bug in this program."""
+    """Runs a command; returns 0, 1 after a failure, 2 after wrong usage, 128 + n if signal n
+    ended it, 70 after a bug in this program."""
     is_program = argv is None
     arguments = list(sys.argv[1:] if argv is None else argv)
     if is_program:
@@ -183,7 +183,7 @@ def _open_closed_streams() -> None:
 
 
 def _unused(flags: int) -> int:
-    """/dev/null under the lowest free number, which child processes inherit."""
+    """Opens /dev/null under the lowest free number, for child processes too; returns the number."""
     descriptor = os.open(os.devnull, flags)
     os.set_inheritable(descriptor, True)
     return descriptor

@@ -2,7 +2,8 @@
 foreign values in errors.
 
 A value of the wrong type is refused with its name. The caller that catches the error adds the
-file's name. Imports neither torch nor numpy, because the command line quotes values too."""
+file's name. This module imports neither torch nor numpy, because the command line, which starts
+without them, quotes values too."""
 
 import math
 import sys
@@ -16,7 +17,7 @@ T = TypeVar("T")
 MAX_COUNT = (1 << 63) - 1  # the largest int64; every count of ours fits
 MAX_SHOWN = 60  # characters of a value that an error quotes
 MAX_LINE = 200  # characters of another program's message
-LONGEST_END = 700  # characters of either end of a line that is printed
+LONGEST_END = 700  # characters kept at either end of a printed line
 
 
 class Fields:
@@ -132,7 +133,7 @@ class Fields:
 
 
 def _plain(value: object) -> object:
-    """A Python value; numbers in GGUF keys are numpy's, which the command line imports late."""
+    """A Python value. Numbers in GGUF keys are numpy's, which the command line imports late."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 

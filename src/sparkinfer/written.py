@@ -1,6 +1,7 @@
-"""The output of a conversion, and how to read it back under the source's own names and order.
+"""The output of a conversion, and how to read it back with the source's names and in its layout.
 
-`convert` creates it and `profile` checks it, so that neither imports the other."""
+It is here so that `convert`, which makes it, and `profile`, which checks it, need not import each
+other."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,9 +26,9 @@ class Written:
     """`source` is a checkpoint folder or a GGUF; `path` is where the file is before it is renamed
     to `output`.
 
-    `restored` yields the source's tensors except predictors and limits (of a fused one, each part),
-    and raises SparkinferError for one whose values differ from the source's by more than the
-    rounding of its type."""
+    `restored` yields the tensors of the source that the file was made from (of a fused one, each
+    part), except predictors and limits. It raises SparkinferError for one whose values differ from
+    the source's by more than the rounding of its type."""
 
     source: Path
     path: Path

@@ -81,7 +81,8 @@ class FakeCuda:
         return start, partial(self._unpinned, start, size)
 
     def _unpinned(self, start: int, size: int) -> None:
-        """torch keeps the memory for its next pinned tensor, which may be written at once."""
+        """Marks the memory as unused. torch keeps it for its next pinned tensor, which may be
+        written at once."""
         if not self.is_over:
             library.load().fakeBlock(start, size, 0)
             self.unused.add(start)
@@ -176,7 +177,7 @@ class Stream:
         return hash((self.device, self.cuda_stream))
 
     def _call(self, name: str, *arguments: object) -> None:
-        with ACTIVE[-1].on_device(self.device.index):  # stream 0 is its default stream
+        with ACTIVE[-1].on_device(self.device.index):  # handle 0: its default stream
             library.call(name, *arguments)
 
     def synchronize(self) -> None:

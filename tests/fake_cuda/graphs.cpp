@@ -189,7 +189,7 @@ int cudaGraphLaunch(void* exec, void* handle) {
   if (!graph) return last_status;
   Stream* stream = stream_of("cudaGraphLaunch", handle);
   if (!stream) return last_status;
-  // CUDA would add a child graph to the capture, which sparkinfer never does.
+  // CUDA would add the graph to the capture as a child; sparkinfer never launches one there.
   if (const int status = refused_if_captured("cudaGraphLaunch", *stream)) return status;
   if (const int status = may_submit("cudaGraphLaunch", *stream)) return status;
   return launch(*graph, *stream);
@@ -215,7 +215,7 @@ int cudaGetLastError() {
   return found;
 }
 
-// Forgets everything. Earlier graphs, streams and events must not be used any more.
+// Resets the runtime. Graphs, streams and events made before must not be used any more.
 void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
   auto& s = state();
   std::lock_guard<std::recursive_mutex> guard(s.mutex);

@@ -60,8 +60,9 @@ def _launch(
 
 
 def launched_slots(kernels: SlotKernels) -> SlotKernels:
-    """The kernels of the neuron cache. `scatter` writes what its launch declares or, if nothing is
-    declared, the targets in `copies_C4`, which it reads after a synchronisation."""
+    """Wraps the kernels of the neuron cache. `scatter` counts as writing what its launch declares
+    or, outside of a declared launch, the targets in `copies_C4`, which are read after a
+    synchronisation."""
 
     def scatter(staging_B: Tensor, copies_C4: Tensor, most_bytes: int) -> None:
         ranges = [range_of(t, is_written=False) for t in (staging_B, copies_C4)]

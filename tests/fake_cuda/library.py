@@ -50,8 +50,8 @@ def _built(name: str, source: Path, options: Sequence[str]) -> Path:
         made = Path(folder, name)
         command = ["c++", "-shared", "-fPIC", "-Wall", "-Wextra", str(source), *options]
         subprocess.run([*command, "-o", str(made)], check=True)
-        # Another process may have loaded its own build: a file that is replaced while it is loaded is
-        # not found by its name.
+        # os.link does not replace a build that another process has made and loaded meanwhile: a
+        # loaded file that is replaced is not found by its name.
         with suppress(FileExistsError):
             os.link(made, target)
     return target

@@ -49,8 +49,8 @@ int run(Operation& op) {
   return status;
 }
 
-// Runs operations in random order until all of `wanted`, which includes those that they follow,
-// have run. In half of the calls, chosen at random, others run too.
+// Runs operations in random order until all of `wanted`, which includes their predecessors, have
+// run. In half of the calls, chosen at random, others run too.
 void drain(const std::vector<uint64_t>& wanted) {
   auto& queue = state().queue;
   const bool runs_others = state().random() % 2;
