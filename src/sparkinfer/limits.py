@@ -181,8 +181,8 @@ class Limits:
 def check_made_with(
     sha256: str | None, path: Path, limits: Limits, source: Path, again: str
 ) -> None:
-    """Raises SparkinferError unless `sha256`, which an artifact at `path` names (None: no limits), is
-    that of the limits of the model file at `source`; `again` tells the user what to do."""
+    """Raises SparkinferError unless `sha256`, which an artifact at `path` names (None: no limits),
+    is that of the limits of the model file at `source`; `again` tells the user what to do."""
     if sha256 == limits.sha256:
         return
     made = "without limits" if sha256 is None else f"with limits {sha256[:12]}"

@@ -132,8 +132,9 @@ class ModelFile:
                    on_bytes=on_bytes, check=check)  # fmt: skip
 
     def validate(self) -> None:
-        """Raises SparkinferError unless all required tensors and no unknown ones are there, in valid
-        shapes and types, and limits, options, rotary factors and predictors fit the model."""
+        """Raises SparkinferError unless all required tensors and no unknown ones are there, in
+        valid shapes and types, and limits, optional tensors, rotary factors and predictors are
+        valid for the model."""
         self._check_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())

@@ -163,7 +163,7 @@ class Predictors:
     # thresholds; {}: unknown.
     quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
     arithmetic: str | None = None  # in which they were trained; None: unknown
-    # Limits.sha256 of the limits by which neurons fired when they were trained; None: no limits.
+    # Limits.sha256 of the model's limits when these were trained; None: it had none.
     limits: str | None = None
 
     @classmethod

@@ -40,7 +40,7 @@ class _Handler:
         raise Interrupted(MESSAGE, number)
 
     def count_as_taken(self) -> None:
-        """Another handler has taken a signal, so those that come together with it change nothing."""
+        """Notes that another handler took a signal, so that those that come with it are ignored."""
         self.told_at = time.monotonic()
 
     def watch(self, pipe: int) -> None:

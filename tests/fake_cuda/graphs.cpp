@@ -247,7 +247,7 @@ void fakeReset(int num_devices, size_t bytes, uint64_t seed) {
 
 void fakeCheckRaces(int checks) { state().checks_races = checks != 0; }
 
-// Lets a process clean up, also after a failure of the device: drops queued operations and captures.
+// Lets a process clean up even after a failure of the device: drops queued operations and captures.
 void fakeForgive() {
   auto& s = state();
   std::lock_guard<std::recursive_mutex> guard(s.mutex);

@@ -124,7 +124,8 @@ static int release(const char* name, void* pointer, Place place) {
   auto found = s.regions.find((char*)pointer);
   if (found == s.regions.end() || found->second.place != place)
     return violation(kInvalidValue, "%s: %p is %s", name, pointer,
-                     s.freed.count((char*)pointer) ? "freed already" : "nothing that was allocated so");
+                     s.freed.count((char*)pointer) ? "freed already"
+                                                   : "not the start of an allocation of its kind");
   const Region region = found->second;
   if (const int status = complete_device(region.device)) return status;  // CUDA waits, too
   s.regions.erase((char*)pointer);
