@@ -1,4 +1,4 @@
-"""Cases for the tests of bench; their files are in bench_fixtures."""
+"""A configuration and a mark for the tests of bench; bench_fixtures makes their files."""
 
 from pathlib import Path
 

@@ -49,7 +49,7 @@ from sparkinfer.typed import shown
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
-TEMPLATES_KEY = "tokenizer.chat_templates"  # the names
+TEMPLATES_KEY = "tokenizer.chat_templates"  # the names of the named ones
 END_KEY = "tokenizer.end_token_ids"
 SPLIT_ARCHITECTURE = "sparkinfer-split"  # in split files, which are GGUF too
 Shapes = dict[str, tuple[int, ...]]

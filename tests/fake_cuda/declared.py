@@ -1,4 +1,4 @@
-"""Passes the runtime's declarations on to the fake CUDA: the memory of host functions, which CUDA
+"""Passes sparkinfer's declarations on to the fake CUDA: the memory of host functions, which CUDA
 cannot see, and that of kernels, whose declarations must cover what they access."""
 
 from collections.abc import Iterator

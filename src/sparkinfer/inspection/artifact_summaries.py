@@ -69,7 +69,7 @@ class PredictorsSummary:
     num_layers: int
     width: int
     num_neurons: int
-    type_L: tuple[str, ...]  # of the matrices
+    type_L: tuple[str, ...]  # of each layer's matrices
     has_biases: bool
     weight_bytes: int  # in these types
 
