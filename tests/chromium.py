@@ -38,7 +38,7 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         path = found_browser()
         assert path is not None
-        # The browser reads from descriptor 3 and writes to 4; its ends of the pipes are moved there.
+        # The browser reads from descriptor 3 and writes to 4: its pipe ends are moved there.
         reading, self._write_end = os.pipe()
         self._read_end, writing = os.pipe()
         theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reading, writing)]

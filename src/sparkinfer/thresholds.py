@@ -21,13 +21,13 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
     profile = Profile.load(path)
     if profile.limits is not None:
         raise SparkinferError(
-            f"{path}: firings were counted by the limits of a model file, so it has no thresholds to"
-            " take; leave it out"
+            f"{path}: firings were counted by the limits of a model file, so it has no thresholds"
+            " to take; leave it out"
         )
     if any(layer.gate_F is not None for layer in model.limits.layers):
         raise SparkinferError(
-            f"{path}: thresholds are for a model without limits of gates, but {model.path} has some;"
-            " leave the profile out, or give the model that it was made from"
+            f"{path}: thresholds are for a model without limits of gates, but {model.path} has"
+            " some; leave the profile out, or give the model that it was made from"
         )
     if profile.model_id != model.model_id:
         raise SparkinferError(

@@ -30,8 +30,8 @@ KNOWN = (
 
 
 def inspect_file(path: Path) -> Summary:
-    """The summary of a file. Raises SparkinferError for a folder, and for a file that is incomplete,
-    unreadable or of no known kind."""
+    """The summary of a file. Raises SparkinferError for a folder, and for a file that is
+    incomplete, unreadable or of no known kind."""
     if path.is_dir():
         raise SparkinferError(f"{path}: is a folder without config.json; wanted a {KNOWN}")
     require_file(path, KNOWN)
