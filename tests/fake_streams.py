@@ -33,15 +33,15 @@ class Operation:
 
 @dataclass
 class FakeDevice:
-    """Makes streams. When one is waited for, only what certainly comes before its end is run; the
-    rest stays for later, and is compared with what is submitted then."""
+    """Makes streams. Waiting for one runs only the operations that certainly come before its end.
+    The others stay queued, and are checked for races with those that are submitted later."""
 
     seed: int = 0
     dropped: int | None = None  # the index of a wait that is ignored
     queues: list[list[Operation]] = field(default_factory=list)
     log: list[Operation] = field(default_factory=list)
     num_waits: int = 0
-    has_steps: bool = False  # which begin by following torch's stream
+    has_steps: bool = False  # steps submit the work; each begins by following torch's stream
 
     def stream(self) -> "FakeStream":
         self.queues.append([])
@@ -60,8 +60,8 @@ class FakeDevice:
         )
 
     def drain(self, limits: dict[int, int] | None = None) -> None:
-        """Runs the operations whose numbers are below their stream's limit (None: all operations),
-        each time a random one of those that can run."""
+        """Checks all queued operations for races. Then runs those whose numbers are below their
+        stream's limit (None: all), each time a random one of those that can run."""
         check_races([operation for queue in self.queues for operation in queue])
         queues = [
             [o for o in queue if limits is None or o.number < limits.get(stream, 0)]
@@ -94,7 +94,7 @@ class FakeStream:
     def __init__(self, device: FakeDevice, number: int) -> None:
         self.device, self.number, self.count = device, number, 0
         self.clock: dict[int, int] = {}
-        self.follows = False  # torch's stream, which has weights and prompts
+        self.follows = False  # whether it follows torch's stream, on which weights and prompts are
 
     def launch(self, run, *, reads, writes) -> None:
         self._submit("kernel", run, reads, writes)
@@ -146,7 +146,7 @@ class FakeStream:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from a tensor's first byte to past its last."""
+    """(address of a tensor's first byte, address after its last); zeros for an empty tensor."""
     if not tensor.numel():
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Commands that write artifacts, on inputs so small that a run takes a fraction of a second."""
+"""Commands that write artifacts, and tiny inputs for them."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`arguments` has {in} and {out} for the folders of inputs and outputs. `state` lists the names
-    next to the outputs from which the same command resumes."""
+    """`arguments` has {in} and {out} for the folders of inputs and outputs. `state` lists what
+    an ended command may leave beside the outputs, for the same command to resume from."""
 
     name: str
     arguments: str
@@ -128,9 +128,9 @@ def make_inputs(folder: Path) -> None:
 
 
 def prepare() -> None:
-    """Makes commands save their state often, replaces measurements of the machine, which take long, by
-    fixed figures, and imports everything that a command imports."""
-    import encodings.unicode_escape  # noqa: F401  # by jinja2, when it reads its first template
+    """Makes commands save their state often, replaces slow measurements of the machine
+    with fixed figures, and imports beforehand what commands import."""
+    import encodings.unicode_escape  # noqa: F401  # imported by jinja2 with its first template
 
     import matplotlib.backends.backend_agg  # noqa: F401
     from models import make_machine

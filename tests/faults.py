@@ -6,12 +6,13 @@ an input that is truncated.
 Each case forks a process that runs a command, and one fault strikes at a random moment: after some
 time, at a file event, or when some bytes have been written. Afterwards every output must be the old
 or the new one (`content_of` leaves out what differs from run to run), and inputs must be unchanged
-unless one was truncated. Besides state to resume from, nothing may be left over, except partial files
-that the process could not remove (after SIGKILL, a truncated mapping or in a read-only folder).
-stderr must have no traceback, and if the command failed, its last line must say why. Then the same
-command runs without a fault: it must give the outputs of a run that never had one, and leave nothing
-over. Prints a line for each case that went wrong, and counts last. The full disk is a preloaded
-library (full_disk.c), which needs a C compiler."""
+unless one was truncated. Besides state to resume from, nothing may be left over, except temporary
+files (.partial, .old) that the process could not remove: after SIGKILL or a truncated mapping, or
+in a read-only folder. stderr must have no traceback, and if the command exits with an error, its
+last line must say why. Then the same command runs without a fault: it must give the outputs of a
+run that never had one, and leave nothing over. Prints a line for each case that went wrong, then a
+JSON object with counts. The full disk is emulated by a preloaded library (full_disk.c), which needs
+a C compiler."""
 
 import argparse
 import json
@@ -32,7 +33,7 @@ from pathlib import Path
 import full_disk
 from fault_commands import COMMANDS, Command, content_of, make_inputs, prepare
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks has no threads of torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process that forks must not have threads of torch
 NOBODY = 65534
 OLD = b"what was there before\n"
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT,
@@ -58,7 +59,7 @@ class Reference:
 class Fault:
     kind: str
     seconds: float | None = None  # until it strikes
-    event: int | None = None  # the file event at which it strikes; 0: by `count`
+    event: int | None = None  # the file event at which it strikes; 0: after `count` bytes
     count: int = (
         0  # bytes that may be written (to one file: "too large"), or that are left of the input
     )
@@ -118,7 +119,7 @@ class Case:
         return sorted(found + [path.name for path in inner])
 
     def run(self, fault: Fault | None) -> tuple[int, int, float]:
-        """(exit code, negative for a signal; file events, 0 if it did not end by itself; seconds)."""
+        """(exit code, negative for a signal; file events, 0 unless `main` returned; seconds)."""
         began = time.monotonic()
         sys.stdout.flush()
         (told, tell), (error, errors) = os.pipe(), os.pipe()
@@ -225,7 +226,7 @@ def _arm(case: Case, fault: Fault | None) -> list[int]:
 
 
 def reference_of(command: Command, inputs: Path, folder: Path) -> Reference:
-    """Two runs without a fault, which must agree."""
+    """Runs the command twice without a fault; both runs must give the same outputs."""
     found = []
     for _ in range(2):
         shutil.rmtree(folder, ignore_errors=True)
@@ -273,7 +274,7 @@ def codes_of(kind: str) -> set[int]:
 
 
 def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> list[str]:
-    """Damage that the fault must not do."""
+    """What went wrong: the exit code, the message, outputs, inputs or what is left over."""
     wrong, found, error = [], case.found(), case.stderr
     if code not in codes_of(fault.kind):
         wrong.append(f"exit code {code}")
@@ -284,7 +285,8 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
         lines[-1:] and ("sparkinfer" in lines[-1] or (code > 1 and lines[-1][0] == "["))
     ):  # fmt: skip
         wrong.append("no line says why")
-    # The default action of a signal ends the process before the command handles it, and afterwards.
+    # A signal's default action ends the process before the command handles signals (all outputs are
+    # old) or after it has finished (all are new).
     is_whole = code == 0 or (code < 0 and fault.kind != "kill" and found != case.old)
     for name, new in reference.outputs.items():
         allowed = [new] if is_whole else [new, case.old[name]]
@@ -308,7 +310,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
 
 
 def wrong_after(case: Case, reference: Reference) -> list[str]:
-    """Errors of the same command afterwards, without a fault."""
+    """Runs the same command again, without a fault; returns what went wrong."""
     case.restore()
     code, _, _ = case.run(None)
     wrong = [] if code == 0 else [f"then exit code {code}: {case.stderr[-300:]}"]
@@ -320,7 +322,7 @@ def wrong_after(case: Case, reference: Reference) -> list[str]:
 
 
 def run_cases(num_cases: int, seed: int, only: str | None = None) -> tuple[Counter, list[str]]:
-    """(counts by fault and exit, errors)."""
+    """(number of cases by fault and exit code, a line for each case that went wrong)."""
     counts: Counter = Counter()
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
@@ -355,14 +357,14 @@ def run_cases(num_cases: int, seed: int, only: str | None = None) -> tuple[Count
 
 
 def usable_faults() -> list[str]:
-    """The faults that this machine supports; reports the others."""
+    """The faults that this machine supports; prints the others."""
     kinds = [*FAULTS]
     if not full_disk.is_loaded():
         kinds.remove("disk full")
         print("skipped: disk full (no C compiler)")
     if os.geteuid() == 0 and not _nobody_reads():
         kinds.remove("read-only")
-        print("skipped: read-only (root writes everywhere, and nobody cannot read this tree)")
+        print("skipped: read-only (root writes everywhere; the user nobody cannot read this)")
     return kinds
 
 

@@ -1,10 +1,11 @@
 """Runs commands, and Python programs, as separate processes that are forked from one which has
 already imported their modules.
 
-A fresh process spends two seconds of a core on imports; a fork spends a hundredth of that. In all
-other respects a command behaves as with `python -m sparkinfer`, and a program as with `python -c`:
-it has its own pid, signals, exit code, files, environment and end. A program imports sparkinfer
-itself: only other packages are imported beforehand. Tests of the start itself use a fresh process.
+A fresh process spends two seconds of a core on imports; a fork spends a hundredth of that.
+Otherwise a command behaves as with `python -m sparkinfer`, and a program as with `python -c`: it
+has its own pid, signals, exit code, files and environment. A program imports sparkinfer itself,
+unless it asks for the server `fuzz`: the server `python` has imported only other packages. Tests of
+the start itself use a fresh process.
 
 Run as a program, this file is the server: it takes one connection per process, with its arguments
 and its three standard files, and answers with its pid and later its exit status."""
@@ -43,7 +44,7 @@ SERVERS = {
 }
 READY = b"ready\n"
 LONGEST = 1 << 20  # bytes of a request
-MOST_STDIN = 1 << 16  # what a pipe holds without a reader
+MOST_STDIN = 1 << 16  # bytes that a pipe holds without a reader
 # Variables that take effect only at the start of a process.
 AT_START = ("OMP_", "MKL_", "PYTHON", "LD_", "CUDA_", "TRITON_")
 
@@ -77,7 +78,7 @@ def _started(kind: str) -> Path:
 
 
 class Forked:
-    """A running command with these arguments, or a program with this code. `files` are its stdin,
+    """A running command with these arguments, or program if `code` is given. `files` are its stdin,
     stdout and stderr; `server` is one of SERVERS."""
 
     def __init__(
@@ -136,8 +137,8 @@ def _run(
     cwd: Path | None = None, env: Mapping[str, str] | None = None, text: bool = True,
     timeout: float = 120.0, server: str | None = None,
 ) -> subprocess.CompletedProcess:  # fmt: skip
-    """`stdin` is bytes for a pipe, or a file's descriptor; bytes of the output that are not text are
-    replaced."""
+    """`stdin` is bytes for a pipe, or a file's descriptor. With `text`, output that is not UTF-8 is
+    replaced; without it, the output is bytes."""
     arguments = [os.fspath(word) if isinstance(word, Path) else str(word) for word in words]
     read, write = os.pipe()
     if isinstance(stdin, bytes):
@@ -180,7 +181,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _attend(connection: socket.socket) -> NoReturn:
-    """Starts a command and reports its status when it has ended."""
+    """Starts a command or program, and reports its status when it has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, files, _, _ = socket.recv_fds(connection, 4, 3)
     content = connection.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
@@ -229,7 +230,7 @@ def _end_with(run: Callable[[], int]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-    except Exception:  # an interpreter catches everything
+    except Exception:  # reported, as by an interpreter
         traceback.print_exc()
         code = 1
     # An interpreter that ends normally destroys all objects, which would copy the server's pages.
@@ -242,7 +243,7 @@ def _end_with(run: Callable[[], int]) -> NoReturn:
 def _start(path: str, modules: list[str]) -> None:
     for name in modules:
         __import__(name)
-    gc.freeze()  # a collection in a fork would copy them all
+    gc.freeze()  # a collection in a fork would copy the pages of all objects
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(16)

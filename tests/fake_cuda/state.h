@@ -1,6 +1,6 @@
 // The state of the fake CUDA runtime: memory, streams, events, captures, graphs and queued
 // operations. A device is the CPU, and its memory is ordinary memory; an operation runs when
-// something waits for it, or at random earlier, in any order that streams and events allow.
+// something waits for it, or earlier at random, in any order that streams and events allow.
 
 #pragma once
 
@@ -54,7 +54,7 @@ struct Region {  // from cudaMalloc, cudaHostAlloc or cudaHostRegister
   uint64_t id;
 };
 
-struct Block {  // a part of a region that an allocator above this runtime has handed out
+struct Block {  // a part of a region that an allocator has handed out or taken back
   size_t bytes;
   uint64_t id;
   bool is_live;
@@ -81,7 +81,7 @@ using WorkPtr = std::shared_ptr<Work>;
 struct Operation {
   WorkPtr work;
   std::vector<uint64_t> deps;
-  std::vector<uint64_t> ancestors;  // bits by id - base
+  std::vector<uint64_t> ancestors;  // bit i: the operation with id base + i
   bool is_done = false;
   bool is_known = false;  // the host has waited for it
 };
@@ -94,8 +94,8 @@ struct Node {
 struct Graph {
   std::vector<Node> nodes;
   bool is_alive = true;
-  int omitted = -1;                  // an edge that is left out, by its number
-  std::set<uint64_t> last_launch;    // launches of one graph follow one another
+  int omitted = -1;                  // number of the edge that launches leave out; -1: none
+  std::set<uint64_t> last_launch;    // operations of the last launch, which the next one follows
 };
 
 struct Stream;
@@ -104,7 +104,7 @@ struct Capture {
   Stream* origin;
   int mode;
   std::thread::id thread;
-  std::string broken_by;  // the first message that invalidated it
+  std::string broken_by;  // the message of the violation that invalidated it; empty: none did
   std::vector<Node> nodes;
   bool is_active = true;
 };
@@ -114,7 +114,7 @@ struct Stream {
   bool is_blocking = false, is_alive = true;
   std::set<uint64_t> frontier;  // operations that the next one follows
   std::shared_ptr<Capture> capture;
-  std::set<int> captured;  // the same among the capture's nodes
+  std::set<int> captured;  // nodes of the capture that the next one follows
 };
 
 struct Event {
@@ -133,14 +133,14 @@ struct State {
   std::map<char*, Region> regions;
   std::map<char*, Block> blocks;
   std::map<char*, size_t> freed;
-  std::map<void*, std::vector<Use>> declared;  // by a host function's argument
+  std::map<void*, std::vector<Use>> declared;  // what a host function accesses, by its argument
   std::map<void*, std::unique_ptr<Stream>> streams;
   std::vector<Stream> legacy;
   std::map<void*, std::unique_ptr<Event>> events;
   std::map<void*, std::unique_ptr<Graph>> graphs, execs;
   std::vector<std::shared_ptr<Capture>> captures;
   std::deque<Operation> queue;
-  uint64_t base = 0;  // the first operation of the queue
+  uint64_t base = 0;  // id of the first operation of the queue
   uint64_t next_id = 1;
   std::mt19937_64 random;
   bool checks_races = true;

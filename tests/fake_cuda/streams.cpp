@@ -1,4 +1,4 @@
-// Streams and events, and the work that streams take: kernels, copies, host functions.
+// Devices, streams and events, and the work that streams take: kernels, copies, host functions.
 
 #include <algorithm>
 #include <cstring>
@@ -295,12 +295,12 @@ int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int, void* s
     return 0;
   };
   const int status = submit(*stream, std::move(work));
-  return status || !is_pageable ? status : complete(stream->frontier);  // as CUDA does
+  return status || !is_pageable ? status : complete(stream->frontier);  // CUDA may wait, too
 }
 
 // Submits a kernel: `function(argument)`, which accesses these ranges of memory and returns 0 if it
-// succeeds. `forget(argument)` is called once no queue or graph holds the kernel any more; at once if
-// it is refused.
+// succeeds. `forget(argument)` is called once no queue, capture or graph holds the kernel any more;
+// at once if it is refused.
 int fakeLaunchKernel(const char* name, void* stream_handle, int (*function)(int64_t), int64_t argument,
                      void (*forget)(int64_t), int count, char** starts, const int64_t* bytes,
                      const int* is_write) {

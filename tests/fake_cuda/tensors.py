@@ -1,10 +1,10 @@
 """Tensors on a fake CUDA device, for a build of torch without CUDA.
 
 A DeviceTensor reports cuda:n as its device; its memory comes from the fake runtime. torch passes
-every operation on it to `Dispatch`, which does what torch does on a GPU: views at once, everything
-else as a kernel on the current stream of the tensor's device, which runs late. Operations that wait
-for a real device also wait here (`item`, copies to and from the host, results whose size depends on
-values)."""
+every operation on it to `Dispatch`, which does what torch does on a GPU. Views are made at once;
+copies between devices or with the host are cudaMemcpyAsync, and other operations are kernels: both
+are submitted to the device's current stream and run late. Operations that wait for a real device
+also wait here (`item`, blocking copies, results whose size depends on values)."""
 
 import ctypes
 import weakref
@@ -24,7 +24,7 @@ _EMPTY = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_stride
 
 
 class Owner(Protocol):
-    """What tensors need of the devices; devices.FakeCuda has it."""
+    """What tensors need of the devices; devices.FakeCuda implements it."""
 
     def allocate(self, device: int, num_bytes: int) -> tuple[int, Callable[[], None]]:
         """(address, function that frees it) of memory for a tensor on the device's current
@@ -84,7 +84,7 @@ def shaped(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """The tensor's memory for the CPU; a kernel that uses it does not keep it from being freed."""
+    """A CPU tensor on the same memory. It does not keep that memory from being freed."""
     tensor = memory_of(tensor)
     start, stop = span(tensor)
     return shaped(at_address(start, stop - start), tensor) if start else torch.empty_like(tensor)
@@ -146,7 +146,7 @@ class Dispatch(TorchDispatchMode):
         if is_view(func):
             base = next(device_tensors(args))
             index = base.device.index
-            with torch.inference_mode(base.is_inference()):  # like any tensor's view
+            with torch.inference_mode(base.is_inference()):  # as its views are
                 found = func(*mapped(memory_of, args), **kwargs)
                 return mapped(lambda view: DeviceTensor(view, index), found)
         device = kwargs.get("device")
@@ -191,8 +191,8 @@ class Dispatch(TorchDispatchMode):
         return result
 
     def _waiting(self, func: Any, name: str, index: int, args: Any, kwargs: Any) -> Any:
-        """Runs an operation whose result has a size, or is a Python value, that depends on
-        values."""
+        """Waits for the device, then runs an operation that returns a Python value, or whose
+        result's size depends on values."""
         self.waited.append(name)
         self._wait(index)
         found = compute(func, name, *mapped(memory_of, (args, kwargs)))
@@ -205,7 +205,8 @@ class Dispatch(TorchDispatchMode):
         return made
 
     def _index(self, name: str, args: Any, kwargs: Any) -> int:
-        """The device of an operation, on which all its tensors must be."""
+        """The device of an operation. All its tensors must be there, except CPU tensors without
+        dimensions."""
         devices = {t.device.index for t in device_tensors((args, kwargs))}
         device = kwargs.get("device")
         if device is not None:
@@ -271,7 +272,7 @@ class Dispatch(TorchDispatchMode):
 
     def _copy_bytes(self, target: Tensor, source: Tensor, index: int, non_blocking: bool) -> None:
         is_between = target.device.type == source.device.type == "cuda"
-        if is_between:  # on the source's stream, which takes turns with the target's
+        if is_between:  # on the source's stream, after the target's, which then waits for it
             theirs, mine = map(torch.cuda.current_stream, (source.device, target.device))
             theirs.wait_stream(mine)
             index = source.device.index

@@ -28,7 +28,7 @@ from sparkinfer.runtime.weights import gpu_products
 
 
 def _cudart() -> SimpleNamespace:
-    """torch._C._cudart: statuses are returned, not raised."""
+    """What torch.cuda.cudart() returns: functions that return a status and raise nothing."""
     runtime = library.load()
     return SimpleNamespace(
         cudaHostRegister=runtime.cudaHostRegister, cudaHostUnregister=runtime.cudaHostUnregister
@@ -36,7 +36,7 @@ def _cudart() -> SimpleNamespace:
 
 
 class _Generator(torch.Generator):
-    """Gives a device the CPU's random numbers."""
+    """Makes a generator of the CPU where one of a CUDA device is asked for."""
 
     def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]
         is_fake = torch.device(device).type == "cuda"
@@ -134,7 +134,7 @@ def _run_in(dispatch: Dispatch) -> Callable[[threading.Thread], None]:
     run = threading.Thread.run
 
     def in_mode(thread: threading.Thread) -> None:
-        torch._C._set_only_lift_cpu_tensors(True)  # a thread's own, too
+        torch._C._set_only_lift_cpu_tensors(True)  # this flag, too, is per thread
         with dispatch:
             run(thread)
 
