@@ -3,15 +3,16 @@ outcomes.
 
     import fuzz; fuzz.main() with arguments INPUTS WORK LIMIT_S KIND:START:STOP ...
 
-A case is a kind and a number: the number is the seed of its damage, so it is the same every time.
-Kinds are those of fuzz_readers and fuzz_odd, whose files must be refused or read as valid ones;
-those of fuzz_meaning, which must be refused; those of fuzz_pairs, which must be refused if anything
-shows that the two files do not belong together; and `found`, the files of fuzz_corpus. INPUTS holds
-valid files (see fuzz_inputs). The first line on stdout is `ready`. Each case has a line with its
-kind, number and outcome; with a guide, a line with newly reached lines of code may come before it.
-The last line has the processor time. `refused` (a SparkinferError of one line, nothing left behind)
-and `done` are right, everything else is wrong. A case that takes over LIMIT_S or kills the process
-has no line; one that takes over 1 GiB of memory ends in MemoryError, or kills the process."""
+A case is a kind and a number. The number is the seed of its damage, so a case is the same every
+time (with a guide: for the same guide). Kinds are those of fuzz_readers and fuzz_odd, whose files
+must be refused or read as valid ones; those of fuzz_meaning, which must be refused; those of
+fuzz_pairs, which must be refused if anything shows that the two files do not belong together; and
+`found`, the files of fuzz_corpus. INPUTS holds valid files (see fuzz_inputs). The first line on
+stdout is `ready`. Each case has a line with its kind, number and outcome; with a guide, a line with
+newly reached lines of code may come before it. The last line has the processor time. `refused` (a
+SparkinferError of one line, nothing left behind) and `done` are right, everything else is wrong. A
+case that takes over LIMIT_S seconds or kills the process has no line, and ends the output; one that
+takes over 1 GiB of memory ends in MemoryError, or kills the process."""
 
 import contextlib
 import ctypes
@@ -41,8 +42,8 @@ MEMORY_BYTES = 1 << 30
 GUIDE = "guide.json"  # beside the folder WORK
 NEW = "new"  # begins the line about lines that a case was the first to reach
 USED = "used"  # begins the last line of a child: the processor time of its cases
-READY = "ready"  # the first line of a child, which has read the whole inputs
-MAX_LINE = 1000  # characters of a refusal
+READY = "ready"  # the first line of a child, printed when it has read the undamaged inputs
+MAX_LINE = 1000  # a refusal must have fewer characters
 # KIND/NAME.refused and KIND/NAME.done: cases that once ended otherwise.
 FOUND = sorted(path for path in (Path(__file__).parent / "fuzz_corpus").glob("*/*"))
 
@@ -50,7 +51,8 @@ FOUND = sorted(path for path in (Path(__file__).parent / "fuzz_corpus").glob("*/
 
 
 def damaged(inputs: Path, kind: str, number: int, before: Chain = ()) -> tuple[str, bytes]:
-    """The name and the content of the file of a case; `before` are damages that come first."""
+    """The name and the content of the file of a case; `before` are the numbers of damages that come
+    first."""
     target = KINDS[kind].target
     if kind == "pt" and number % 8 == 0:
         target, before = "config.json", ()
@@ -100,7 +102,8 @@ def replay(inputs: Path, kind: str, number: int, work: Path, before: Chain = ())
 
 
 def misbehave(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
-    """What the harness must catch: kinds of wrong outcomes, each at its number 2."""
+    """Wrong outcomes that the harness must catch: case 2 of each kind goes wrong, the others are
+    refused."""
     from sparkinfer.errors import SparkinferError
 
     if number == 2:
@@ -162,7 +165,7 @@ def runner_of(kind: str) -> Callable[[Path, str, int, Path, Chain], str]:
 
 
 def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
-    """Reads the whole inputs: a reader's imports do not count as a case's memory."""
+    """Reads the undamaged inputs, so that a reader's imports do not count as a case's memory."""
     found = {path.parent.name for path in FOUND} if "found" in kinds else set[str]()
     for kind in {*kinds, *found}:
         if kind in PAIRS:
@@ -174,7 +177,7 @@ def warm_up(inputs: Path, kinds: list[str], work: Path) -> None:
 
 
 def child(inputs: Path, limit_s: int, ranges: list[str], work: Path) -> None:
-    """Runs the cases; with a guide, reports each case that reaches lines new to it."""
+    """Runs the cases; with a guide, reports each case that reaches lines new to the guide."""
     guide = load(work.parent / GUIDE)
     with contextlib.redirect_stderr(io.StringIO()):
         warm_up(inputs, [text.split(":")[0] for text in ranges], work)
@@ -221,7 +224,7 @@ def run_cases(
 ) -> Outcomes:  # fmt: skip
     """The outcome of every case; a process that dies is replaced by another. `found_new` receives
     the lines that a case was the first to reach, if there is a guide beside `work`, and `used` the
-    processor's seconds of each process that lives to its end."""
+    processor seconds of the cases of each process that lives to its end."""
     outcomes: Outcomes = {}
     while len(outcomes) < sum(map(len, cases.values())):
         shutil.rmtree(work, ignore_errors=True)

@@ -19,7 +19,7 @@ ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 10**9, 2*
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
            "SparseLlamaForCausalLM", "BambooForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM",
            "FalconForCausalLM")  # fmt: skip
-# Optional keys, most of which change the graph of a config.json.
+# Optional keys; most of them change the model that a config.json describes.
 ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_token_id", "format")
 
 
@@ -27,7 +27,7 @@ ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_tok
 
 
 def mutated(raw: bytes, spots: list[tuple[int, int]], rng: random.Random) -> bytes:
-    """One to three damages, most of them within the spots (start, stop) that describe the rest."""
+    """Damages a file one to three times, each time in a random one of the spots (start, stop)."""
     data = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         start, stop = rng.choice(spots)
@@ -82,7 +82,8 @@ DAMAGES = (flip_bits, set_integer, change_field, change_number, truncate, splice
 
 
 def spots_of(path: Path) -> list[tuple[int, int]]:
-    """Where a file describes itself; the last spot is all of it."""
+    """The spots (start, stop) where a file describes itself, the likelier ones repeated; the last
+    is the whole file."""
     raw = path.read_bytes()
     whole = (0, len(raw))
     if path.suffix in (".safetensors", ".resume"):
@@ -127,12 +128,13 @@ def another_value(raw: bytes, rng: random.Random) -> bytes:
 
 
 def _odd(rng: random.Random) -> object:
-    """A copy: a second change may be inside the first."""
+    """One of ODD; a copy, because a second change may be inside the first."""
     return copy.deepcopy(rng.choice(ODD))
 
 
 def _places(value: object, most: int = 40) -> Iterator[tuple]:
-    """(object or list, key) of all values; of a long list or object the first and last few."""
+    """(object or list, key) of the values at any depth; of a long list or object, only the first
+    and last few."""
     keys = list(value) if isinstance(value, dict) else range(len(value))
     for key in [*keys[: most // 2], *keys[most // 2 :][-most // 2 :]]:
         yield value, key

@@ -1,5 +1,6 @@
-"""Further readers of the fuzz tests: files that are only shown or exported, models that are computed
-with, what `run` keeps in its cache, and what is read as text. Kinds are in fuzz_readers."""
+"""Further readers of the fuzz tests: of files that are only shown or exported, of models that are
+run or trained, of what `run` keeps in its cache, and of texts. fuzz_readers lists the kinds that
+use them."""
 
 import contextlib
 import io
@@ -20,7 +21,7 @@ def _refuse_constant(name: str) -> None:
 
 @contextlib.contextmanager
 def stdout_of_a_pipe() -> Iterator[None]:
-    """Redirects stdout into a buffer of UTF-8; raises for text that has no such encoding."""
+    """Redirects stdout into a UTF-8 buffer; raises for text that cannot be encoded."""
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="utf-8")) as written:
         yield
         written.flush()
@@ -39,8 +40,8 @@ def compute(case: Case) -> None:
 
 
 def stretch(case: Case) -> None:
-    """The same with positions scaled for texts longer than the model was trained on, where it allows
-    that."""
+    """Loads a model with the RoPE scaling of its file, none, linear or YaRN, and computes
+    logits."""
     from sparkinfer import Engine
 
     kind = (None, "none", "linear", "yarn")[case.number % 4]
@@ -59,7 +60,7 @@ def find_template(case: Case) -> None:
     codec = TextCodec.of(model)
     for name in (None, "tool_use"):
         with contextlib.closing(chat_template_of(model, codec, name)) as template:
-            if case.number % 50 == 1:  # it starts a process
+            if case.number % 50 == 1:  # rendering starts a process
                 codec.encode_rendered(template.render([{"role": "user", "content": "a"}]))
 
 
@@ -126,7 +127,8 @@ def inspect_and_export(case: Case) -> None:
 
 
 def export_split(case: Case) -> None:
-    """A plan with a damaged profile, as the model-split of SparkInfer or as PowerInfer's index."""
+    """Exports a plan with a damaged profile, as SparkInfer's model-split or as PowerInfer's
+    index."""
     from sparkinfer.export.export import ExportConfig, export
 
     plan = case.folder / "model.split.gguf"
@@ -142,7 +144,8 @@ def export_split(case: Case) -> None:
 
 
 def list_entry(case: Case) -> None:
-    """The folder of the cache is listed whatever its entry says, as ready if `run` would use it."""
+    """Lists a cache folder with a damaged entry: it is `ready` if and only if `run` would use
+    it."""
     from sparkinfer.run.cache_folder import read_entry
     from sparkinfer.run.housekeeping import list_cache
 
@@ -158,7 +161,7 @@ def list_entry(case: Case) -> None:
 
 
 def remember_rates(case: Case) -> None:
-    """Rates that cannot be read are forgotten, and measured ones are written beside the others."""
+    """Loads damaged rates, which must be positive or dropped, and stores a new one."""
     from sparkinfer.run.rates import Rates
 
     rates = Rates.load(case.folder, "m")
@@ -168,7 +171,7 @@ def remember_rates(case: Case) -> None:
 
 
 def read_verdicts(case: Case) -> None:
-    """Checks of a GPU that cannot be read count as none."""
+    """Reads checks of a GPU; unreadable ones count as none."""
     from sparkinfer.device_checks import read_checks
 
     found = read_checks(case.path)
@@ -189,7 +192,7 @@ def read_prompts(case: Case) -> None:
 
 
 def read_messages(case: Case) -> None:
-    """A corpus as chat messages, in the built-in template chatml."""
+    """Reads a corpus as chat messages, in the built-in template chatml."""
     from fuzz_readers import codec_of
 
     from sparkinfer.model_file import ModelFile

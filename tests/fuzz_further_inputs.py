@@ -1,5 +1,5 @@
-"""Whole inputs for the fuzz tests, besides those of fuzz_inputs: other families, rotations and
-tokenizers, what is exported, and what `run` keeps in its cache."""
+"""Whole inputs for the fuzz tests, besides those of fuzz_inputs: other families, RoPE scalings and
+tokenizers, exports, what `run` keeps in its cache, and texts."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.2, "rope_theta": 1e4}  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64, "rope_theta": 1e4}  # fmt: skip
-# Regular parts that are and are not lexemes, and rules that refer to each other.
+# Some regular parts become lexemes, others do not; rules refer to each other.
 RULES = r"""root ::= object | list+
 object ::= "{" pair ("," pair)* "}"
 pair ::= string ":" (object | number | "true" | "to" "go" | letters{2,5} "!")
@@ -53,7 +53,8 @@ KEY = DeviceKey(index=0, device="a GPU", capability="8.9", memory_bytes=1 << 30,
 
 
 def make_further(folder: Path) -> None:
-    """Uses what fuzz_inputs made: the checkpoints `safetensors`, `bin` and `silu`, and others."""
+    """Makes the inputs, partly from those of fuzz_inputs: the checkpoints `safetensors`, `bin` and
+    `silu`, and others."""
     _families(folder)
     _rotations(folder)
     _further_tokenizers(folder)
@@ -66,7 +67,7 @@ def _families(folder: Path) -> None:
         source = random_model(folder / name, config)
         if name != "qwen":
             shutil.copytree(source, folder / f"{name}-weights")
-        if name != "phi":  # whose model file is a llama's
+        if name != "phi":  # its model file has the architecture llama
             convert(ConvertConfig(source=source, output=folder / f"{name}-gguf" / "model.gguf"))
     shutil.copytree(folder / "safetensors", folder / "folder")
     whole = folder / "bin-index"
@@ -88,7 +89,7 @@ def _rotations(folder: Path) -> None:
 
 
 def _further_tokenizers(folder: Path) -> None:
-    """Scores of SentencePiece in a GGUF, unigrams, and templates with names."""
+    """Scores of SentencePiece in a GGUF, unigrams, templates with names, and models to train."""
     words = random_llama(folder / "words", has_tokenizer=False, num_hidden_layers=1, hidden_size=32,
                          intermediate_size=32, vocab_size=420)  # fmt: skip
     put_tokenizer(
@@ -110,7 +111,7 @@ def _further_tokenizers(folder: Path) -> None:
 
 
 def _without_whole_tokenizer(source: Path, path: Path) -> None:
-    """The model file with its tokenizer in llama.cpp's keys only."""
+    """Writes the model file with its tokenizer in llama.cpp's keys only."""
     from sparkinfer.model_file import TOKENIZER_KEY
 
     keys, tensors = read_gguf(source, "model")
@@ -134,7 +135,7 @@ def _unigram(vocab_size: int) -> Tokenizer:
 
 
 def _shown(folder: Path) -> None:
-    """Files of every kind that `inspect` shows, and exports for other engines."""
+    """Models and predictors that `inspect` shows, and exports for other engines."""
     for kind, source in (("shown", "run"), ("shown-theirs", "powerinfer")):
         shutil.copytree(folder / source, folder / kind)
     shutil.copytree(folder / "ours", folder / "shown-predictors")

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from fuzz_lines import Line
 
-MOST_SEEDS = 400  # of a kind
+MOST_SEEDS = 400  # per kind
 MOST_BEFORE = 5  # damages before the last one
 FROM_SEED = 0.6  # the share of cases that damage a seed further
 
-Chain = tuple[int, ...]  # numbers of damages, one after another, to the whole file
+Chain = tuple[int, ...]  # numbers of damages that a file gets one after another
 
 
 @dataclass(kw_only=True)
 class Known:
-    """The state of one kind of input: `cases` have run in `seconds`, of which the processor was used
-    for `cpu_seconds`, and `last_new` is the number of cases after which the last new line was
-    reached."""
+    """The state of one kind of input: `cases` have run in `seconds`; `cpu_seconds` is the processor
+    time of the processes that lived to their end. `last_new` is the number of cases after which the
+    last new line was reached."""
 
     lines: set[Line] = field(default_factory=set)
     seeds: list[Chain] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Known:
         return rng.choice(self.seeds)
 
     def note(self, number: int, before: Chain, new: Iterable[Line], position: int) -> None:
-        """Records that a case reached new lines; `position` counts the cases of the kind."""
+        """Records that a case reached new lines; it was number `position` of its kind, from 1."""
         self.lines |= {(str(name), int(line)) for name, line in new}
         self.last_new = max(self.last_new, position)
         if len(before) < MOST_BEFORE and len(self.seeds) < MOST_SEEDS:

@@ -91,7 +91,7 @@ def _checkpoints(folder: Path) -> None:
 
 
 def predictors_of(model: ModelFile, limits: Limits | None = None, **changes: object) -> Predictors:
-    """Predictors of rank 4, all ones, for a model with these limits."""
+    """Predictors of rank 4, with all weights 1, for a model with these limits."""
     shape, num_layers = model.shape, model.shape.num_layers
     down, up = np.ones((4, shape.width), np.float32), np.ones((shape.num_neurons, 4), np.float32)
     info = {"kind": "linear", "rank_L": (4,) * num_layers, "threshold_L": (0.0,) * num_layers,
@@ -117,7 +117,7 @@ def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.0
 
 
 def _model_files(folder: Path) -> None:
-    """plain.gguf (ReLU), silu.gguf, those with predictors and limits, and those of other layouts."""
+    """plain.gguf (ReLU), silu.gguf, files with predictors and limits, files of other layouts."""
     convert(ConvertConfig(source=folder / "safetensors", output=folder / "plain.gguf"))
     predictors_of(ModelFile.load(folder / "plain.gguf")).save(folder / "ours" / FILE_NAME)
     for kind in ("gguf", "stock", "run", "theirs", "powerinfer"):
@@ -146,7 +146,7 @@ def _model_files(folder: Path) -> None:
 
 
 def _artifacts(folder: Path) -> None:
-    """A profile, a plan with its profile, a machine, limits, and saved states of runs."""
+    """Profiles, a plan, machines, limits, reports, and saved states of runs."""
     plain, silu = (ModelFile.load(folder / f"{name}.gguf") for name in ("plain", "silu"))
     for kind in ("profile", "machine", "figures", "thresholds", "merge", "resume", "prompt",
                  "conversation", "limits", "comparison", "told"):  # fmt: skip
@@ -208,7 +208,7 @@ def _written_reports(folder: Path) -> None:
 
 
 def _tokenizers(folder: Path) -> None:
-    """Folders of a SiLU model with tokenizers of each kind of file."""
+    """Folders of the SiLU model, with each kind of tokenizer file."""
     ignored = shutil.ignore_patterns("tokenizer*", "*.jinja")
     for kind in ("tokenizer", "tokens", "special", "generation", "template"):
         shutil.copytree(folder / "silu", folder / kind)

@@ -22,7 +22,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """`target` is the file that is damaged; `is_values`: by its JSON values and not its bytes."""
+    """`target` is the file that is damaged; `is_values`: in its JSON values, not its bytes."""
 
     target: str
     read: Callable[[Case], object]

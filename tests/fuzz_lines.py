@@ -1,5 +1,5 @@
-"""Which lines of the readers a case executes, so that fuzz_long can vary cases that reached new
-lines, and list the lines that no case has reached.
+"""Finds the lines of the readers that a case executes, so that fuzz_long can vary cases that
+reached new lines, and list the lines that no case has reached.
 
 Only functions are traced, and each of them only until all of its lines have been seen."""
 
@@ -29,7 +29,7 @@ READERS = (
 )  # fmt: skip
 IS_FUNCTION = 1  # the flag of code that has its own variables: neither a module nor a class
 
-Line = tuple[str, int]  # a file's name below the repository, and a number
+Line = tuple[str, int]  # a file's path in the repository, and a line number
 
 
 @cache
@@ -42,7 +42,7 @@ def root() -> Path:
 
 @cache
 def reader_files() -> dict[str, str]:
-    """Names below the repository, by whole path."""
+    """The paths of the readers' files in the repository, by absolute path."""
     found = sorted({path for pattern in READERS for path in root().glob(pattern)})
     return {str(path): str(path.relative_to(root())) for path in found}
 
@@ -53,7 +53,7 @@ def lines_of(code: types.CodeType) -> set[int]:
 
 
 def all_lines() -> set[Line]:
-    """What cases could reach: the lines of all functions of the readers."""
+    """The lines that cases could reach: those of all functions of the readers."""
     found: set[Line] = set()
     for path, name in reader_files().items():
         module = compile(Path(path).read_text(), path, "exec")
@@ -71,12 +71,13 @@ def _functions(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class Lines:
-    """Collects lines that are not known yet, in all threads, while it is entered."""
+    """Collects lines that are not known yet, in this thread and those started while it is
+    entered."""
 
     def __init__(self, known: set[Line]) -> None:
         self._known = known
         self._left: dict[int, set[int]] = {}  # by the code's id: lines that were not reached
-        self._codes: list[types.CodeType] = []  # kept, so that ids stay theirs
+        self._codes: list[types.CodeType] = []  # kept alive, so that their ids are not reused
         self._new: set[Line] = set()
 
     def take(self) -> set[Line]:

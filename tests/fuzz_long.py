@@ -1,12 +1,13 @@
-"""Long fuzzing: cases of all kinds with numbers that no test has, guided by the lines they reach.
+"""Long fuzzing: cases of all kinds with numbers that no test uses, guided by the lines they reach.
 
     python tests/fuzz_long.py --minutes 60 [--only KIND]... [--start 1000000] [--keep FOLDER]
 
-Kinds take turns, some cases each, until the time is over. A case that reaches a line of the readers
-which none of its kind reached before is damaged further by later ones (fuzz_lines, fuzz_guide). What
-is known stays in FOLDER/guide.json, and another run goes on from there. It prints for each kind how
-many cases were refused, done and wrong, and after how many the last new line was reached, and keeps
-the file of each wrong case with its outcome. It exits with 1 if any was wrong in this run."""
+Kinds take turns, a batch of cases each, until the time is over. If a case reaches a line of the
+readers that none of its kind reached before, later cases may damage its file further (fuzz_lines,
+fuzz_guide). What is known stays in FOLDER/guide.json, and another run goes on from there. It prints
+for each kind how many cases were refused, done and wrong, and after how many the last new line was
+reached, and keeps the outcome of each wrong case, with its file unless it is a pair. It exits with
+1 if any was wrong in this run."""
 
 import argparse
 import shutil
@@ -20,7 +21,7 @@ from fuzz_guide import Chain, Known, load, save
 
 TESTS = Path(__file__).parent
 LIMIT_S = 30  # per case, on a machine that may be busy
-OVERDUE = "died (-14)"  # by its alarm; such a case is tried once more
+OVERDUE = "died (-14)"  # killed by its alarm; such a case is tried once more
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=1_000_000, help="the first number")
     parser.add_argument("--batch", type=int, default=400, help="cases of a kind in a process")
     parser.add_argument("--keep", type=Path, default=TESTS.parent / "build" / "fuzz")
-    parser.add_argument("--missed", action="store_true", help="list the lines that none reached")
+    parser.add_argument("--missed", action="store_true", help="list lines that no case reached")
     asked = parser.parse_args()
     asked.keep.mkdir(parents=True, exist_ok=True)
     known = load(asked.keep / "guide.json")
@@ -47,7 +48,7 @@ def main() -> int:
 def fuzz(
     kinds: list[str], asked: argparse.Namespace, folder: Path, known: dict[str, Known]
 ) -> tuple[int, int]:
-    """(the first number that was not used, wrong cases); what was found goes into `known`."""
+    """(the first number that was not used, number of wrong cases); updates `known`."""
     from fuzz_inputs import make_inputs
 
     make_inputs(folder / "inputs")
@@ -131,9 +132,9 @@ COLUMNS = ("cases", "refused", "done", "wrong", "lines", "last_new", "seeds", "m
 
 
 def print_counts(known: dict[str, Known]) -> None:
-    """A table: outcomes, the readers' lines that a kind reached, and the number of cases after
-    which it reached the last new one. The last row is of all kinds together, where a line counts
-    once and `last_new` is the largest."""
+    """Prints a table: outcomes, the readers' lines that a kind reached, and the number of cases
+    after which it reached the last new one. The last row is of all kinds together, where a line
+    counts once and `last_new` is the largest."""
     print(f"{'kind':18}" + "".join(f"{name:>9}" for name in COLUMNS))
     rows = {kind: row_of(each) for kind, each in known.items()}
     whole = [sum(column) for column in zip(*rows.values(), strict=True)]
@@ -149,7 +150,7 @@ def row_of(known: Known) -> list[float]:
 
 
 def print_lines(known: dict[str, Known], is_listed: bool) -> None:
-    """How many of the readers' lines were reached, and for each file those that were not."""
+    """Prints how many of the readers' lines were reached; if `is_listed`, lists the others."""
     from fuzz_lines import all_lines
 
     wanted = all_lines()
