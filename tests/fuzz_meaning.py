@@ -1,8 +1,8 @@
-"""Well-formed files with a wrong value from fuzz_wrong or fuzz_wrong_families. Each must be refused
-by its reader.
+"""Well-formed files, each with one error from the tables of fuzz_wrong or fuzz_wrong_families. Its
+reader must refuse it.
 
-A case's number selects a change from a table, and seeds its places and values. Damaged
-bytes are in fuzz_damage, files that do not fit each other in fuzz_pairs."""
+A case's number selects a change from a table, and seeds its places and values. fuzz_damage has
+damaged bytes, fuzz_pairs files that do not fit each other."""
 
 import hashlib
 import json
@@ -33,13 +33,13 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """`kind` is one of fuzz_readers: the file that is changed, and its reader. `seal` makes the
-    content's own checksum right again."""
+    """`kind` names one of fuzz_readers.KINDS: the file that is changed, and its reader. `seal`
+    corrects the checksum in the content after the change."""
 
     kind: str
     changes: dict[str, Change]
     seal: Callable[[Content], None] = lambda content: None
-    is_header: bool = False  # of safetensors: the values are the header, and there are no arrays
+    is_header: bool = False  # the values are a safetensors header, and the data stay raw bytes
 
 
 def load(path: Path, *, is_header: bool = False) -> Content:
@@ -159,7 +159,7 @@ def _quality() -> dict:
 
 
 def misread(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
-    """Reads a file of wrong content, which must raise."""
+    """Reads a file with wrong content; the reader must raise."""
     name, content = changed(inputs, kind, number)
     meaning = MEANINGS[kind]
     read_content(inputs, kind, meaning.kind, content, work, 2, is_header=meaning.is_header)

@@ -10,7 +10,7 @@ from fuzz_damage import ODD, another_value
 from fuzz_guide import Chain
 from fuzz_meaning import Content, load, read_content
 
-# By kind: the kind of fuzz_readers whose file it is, and which reads it.
+# For each kind, the kind of fuzz_readers that has its file and its reader.
 ODDS = {
     f"odd-{kind}": kind
     for kind in ("profile", "ours", "limits", "thresholds", "merge", "plan", "run", "gguf", "stock",
@@ -62,7 +62,7 @@ def _another_key(keys: dict, rng: random.Random) -> None:
 
 
 def _another_list(old: list, rng: random.Random) -> list:
-    """A list of the same type: another item, one less, one twice, or in another order."""
+    """The list with another item, one item less, one twice, or in another order."""
     new = list(old)
     place = rng.randrange(len(new))
     choice = rng.randrange(4)
@@ -80,7 +80,7 @@ def _another_list(old: list, rng: random.Random) -> list:
 
 
 def _another_metadatum(values: dict, rng: random.Random) -> None:
-    """For safetensors: format and version are texts, everything else is JSON."""
+    """Changes metadata of safetensors: format and version are text, everything else is JSON."""
     import json
 
     key = rng.choice(sorted(values) or ["format"])

@@ -2,9 +2,9 @@
 
 The model `base` is used with artifacts of itself and of others, which differ from it in one thing.
 Another model's artifact is tried as it is, and with the base's id put into it, so that a check of
-ids alone does not suffice. If the id is the base's and the sizes agree, nothing shows that the
-artifact belongs to another model, and it is accepted. Further cases draw models that differ from
-the base in up to three of these things, and by other sizes."""
+ids alone does not suffice. If the id is the base's and all sizes that the artifact shows agree,
+nothing tells that it belongs to another model, and it is accepted. Further cases draw models that
+differ from the base in up to three of these things, and have other sizes."""
 
 import dataclasses
 import random
@@ -63,7 +63,8 @@ def model_of(folder: Path, name: str) -> Path:
 
 
 def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
-    """A model that has other sizes than the base, or other weights by another seed."""
+    """The file of a model with the base's sizes except these, and weights from a seed; made unless
+    it exists."""
     from fuzz_inputs import QUALITY
     from models import byte_level_keys, make_model, make_shape
 
@@ -168,7 +169,7 @@ def solve_with(model: Path, artifact: Path, output: Path) -> None:
 
 
 def export_plan_with(model: Path, artifact: Path, output: Path) -> None:
-    """A plan of the model with a profile of the other."""
+    """Exports a plan of the model with a profile of the other model."""
     from sparkinfer.export.export import ExportConfig, export
     from sparkinfer.model_file import ModelFile
 
@@ -216,7 +217,7 @@ def go_on_from(model: Path, artifact: Path, output: Path) -> None:
 
 
 def merge_with(model: Path, artifact: Path, output: Path) -> None:
-    """A profile of the model and one of the other, whose text has the same name."""
+    """Merges a profile of the model with one of the other model; both name the same text."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.profile.merge import MergeConfig, merge
 
@@ -229,7 +230,7 @@ def merge_with(model: Path, artifact: Path, output: Path) -> None:
 
 
 def guess_with(model: Path, artifact: Path, output: Path) -> None:
-    """The other is the draft model."""
+    """Checks the other model as a draft model."""
     from sparkinfer.model_file import ModelFile
     from sparkinfer.runtime.generate.draft_model import check_vocabulary
     from sparkinfer.runtime.text.codec import TextCodec
@@ -255,12 +256,12 @@ PAIRS = {
     ),
     "pair-limits": Pair(make=make_limits, use=limit_with, sees=SIZES - {"heads", "vocabulary"}),
     "pair-plan": Pair(make=make_plan, use=run_by, sees=SIZES, suffix=".gguf"),
-    # Keys and values have no width of the model.
+    # The sizes of keys and values depend on neither.
     "pair-prompt": Pair(make=make_prompt, use=go_on_from, sees=SIZES - {"neurons", "width"}),
     "pair-merge": Pair(
         make=make_profile, use=merge_with, sees=SIZES - {"width", "heads", "vocabulary"}
     ),
-    # Drafts are checked against the vocabulary alone: other differences are intended.
+    # A draft model must have the same vocabulary; other differences are intended.
     "pair-draft": Pair(
         make=lambda model, path: model.save(path),
         use=guess_with,
@@ -272,7 +273,7 @@ PAIRS = {
 
 
 def cases_of(pair: Pair) -> list[tuple[str, bool]]:
-    """(the model that the artifact is of, whether the base model's id is put into it)."""
+    """(name of the artifact's model, whether the base model's id is put into the artifact)."""
     return [("base", False), *((name, forged) for name in OTHERS for forged in (False, True))]
 
 
@@ -281,7 +282,7 @@ def must_refuse(pair: Pair, name: str, forged: bool) -> bool:
 
 
 def artifact_of(pair: Pair, base: Path, other: Path, forged: bool, path: Path) -> None:
-    """The artifact for the other model; `forged`: with the base model's id."""
+    """Writes an artifact of the other model; `forged`: with the base model's id."""
     from sparkinfer.model_file import ModelFile
 
     model = ModelFile.load(other)
@@ -291,7 +292,7 @@ def artifact_of(pair: Pair, base: Path, other: Path, forged: bool, path: Path) -
 
 
 def put_together(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
-    """An artifact of one model with the base model."""
+    """Uses the base model with an artifact of a model; the number selects or draws the latter."""
     pair, models = PAIRS[kind], inputs / "pairs"
     artifact, output = work / f"artifact{pair.suffix}", work / "output"
     output.mkdir(exist_ok=True)

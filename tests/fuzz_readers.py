@@ -3,7 +3,7 @@
 Readers, and the kinds that go through them (a kind is a folder of whole inputs, one file of which
 is damaged):
 
-    config.json                         config, values, yarn, llama3 (rotations)
+    config.json                         config, values, yarn, llama3 (RoPE scalings)
     config.json of other families       falcon, opt, phi, qwen
     checkpoints by inspect; by sparsify folder; trainable, retrained (from a GGUF)
     weights                             safetensors, index, bin (our own readers of zip and pickle),
@@ -287,7 +287,7 @@ KINDS = {
     "parquet": Kind(target="corpus.parquet", read=read_corpus),
     "messages": Kind(target="corpus.txt", read=further.read_messages),
     "prompts": Kind(target="prompts.jsonl", read=further.read_prompts),
-    # Other families, other rotations and other tokenizers.
+    # Other families, RoPE scalings and tokenizers, sharded checkpoints, models to train.
     "falcon": Kind(target="config.json", read=convert_folder, is_values=True),
     "opt": Kind(target="config.json", read=convert_folder, is_values=True),
     "phi": Kind(target="config.json", read=convert_folder, is_values=True),

@@ -1,8 +1,8 @@
 """Tables of invalid content: each maps the name of an error to the change that produces it.
 
 A change edits in place: values (metadata of safetensors, keys of GGUF, an object of JSON) and
-arrays. The result is forbidden by docs/formats.md or contradicts itself. fuzz_meaning reads and
-writes the files."""
+arrays. The result is forbidden by docs/formats.md, contradicts itself, or is of a kind that
+sparkinfer does not support. fuzz_meaning reads and writes the files."""
 
 import math
 import random
@@ -41,7 +41,7 @@ def one_of(key: str, *wrong: object) -> Change:
 
 
 def yarn_with(key: str, *wrong: object) -> Change:
-    """YaRN with one of these values of its key."""
+    """Turns YaRN on, with one of these values for one of its keys."""
     change_one = one_of(f"llama.{key}", *wrong)
 
     def change(rng: random.Random, values: dict, arrays: dict) -> None:
@@ -117,14 +117,14 @@ def _shapes(name: str) -> dict[str, Change]:
 
 
 def _wrapped(rng: random.Random, values: dict, arrays: dict) -> None:
-    """Sums that are right because they overflow."""
+    """Makes a sum right only because it overflows."""
     row = arrays["gate_histogram_LB"][0]
     for place in rng.sample(range(1, len(row)), 4):
         row[place] = 1 << 62
 
 
 def _moved(rng: random.Random, values: dict, arrays: dict) -> None:
-    """A negative bin, while the sum stays right."""
+    """Makes a bin negative while the sum stays right."""
     row, count = arrays["gate_histogram_LB"][0], rng.randrange(1, 1 << 40)
     first, second = rng.sample(range(len(row)), 2)
     row[first] -= count + row[first]

@@ -1,5 +1,5 @@
-"""Tables of invalid content, as in fuzz_wrong: configs of other families and other rotations, and
-model files of other families."""
+"""Tables of invalid content, as in fuzz_wrong: configs of other families and with other RoPE
+scalings, and model files of other families."""
 
 import random
 
@@ -81,7 +81,7 @@ QWEN: dict[str, Change] = {
 
 
 def _gguf(name: str) -> dict[str, Change]:
-    """Keys that the graph of any family has."""
+    """Changes to keys that model files of all families have."""
     return {
         "other heads": one_of(f"{name}.attention.head_count", np.uint32(0), np.uint32(3), "4"),
         "other layers": one_of(f"{name}.block_count", np.uint32(0), np.uint32(2), np.float32(0.5)),
@@ -111,7 +111,8 @@ QWEN_GGUF = _gguf("qwen3") | {
 
 
 def with_missing_part(rng: random.Random, values: dict, arrays: dict) -> None:
-    """A normal token that no two others make up. Control and user-defined ones need no parts."""
+    """Replaces a normal token with a text that no two tokens make up; control and user-defined
+    tokens need no parts."""
     tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     number = rng.choice([i for i, kind in enumerate(types) if kind == TokenType.NORMAL])
     tokens[number] = rng.choice(["\u4e01a", "a\u4e02"])

@@ -3,7 +3,7 @@ KIND...
 
 Triton's own compiler and ptxas from its wheel compile the runtime's kernels to machine code, on
 tensors of a model's sizes and matrices of the given kinds (`none`: the kernels without matrices);
-nothing is launched. It prints one JSON object per kernel, which tests/test_gpu_compilation.py
+nothing is launched. It prints one JSON object per launch, which tests/test_gpu_compilation.py
 checks.
 
 Run it without TRITON_INTERPRET. It is not a test itself: compiled kernels need their own process,
@@ -123,7 +123,8 @@ def launch_the_rest() -> None:
 
 
 def facts(name: str, kernel) -> dict[str, str | int]:
-    """Registers and stack of the machine code, per thread; shared memory; counts of the PTX."""
+    """Registers and stack bytes per thread of the machine code, shared bytes, and counts in the
+    PTX."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

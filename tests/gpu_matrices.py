@@ -2,8 +2,8 @@
 
 Values are compared one by one, each with its own bound: the possible effect of f32 rounding on a
 sum of such terms. A sum of n terms in f32, in any order, is off by at most n eps times the sum of
-the terms' sizes. Errors add up like a random walk, so in practice a correct kernel stays within
-sqrt(n) eps times that sum, and a few eps for the terms themselves."""
+the terms' magnitudes. Errors add up like a random walk, so in practice a correct kernel stays
+within sqrt(n) eps times that sum, and a few eps for the terms themselves."""
 
 import gguf
 import numpy as np
@@ -72,12 +72,12 @@ def sizes(matrix: Matrix) -> Tensor:
 
 
 def rounding(num_terms: int) -> float:
-    """The possible f32 error of a sum of this many terms of size 1 in total."""
+    """The f32 error allowed for a sum of this many terms whose magnitudes add up to 1."""
     return EPS * (4 + num_terms**0.5)
 
 
 def product_bound(matrix: Matrix, x_D: Tensor, bias_N: Tensor | None) -> Tensor:
-    """f64 [N]: the error that a correct product may have."""
+    """f64 [N]: the error allowed for each value of a product."""
     size_N = sizes(matrix) @ x_D.double().abs()
     size_N = size_N if bias_N is None else size_N + bias_N.abs()
     return rounding(matrix.width) * size_N
@@ -101,7 +101,7 @@ def assert_same_bits(got_B: Tensor, want_B: Tensor) -> None:
 
 def both(kernels, name, out, *arguments, **options):
     """(what the kernel writes, what the reference writes) into copies of `out`, the last
-    argument."""
+    positional argument."""
     got, want = out.clone(), out.clone()
     getattr(kernels, name)(*arguments, got, **options)
     getattr(reference_kernels(), name)(*arguments, want, **options)

@@ -11,8 +11,8 @@ F, L = 96, 4
 ALL, NONE = np.arange(F), np.arange(0)
 random = np.random.default_rng(5)
 SOME = random.permutation(F)[:37]
-# Hot neurons of each layer, which layers have attention on the GPU, whether the head is there, and
-# each layer's GPU.
+# Hot neurons of each layer, which layers have attention on the GPU, whether the head is on one, and
+# the number of the GPU of each layer and of the head (None: there is one GPU).
 PLANS = {
     "all on the GPU": ([ALL] * L, [1] * L, True, None),
     "no neuron on the GPU": ([NONE] * L, [1] * L, True, None),

@@ -6,7 +6,7 @@ BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 # Offsets of a block's f16 numbers, each with its size relative to the first, such that the values
 # of random bits average 0.
 F16_AT = {"q4_k": {0: 1.0, 2: 7.5}, "q5_k": {0: 1.0, 2: 15.5}, "q6_k": {208: 1.0}}
-# The root mean square of the values of random bits if the first number is 1.
+# About the root mean square of the values of random bits if the first number is 1.
 RMS = {"q4_k": 272.0, "q5_k": 550.0, "q6_k": 1405.0}
 
 

@@ -1,4 +1,4 @@
-"""Runs an engine in a separate process and reports its memory: for test_memory.
+"""Runs an engine and prints its memory figures as JSON; test_memory runs this in its own process.
 
 python budget_program.py MODEL SPLIT"""
 

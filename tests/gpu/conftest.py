@@ -1,7 +1,8 @@
-"""Tests of the runtime on a CUDA device: `make test-gpu`. They fail, rather than skip, without one.
+"""Tests of the runtime on a CUDA device: `make test-gpu`. Those that need one fail, rather than
+skip, without it.
 
-With `--device cpu`, those that compare numbers run with both roles on the CPU, to check the tests
-themselves."""
+With `--device cpu`, test_step runs with both roles on the CPU, to check the tests themselves; tests
+that need CUDA are skipped."""
 
 import dataclasses
 

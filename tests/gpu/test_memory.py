@@ -26,7 +26,7 @@ sys.stdin.read()
 
 
 def run(model, split):
-    """The JSON object that the program printed."""
+    """Runs the program; returns the JSON object that it printed."""
     done = subprocess.run(
         [sys.executable, PROGRAM, model.path, split], capture_output=True, text=True, timeout=180
     )

@@ -1,4 +1,5 @@
-"""The kernels under NVIDIA's compute-sanitizer, where it works: accesses out of bounds, and races.
+"""Runs kernels under NVIDIA's compute-sanitizer, where it works, which finds accesses out of bounds
+and races.
 
 Kernels are much slower under it, so only a few tests of SELECTION run. If the tool is missing,
 or does not work on this machine (it needs the driver's debugging interface), the test is skipped
@@ -38,7 +39,7 @@ def sanitized(*arguments, tool="memcheck"):
     try:
         done = subprocess.run(
             [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
-            # Each tensor has its own allocation, or memory past its end would be torch's too.
+            # Each tensor gets an allocation; otherwise memory past its end would be torch's, too.
             env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
