@@ -98,7 +98,7 @@ def make_model(
     )
 
 
-# Every arrangement of a layer: architecture, optional tensors of a layer, whether norms come after
+# Arrangements of a layer: architecture, optional tensors of the layer, whether norms come after
 # attention and feed-forward instead of before.
 FAMILIES = {
     "llama": ("llama", (), False),
@@ -127,7 +127,7 @@ def family_model(
     seed: int = 0,
     path: Path = Path("memory.gguf"),
 ) -> ModelFile:
-    """A model like `make_model`'s with the graph of one of FAMILIES, and gates that follow ReLU."""
+    """A model like `make_model`'s with the graph of one of FAMILIES, and ReLU."""
     name, options, is_post_norm = FAMILIES[family]
     shape = replace(shape or make_shape(), is_post_norm=is_post_norm)
     model = make_model(shape=shape, kind=kind, predictor_rank=predictor_rank, seed=seed, path=path)
@@ -176,7 +176,7 @@ def byte_level_keys() -> tuple[dict[str, Value], int]:
 def required_shapes(
     architecture: str, shape: ModelShape, predictor: PredictorInfo | None
 ) -> dict[str, tuple[int, ...]]:
-    """Tensors of a sparse model file with an untied head."""
+    """Shapes of the tensors that a sparse model file with an untied head must have, by name."""
     graph = ARCHITECTURES[architecture]
     shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
     for layer in range(shape.num_layers):
@@ -210,7 +210,7 @@ def shape_only(
     predictor_rank: int = 0,
     architecture: str = "llama",
 ) -> ModelFile:
-    """A model of any size with a tensor table and no weights: reading one raises."""
+    """A model of any size with a tensor table and no weights: reading a tensor raises."""
 
     def read(start: int, stop: int) -> np.ndarray:
         raise AssertionError("this model has no weights to read")
@@ -287,7 +287,7 @@ def make_machine(
     layer_s: float = 1e-12,
     token_s: float = 1e-12,
 ) -> Machine:
-    """A machine with these figures; two threads reach `cpu_gb_per_s`, one half of it.
+    """A machine with these figures; two threads reach `cpu_gb_per_s`, one thread half of it.
 
     Rows of every type are read at that rate, chosen ones at `chosen_share` of it."""
     rate, chosen = Figure(best=cpu_gb_per_s), Figure(best=chosen_share * cpu_gb_per_s)

@@ -68,7 +68,7 @@ class Job:
 class Runner:
     def __init__(self, jobs: list[Job], folder: Path, seconds: float, processes: int) -> None:
         self.jobs, self.folder, self.processes = jobs, folder, processes
-        # Threads of torch wait in a busy loop, so each process gets as many as its share of the cores.
+        # Idle threads of torch spin, so each process gets only as many as its share of the cores.
         self.threads = str(max(1, (os.cpu_count() or 1) // processes))
         self.began, self.seconds = time.monotonic(), seconds
         self.running: dict[str, subprocess.Popen[bytes]] = {}

@@ -1,6 +1,7 @@
 """Asks llama.cpp one question; run by the Python of build/llamacpp-venv.
 
-A JSON object on stdin ({"do": ..., ...}), one on stdout. Logits go to a .npy file."""
+Reads a JSON object from stdin ({"do": ..., ...}) and prints the answer as one. Logits go to a .npy
+file."""
 
 import ctypes
 import json
@@ -28,7 +29,7 @@ def about() -> dict:
 
 
 def why_not(model: str) -> dict:
-    """Whether it loads, and llama.cpp's log of it."""
+    """Whether llama.cpp loads the model, and its log."""
     loaded = load(model) is not None
     return {"loaded": loaded, "log": "".join(LOG)}
 
@@ -74,8 +75,8 @@ def greedy(model: str, prompt: list[int], count: int, kv_kind: str, logits: str)
 
 
 def quantize(source: str, target: str, kind: str) -> dict:
-    """Quantises all matrices to one type, as `llama-quantize --pure` does; a mixture, whose name ends
-    in _m, as it does without that option."""
+    """Quantises all matrices to one type, like `llama-quantize --pure`; to a mixture (a kind that
+    ends in _m), like `llama-quantize` without that option."""
     params = llama.llama_model_quantize_default_params()
     params.ftype = {
         "f16": llama.LLAMA_FTYPE_MOSTLY_F16,

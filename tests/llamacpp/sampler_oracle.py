@@ -1,10 +1,11 @@
 """Runs llama.cpp's samplers on given logits, in the Python of build/llamacpp-venv.
 
-A JSON object on stdin: `model` (for DRY's vocabulary), `inputs` (an .npz with one array of logits a
-case, by its number), `cases`, and `output`. A case has `chain`, a list of [name, arguments ...]
-with the arguments of llama_sampler_init_NAME, and `history`, tokens accepted before. Logits of two
-dimensions are successive steps of one chain. The output is an .npz: for case I and step J `I.J.ids`
-and `I.J.p` after all samplers, and `I.J.selected`, the id drawn."""
+Reads a JSON object from stdin: `model` (for DRY's vocabulary), `inputs` (an .npz with one array of
+logits a case, by its number), `cases`, and `output`. A case has `chain`, a list of [name, arguments
+...] with the arguments of llama_sampler_init_NAME (lists without their lengths, and no vocabulary),
+and `history`, tokens accepted before. Logits of two dimensions are successive steps of one chain.
+The output is an .npz: for case I and step J `I.J.ids` and `I.J.p` after all samplers, and
+`I.J.selected`, the id drawn."""
 
 import ctypes
 import json
@@ -36,7 +37,7 @@ def sampler(vocab, name: str, *arguments):  # type: ignore[no-untyped-def]
 
 
 def steps(vocab, chain: list, history: list[int], logits: np.ndarray):  # type: ignore[no-untyped-def]
-    """(ids, p, id drawn) of each row of logits [steps, V]."""
+    """Yields (ids, p, id drawn) for each row of logits [steps, V]."""
     built = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
     for name, *arguments in chain:
         llama.llama_sampler_chain_add(built, sampler(vocab, name, *arguments))
@@ -48,7 +49,7 @@ def steps(vocab, chain: list, history: list[int], logits: np.ndarray):  # type: 
         data = tokens_V.ctypes.data_as(ctypes.POINTER(llama.llama_token_data))
         array = llama.llama_token_data_array(data=data, size=len(row_V), selected=-1, sorted=False)
         llama.llama_sampler_apply(built, ctypes.byref(array))
-        # XTC moves the pointer itself.
+        # XTC advances the pointer `data`.
         address = ctypes.cast(array.data, ctypes.c_void_p).value
         octets = (ctypes.c_char * (TOKEN.itemsize * array.size)).from_address(address)
         left_A = np.frombuffer(octets, TOKEN).copy()

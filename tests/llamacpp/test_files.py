@@ -1,9 +1,9 @@
 """Our files in llama.cpp, and files of its quantiser in our runtime, give the same numbers.
 
-Both engines continue the same prompts greedily; the logits before every token are compared. llama.cpp
-rounds activations to f16 for f16 matrices and to 8-bit integers for quantised ones, where ours keeps
-f32 and 16-bit integers. The two best tokens may be closer than that noise: such a step is *open*, and
-counted."""
+Both engines continue the same prompts greedily; the logits before every token are compared.
+llama.cpp rounds activations to f16 for f16 matrices and to 8-bit integers for quantised ones, where
+ours keeps f32 and 16-bit integers. The logits of the two best tokens may be closer than that noise:
+such a step is *open*, and counted."""
 
 import shutil
 import time
@@ -115,8 +115,8 @@ def continuations(llama_cpp, path: Path, folder: Path, ours: Path | None = None)
 def check(found: Continuation, bound: float) -> tuple[float, int, int]:
     """(relative error of the logits, open steps, steps with different best tokens).
 
-    A step is decided if llama.cpp's two best logits are further apart than four times the bound's
-    share of the logits' root mean square."""
+    A step is open if llama.cpp's two best logits are closer than 4 * bound * RMS, where RMS is the
+    root mean square of its logits at that step; otherwise it is decided."""
     error = rel_error(found.logits_ours, found.logits_theirs)
     assert error < bound, error
     best_TV = np.sort(found.logits_theirs, axis=1)
@@ -157,7 +157,8 @@ def test_llama_cpps_file_in_our_runtime(llama_cpp, quantised, tmp_path, kind):
 
 
 def test_a_mixture_of_k_quants_converts_with_its_bytes(llama_cpp, quantised, tmp_path):
-    """All matrices except the down projections, which are transposed; its numbers equal llama.cpp's."""
+    """Every tensor keeps its type and bytes, except the down projections, which are transposed and
+    become q8_0. The logits agree with llama.cpp's."""
     path, ours = quantised("q4_k_m"), tmp_path / "m.gguf"
     report = convert(ConvertConfig(source=path, output=ours))
     old, new = ModelFile.load(path).tensors, ModelFile.load(ours).tensors

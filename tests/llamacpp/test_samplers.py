@@ -3,8 +3,8 @@
 llama.cpp computes in float32 and leaves the order of equal logits open, so for ties the number of
 survivors and their probabilities are compared, not which of them survive. Logits have no -inf for
 typical-p and Mirostat 1 (NaN in llama.cpp), for dynamic temperature and XTC with min_keep
-(llama.cpp counts impossible tokens; we do not), for logit biases and for adaptive-p. llama.cpp
-turns +inf into NaN everywhere."""
+(llama.cpp counts impossible tokens; we do not), for logit biases and for adaptive-p. No logits have
++inf, which llama.cpp turns into NaN everywhere."""
 
 from dataclasses import replace
 
@@ -33,8 +33,8 @@ def logits_of(
     size: int | None = None,
     scales: tuple[float, ...] = (0.1, 1.0, 3.0, 8.0),
 ) -> np.ndarray:
-    """Flat or peaked; one case in four has many ties. With infinities, three in ten have -inf in many
-    places, and one in eight everywhere but once."""
+    """Flat or peaked logits; one case in four has many ties. With infinities, three in ten have
+    -inf in many places, and one in eight in all places but one."""
     size = size or int(draw.choice([1, 2, 5, 37, 300, 2500]))
     logits_V = draw.normal(size=size) * draw.choice(scales)
     if draw.random() < 0.25:
@@ -220,9 +220,10 @@ def test_dry_equals_that_of_llama_cpp(tmp_path, codec, breakers):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_equals_that_of_llama_cpp(tmp_path, version):
-    """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours in nine of ten steps. A
-    chain ends at the first difference, at which the numbers of candidates must be one apart
-    (rounding), or 1 there and all here (a k above 2 ** 31, which overflows in llama.cpp)."""
+    """Chains of 20 tokens drawn by llama.cpp: its candidates equal ours in more than nine of ten
+    steps. A chain ends at the first difference. There the numbers of candidates must be one apart
+    (rounding), or 1 in llama.cpp and all in ours (a k above 2 ** 31, which overflows in
+    llama.cpp)."""
     draw, cases, num_steps, num_same = np.random.default_rng(4), [], 20, 0
     scales = (1.0, 3.0, 8.0) if version == 1 else (0.1, 1.0, 3.0, 8.0)
     for _ in range(NUM_CASES // num_steps):
@@ -251,7 +252,7 @@ def test_mirostat_equals_that_of_llama_cpp(tmp_path, version):
                 assert abs(sizes[0] - sizes[1]) == 1 or sizes == (len(row_V), 1), why
                 break
             num_same += 1
-            logit = row_V[found[f"{number}.{step}.selected"]]  # of equal logits ours may be another
+            logit = row_V[found[f"{number}.{step}.selected"]]  # another of equal logits may be ours
             chain.accept(int(ours.ids_A[row_V[ours.ids_A] == logit][0]), ours)
     print(f"mirostat {version}: {num_same} steps the same")
     assert num_same > 0.9 * NUM_CASES, num_same
@@ -273,7 +274,7 @@ def test_adaptive_p_equals_that_of_llama_cpp(tmp_path):
         for step, row_V in enumerate(case.logits):
             ours = chain.distribution(torch.from_numpy(row_V), [])
             theirs = found[f"{number}.{step}.ids"], found[f"{number}.{step}.p"]
-            # Rounding is multiplied by the slope of its logits over p, up to 33.
+            # Adaptive-p's logits change by up to 33 per unit of p, multiplying rounding errors.
             assert not difference(row_V, ours, *theirs, tolerance=1e-4), (number, step)
             chain.accept(int(found[f"{number}.{step}.selected"]), ours)
 
@@ -292,7 +293,7 @@ def test_other_probabilities_of_the_same_tokens_are_not_rounding():
 
 
 def llama_cpp_chain(o: SamplingOptions, size: int) -> list[list]:
-    """common/sampling.cpp's chain of these options."""
+    """The chain that llama.cpp's common/sampling.cpp makes from these options."""
     made = {
         "penalties": ["penalties", size, o.repeat_last_n, o.repeat_penalty, o.frequency_penalty,
                       o.presence_penalty],

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 
-# llama.cpp computes GELU by a table of 16-bit values of the tanh form; Falcon's is the exact one.
+# llama.cpp looks GELU up in a table of 16-bit values of the tanh form; Falcon's GELU is exact.
 BOUNDS = {"falcon-11b": 2e-2}
 
 
@@ -29,7 +29,7 @@ def test_llama_cpp_computes_the_same(llama_cpp, tmp_path, case):
     want_TV = transformers_logits(folder)
     bound = BOUNDS.get(case, 5e-6)
     assert rel_error(got_V, want_TV[-1]) < bound
-    assert rel_error(got_V, want_TV[-2]) > 10 * bound  # the measure sees another token's logits
+    assert rel_error(got_V, want_TV[-2]) > 10 * bound  # rejects another token's logits
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

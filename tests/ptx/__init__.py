@@ -1,10 +1,10 @@
-"""A functional executor of PTX for the tests: it runs kernels that Triton compiles on the CPU and
-checks every access.
+"""A functional executor of PTX for the tests: it runs kernels that Triton has compiled, on the CPU,
+and checks every access.
 
     memory = Memory()
     memory.add(address, num_bytes, name="x")            # bytes of this process, at their address
     memory.add_tensor(tensor, name="out", is_written=False)
-    program = Program(text)    # this and the first launch may raise UnknownInstruction
+    program = Program(text)    # this and a launch may raise UnknownInstruction
     record = program.launch(
         "_dot", grid=(4, 1, 1), block=(128, 1, 1), args=[address, 3, 0.5], memory=memory,
         shared_bytes=2048,

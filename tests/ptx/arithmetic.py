@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-# The relative error of each approximate instruction by the PTX manual. `lg2.approx` is exact here:
-# near 1 its error is stated as an absolute one.
+# The relative error that the PTX manual allows each approximate instruction. `lg2.approx` is exact
+# here: near 1 its error is stated as an absolute one.
 APPROXIMATE = {
     "ex2": 2.0**-22,
     "rcp": 2.0**-23,
@@ -98,22 +98,23 @@ def of_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def approximate(name: str, exact: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """f32 function whose results are exact or off by the stated error, up or down, depending on a
-    hash of the first operand; zeros, infinities and NaN are exact."""
+    """An f32 function whose results are exact or off by the stated error, up or down, depending on
+    a hash of the first operand; zeros, infinities and NaN are exact."""
     error = APPROXIMATE[name]
 
     def run(*operands: np.ndarray) -> np.ndarray:
         bits = operands[0].view(np.uint32) * np.uint32(2654435761)
         side = (bits >> 16) % np.uint32(3)
         value = exact(*(operand.astype(np.float64) for operand in operands))
-        # Rounding to f32 comes on top of the error, unless it is toward the exact value.
+        # Rounded to f32 toward the exact value: to nearest, rounding could add to the error.
         return _toward(value, value * (1.0 + error * (side.astype(np.float64) - 1.0)))
 
     return run
 
 
 def _toward(exact: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """`wanted` rounded to f32, one step back toward the exact value if rounding went past it."""
+    """`wanted` rounded to f32, but one step toward the exact value if rounding moved away from
+    it."""
     nearest = exact.astype(np.float32)
     rounded = wanted.astype(np.float32)
     back = np.nextafter(rounded, nearest)

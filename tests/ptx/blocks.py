@@ -19,8 +19,8 @@ FACTORIES = {**INTEGER, **FLOAT, **MOVE, **WARPS}
 
 @dataclass(kw_only=True)
 class Block:
-    """Steps, then a jump to `target` or an exit, for the lanes for which the guard holds; a barrier;
-    or nothing."""
+    """Steps, then a jump to `target` or an exit of the lanes for which the guard holds, or a
+    barrier, or nothing."""
 
     steps: list[tuple[Instruction, Callable]] = field(default_factory=list)
     opcodes: Counter = field(default_factory=Counter)

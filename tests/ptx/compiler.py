@@ -42,7 +42,7 @@ class Source:
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
     ptx: str
-    parameters: tuple[str, ...]  # of the function, that are parameters of the PTX
+    parameters: tuple[str, ...]  # those of the function that the PTX has, too
     argument_names: tuple[str, ...]
     num_warps: int
     shared_bytes: int
@@ -70,14 +70,14 @@ class Compiler:
             answer = pickle.load(self._process.stdout)
         except EOFError as error:
             self._process = None
-            raise RuntimeError(f"the process that compiles ended at {question[0]}") from error
+            raise RuntimeError(f"the compiling process ended at {question[0]}") from error
         if isinstance(answer, str):
             raise RuntimeError(f"{question[0]} does not compile for sm_{question[1]}:\n{answer}")
         return answer
 
     def _start(self) -> subprocess.Popen:
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        environment["TRITON_CACHE_DIR"] = str(CACHE)  # holds kernels without machine code: see main
+        environment["TRITON_CACHE_DIR"] = str(CACHE)  # its kernels lack machine code: see main
         environment["PYTHONPATH"] = str(Path(__file__).parents[1])
         process = subprocess.Popen(
             [sys.executable, "-m", "ptx.compiler"], env=environment, stdin=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""What a kernel must not do. Each fault names the kernel, the instruction and the place."""
+"""What a kernel must not do. A fault of a launch names the kernel, the instruction and the
+place."""
 
 
 class Fault(Exception):
@@ -15,8 +16,9 @@ class Misaligned(Fault):
 
 
 class Uninitialised(Fault):
-    """An address, a guard, the lane of a shuffle or a value stored to global memory that is undefined,
-    or a read of global memory that was never written."""
+    """An address, a guard, the lane of a shuffle or a value stored to global memory that is
+    undefined, or a read of global memory that was never written, or an output that was not
+    filled."""
 
 
 class DataRace(Fault):

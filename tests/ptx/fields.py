@@ -41,8 +41,8 @@ def shift(name, modifiers, operands, registers):
 
 
 def _shifted_bytes(name: str, amount: int):
-    """Which bytes of a result are undefined, for a constant amount. Copies of an undefined sign are
-    not marked, only the byte that holds the sign itself."""
+    """A function that tells which bytes of a result are undefined, for a constant amount. Copies of
+    an undefined sign are not marked, only the byte that holds the sign itself."""
     whole, has_rest = amount // 8, amount % 8 > 0
 
     def traced(u, _):
@@ -126,8 +126,9 @@ def insert(name, modifiers, operands, registers):
 
 
 def _inserted_bytes(first: int, last: int):
-    """Which bytes of a result are undefined, if these bits are taken from the first operand. A byte
-    with bits of both operands is undefined if either operand's byte is."""
+    """A function that tells which bytes of a result are undefined, if bits `first` to `last` - 1
+    are taken from the first operand. A byte with bits of both operands is undefined if either
+    operand's byte is."""
     moved = _shifted_bytes("shl", first)
     taken = sum(1 << byte for byte in range(8) if first < 8 * byte + 8 and 8 * byte < last)
     covered = sum(1 << byte for byte in range(8) if first <= 8 * byte and 8 * byte + 8 <= last)

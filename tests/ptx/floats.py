@@ -55,7 +55,7 @@ _ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def _pairs(compute, rest, operands, registers):
-    """Operands of two f32 in one 64-bit register."""
+    """An instruction on pairs of f32, each pair in a 64-bit register."""
     _checked(rest, ("rn", "ftz"))
     compute = _flushing(compute, rest)
     target, *sources = operands

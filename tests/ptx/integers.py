@@ -42,7 +42,7 @@ def binary(compute):
 
 
 def _pairs(compute, modifiers, operands, registers):
-    """Operands of two 16-bit numbers in one word."""
+    """An instruction on pairs of 16-bit numbers, each pair in a word."""
     no_more(modifiers[:-1])
     target, a, b = operands
     half = DTYPE[modifiers[-1][:3]]
@@ -77,7 +77,8 @@ def bitwise(compute, dominant: bool | None):
 
 
 def _bytes_that_count(name: str, text: str, kind: str) -> np.uint8:
-    """Which bytes of a result depend on the first operand, given the second."""
+    """The bytes of a result, as bits, that depend on the first operand if the second is a
+    constant."""
     constant = immediate(text, kind) if name != "xor" else None
     if constant is None:
         return ALL_BYTES
@@ -246,7 +247,7 @@ _JOINED = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
 def comparison(order: str, kind: str):
-    """The function of an order on a type."""
+    """The function that compares two values of a type, in an order such as `lt`."""
     if kind[0] != "f":
         if order not in _ORDERS:
             raise UnknownInstruction(f"comparison .{order}")

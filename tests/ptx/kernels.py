@@ -26,7 +26,7 @@ FOLDER = Path(launch.__file__).parent
 MODULES = ("rows", "norm", "attention", "predictor", "neurons")
 SLOT_MODULE = "slot_kernels"
 # STORES: the parameters that each kernel may store to. FILLS: one that it writes completely and
-# never reads; it counts as uninitialised before a launch and must be initialised after it.
+# never reads; it counts as uninitialised before a launch and must have all its values after it.
 STORES = {
     "_dot": {"out"}, "_unpack": {"out"}, "_add_norm": {"out", "x_out"},
     "_rotate_append": {"qkv", "key", "value"}, "_attend_part": {"sums", "peaks", "weights"},
@@ -132,8 +132,8 @@ class PtxLaunch:
 
 
 def _as_compiled(argument):
-    """The part of an argument that code depends on: Triton specialises for 1 and multiples of
-    16."""
+    """A stand-in with all that compiled code depends on: Triton specialises for types, for 1 and
+    for multiples of 16."""
     if isinstance(argument, torch.Tensor):
         return Pointer(argument.dtype, argument.data_ptr() % 16 == 0)
     if isinstance(argument, int) and not isinstance(argument, bool) and argument != 1:

@@ -284,7 +284,8 @@ class Machine:
         )  # fmt: skip
 
     def _note(self, size, lanes, buffer, places, which, value=None) -> None:
-        """Remembers an access to global memory until the launch ends."""
+        """Remembers an access to global memory until the launch ends, except reads of read-only
+        memory."""
         if value is None and buffer.is_read_only:
             return
         if which is not None:

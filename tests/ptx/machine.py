@@ -24,7 +24,7 @@ class Record:
 
     reads: list[tuple[int, int]] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)
-    num_instructions: Counter = field(default_factory=Counter)  # by opcode, once for all lanes
+    num_instructions: Counter = field(default_factory=Counter)  # by opcode, once per lane group
     num_lane_instructions: Counter = field(default_factory=Counter)  # by opcode, for each thread
 
 
@@ -34,7 +34,7 @@ class Program:
     def __init__(self, text: str):
         self.module = parse(text)
         self._code: dict[str, list[Block]] = {}
-        self._values: dict[str, np.ndarray] = {}  # of the module's global variables
+        self._values: dict[str, np.ndarray] = {}  # bytes of global and constant variables
         for variable in self.module.variables:
             if variable.space in ("global", "const"):
                 whole = np.zeros(variable.num_bytes + 32, np.uint8)
