@@ -2,9 +2,10 @@
 
 A DeviceTensor reports cuda:n as its device; its memory comes from the fake runtime. torch passes
 every operation on it to `Dispatch`, which does what torch does on a GPU. Views are made at once;
-copies between devices or with the host are cudaMemcpyAsync, and other operations are kernels: both
-are submitted to the device's current stream and run late. Operations that wait for a real device
-also wait here (`item`, blocking copies, results whose size depends on values)."""
+copies between devices or with the host (except of CPU scalars) are cudaMemcpyAsync, and other
+operations are kernels: both are submitted to the device's current stream and run late. Operations
+that wait for a real device also wait here (`item`, blocking copies, results whose size depends on
+values)."""
 
 import ctypes
 import weakref
