@@ -1,7 +1,8 @@
 """Mutants: kernels with one error planted in their source or their PTX, and what finds it.
 
-`MUTANTS` lists them, each with what should find it: the name of one of the executor's faults,
-"values" for the comparison with float64, or "nothing" with the reason."""
+`MUTANTS` lists all but those of `without_each_barrier`, each with what should find it: the name of
+one of the executor's faults, "values" for the comparison with float64, or "nothing" with the
+reason."""
 
 import re
 import shutil
@@ -91,8 +92,8 @@ def long_parts(kernels) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """`old` becomes `new` in `place`: a module's source (a name with ".py"), or a kernel's PTX, where
-    `old` is a pattern. Only occurrence number `at` changes."""
+    """`old` becomes `new` in `place`: a module's source (a name with ".py"), or a kernel's PTX,
+    where `old` is a pattern. Only occurrence number `at` changes, counted from 0."""
 
     what: str
     place: str
@@ -106,8 +107,9 @@ class Mutant:
 
 
 def is_as_expected(mutant: Mutant, found: str) -> bool:
-    """An address outside its tensor may lie in another tensor of the launch; then another check
-    finds the error."""
+    """Whether `found` is what should find the mutant. For OutOfBounds any finding counts: an
+    address outside its tensor may lie in another tensor of the launch, so that another check finds
+    it."""
     return found == mutant.found_by or (mutant.found_by == "OutOfBounds" and found != "nothing")
 
 
@@ -188,7 +190,7 @@ def without_each_barrier(kernel: str, case: str) -> list[Mutant]:
     return [replace(base, what=f"barrier {at} removed", at=at) for at in range(count)]
 
 
-# Kernels whose barriers are removed one at a time, with comparisons that use all of them.
+# Kernels whose barriers are removed one at a time, each with a case that needs all of them.
 BARRIERS = (
     ("_dot", "dot f16"), ("_unpack", "unpack q4_k"), ("_gate_up", "gate_up q4_k"),
     ("_down", "down of 300"), ("_add_norm", "norm of 2304"),
@@ -220,7 +222,7 @@ SOURCE = [
            old="(upper & 3) << 4", new="(upper & 3) << 5", found_by="values"),
     Mutant(what="minima added instead of subtracted", place="blocks.py", case="dot q5_k",
            old="total -= minimum_high", new="total += minimum_high", found_by="values"),
-    Mutant(what="rows a stride of one element too long", place="blocks.py", case="dot f16",
+    Mutant(what="a row stride that is one element too long", place="blocks.py", case="dot f16",
            old="* stride * ALIGN", new="* (stride * ALIGN + 1)", found_by="OutOfBounds"),
     Mutant(what="units past a row are read", place="blocks.py", case="dot of width 40",
            old="is_live = is_live & (unit * 16 + lane < WIDTH)", new="is_live = is_live",
@@ -258,7 +260,7 @@ SOURCE = [
            new="neuron_R = row_R", found_by="values"),
     Mutant(what="up is not rectified", place="neurons.py", case="drelu",
            old='relu(up_R) if ACTIVATION == "drelu" else up_R', new="up_R", found_by="values"),
-    Mutant(what="a part's last neuron counted twice", place="neurons.py", case="down of 65",
+    Mutant(what="a part's first neuron counted twice", place="neurons.py", case="down of 65",
            old="tl.minimum(begin + size, num_rows)", new="tl.minimum(begin + size + 1, num_rows)",
            found_by="values"),
     Mutant(what="one neuron past the last", place="neurons.py", case="down of 17",
@@ -266,10 +268,10 @@ SOURCE = [
     Mutant(what="one open neuron too many", place="neurons.py", case="down, zeros skipped",
            old="number_R < num_open, unit_U", new="number_R <= num_open, unit_U",
            found_by="OutOfBounds"),
-    Mutant(what="sums a value too far apart", place="neurons.py", case="down",
+    Mutant(what="sums stored one value too far apart", place="neurons.py", case="down",
            old=".to(tl.int64) * WIDTH", new=".to(tl.int64) * (WIDTH + 1)",
            found_by="OutOfBounds"),
-    Mutant(what="zeros are scanned 255 at a time", place="neurons.py", case="down of 300",
+    Mutant(what="scans of 256 neurons begin 255 apart", place="neurons.py", case="down of 300",
            old="start += CHUNK", new="start += CHUNK - 1", found_by="values"),
     Mutant(what="the mean of the padded width", place="norm.py", case="norm",
            old="tl.sum(centred * centred, axis=0) / WIDTH",
@@ -299,7 +301,7 @@ SOURCE = [
     Mutant(what="the last position left out", place="attention.py", case="attention",
            old="tl.minimum(begin + SPLIT, last + 1)", new="tl.minimum(begin + SPLIT, last)",
            found_by="values"),
-    Mutant(what="positions of a tile past the last get a weight", place="attention.py",
+    Mutant(what="positions past the last one in a tile get a weight", place="attention.py",
            case="attention", old='tl.where(at_P < end, score_P, float("-inf"))', new="score_P",
            found_by="values"),
     Mutant(what="a part of the context is not joined", place="attention.py", case="attention",
@@ -308,7 +310,7 @@ SOURCE = [
     Mutant(what="old sums are not shrunk", place="attention.py",
            case="attention of long parts", old="sum_GW *= shrink_G[:, None]",
            new="sum_GW *= 1.0", found_by="values"),
-    Mutant(what="e to the power of plus x", place="activation.py", case="silu",
+    Mutant(what="e to the power of x instead of -x", place="activation.py", case="silu",
            old="value = x / (1.0 + tl.exp(-x))", new="value = x / (1.0 + tl.exp(x))",
            found_by="values"),
     Mutant(what="the root of one half in one digit", place="activation.py", case="gelu",
@@ -344,7 +346,7 @@ PTX = [
     Mutant(what="a difference the other way round", place="_dot", case="dot q4_k",
            old=r"sub\.f32(\s+%r\d+), (%r\d+), (%r\d+);", new=r"sub.f32\1, \3, \2;",
            found_by="values"),
-    Mutant(what="a mask of nibbles of five bits", place="_dot", case="dot q4_k",
+    Mutant(what="nibbles masked with five bits", place="_dot", case="dot q4_k",
            old=r"(and\.b(?:16|32)\s+%rs?\d+, %rs?\d+), 15;", new=r"\1, 31;", at=6,
            found_by="values"),
     Mutant(what="bytes permuted wrongly", place="_dot", case="dot q4_0",
@@ -367,7 +369,7 @@ PTX = [
     Mutant(what="a value before a masked load left out", place="_dot", case="dot f16, 5 rows",
            old=r"mov\.u32 %r\d+, (?:%r\d+|0x0);\s+(?=(?:mov\.u32[^;]*;\s+)*@%p\d+ ld\.global)",
            new="", found_by="nothing",
-           reason="in the rows past the last, which are not stored"),
+           reason="only rows past the last lack it, and they are not stored"),
     Mutant(what="a value before a masked load left out, in a row", place="_dot",
            case="dot of width 40",
            old=r"mov\.u32 %r\d+, (?:%r\d+|0x0);\s+(?=(?:mov\.u32[^;]*;\s+)*@%p\d+ ld\.global)",
@@ -395,11 +397,11 @@ PTX = [
            reason="the number of neurons is below 16"),
     Mutant(what="a mean by a product instead of a quotient", place="_add_norm", case="norm",
            old=r"div\.full\.f32", new="mul.f32", found_by="values"),
-    Mutant(what="a root less precise by 2^-20", place="_add_norm", case="norm alone",
+    Mutant(what="a root with a relative error of 2^-20", place="_add_norm", case="norm alone",
            old=r"(rsqrt\.approx\.ftz\.f32\s+(%r\d+), %r\d+;)",
            new=r"\1 fma.rn.f32 \2, \2, 0f35800000, \2;", found_by="nothing",
            reason="an error of one part in a million is within the bound of a sum of 96 terms"),
-    Mutant(what="a root less precise by 2^-12", place="_add_norm", case="norm alone",
+    Mutant(what="a root with a relative error of 2^-12", place="_add_norm", case="norm alone",
            old=r"(rsqrt\.approx\.ftz\.f32\s+(%r\d+), %r\d+;)",
            new=r"\1 fma.rn.f32 \2, \2, 0f39800000, \2;", found_by="values"),
     Mutant(what="the sine's last term left out", place="_rotate_append", case="late positions",
@@ -409,7 +411,7 @@ PTX = [
            found_by="values"),
     Mutant(what="a maximum instead of a sum", place="_attend_part", case="attention",
            old=r"add\.f32", new="max.f32", at=40, found_by="values"),
-    Mutant(what="the exponent of 2 instead of e", place="_attend_part", case="attention",
+    Mutant(what="a power of 2 instead of e", place="_attend_part", case="attention",
            old=r"(mul\.f32\s+%r\d+, %r\d+), 0f3FB8AA3B;", new=r"\1, 0f3F800000;",
            at=1, found_by="values"),
     Mutant(what="an exponent with a sign lost", place="_attend_join", case="attention",

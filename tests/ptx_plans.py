@@ -1,9 +1,9 @@
-"""Kernel launches of plans, as the runtime lists them for its check of a device, each reduced in size
-and compared with float64.
+"""Kernel launches of plans, as the runtime lists them for its check of a device, each reduced in
+size and compared with float64.
 
 A launch of a plan determines which machine code a kernel needs (its variant). The code depends on
-widths and types, and on the number of rows only through the rows per program, so a launch with a few
-random rows keeps its variant, whatever the model."""
+widths and types, and on a matrix's number of rows only through the rows per program. So a launch
+keeps its variant when its matrices are replaced by a few random rows."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -35,15 +35,15 @@ from sparkinfer.runtime.weights.matrix import Matrix
 from sparkinfer.runtime.weights.upload import Uploader
 
 CARD = torch.device("cpu", 0)  # unlike "cpu", treated as a GPU by a placement
-ROWS = 17  # of a matrix
-NEURONS = 83  # of `down`
-POSITION = 100  # in attention, if the context is long enough
+ROWS = 17  # of a matrix, at most
+NEURONS = 83  # rows of `down`, at most
+POSITION = 100  # of the token, if the context is long enough
 
 
 def launches(
     model: ModelFile, *, mode: str, context: int, num_rows: int = 1, num_sequences: int = 1
 ) -> tuple[Launch, ...]:
-    """The launches of steps of this many rows, for a plan whose layers in turn have all, a third,
+    """The launches of steps of `num_rows` rows, for a plan whose layers in turn have all, a third,
     or one of their neurons on the GPU."""
     every = np.arange(model.shape.num_neurons)
     hot = [(every, every[::3], every[:1])[i % 3] for i in range(model.shape.num_layers)]
@@ -64,8 +64,9 @@ def launches(
 
 def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons: int | None = None,
          rank: int = 0, predictor: str = "linear", **changes) -> ModelFile:  # fmt: skip
-    """A model of zeros with another's architecture and widths, all matrices of one kind (None: each of
-    its own), and predictors of a rank. Its vocabulary is cut to 4,096 tokens."""
+    """A model of zeros with the architecture and widths of `model`, and predictors of rank `rank`.
+    Its matrices have the type `kind`, or if that is None, the types of the first layer of `model`
+    (f16 for those that it lacks). Its vocabulary is cut to 4,096 tokens."""
     shape = dataclasses.replace(
         model.shape, num_layers=layers, num_neurons=neurons or model.shape.num_neurons,
         vocab_size=min(model.shape.vocab_size, 4096),
@@ -152,7 +153,8 @@ def _least_programs(count: int, wanted: list[int]) -> int:
 
 
 def _small_tensor(kernel: str, name: str, value: Tensor, count, random) -> Tensor:
-    """Random values in a tensor with the alignment of `value`."""
+    """A tensor with the alignment of `value`, cut to `count` rows, filled with random floats or
+    int32, or with zeros if it has another type."""
     per_row = name in ("out_N", "bias_N", "gate_bias_N", "up_bias_N", "id_N", "hidden_N", "bias_F",
                        "index_A", "out_AD")  # fmt: skip
     size = list(value.shape)
@@ -196,7 +198,7 @@ def _fill_special(kernel: str, given: dict) -> None:
 
 
 def assert_right(launch: Launch, kernels: Kernels) -> None:
-    """Asserts that what the kernel writes is within the bound of the kernels' own tests."""
+    """Asserts that what the kernel writes differs from the float64 reference by rounding only."""
     with small(launch) as made:
         got, want = (_copied(made.arguments) for _ in range(2))
         getattr(kernels, made.kernel)(**got)
@@ -268,7 +270,7 @@ def _attend(given, got, want) -> None:
 
 
 def _predict(given, got, want) -> None:
-    """Compares every bit whose score is not within the bound of the threshold."""
+    """Compares every bit whose score is further from the threshold than rounding explains."""
     up, bias = given["up"], given["bias_F"]
     score = torch.empty(up.num_rows)
     reference.dot(up, bias, given["inner_R"], score)

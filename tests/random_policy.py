@@ -8,7 +8,8 @@ from sparkinfer.runtime.neuron_cache.setup import CacheSetup
 
 
 class RandomPolicy:
-    """Up to `most_rows` random swaps after each step. Keeps the bits that it was shown."""
+    """Decides on up to `most_rows` random swaps after each step; keeps all bits that it
+    observes."""
 
     def __init__(self, resident_LN, num_neurons, *, most_rows=8, seed=0):
         self.residency = Residency(resident_LN, num_neurons)
@@ -40,7 +41,7 @@ class RandomPolicy:
 
 
 def random_setup(**options):
-    """A setup with such a policy; the options are those of RandomPolicy and CacheSetup."""
+    """A setup with a RandomPolicy. Options: `most_rows`, `seed`, and those of CacheSetup."""
     most_rows, seed = options.pop("most_rows", 8), options.pop("seed", 0)
 
     def policy_of(resident_LN, num_neurons):

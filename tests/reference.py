@@ -1,6 +1,6 @@
 """A decoder in float64 numpy, written from the papers and independent of the runtime.
 
-It also defines the error measure of the other tests."""
+It also defines the error measures that other tests use."""
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
 
 
 def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None) -> np.ndarray:
-    """[T, V]. `named_LTF` masks neurons; `silent(activated)` says which gates of
-    a SiLU model count as closed."""
+    """Logits [T, V] of a text. Neurons outside the mask `named_LTF` are left out;
+    `silent(activated gates)` says which gates of a SiLU model count as closed."""
     s = model.shape
     x = weights(model, "token_embd.weight")[ids]
     for layer in range(s.num_layers):

@@ -1,6 +1,6 @@
 """Runs the operations of a step one by one on the CPU, in random orders that their declared reads
-and writes allow. Values are poisoned before a run, so that a missing read or write shows in the
-logits."""
+and writes allow. Values are poisoned before a run, so that a wrong order, which a missing
+declaration allows, shows in the logits."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Replay:
 
     @classmethod
     def of_host(cls, weights, offset):
-        """Every operation of the native step as a call of its own."""
+        """The operations of the native step, each in a separate call."""
         program = step_program(host_form(weights, offset))
         host = HostBuffers.of(
             weights.embedding.width,
@@ -67,8 +67,8 @@ class Replay:
 
     @classmethod
     def of_plan(cls, weights, placement, offset):
-        """The submissions of a hybrid step, both roles on the CPU; and what the host does before
-        and after them."""
+        """The submissions of a hybrid step with both roles on the CPU, and what the host does
+        before and after them."""
         builder = hybrid_builder._Builder(
             weights, placement, offset, Traffic(), plain_backend(reference_kernels()), None,
             max_rows=1, on_capture=lambda: None,
@@ -92,7 +92,7 @@ class Replay:
 
     def logits(self, order: Sequence[int]) -> Tensor:
         for tensor in self.memory:
-            tensor.view(torch.uint8).fill_(255)  # NaN, and every neuron
+            tensor.view(torch.uint8).fill_(255)  # NaN in floats; every neuron in bits
         for tensor in self.memory:
             if tensor.dtype == torch.int64:  # another token, another position
                 tensor.fill_(1)
@@ -126,8 +126,8 @@ class Replay:
 
     def changes(self, number: int, value: str, want: Tensor, *, is_read: bool) -> bool | None:
         """Whether some order that is allowed once a read or write is not declared changes the
-        logits; None if that allows no new order. Each pair whose order is lost is tried the other
-        way round."""
+        logits; None if leaving it out allows no new order. Each pair whose order is lost is tried
+        the other way round, in a few random orders."""
         right = self.edges
         was = self.operations[number]
         self.operations[number] = was.without(value, is_read=is_read)
@@ -146,7 +146,7 @@ class Replay:
 
 
 def take(host: HostBuffers, token: int, position: int) -> None:
-    """Makes this row the input of a step."""
+    """Makes this token, at this position, the input of a step."""
     host.count.value = 1
     host.structs[0].token = host.token_T[0] = token
     host.structs[0].position = host.position_T[0] = position
@@ -160,7 +160,7 @@ INPUTS = ("token_T", "position_T", "sequence_T", "table_SN")
 
 
 def written(host: HostBuffers) -> list[Tensor]:
-    """All values but the inputs of a step."""
+    """The host's buffers, without the inputs of a step."""
     return [t for name, t in vars(host).items() if isinstance(t, Tensor) and name not in INPUTS]
 
 
@@ -169,8 +169,8 @@ def holds(tensor: Tensor, address: int) -> bool:
 
 
 def reachable(pairs: Sequence[tuple[int, int]], count: int) -> list[set[int]]:
-    """The operations that these pairs, directly or not, put after each one."""
+    """For each operation, those that the pairs put after it, directly or not."""
     found: list[set[int]] = [set() for _ in range(count)]
-    for first, second in sorted(pairs, reverse=True):  # pairs go up
+    for first, second in sorted(pairs, reverse=True):  # the first of a pair is the lower number
         found[first] |= {second} | found[second]
     return found

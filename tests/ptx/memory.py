@@ -24,7 +24,7 @@ class Buffer:
     start: int
     end: int
     base: int  # start, rounded down
-    bytes: np.ndarray  # u8, of this process at `base`
+    bytes: np.ndarray  # u8, this process's memory from `base` on
     state: np.ndarray  # u8, one for each byte
     is_touched: bool = False
 
@@ -50,7 +50,7 @@ class Buffer:
 
 class Memory:
     def __init__(self) -> None:
-        self._buffers: list[Buffer] = []  # by address
+        self._buffers: list[Buffer] = []  # sorted by `start`
         self._starts: list[int] = []
 
     def add(
@@ -109,7 +109,7 @@ class Memory:
             )
 
     def remove(self, address: int) -> None:
-        """Ends the range that begins at the address."""
+        """Unregisters the range that begins at the address."""
         at = self._starts.index(address)
         del self._buffers[at], self._starts[at]
 
@@ -142,7 +142,8 @@ class Memory:
     # ---- accesses of kernels ---------------------------------------------------------------
 
     def split(self, address: np.ndarray, size: int):
-        """Yields (buffer, which of the addresses are in it; None: all) for an access."""
+        """Yields (buffer, indices of the addresses in it, or None for all) for each buffer of an
+        access."""
         low, high = int(address.min()), int(address.max())
         buffer = self.find(low)
         if buffer is not None and high + size <= buffer.end:
@@ -157,11 +158,12 @@ class Memory:
             beyond = np.flatnonzero(address[which] + np.uint64(size) > np.uint64(buffer.end))
             if len(beyond):
                 past = int(address[which[beyond[0]]]) - buffer.end
-                raise Outside(which[beyond[0]], f"{past} bytes past the end of {buffer.name}")
+                raise Outside(which[beyond[0]], f"at {past:+} bytes from the end of {buffer.name}")
             yield buffer, which
 
     def rows(self, buffer: Buffer, address: np.ndarray, size: int, flags: int) -> np.ndarray:
-        """Numbers of the rows of `size` bytes in a buffer, after all checks of an access."""
+        """The numbers of the accessed rows of `size` bytes in a buffer. Raises unless every byte
+        has all of `flags`."""
         offset = (address - np.uint64(buffer.base)).astype(np.int64)
         row = offset // size if size > 1 else offset
         states = buffer.state.reshape(-1, size)[row]
@@ -193,7 +195,7 @@ class Memory:
 
 
 class Outside(Exception):
-    """(which lane, where); the machine adds the rest of the message."""
+    """Its arguments: (index of the lane, place); the machine adds the rest of the message."""
 
     kind = OutOfBounds
 
@@ -207,7 +209,8 @@ class Crooked(Outside):
 
 
 def load(memory: Memory, address: np.ndarray, size: int, note) -> np.ndarray:
-    """u8 [lanes, size]; `note` is called with (buffer, addresses, which lanes; None: all)."""
+    """The bytes at the addresses, u8 [lanes, size]. `note`, if there is one, is called with
+    (buffer, addresses, indices of the lanes or None for all)."""
     check_alignment(address, size)
     found = np.empty((len(address), size), np.uint8)
     for buffer, which in memory.split(address, size):

@@ -1,4 +1,4 @@
-"""Instructions that move data: mov, cvta, and ld and st in every space."""
+"""Instructions that move data: mov, cvta, ld and st."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from ptx.operands import BITS, DTYPE, address, is_register, pure, source, vector
 from ptx.text import BYTES
 
 _SPACES = ("global", "shared", "local", "param", "const")
-# Cache hints, and memory orders that change nothing where all lanes run in lockstep.
+# Cache hints, memory orders and scopes. They change nothing here: an access takes effect at once.
 _HINTS = ("nc", "volatile", "relaxed", "weak", "gpu", "cta", "sys", "ca", "cg", "cs", "lu", "cv",
           "wb", "wt")  # fmt: skip
 

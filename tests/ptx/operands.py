@@ -1,8 +1,8 @@
 """Operands of instructions as functions of a machine, and results written to registers.
 
-A machine (lanes.Machine) holds two lists with an entry for each register: `value`, an array of
-its bits, and `undefined`, which of its bytes are undefined: None for none, or u8 [lanes] with a bit
-for each byte."""
+A machine (lanes.Machine) holds two lists with an entry for each register. In `value` the entry is
+an array of the register's bits in each lane. In `undefined` it says which bytes are undefined: None
+if there are none, otherwise u8 [lanes] with a bit for each byte."""
 
 import re
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Getter = Callable[["Machine"], np.ndarray]  # noqa: F821
 
 @dataclass(frozen=True)
 class Registers:
-    """The numbers and types of a kernel's registers, by name."""
+    """A kernel's registers: their numbers by name, and their types by number."""
 
     number: dict[str, int]
     types: list[str]
@@ -120,7 +120,7 @@ def address(text: str, registers: Registers) -> tuple[Getter, Reads]:
             raise UnknownInstruction(f"address {text!r}")
         return (lambda machine: np.uint64(machine.symbol(base)) + offset), ()
     number = registers.number[base]
-    if registers.dtype(number).itemsize == 4:  # shared memory: wraps around like the register
+    if registers.dtype(number).itemsize == 4:  # an address of 32 bits wraps around
         small = np.uint32(int(offset) % (1 << 32))
         get = lambda machine: (machine.value[number] + small).astype(np.uint64)  # noqa: E731
         return get, ((number, ALL_BYTES),)
@@ -135,7 +135,8 @@ def vector(text: str) -> list[str]:
 
 
 def stored_bits(value: np.ndarray, held: np.dtype) -> np.ndarray:
-    """A result as the bits of its register; narrower integers are extended."""
+    """A result as the bits of its register. Narrower integers are extended by their sign, if they
+    have one, and other narrower values by zeros."""
     if value.dtype == held:
         return value
     if held == np.bool_ or value.dtype == np.bool_:

@@ -1,13 +1,14 @@
-"""Accesses of a launch that no barrier orders.
+"""Finds data races: accesses of a launch that no barrier orders.
 
 Two accesses of different threads are ordered if the threads belong to one block and a block barrier
 lies between the accesses, or to one warp and a warp barrier does. They race if they are not
 ordered, access the same bytes and one of them writes.
 
 Writes of several threads by one instruction, which no thread reads before a barrier, do not race if
-their values are equal, or are f32 numbers that differ by no more than rounding explains: Triton lets
-all threads of a sum store it, after the compiler has fused the sum's first product into an addition,
-which then rounds differently in each thread. One of the values stays; CUDA does not say which."""
+their values are equal, or are f32 numbers that differ by no more than rounding explains: Triton
+lets all threads of a sum store it, after the compiler has fused the sum's first product into an
+addition, which then rounds differently in each thread. One of the values stays; CUDA does not say
+which."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ _LEAST_NORMAL = 2.0**-126
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Access:
-    """What one instruction accessed: the bytes at `offset_N` of a space, by `thread_N`, in the epochs
-    of their blocks and warps."""
+    """What one instruction accessed: the bytes at `offset_N` of a space, by `thread_N`, in the
+    epochs of their blocks and warps."""
 
     instruction: str
     size: int
@@ -32,7 +33,7 @@ class Access:
     thread_N: np.ndarray  # numbered over the whole grid
     block_epoch_N: np.ndarray
     warp_epoch_N: np.ndarray
-    value_N: np.ndarray | None  # u8 [N, size] of a store
+    value_N: np.ndarray | None  # u8 [N, size] if it is a store
 
 
 class Race(NamedTuple):
@@ -44,8 +45,8 @@ class Race(NamedTuple):
 
 
 def find_race(accesses: list[Access], unit: int, num_threads: int) -> Race | None:
-    """A pair that races. Memory is compared in units of `unit` bytes; a block has `num_threads`
-    threads."""
+    """A pair of accesses that race, or None. Memory is compared in units of `unit` bytes; a block
+    has `num_threads` threads."""
     places = [_units(access, unit) for access in accesses]
     written = [place for place, a in zip(places, accesses, strict=True) if a.value_N is not None]
     if not written:
@@ -74,12 +75,12 @@ def find_race(accesses: list[Access], unit: int, num_threads: int) -> Race | Non
 
 
 def _units(access: Access, unit: int) -> np.ndarray:
-    """[N, size / unit]."""
+    """The numbers of the units that are accessed, [N, size / unit], at least one column."""
     return access.offset_N[:, None] // unit + np.arange(max(1, access.size // unit))
 
 
 def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
-    """One event for each access to a unit of memory that is also written."""
+    """One event for each access of a thread to a unit of memory that some access writes."""
     columns: dict[str, list[np.ndarray]] = {}
     for number, (access, place) in enumerate(zip(accesses, places, strict=True)):
         counted = is_written[place]
@@ -99,7 +100,7 @@ def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
             ("block_epoch", access.block_epoch_N[row]),
             ("warp_epoch", access.warp_epoch_N[row]),
             ("value", value),
-            ("number", word),  # the f32 number that the unit is part of, if it may be one
+            ("number", word),  # the f32 that the unit is part of; NaN if none is stored
             ("writes", np.full(len(row), access.value_N is not None)),
             ("access", np.full(len(row), number)),
         ):
@@ -108,7 +109,8 @@ def _events(accesses, places, unit, is_written) -> dict[str, np.ndarray]:
 
 
 def _pair(keys, who, events) -> tuple[int, int] | None:
-    """Two events with equal keys but different `who`, one of which writes."""
+    """Two events that race, at least one of them a write, with equal keys but different `who`; None
+    if there are none."""
     order = np.lexsort([who, *reversed(keys)])
     is_first = np.zeros(len(order), bool)
     is_first[0] = True

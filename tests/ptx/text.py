@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ptx.faults import UnknownInstruction
 
-# A basic block ends after each of these, so that lanes can diverge or wait there.
+# A basic block ends after each of these (except bar.warp), so that lanes can diverge or wait there.
 ENDS = ("bra", "bar", "barrier", "ret", "exit")
 _DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.+)")
 _VARIABLE = re.compile(
@@ -68,10 +68,10 @@ class Kernel:
     name: str
     parameters: list[Parameter]
     num_threads: int | None = None  # .reqntid
-    registers: dict[str, str] = field(default_factory=dict)  # to type
+    registers: dict[str, str] = field(default_factory=dict)  # name to type
     variables: list[Variable] = field(default_factory=list)
     blocks: list[list[Instruction]] = field(default_factory=list)
-    block_of: dict[str, int] = field(default_factory=dict)  # by label
+    block_of: dict[str, int] = field(default_factory=dict)  # label to the number of its block
 
 
 @dataclass(kw_only=True)
@@ -164,7 +164,7 @@ class _Body:
 
     def __init__(self, kernel: Kernel, files: dict[str, str]):
         self.kernel, self.files = kernel, files
-        self.scopes: list[dict[str, str]] = [{}]  # by open brace: registers' unique names
+        self.scopes: list[dict[str, str]] = [{}]  # registers' unique names, per open brace
         self.block: list[Instruction] = []
         self.line = ""
         self.targets: set[str] = set()

@@ -1,5 +1,5 @@
-"""Instructions of whole warps: shuffles, votes, reductions, barriers, and matrices through
-shared memory."""
+"""Instructions that the lanes of a warp execute together: shuffles, votes, reductions, warp
+barriers, and loads and stores of matrices in shared memory."""
 
 import numpy as np
 
@@ -41,7 +41,8 @@ def shuffle(name, modifiers, operands, registers):
 
 
 def _other(mode, lane, by, clamp):
-    """(the lane of the warp that each lane reads from, whether it is in its segment)."""
+    """(the lane that each lane of the warp names as its source, whether the segment contains
+    it)."""
     by, bound = np.asarray(by & np.uint32(31), np.int64), np.asarray(clamp, np.int64)
     segment, bound = (bound >> 8) & 31, bound & 31
     last = (lane & segment) | (bound & ~segment)
@@ -108,7 +109,7 @@ def _over_warps(operands, kind, joined, registers):
 
 
 def _matrices(modifiers):
-    """(N, whether it is transposed) of .sync.aligned.m8n8.xN[.trans].shared.b16."""
+    """(N, whether matrices are transposed) of .sync.aligned.m8n8.xN[.trans].shared.b16."""
     rest = [m for m in modifiers if m != "trans"]
     if rest[:3] != ["sync", "aligned", "m8n8"] or rest[4:] != ["shared", "b16"]:
         raise UnknownInstruction("modifier ." + ".".join(modifiers))
@@ -118,8 +119,9 @@ def _matrices(modifiers):
 
 
 def load_matrix(name, modifiers, operands, registers):
-    """Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m; of each matrix, transposed
-    or not, lane l gets values 2 (l mod 4) and 2 (l mod 4) + 1 of row floor(l / 4)."""
+    """Lanes 8 m to 8 m + 7 give the addresses of the rows of matrix m. From each matrix, which
+    .trans transposes first, lane l gets values 2 (l mod 4) and 2 (l mod 4) + 1 of row
+    floor(l / 4)."""
     count, is_turned = _matrices(modifiers)
     numbers = [registers.find(text) for text in vector(operands[0])]
     assert len(numbers) == count, operands
