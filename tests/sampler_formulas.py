@@ -1,6 +1,6 @@
-"""The samplers' formulas, in plain Python over lists, and comparisons of candidates with them.
+"""The samplers' formulas, in plain Python over lists, and a check of candidates against them.
 
-A distribution is [(id, logit), ...]; where the order matters it is by logit, then id."""
+A distribution is [(id, logit), ...]; where the order matters, logits fall, and tied ids rise."""
 
 import math
 import random
@@ -99,12 +99,12 @@ def penalties_ref(tokens: Tokens, history, last_n, repeat, frequency, presence) 
 
 
 def dry_ref(tokens: Tokens, history, multiplier, base, allowed, last_n, breakers) -> Tokens:
-    """For each token, tries all lengths of what it would repeat."""
+    """Finds what each token would repeat by looking at all its earlier occurrences."""
     text = history[len(history) - min(last_n, len(history)) :] if last_n >= 0 else history
     found = []
     for i, logit in tokens:
         longest = -1
-        for j in range(1, len(text)):  # i occurs at j; what precedes it is repeated
+        for j in range(1, len(text)):  # i occurs at j: how much before it equals the end?
             if text[j] != i:
                 continue
             n = 0
@@ -119,7 +119,8 @@ def dry_ref(tokens: Tokens, history, multiplier, base, allowed, last_n, breakers
 
 
 def adaptive_ref(tokens: Tokens, target: float, decay: float, drawn: list[float]) -> Tokens:
-    """`drawn` has the probabilities of the tokens drawn so far; their mean starts at the target."""
+    """`drawn`: the probabilities of the tokens drawn so far, whose decaying mean starts at the
+    target."""
     weights = [decay**age for age in range(len(drawn))][::-1]
     before = decay ** len(drawn) / (1 - decay)
     mean = (sum(w * p for w, p in zip(weights, drawn, strict=True)) + before * target) / (
@@ -168,7 +169,7 @@ def candidates_of(tokens: Tokens, *, is_sorted: bool = False) -> Candidates:
 def check(got: Candidates, want: Tokens) -> None:
     ids, logits = got.ids_A.tolist(), got.logits_A.tolist()
     order = [(-x, i) for x, i in zip(logits, ids, strict=True)] if got.is_sorted else ids
-    assert order == sorted(order), "the promised order"
+    assert order == sorted(order), "not in the promised order"
     assert got.probability_A.dtype == np.float64 and abs(got.probability_A.sum() - 1) < 1e-12
     expected = softmax(want)
     here = dict(zip(got.ids_A.tolist(), got.probability_A.tolist(), strict=True))

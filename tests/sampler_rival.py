@@ -19,7 +19,8 @@ DRAW = ["dist", 1]
 
 @dataclass
 class Case:
-    """The same chain twice: llama.cpp's, without the draw, and our options."""
+    """A chain of samplers in two forms, as llama.cpp's calls (without the final draw) and as our
+    options, with the logits and the history that it gets."""
 
     chain: list[list]
     options: SamplingOptions
@@ -53,7 +54,8 @@ def ask(tmp_path: Path, cases: list[Case], *, ends: list | None = DRAW, model: s
 def difference(
     step_V: np.ndarray, ours: Candidates, ids: np.ndarray, p: np.ndarray, tolerance: float = 1e-5
 ) -> str:
-    """The difference between our candidates and llama.cpp's ids and probabilities; '' if none."""
+    """The difference between our candidates and llama.cpp's ids and probabilities; '' if none. If
+    logits tie, the ids may differ."""
     there = {int(i): float(q) for i, q in zip(ids, p, strict=True) if q > 1e-30}
     here = {
         int(i): float(q) for i, q in zip(ours.ids_A, ours.probability_A, strict=True) if q > 1e-30

@@ -1,7 +1,7 @@
-// Runs the kernels of every usable level at sizes around block edges, and whole decode
-// steps with all keys and with selected ones, on buffers without any spare bytes. Compiled by
-// test_sanitizers.py with the address and undefined-behaviour sanitizers, which end the program on
-// an error.
+// Runs the kernels of every usable level at sizes around block edges, and whole decode steps with
+// all keys and with selected ones, on buffers without spare bytes (but for the alignment of a
+// workspace). Compiled by test_sanitizers.py with the address and undefined-behaviour sanitizers,
+// which end the program on an error.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -20,7 +20,7 @@ uint32_t state = 1;
 uint32_t next() { return state = state * 1664525u + 1013904223u; }
 float uniform() { return static_cast<float>(next() >> 8) / (1 << 23) - 1.0f; }
 
-// Memory of exactly this many bytes, so that the sanitizer sees the first byte past it.
+// Memory of exactly this many bytes, so that the sanitizer reports an access to the byte past it.
 std::vector<std::unique_ptr<uint8_t[]>> all;
 uint8_t* bytes(int64_t count) {
     all.emplace_back(new uint8_t[count]);
@@ -92,15 +92,16 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
            unpacks(kind, w, D, index, A);
 }
 
-// A kind whose rows can be multiplied and summed, in any number.
+// The kind itself if its rows can be multiplied and summed in any number, otherwise another layout
+// of the same values with which they can.
 int32_t summed(int32_t kind) {
     if (!is_tiled(kind) && !is_grouped(kind)) return kind;
     if (!form_of(kind) || block_values(kind) == SUPER_BLOCK) return kind_in_file(kind);
     return form_of(kind) == form_of(KIND_Q4_0) ? KIND_Q4_0_PLANAR : KIND_Q8_0_PLANAR;
 }
 
-// Grouped rows: their sums are those of the same rows in another layout, bit for bit; products, and
-// sums of a list, are refused.
+// True if the sum of grouped rows equals that of the same rows in another layout, bit for bit, if
+// they unpack, and if products, and the sum of a list of rows, are refused.
 bool groups_at(int32_t kind, int64_t D, int64_t A) {
     const int32_t in_file = kind_in_file(kind);
     const int64_t row_bytes = row_bytes_of(kind, D);
@@ -139,8 +140,8 @@ bool are_all(const uint32_t* bits, int64_t F) {
     return true;
 }
 
-// The neurons of a block without a step, in mode exact: several tokens set the bits that each sets
-// by itself, also if the block lists the ids of its neurons.
+// Runs the neurons of a block without a step, in mode exact. True if several tokens together set
+// the same bits as each token alone, also if the block lists the ids of its neurons.
 bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) {
     constexpr int64_t T = 3;
     const int64_t W = (F + 31) / 32;
@@ -188,9 +189,9 @@ std::vector<SparkOp> operations(const SparkStep& s) {
     return ops;
 }
 
-// The last position's logits are `want` if the operations run in parts: all in one, for one row;
-// four at a time, for two rows; and one at a time, for one row. The last two have vectors outside
-// of the workspace.
+// True if the last position's logits are `want` when the operations run in parts: all in one, for
+// one row; four at a time, for two rows; and one at a time, for one row. In the last two cases the
+// vectors are outside the workspace.
 bool parts(SparkStep step, const float* want) {
     const int64_t V = step.head.num_rows, last = step.context_length - 1;
     const int64_t most = std::min<int64_t>(2, step.max_rows), num_rows_of[] = {1, most};
@@ -212,7 +213,7 @@ bool parts(SparkStep step, const float* want) {
     return true;
 }
 
-// A step is refused if any field of its OP_NEURONS is out of range.
+// True if a step is refused when any field of its OP_NEURONS is out of range.
 bool refuses_operations(const SparkStep& step) {
     for (int32_t SparkOp::* field :
          {&SparkOp::kind, &SparkOp::layer, &SparkOp::part, &SparkOp::in, &SparkOp::in_2, &SparkOp::out})
@@ -226,9 +227,10 @@ bool refuses_operations(const SparkStep& step) {
     return true;
 }
 
-// Three sequences whose blocks of the cache, of 32 positions, are not in order. In every step the first two compute a
-// row, and the third copies the second's key and value. The last position has the same logits in
-// all three. An unknown sequence, a wrong source and a block that does not exist are refused.
+// Runs three sequences whose cache blocks, of 32 positions, are not in order. At every position the
+// first two compute a row, and the third copies the second's key and value. True if the last
+// position has the same logits in all three, and if an unknown sequence, a wrong source and a block
+// that does not exist are refused.
 bool pages(SparkStep step, SparkLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
@@ -297,7 +299,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const std::vector<SparkOp> ops = operations(step);
     step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     const int64_t size = spark_step_bytes(&step);
-    if (is_grouped(kind) && mode != MODE_DENSE) return size < 0;  // all rows are added, or none
+    if (is_grouped(kind) && mode != MODE_DENSE) return size < 0;  // all rows are summed
     if (size < 0) return false;
     uint8_t* memory = bytes(size + 63);
     step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
@@ -356,7 +358,7 @@ struct Selecting {
         ops = operations(step), step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     }
 
-    // Rotations for every capped position, and none beyond.
+    // Allocates rotations for every capped position, and none beyond.
     void cap() {
         const SparkSelect& rule = step.select;
         const int64_t count = (rule.sinks + rule.top + rule.window + rule.block) * step.head_width / 2;
@@ -394,8 +396,9 @@ struct Selecting {
         return true;
     }
 
-    // Writes the last logits of a text that is computed `rows` tokens at a time. The second
-    // sequence copies all keys and values; false if its last token gives other logits.
+    // Writes to `logits` those of the last token of a text that is computed `rows` tokens at a
+    // time. The second sequence copies all keys and values; false if its last token gives other
+    // logits.
     bool write(int64_t rows, float* logits) {
         const int64_t C = step.context_length;
         for (int64_t begin = 0; begin < C; begin += rows) {
@@ -414,8 +417,8 @@ struct Selecting {
     }
 };
 
-// Selected keys give the same logits, bit for bit, in steps of one token and of several and for
-// blocks of three lengths, and other logits than all keys.
+// True if selected keys give the same logits, bit for bit, in steps of one token and of several and
+// for blocks of three lengths, and if those logits differ from the logits with all keys.
 bool selects(int32_t cache_kind, int64_t W, const SparkSelect& rule, bool is_capped, int64_t C) {
     Selecting model(cache_kind, W, C);
     model.step.is_key_rotated = !is_capped && cache_kind >= KIND_Q8_0;
@@ -454,8 +457,8 @@ bool selections() {
     return true;
 }
 
-// Copies are complete after finish(), whether the copier's thread or the caller made them; a second
-// finish() is allowed. The last round frees the copier without waiting.
+// True if copies are complete after finish(), whether the copier's thread or the caller made them;
+// a second finish() is allowed. The last round frees the copier without waiting.
 bool copies() {
     constexpr int64_t COUNT = 9, SIZE = 4097;
     SparkCopier* copier = spark_copier_new();
@@ -513,7 +516,8 @@ void weighs_nothing(const AttendPart& a) {
 
 void mixes_nothing(const AttendPart& a) { a.out[0] += 1.0f; }
 
-// The probe accepts working kernels and rejects those that fault or err, for any kind of weight.
+// True if the probe accepts the generic kernels, and rejects them if the kernels of any kind of
+// weights or of cached values fault or give wrong results.
 bool probes() {
     if (!runs_here(kernels_generic, kernels_generic)) return false;
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)

@@ -1,7 +1,7 @@
-"""An OpenAI-compatible server with scripted answers, for tests of a page.
+"""An OpenAI-compatible server with scripted answers, for tests of the web page.
 
-Answers are streamed in the form of `sparkinfer serve`; the page and its headers are the real ones.
-A prompt's last message names the script to play."""
+Answers are streamed in the form of `sparkinfer serve`; the page and its Content-Security-Policy are
+the real ones. The last message of a request names the script to play."""
 
 import base64
 import hashlib
@@ -34,7 +34,7 @@ def page_policy(page: str) -> str:
 
 @dataclass(kw_only=True)
 class Script:
-    """The answer to a question: pieces with pauses, or an error."""
+    """The answer to a question: pieces with pauses between them, an error, or both."""
 
     pieces: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -42,11 +42,12 @@ class Script:
     finish: str | None = "stop"  # None: the connection breaks instead
     status: int = 200
     error: str = ""
-    wait: threading.Event | None = None  # holds the answer after its first piece
+    wait: threading.Event | None = None  # the answer stops after its first piece until this is set
 
 
 class ScriptedServer:
-    """Runs on a free port; `asked` has the page's requests. A context manager."""
+    """A context manager that serves on a free port; `asked` has the bodies of accepted
+    questions."""
 
     def __init__(self, scripts: dict[str, Script], *, key: str = "") -> None:
         self.scripts, self.key = scripts, key
@@ -79,7 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
     owner: ScriptedServer
 
     def parse_request(self) -> bool:
-        """False if a connection that a browser opened in advance is used after the end."""
+        """False also after the end: a browser may then use a connection that it opened in
+        advance."""
         return super().parse_request() and not self.owner.is_closed
 
     def do_GET(self) -> None:

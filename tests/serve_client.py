@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-READY_S = 120.0  # a model that is loaded while others use all cores
+READY_S = 120.0  # enough to start while other processes use all cores
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 
 
 class ServerProcess:
-    """A server of `model` on a free port, ready for requests; a context manager that kills it."""
+    """A server of `model`, on a free port unless the options name one. As a context manager it
+    waits until the server is ready for requests, and kills it at the end."""
 
     def __init__(self, model: Path, log: Path, *options: str, key: str | None = None) -> None:
         environment = {**os.environ, "SPARKINFER_API_KEY": key} if key else dict(os.environ)
@@ -57,7 +58,7 @@ class ServerProcess:
         return self.about["url"]
 
     def rss_bytes(self) -> int:
-        """Memory of the process and of its children (the chat template runs in one)."""
+        """Resident memory of the process and its descendants (the chat template runs in one)."""
         return sum(_rss_bytes(pid) for pid in _family(self.process.pid))
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -110,7 +111,7 @@ class Reply:
 
 
 class Refused(Exception):
-    """A stream did not begin: the answer had another status than 200."""
+    """A stream did not begin: the answer had a status other than 200."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(f"{reply.status}: {reply.body[:300]!r}")
@@ -118,7 +119,7 @@ class Refused(Exception):
 
 
 class Broken(Exception):
-    """The connection ended before the answer did."""
+    """The answer ended too early, reported an error or was malformed."""
 
 
 def request_bytes(
@@ -167,7 +168,7 @@ async def connected(
 
 
 async def read_reply(reader: asyncio.StreamReader) -> Reply:
-    """Raises Broken if the connection ends within it."""
+    """Reads a whole reply; raises Broken if the connection ends within it."""
     status, headers = await read_head(reader)
     if status in (204, 304):
         return Reply(status=status, headers=headers, body=b"")
@@ -204,7 +205,7 @@ async def read_body(
 
 @dataclass(kw_only=True)
 class Answer:
-    """The content of a stream; `times_s` of its pieces are those of time.perf_counter."""
+    """The content of a stream. `times_s`: when each piece came, by time.perf_counter."""
 
     text: str = ""
     finish: str | None = None
@@ -243,7 +244,7 @@ async def stream(
     most_pieces: int | None = None,
     seconds: float = 120.0,
 ) -> Answer:
-    """The whole answer, or its first pieces, after which the connection is aborted.
+    """The whole answer, or its first `most_pieces`, after which the connection is aborted.
 
     Raises Refused, Broken, or TimeoutError."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -278,7 +279,7 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
 
 
 async def gauges(port: int, *names: str, headers: Mapping[str, str] | None = None) -> list[float]:
-    """Numbers of /metrics."""
+    """The values of the metrics sparkinfer_NAME on /metrics."""
     page = (await ask(port, "/metrics", headers=headers)).body.decode()
     found = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     return [float(found[f"sparkinfer_{name}"]) for name in names]

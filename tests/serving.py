@@ -42,7 +42,7 @@ def save_model(folder):
 
 
 class Served:
-    """A server's process. `url` without /v1."""
+    """A server's process. `url` does not include /v1."""
 
     def __init__(self, model, *options, key=None):
         self.key = key
@@ -112,7 +112,7 @@ class Served:
 
 
 def leave(served, body):
-    """Reads a little of a stream, and closes the connection."""
+    """Reads the beginning of a stream and closes the connection."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request(
         "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kerne
 
 @pytest.fixture
 def made(tmp_path):
-    """`m.gguf`, of whose neurons seven in ten are idle; `own.gguf` with limits that silence them and
-    some that work; and a text."""
+    """`m.gguf`, in which seven neurons in ten are idle; `own.gguf` with limits that silence those
+    and a few that work; and a text."""
     model = most_neurons_idle(tmp_path / "m.gguf")
     count = model.shape.num_neurons
     limit_F = np.where(np.arange(count) % 70 == 0, 10.0, 0.1).astype(np.float32)
@@ -39,7 +39,8 @@ def made(tmp_path):
 
 
 def timed(monkeypatch, exact_over_dense: float) -> None:
-    """Dense steps take as long as reading their bytes; exact ones, that many times as long."""
+    """Dense steps take times in proportion to their bytes; exact ones take `exact_over_dense` times
+    as long."""
 
     def rounds(turns, group, count):
         dense = {p.type: p.bytes_per_token for p in group if p.rule == "dense"}
@@ -94,7 +95,8 @@ def test_limits_that_gain_less_than_their_bytes_say_are_not_advised(made, monkey
 
 
 def test_the_model_before_training_is_what_counts_if_it_is_named(made, monkeypatch):
-    """Other dense weights: the file's own dense mode is close to its limits, these are not."""
+    """It has other weights here: the file's dense mode is close to its mode exact, the model before
+    training is not."""
     timed(monkeypatch, 0.5)
     other = most_neurons_idle(made / "before.gguf")
     down = other.tensors["blk.0.ffn_down_t.weight"]
@@ -112,8 +114,8 @@ def test_the_model_before_training_is_what_counts_if_it_is_named(made, monkeypat
 
 @pytest.fixture
 def files(made):
-    """`made` in other types: `q8.gguf` is the model, `own8.gguf` the one with limits; and `l`, limits
-    for the model."""
+    """The files of `made`; `q8.gguf` and `own8.gguf`, which are `m.gguf` and `own.gguf` in q8_0;
+    and `l`, the limits of `own.gguf`."""
     for source, name in (("m", "q8"), ("own", "own8")):
         convert(ConvertConfig(source=made / f"{source}.gguf", output=made / f"{name}.gguf",
                               outtype="q8_0"))  # fmt: skip
@@ -163,7 +165,8 @@ def test_the_next_command_works_as_it_is_printed(
 
 
 def test_a_reference_less_precise_than_the_file_is_refused(files, monkeypatch):
-    """It would be unfair to the file: what the reference has lost would count as the file's loss."""
+    """It would be unfair to the file: what the reference has lost would count as the file's
+    loss."""
     words = ("--corpus", files / "t.txt", "--tokens", 6144, "--dense", files / "q8.gguf")
     done = run(files / "own.gguf", *words)
     assert done.exit_code != 0 and "\n" not in str(done.exception)

@@ -1,4 +1,5 @@
-"""docs/api.md names what the code has: signatures, options with their defaults, nothing else."""
+"""docs/api.md names all that is public, with signatures and defaults, and no other names or
+options."""
 
 import dataclasses
 import inspect
@@ -19,7 +20,7 @@ from sparkinfer.runtime.model.observers import NAMES, Observation
 from sparkinfer.runtime.step.sequences import Part, Sequence
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
-LONGEST = 30  # letters of a default that the page repeats
+LONGEST = 30  # the page repeats defaults whose repr is shorter
 # Named by the page without their arguments, or of no use to programs.
 UNNAMED = {
     Sequence: {"number", "yields", "owner", "check_room"},
@@ -50,7 +51,7 @@ def signature(name: str, function: object) -> str:
 
 
 def members(kind: type, instance: object | None = None) -> list[str]:
-    """What the page has to say of a class: signatures of methods, names of values."""
+    """What the page must contain for a class: signatures of methods, names of values."""
     names = {name for name in dir(kind) if not name.startswith("_")}
     names |= {name for name in vars(instance or object) if not name.startswith("_")}
     if dataclasses.is_dataclass(kind):
@@ -70,7 +71,8 @@ def missing(wanted: list[str], text: str) -> list[str]:
 
 
 def options_of(kinds: list[type]) -> list[str]:
-    """name=default of each field; of a default that is long, or made by a function, the name."""
+    """`name=default` for each field; only `name` if there is no default, or if it is long, made by
+    a function, or that of dry_sequence_breakers."""
     found = []
     for field in (field for kind in kinds for field in dataclasses.fields(kind)):
         has_default = field.default is not dataclasses.MISSING

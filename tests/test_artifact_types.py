@@ -1,7 +1,7 @@
-"""Our own files with values of any type in any place: `inspect` and `export` show them, or refuse
-in one line; meaningless values are refused.
+"""Our own files with values of any type in any place: `inspect` shows them or refuses them in
+one line, and refuses meaningless values; `export` refuses the files that it gets here.
 
-No oracle is needed beyond survival; the values that must be refused are listed."""
+No oracle is needed beyond survival and lists of the values that must be refused."""
 
 import copy
 import json
@@ -79,7 +79,8 @@ def with_value(values: dict, path: tuple, value: object) -> dict:
 
 
 def outcomes(path: Path, values: dict, write) -> dict[tuple, str]:
-    """The outcome for every value in every place of an object."""
+    """The outcome for every value in every place of an object, except places that are read
+    alike."""
     found = {}
     alike = {"host_to_device_gb_per_s", "host_to_device_pageable_gb_per_s", "copy_latency_s",
              "bandwidth_gb_per_s", "round_trip_s", "2"}  # read by the same line as others  # fmt: skip
@@ -91,7 +92,7 @@ def outcomes(path: Path, values: dict, write) -> dict[tuple, str]:
 
 
 def refused(found: dict[tuple, str], *place) -> set[int]:
-    """The numbers of the values that are refused in a place."""
+    """The numbers of the values that are refused in this place."""
     return {key[-1] for key, said in found.items() if key[:-1] == place and said != "shown"}
 
 

@@ -53,7 +53,7 @@ def one_of_each(folder):
 
 
 def plain(value):
-    """Something that `==` compares by content."""
+    """The value in a form that `==` compares by content, without paths and with floats in f32."""
     if isinstance(value, float):
         return float(np.float32(value))  # what a GGUF key holds
     if isinstance(value, np.ndarray):
@@ -132,7 +132,8 @@ def test_another_version_is_refused(tmp_path, name):
 
 
 def test_the_exact_bytes_of_a_tiny_split(tmp_path):
-    """Its header with the numbers of tensors and keys, the tensor's entry and data, and one key."""
+    """Compares the header with the numbers of tensors and keys, the tensor's entry and data, and
+    one key."""
     model = make_model(shape=make_shape(num_neurons=32))
     split = make_split(model, [[7, 3], []])
     split.save(tmp_path / "a")
