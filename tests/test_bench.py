@@ -44,7 +44,8 @@ def sample_of(engine: Engine, test: BenchTest):
 
 
 def by_hand(path: Path, start: int, count: int) -> float:
-    """The bytes that a token of a dense step must read, by the gguf package's tensor table."""
+    """The mean bytes that a dense step reads per token, from the tensor table of the gguf
+    package."""
     reader = GGUFReader(path)
     total = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     embedding = next(t for t in reader.tensors if t.name == "token_embd.weight")
@@ -73,7 +74,8 @@ def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
 
 @needs_kernels
 def test_a_plan_divides_the_bytes(bench_files):
-    """All of them, each on its side: hot neurons and the dense blocks' parts on the GPU."""
+    """The total stays the same. Hot neurons, and the caches of two of the three layers, are read on
+    the GPU."""
     plan = Split.load(bench_files / "plan.gguf")
     with Engine.load(
         bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
@@ -128,7 +130,7 @@ def test_the_bytes_that_a_gpu_reads_follow_from_shapes(bench_files):
 @needs_kernels
 @pytest.mark.parametrize("depth, is_known", [(26, True), (27, False)])
 def test_a_selection_of_keys_leaves_no_limit(bench_files, small_buffer, depth, is_known):
-    """A text of up to sinks, window and top positions is read whole."""
+    """A text of at most sinks + window + top positions is read whole."""
     config = config_of(
         bench_files / "dense.gguf", device="cpu", depths=(depth,), prompt_lengths=(0,), gen_lengths=(6,),
         kv_offload="block=16,sinks=0,window=16,top=16",
@@ -185,7 +187,8 @@ def test_timing_parts_changes_no_bit_and_counts_the_traffic(bench_files):
 
 @needs_kernels
 def test_parts_cover_the_time_of_the_native_call(monkeypatch, tmp_path):
-    """Against another clock around the call: a median of at least 95 %, never more than 100 %."""
+    """The parts' sum is at least 95 % (median), and never over 100 %, of the call's time by another
+    clock."""
     shape = make_shape(num_layers=2, width=512, num_neurons=2048, num_heads=8)
     make_model(shape=shape, kind="f16").save(tmp_path / "m.gguf")
     taken, run = [], library.run_step

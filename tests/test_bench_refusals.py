@@ -58,7 +58,7 @@ def program(folder: Path, text: str, first: str = "") -> Path:
 def test_bench_compares_itself_with_another_program(
     bench_files, tmp_path, small_buffer, text, first
 ):
-    """With programs that answer as the real ones do: 1 us a token."""
+    """The other programs are fakes that answer as the real ones do, with 1 us per token."""
     config = config_of(
         bench_files / "dense.gguf", device="cpu", depths=(0, 3), repetitions=3,
         compare=program(tmp_path, text, first), compare_model=bench_files / "dense.gguf",

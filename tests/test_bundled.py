@@ -50,7 +50,7 @@ def made(tmp_path_factory):
         ConvertConfig(source=folder / "base.gguf", output=folder / "model.gguf", predictors=folder)
     )
     # Fixed figures, so that the plan does not depend on the machine's load. Kernels are assumed to
-    # launch in 0.1 us: at 4 us each, so small a layer could gain nothing.
+    # launch in 0.1 us: at 4 us each, a layer this small could gain nothing.
     make_machine(
         gpu_gb_per_s=272, cpu_gb_per_s=20, round_trip_s=2.5e-5, launch_s=1e-7, copy_latency_s=1e-6
     ).save(folder / "machine.json")
@@ -91,7 +91,8 @@ def test_the_model_is_what_its_card_says(made, exact):
     assert np.mean(metrics["density"]) <= 0.12
     assert np.mean(metrics["hottest_fifth"]) >= 0.45
     assert sum(f.stat().st_size for f in TINY.iterdir() if f.is_file()) < 20e6
-    # Another Python's library is another text; windows of 512 instead of 1,024 cost a little.
+    # The corpus is the library of this Python, which differs between versions; windows of 512
+    # instead of 1,024 cost a little.
     assert exact.perplexity < 1.25 * metrics["perplexity"]
     assert np.allclose(exact.hidden_share_L, metrics["density"], rtol=0.2)
     counted = Profile.load(made / "profile")

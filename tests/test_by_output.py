@@ -1,4 +1,5 @@
-"""Stock files in mode dense on the CPU: `down` is used as the file has it, a row for each output."""
+"""Stock files in mode dense on the CPU: `down` is used as the file has it, a row for each
+output."""
 
 import dataclasses
 
@@ -22,7 +23,8 @@ KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k")
 
 
 def stock_of(tmp_path, kind):
-    """A model in llama.cpp's layout whose matrices have a type; 256 and 512 fill K-quants' blocks."""
+    """Saves a model in llama.cpp's layout with matrices of type `kind`; widths of 256 and 512 fill
+    the blocks of K-quants."""
     shape = make_shape(width=256, num_neurons=512, num_heads=8, vocab_size=90, context_length=200)
     model = make_model(shape=shape, kind=kind, activation="silu")
     tensors = dict(model.tensors)
@@ -37,7 +39,7 @@ def stock_of(tmp_path, kind):
 
 
 def as_sparse(model):
-    """The same model, neuron-major, with `down` in f32, which the reference computes."""
+    """The same model in layout sparse, with `down` in f32, for logits_ref."""
     tensors = dict(model.tensors)
     for layer in range(model.shape.num_layers):
         entry = tensors.pop(f"blk.{layer}.ffn_down.weight")

@@ -44,7 +44,7 @@ def costs_of(mode: str, model, profile, machine, problem, placement) -> CacheCos
 
 
 def seconds(costs: CacheCosts, hot_rows_L: np.ndarray, cold_rows_L: np.ndarray) -> float:
-    """The seconds of a step by CacheCosts."""
+    """The seconds of a step that reads these rows, by CacheCosts."""
     hot_L = costs.hot_s_L + costs.hot_row_s_L * hot_rows_L
     cold_L = costs.cold_s_L + costs.cold_row_s_L * cold_rows_L
     return float(np.maximum(hot_L, cold_L).sum() + costs.rest_s)
@@ -76,8 +76,8 @@ def test_the_expected_step_takes_the_plans_seconds(mode, density, machine):
 
 
 def test_the_times_of_a_row_by_hand():
-    """Mode exact, f16, no predictor: rows of up and down have 64 values. One thread, which gathers,
-    reads at half the CPU's rate."""
+    """Mode exact, f16, no predictor: rows of up and down have 64 values. One thread gathers, at
+    half the CPU's rate; it reads and writes every byte and spends 10 us on each swap."""
     parts = made("exact", machine=make_machine(cpu_gb_per_s=2.0, gpu_gb_per_s=100.0, launch_s=3e-6,
                                                round_trip_s=7e-6, copy_latency_s=5e-6))  # fmt: skip
     costs, machine = costs_of("exact", *parts), parts[2]
@@ -94,8 +94,8 @@ def test_the_times_of_a_row_by_hand():
 
 
 def test_a_row_at_the_rate_of_chosen_rows():
-    """All gates are read, other rows are chosen: a chosen row takes longer per byte than the layer's
-    mean."""
+    """All gates are read, other rows are chosen: a chosen row takes longer per byte than the
+    layer's mean."""
     model, profile, machine, problem, placement = parts = made("exact")
     costs = costs_of("exact", *parts)
     for layer in (0, 3):

@@ -1,5 +1,5 @@
-"""The neuron cache's policy: the C++ decides like its definition in numpy, and within its
-limits."""
+"""The neuron cache's policy: the C++ code decides like its definition in numpy, and within
+its limits."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from sparkinfer.runtime.neuron_cache.reference import ReferencePolicy
 
 
 def make_costs(num_layers, *, random=None, **changes):
-    """Times of a slow CPU and a fast GPU, or random ones if there is a generator."""
+    """Times of a slow CPU and a fast GPU, multiplied by random factors if there is a generator."""
     each = dict(hot_s=0.0, hot_row_s=0.1, cold_s=0.0, cold_row_s=1.0, copy_row_s=2.0,
                 gather_row_s=0.2)  # fmt: skip
     arrays = {f"{name}_L": np.full(num_layers, value) for name, value in each.items()}
@@ -23,7 +23,7 @@ def make_costs(num_layers, *, random=None, **changes):
 
 
 def make_case(seed):
-    """A random model, plan, costs and options."""
+    """(generator, slots, frequencies, costs, options), all random."""
     random = np.random.default_rng(seed)
     num_layers, num_neurons = int(random.integers(1, 6)), int(random.integers(3, 90))
     slots = [
@@ -46,7 +46,7 @@ def make_case(seed):
 
 
 def make_steps(random, num_layers, num_neurons, num_steps):
-    """Bits of steps of one to three tokens; the text changes its subject halfway."""
+    """Neurons read in steps of one to three tokens; the text changes its subject halfway."""
     base_LF = random.random((num_layers, num_neurons))
     for number in range(num_steps):
         if number == num_steps // 2:
@@ -166,7 +166,7 @@ def test_a_change_of_subject_is_followed_and_the_way_back_too():
 
 def test_nothing_moves_where_the_cpu_is_the_faster_side():
     random = np.random.default_rng(3)
-    costs = make_costs(2, hot_s_L=np.full(2, 50.0))  # the GPU takes longest whatever is where
+    costs = make_costs(2, hot_s_L=np.full(2, 50.0))  # the GPU takes longer, whatever its slots hold
     policy = CachePolicy.of([np.arange(8)] * 2, np.zeros((2, 40)), costs, CacheOptions(stay=1e6))
     assert run(policy, steady(2, 40, range(20, 30), steps=200, random=random)).num_swaps == 0
 
@@ -180,8 +180,8 @@ def test_a_link_that_is_too_slow_for_one_row_is_not_used():
 
 
 def test_swapping_stops_and_the_plan_returns_where_it_does_not_pay():
-    """Six steps each read other neurons than the one before, then six those of the plan, again and
-    again: what was read lately is not what is read next for long enough to pay."""
+    """Six steps each read other neurons than the step before, then six steps read those of the
+    plan, again and again. The neurons of recent steps are not read again for long enough to pay."""
     num_neurons, random = 64, np.random.default_rng(5)
     options = CacheOptions(decay=0.5, prior_tokens=1, margin=0, stay=1e9, start_gain=1e-9)
     policy = CachePolicy.of([np.arange(16)], np.zeros((1, num_neurons)), make_costs(1), options)

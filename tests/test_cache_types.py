@@ -23,8 +23,8 @@ from sparkinfer.runtime.step.sequences import Part
 
 IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PAIRS = (*((name, name) for name in NAMES), ("q8_0", "q4_0"), ("f16", "q8_0"), ("q4_0", "bf16"))
-# Bounds on the relative error of logits: torch and C++ may round a key or value that is near the
-# boundary between two quants differently.
+# Bounds on the relative error of logits, by type: torch and C++ may round a key or value that is
+# near the boundary between two quants differently.
 BOUNDS = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q4_0": 0.2}
 
 
@@ -95,7 +95,7 @@ def test_turning_multiplies_by_hadamards_matrix(width):
 @pytest.mark.parametrize("name", NAMES)
 def test_cpp_and_torch_store_the_same_rows(tmp_path, name, width):
     """The first layer's rows that the C++ step stores equal, bit for bit, those that torch encodes
-    from its f32 rows."""
+    from the rows that a step with an f32 cache stores."""
     shape = make_shape(width=width, num_heads=1, num_kv_heads=1, context_length=64)
     make_model(shape=shape, kind="f32").save(tmp_path / "m.gguf")
     kept = {}
@@ -125,7 +125,8 @@ def test_torch_computes_the_same(path, types):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_a_row_does_not_depend_on_the_others(path, types):
-    """Rows together, one by one, and in paged blocks with another text: the same bits."""
+    """Logits have the same bits when rows are computed together, one by one, or in paged blocks
+    beside another text."""
     with load(path, types) as engine, engine.sequence() as text:
         alone = torch.cat([text.extend([token]) for token in IDS])
         together = load(path, types)
@@ -175,8 +176,8 @@ def test_the_reported_cache_bytes_are_those_allocated(path, types, num_sequences
 
 
 def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
-    """Keys with one large value in every head, as real models have them: that value sets a block's
-    scale, unless it is spread."""
+    """Keys and values have one large entry in every head, like the keys of real models. It sets its
+    block's scale, unless rotation spreads it."""
     shape = make_shape(width=256, num_heads=4, num_kv_heads=2, num_layers=2, context_length=128)
     model = make_model(shape=shape, kind="f32")
     tensors = dict(model.tensors)

@@ -24,7 +24,7 @@ RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.jso
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(machine, elapsed seconds, messages, number of timings reported)."""
+    """(machine, elapsed seconds, messages, reported timings)."""
     lines, timings = [], []
     began = time.perf_counter()
     path = tmp_path_factory.mktemp("calibrate") / "m.json"
@@ -57,9 +57,9 @@ def test_every_figure_has_a_consistent_spread(measured):
 def test_threads_share_the_work(measured):
     """Bounds that hold on a busy machine too, where a thread may have to share its processor.
 
-    Two threads, one of them at half speed, may take as long as a lucky single one, and their reads
-    disturb each other: 0.55 of its rate was seen. Nor do n threads read more than n times as much
-    as one; the half allowed on top is for a single thread that was disturbed."""
+    Two threads, one of them at half speed, may together be no faster than a lucky single one, and
+    their reads disturb each other: 0.55 of its rate was seen. n threads read at most n times as
+    much as one; the factor 1.5 allows for a disturbance of the single thread."""
     machine, *_ = measured
     for figures in (machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s):
         one = figures[1].best

@@ -153,7 +153,7 @@ def test_a_conversation_is_saved_and_loaded(engine, tmp_path):
     with talk(engine, system="Be brief. \u00e9") as chat:
         text_of(chat.say("Hello \U0001f98a"))
         chat.save(path)
-        chat.save(path)  # its own file
+        chat.save(path)  # which may overwrite its own file
         want = text_of(chat.say("And?"))
     with talk(engine) as chat:
         chat.load(path)
@@ -293,7 +293,7 @@ def test_closing_a_conversation_releases_its_sequence(engine):
 
 
 def test_the_end_of_a_turn_in_a_built_in_template(engine):
-    """The end of a turn is an end token if the model has it, otherwise a stop string."""
+    """The end of a turn is an end token if the tokenizer has it, otherwise a stop string."""
     with talk(engine, CHATML) as chat:
         end = engine.codec.tokenizer.token_to_id("<|im_start|>")
         known = ChatTemplate(name="it", text=CHATML, turn_end="<|im_start|>")

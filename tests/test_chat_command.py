@@ -262,8 +262,8 @@ def said(path: Path) -> list[str]:
 
 
 def test_at_a_terminal(model, tmp_path):
-    """Two sessions, the second with the first one's history; the prompt is back once a turn's line
-    of numbers has been printed."""
+    """Runs two sessions; the second has the history of the first. A turn has ended when its line of
+    statistics is printed."""
     path = tmp_path / "talk.json"
     long = "\n".join(["pasted \U0001f98a \u72d0"] * 1000)
     assert len(long) > 10_000
@@ -324,7 +324,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_it(tmp_path):
         term.type("\x03")
         line = term.wait("Ctrl-C]")
         kept = int(line.split(" kept")[0].split()[-1])
-        assert kept >= len(messages[1]["content"]) - 1  # a token a character
+        assert kept >= len(messages[1]["content"]) - 1  # one token per character
         term.enter("/quit\r")
         assert term.end() == 0
     finally:

@@ -39,7 +39,7 @@ def test_a_prompt_equals_single_steps(kind):
         got = engine.logits(ids)
         for position, token in enumerate(ids):
             assert torch.equal(engine._step(token, position), got[position]), position
-        # It speaks English: it predicts this text better than the same words backwards.
+        # It speaks English: it predicts this text better than its tokens in reverse order.
         assert loss_of(engine.logits(ids[:40]), ids[:40]) < 3.5
         assert loss_of(engine.logits(ids[:40][::-1]), ids[:40][::-1]) > 5
 
@@ -59,4 +59,4 @@ def test_levels_agree_on_a_text():
     want = found[library.usable_levels()[0]]
     for level, got in found.items():
         difference = (got - want).norm() / want.norm()
-        assert difference < 3e-3, (level, difference)  # attention's order of sums; keys in f16
+        assert difference < 3e-3, (level, difference)  # orders of sums differ; keys are f16

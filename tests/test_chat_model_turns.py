@@ -29,7 +29,7 @@ from sparkinfer.runtime.text.chat_template import chat_template_of
 FOLDER = Path(__file__).parent.parent / "build" / "smollm2"
 SOURCE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 LENGTH = 16
-TIE = 0.02  # between the two largest logits, which are about 20
+TIE = 0.02  # two tokens tie if their logits, about 20, differ by less
 SUBJECTS = (
     "the sea", "a bicycle", "bread", "the moon", "Rome", "a violin", "bees", "gravity", "chess",
     "tea", "the alphabet", "a volcano", "glass", "the number zero", "whales", "a compass", "rain",
@@ -79,7 +79,7 @@ def theirs(path) -> LlamaForCausalLM:
         return torch.from_numpy(dequantize(entry.read(), type_of(entry.kind)).copy())
 
     def unpermuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """GGUF stores the pairs that are rotated together adjacently."""
+        """Undoes the order of GGUF, in which values that are rotated together are adjacent."""
         halves = weight.reshape(num_heads, s.head_width // 2, 2, s.width)
         return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -172,7 +172,7 @@ def test_three_turns_of_fifty_conversations(engine, theirs, capsys):
         print("kept of later prompts", min(shares), sum(shares) / len(shares))
     assert sum(count.answers for count in counts) == 150
     assert sum(count.first_differences for count in counts) <= 8
-    # An answer's tokens are not always those of its text, so a little may be recomputed.
+    # An answer's text may encode to tokens other than those generated, which are then recomputed.
     assert all(cached >= 0.4 * whole for turn, cached, whole in kept if turn)
 
 

@@ -124,7 +124,7 @@ def test_the_last_message_is_continued_as_in_transformers(name, process, oracle)
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 @pytest.mark.parametrize("name", ["chatml", "llama2", "mistral", "zephyr", "qwen-tools"])
 def test_tokens_equal_those_of_transformers(kind, name, process):
-    """Special tokens in the text are one token each, and a begin token comes once."""
+    """Special tokens in the text become one token each, and encode_rendered adds no begin token."""
     tokenizer = (
         byte_level_tokenizer("smollm", 400) if kind == "bytes" else sentencepiece_tokenizer(400)
     )
@@ -145,7 +145,7 @@ def test_tokens_equal_those_of_transformers(kind, name, process):
             continue
         text = template(TEMPLATES[name], process).render(messages)
         assert codec.encode_rendered(text) == want
-        assert codec.encode(text) == [begin, *want]  # a second begin token
+        assert codec.encode(text) == [begin, *want]  # adds a begin token
         assert want.count(begin) == text.count("<s>")
         compared += 1
     assert compared >= 5
@@ -380,7 +380,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def lay_out(folder: Path, where: str) -> None:
-    """Templates in the places that transformers reads."""
+    """Writes templates to the places that `where` names, from which transformers reads them."""
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.exists() else {}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -1,5 +1,5 @@
-"""The file that keeps the results of GPUs' checks, the launches that are checked, and the measure
-that they are compared with."""
+"""The file that keeps the results of GPU checks, the launches that are checked, and the measure by
+which their results are compared."""
 
 import dataclasses
 import fcntl
@@ -98,7 +98,7 @@ def launches(planned_model, hot, **options):
         split = make_split(planned_model, hot)
         placement = Placement.of_split(split, (CPU,))
         split.save(path.with_name("s.gguf"))
-    # In the file's layout, one for all matrices, as on a GPU.
+    # Weights that are not resident keep the layout of the file, as on a GPU.
     options = {"split": path.with_name("s.gguf"), "is_resident": False}
     with Engine.load(path, device="cpu", **options) as engine:
         weights = engine._live.weights

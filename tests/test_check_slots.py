@@ -1,5 +1,5 @@
 """The check of the neuron cache's kernels: if one fails, the cache is turned off, with one line,
-and the text stays the same."""
+and the logits stay the same but for rounding."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_a_wrong_kernel_is_detected(part, name, wrong):
 
 @pytest.mark.parametrize("kernels", [reference_slot_kernels, triton_slot_kernels])
 def test_right_kernels_pass(kernels):
-    """Triton's run on a CUDA device, or in its interpreter if there is none."""
+    """Triton's kernels run on a CUDA device, or in its interpreter if there is none."""
     place = CPU if kernels is reference_slot_kernels else device()
     wait = torch.cuda.synchronize if place.type == "cuda" else lambda: None
     check_scatter(kernels(), place, wait)
@@ -81,7 +81,8 @@ def test_right_kernels_pass(kernels):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch, capsys):
-    """Loads with given parts; (has a cache, its lines about the cache, the logits of a text)."""
+    """Loads an engine whose check uses the given parts; returns (whether it has a cache, the lines
+    about the cache, the logits of a text)."""
     model = with_cache(tmp_path)
 
     def loaded(parts):
@@ -116,7 +117,7 @@ def test_a_kernel_that_fails_turns_the_cache_off(load, name, part):
     _, _, want = load(fake_parts())
     forget_checks()
     parts = fake_parts(slot_kernels=with_slot_kernel(name, idle))
-    for _ in range(2):  # the second load finds it in the cache
+    for _ in range(2):  # the second load finds the verdict of the first
         has_cache, (line,), got = load(parts)
         assert not has_cache and rel_error(got, want) < 3e-3
         assert f"the neuron cache's {part}: " in line

@@ -17,10 +17,11 @@ ROWS = 1 << 20
 
 
 def config_of(case: str) -> dict:
-    """All keys that transformers has, so that each can be left out."""
+    """A config with all keys that transformers has but layer_types, so that each can be left
+    out."""
     config = CASES[case]
     values = config.to_dict() | {"architectures": [FIRST[type(config).__name__]]}
-    values["max_position_embeddings"] = 10_000  # over any window
+    values["max_position_embeddings"] = 10_000  # longer than any window
     return {key: value for key, value in values.items() if key != "layer_types"}
 
 
@@ -39,7 +40,7 @@ def facts(values: dict) -> object:
     except SparkinferError:
         return "refused"
     rows = {name: (r.source, r.order.tolist(), r.num_rows) for name, r in plan.rows.items()}
-    # None is an optional head; a config that says it is tied has none.
+    # The key's default gives True; a missing key gives None, with which a head is allowed.
     is_tied = plan.is_tied is not False
     factors = None if plan.rope_factors is None else np.asarray(plan.rope_factors).tolist()
     kept = dataclasses.replace(plan, rows={}, rope_factors=None, name_of=str, is_tied=is_tied)
@@ -92,7 +93,7 @@ def test_the_table_of_defaults_equals_that_of_transformers():
     for name, kind in classes.items():
         for key, value in FAMILIES[name].defaults.items():
             field = kind.__dataclass_fields__.get(key)
-            # mistral's class has no key for biases, and no layers with them
+            # mistral's class has no key for biases, which its layers do not have
             assert (False if field is None else field.default) == value, (name, key)
 
 

@@ -1,4 +1,4 @@
-"""Refusals of schemas, grammars and regexes, and the options for them."""
+"""Refusals of schemas, grammars and regexes, and the command-line options that take them."""
 
 import sys
 

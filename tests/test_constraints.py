@@ -37,7 +37,7 @@ from sparkinfer.runtime.text.ggml_tokenizer import BYTE_TOKENS
 
 
 def documents_of(seeds):
-    """(documents, refusals with their messages); every document is checked."""
+    """(number of documents, messages of refusals); every document is checked."""
     num_documents, refusals = 0, []
     for seed in seeds:
         schema = schema_number(seed)
@@ -84,9 +84,10 @@ REGEXES = [
 
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_masks_of_a_regex_equal_partial_matching(pattern):
-    """Checks each token of the vocabulary, at every place of a text, against the package regex."""
+    """Checks each token of the vocabulary, at up to 12 places of a text, against the package
+    regex."""
     constraint, tokens = regex_constraint(pattern, tiny_codec()), token_bytes()
-    oracle = regexes.compile(pattern.encode())  # its classes are of ASCII, or of whole letters
+    oracle = regexes.compile(pattern.encode())  # matches bytes: classes name only ASCII
     rng, text = random.Random(0), b""
     for _ in range(12):
         want = {
@@ -216,7 +217,8 @@ def test_tokenizers_that_llguidance_would_misread_are_refused():
 
 
 def test_a_sentencepiece_tokenizer_writes_its_spaces_and_bytes():
-    """Tokens of a model with byte fallback are what the codec's own stream makes of them."""
+    """With byte fallback, the text that the codec's stream makes of the tokens matches the
+    regex."""
     keys = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, "▁", "a", "▁a", "b", "ab", "▁b"]
     tokenizer = Tokenizer(
         models.BPE({key: i for i, key in enumerate(keys)}, [("▁", "a"), ("a", "b"), ("▁", "b")],
