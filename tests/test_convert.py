@@ -44,7 +44,7 @@ from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # K-quants: test_gguf_source, test_encoder
 EMBEDDING = "model.embed_tokens.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
-# The checkpoint's names of a layer's tensors, by their names in the model file.
+# The checkpoint's name of each tensor of a layer; the keys are its names in the model file.
 PARTS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -83,7 +83,7 @@ def run(source: Path, output: Path, **options) -> ModelFile:
 
 
 def refuse(source: Path, folder: Path, *words: str, **options) -> None:
-    """Asserts that convert refuses in one line with these words and leaves the folder unchanged."""
+    """Asserts that convert refuses in one line with these words and adds or removes no file."""
     before = sorted(folder.rglob("*"))
     with pytest.raises(SparkinferError) as caught:
         convert(ConvertConfig(source=source, output=folder / "out.gguf", **options))
@@ -100,7 +100,7 @@ def edit_weights(folder: Path, edit) -> None:
 
 
 def expected_tensors(folder: Path, num_heads: int = 4, num_kv_heads: int = 2) -> dict:
-    """f32 arrays by their names in a sparse model file, computed by direct formulas."""
+    """f32 arrays computed by direct formulas; the keys are their names in a sparse model file."""
     source = {
         name: t.float().numpy() for name, t in load_file(folder / "model.safetensors").items()
     }
@@ -132,7 +132,7 @@ def values_of(model: ModelFile, name: str) -> np.ndarray:
     return dequantize(entry.read(), type_of(entry.kind)).reshape(entry.shape)
 
 
-# The largest error of a value, as a share of the largest magnitude of its block of 32.
+# The largest allowed error of a value, relative to the largest magnitude of its 32 values.
 # Blocks add the rounding of their f16 scale; q4_0 goes from -8 to 7, so one end is a step off.
 ERRORS = {
     "f32": 0.0,
@@ -457,7 +457,7 @@ def test_bytes_equal_those_of_gguf_at_any_magnitude(kind):
 
 @pytest.mark.parametrize("kind", OUTTYPES)
 def test_the_largest_magnitude_of_every_type(kind):
-    """The last value below the limit stays finite; the limit overflows."""
+    """The last value below the limit stays finite; the limit overflows (f32 has no limit)."""
     limit = np.float32(min(LIMITS[kind], np.finfo(np.float32).max))
     values = np.zeros((1, 32), np.float32)
     values[0, 7] = -np.nextafter(limit, np.float32(0))
@@ -699,7 +699,7 @@ def test_a_missing_tokenizer_is_noted(tmp_path):
 
 
 def byte_level(pattern: str | None, ignore_merges: bool, nfc: bool, prefix: bool = False) -> dict:
-    """tokenizer.json of a byte-level BPE that splits at `pattern`, or as GPT-2 does."""
+    """tokenizer.json of a byte-level BPE that splits at `pattern`; None: as GPT-2 does."""
     tokenizer = Tokenizer(token_models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     last = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pattern is None)
     first = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
@@ -749,7 +749,7 @@ def test_a_refused_stock_layout_names_the_missing_tokenizer(tmp_path, monkeypatc
 
 
 def sentencepiece(is_metaspace: bool) -> Tokenizer:
-    """A tokenizer like Llama 2's: bytes, words made by merges, control tokens and an added one."""
+    """A tokenizer like Llama 2's: bytes, words made by merges, control tokens, one added token."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     merges = [("h", "e"), ("l", "o"), ("he", "l"), ("\u2581", "hel"), ("l", "lo"), ("\u2581", "w")]
     letters = ["\u2581", *"helowrd"]

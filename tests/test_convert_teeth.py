@@ -1,5 +1,5 @@
-"""Mistakes that a converter could make unseen by other tests: each value that it reads differs from
-every value that it could have taken instead."""
+"""Mistakes of a converter that other tests would miss. Where it could read a wrong value, that
+value differs from the right one."""
 
 import json
 import subprocess
@@ -40,8 +40,8 @@ UNUSED = {"use_sliding_window": False}
 )
 def test_the_context_ends_where_a_window_would_slide(tmp_path, config, context):
     folder = random_model(tmp_path / "hf", config)
-    # As old files have it; transformers' own class writes null for a window that is not used.
     edit_config(folder, lambda c: c.update({} if config.sliding_window is None else WINDOW))
+    # Old files state the window even if it is not used, for which transformers' class writes null.
     if isinstance(config, Qwen2Config) and not config.use_sliding_window:
         edit_config(folder, lambda c: c.update(WINDOW))
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
@@ -114,13 +114,13 @@ def test_a_file_of_predictors_is_not_read_again_for_every_piece(tmp_path, monkey
     monkeypatch.setattr(gguf_file, "PIECE_VALUES", 200)
     config = ConvertConfig(source=folder, output=tmp_path / "m.gguf", predictors=tmp_path / "p")
     convert(config)
-    # To check it, for its shapes, to write it, and to compare what was written.
+    # Each file is read to check it, to get its shapes, to write it, and to compare the output.
     assert len(read) <= 4 * 3 and read.count("model_1.pt") <= 4, read
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "sub/other.safetensors", "/{}"])
 def test_files_outside_the_folder_of_an_index_are_refused(tmp_path, name):
-    """Not even one that exists and is whole."""
+    """Even a file that exists and is whole is refused."""
     folder = random_llama(tmp_path / "hf", is_sharded=True)
     index = "model.safetensors.index.json"
     shard = next(iter(json.loads((folder / index).read_text())["weight_map"].values()))
@@ -152,8 +152,8 @@ def test_transposed_columns_may_begin_within_a_block(kind):
 
 @pytest.mark.parametrize("piece", [7 * 64, 51 * 64])
 def test_a_transposed_file_does_not_depend_on_its_pieces(tmp_path, monkeypatch, piece):
-    """Pieces whose number of rows is not a multiple of a block, as with 5,120 columns and 4 Mi
-    values per piece."""
+    """Pieces whose number of rows is not a multiple of the block size, as with 5,120 columns and
+    4 Mi values per piece."""
     folder = random_llama(tmp_path / "hf", hidden_act="silu")
     stock = converted(folder, tmp_path / "s.gguf", layout="stock", outtype="q8_0")
     convert(ConvertConfig(source=stock, output=tmp_path / "want.gguf"))
@@ -192,8 +192,8 @@ print((peak[-1] - start) // 1024)
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """More than 140 MiB of weights within 60 MiB, with pieces of 4 MiB instead of 16.
-    benchmarks/convert.py measures the memory for 1.1 B parameters."""
+    """Converts more than 140 MiB of weights within 60 MiB of anonymous memory, in pieces of 4 MiB
+    instead of 16. benchmarks/convert.py measures the memory for 1.1 B parameters."""
     shape, name = (18_000, 1024), "model.embed_tokens.weight"
     folder = random_llama(
         tmp_path / "hf", hidden_act="silu", has_tokenizer=False, num_hidden_layers=1,

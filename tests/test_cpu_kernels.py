@@ -1,6 +1,6 @@
 """The C++ kernels against float64, for every level of this processor and sizes around block edges.
 
-Kinds: those of files, and planar ones; test_tiled.py and test_grouped.py have the others.
+Kinds: those of model files and the planar ones; test_tiled.py and test_grouped.py test the others.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows.
 """
@@ -126,8 +126,9 @@ def as_taken(kind: str, x_D: Tensor) -> Tensor:
 
 
 def magnitudes_of(W: "Matrix") -> Tensor:
-    """The magnitudes that are really summed, float64 [F, D]: dot_rows counts q4_0's nibbles from 0 and
-    subtracts 8 times the sum of x afterwards; it also subtracts the minima of q4_k and q5_k."""
+    """Upper bounds on the magnitudes that are summed for each weight, float64 [F, D]: dot_rows
+    counts q4_0's nibbles from 0 and subtracts 8 times the sum of x afterwards; it also subtracts
+    the minima of q4_k and q5_k."""
     magnitudes_FD = W.exact_FD.abs()
     if W.kind.startswith("q4_0"):
         weight = W.weight if W.kind == "q4_0" else interleaved(W.weight, W.kind)
@@ -142,7 +143,7 @@ def magnitudes_of(W: "Matrix") -> Tensor:
 
 
 def dot_terms(W: "Matrix", x_D: Tensor, index_A: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The products that dot_rows sums, and the magnitudes of the terms it really adds."""
+    """The products that dot_rows sums, and bounds on the magnitudes of the terms that it adds."""
     taken_D = as_taken(W.kind, x_D)
     magnitudes_AD = taken(magnitudes_of(W), index_A) * taken_D.abs()
     return taken(W.exact_FD, index_A) * taken_D, magnitudes_AD
@@ -176,7 +177,8 @@ def planar_terms(W: "Matrix", c_A: Tensor, index_A: Tensor | None) -> tuple[Tens
 
 
 def factors_as_taken(factor_AB: Tensor) -> Tensor:
-    """float64: f32 factors as integers, the largest of each 64 rows in a block 32704."""
+    """The f32 factors as the kernel rounds them, in float64: in each block column, 64 rows share
+    the scale (largest magnitude) / 32704; if the largest is below 2^-99, all are 0."""
     parts = []
     for part in factor_AB.split(64) if len(factor_AB) else ():
         most = part.abs().amax(0)
@@ -212,8 +214,8 @@ def test_dot_rows(level, kind, D, F):
     "kind, is_extreme", [*((k, False) for k in QUANT_TYPES), *((k, True) for k in BLOCK_BYTES)]
 )
 def test_products_have_the_same_bits_at_every_level_and_with_any_vectors(kind, is_extreme):
-    """Extreme: all bits of the quants and all values of x at their largest, where products of q5_k no
-    longer fit into the 24 bits of an f32."""
+    """Extreme: all bits of the quants are set and all values of x have the largest magnitude. Then
+    the sum of a q5_k part's 32 products may exceed the 24 bits of an f32."""
     F, D, T = 45, 768, 40
     W = matrix(kind, F, D)
     x_TD = torch.stack([vector(D, seed) for seed in range(T)])
@@ -296,8 +298,9 @@ def unpacked(W: Matrix, index_A: Tensor | None = None) -> Tensor:
 
 
 def is_unpacked(W: Matrix, got_AD: Tensor, index_A: Tensor | None = None) -> bool:
-    """Whether these are the rows, bit for bit: each value is an 11-bit scale times an integer of at
-    most 8 bits, which f32 holds exactly. K-quants are rounded on the way and get a bound."""
+    """Whether these are the rows, bit for bit: a value of q8_0 or q4_0 is an 11-bit scale times an
+    integer of at most 8 bits, which f32 holds exactly. K-quants are rounded on the way and get a
+    bound."""
     exact_AD = taken(W.exact_FD, index_A)
     if W.kind not in BLOCK_BYTES:
         return torch.equal(got_AD, exact_AD.float())
@@ -402,7 +405,7 @@ def test_every_scale_and_every_quant_is_unpacked_exactly(level, kind):
 
 @pytest.mark.parametrize("kind", BLOCK_BYTES)
 def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
-    """All finite f16 numbers, each with different random bits."""
+    """All finite f16 numbers, each in a block of different random bits."""
     bits = np.arange(2**16, dtype=np.uint16)
     numbers = bits[np.isfinite(bits.view(np.float16))]
     random = np.random.default_rng(0)
@@ -415,8 +418,9 @@ def test_every_number_of_a_k_quant_is_unpacked_exactly(level, kind):
 
 
 def k_quant_by_hand(kind: str) -> tuple[bytes, Tensor]:
-    """A block's bytes and what it holds, f32 [256]. Parts p of 32 have scale p + 1 (q6_k: half of
-    it) and, but for q6_k, minimum p / 2; quants count up in low nibbles, down in high ones."""
+    """The bytes of a block and its values, f32 [256]. Part p, 32 values, has scale p + 1 (q6_k:
+    half of that) and, except in q6_k, minimum p / 2; quants count up in low nibbles, down in high
+    ones."""
     one, half = b"\x00\x3c", b"\x00\x38"
     count = torch.arange(32)
     low, high = count % 16, 15 - count % 16
@@ -446,14 +450,14 @@ def test_the_layout_of_k_quants_is_that_of_gguf(level, kind):
         x_D = torch.zeros(256)
         x_D[d] = 1
         got = library.dot_rows(row, kind, x_D).item()
-        # Absolute: terms of up to about 200 are added and subtracted.
+        # An absolute bound: terms of up to about 250 are added and subtracted.
         assert abs(got - want_D[d].item()) <= 200 * EPS
 
 
 @pytest.mark.parametrize("kind", [*FLOAT_DTYPES, *SMALL_BLOCKS])
 def test_the_layout_is_that_of_gguf(level, kind):
     """One row by hand: -8 ... 7 twice in q4_0, else 0, 1, ... 31. Planar rows of one block have the
-    bytes of a file's."""
+    same bytes as those of a file."""
     nibbles = bytes(i | i << 4 for i in range(16))
     one = b"\x00\x3c"  # 1.0 in f16, little-endian
     row = {
@@ -479,7 +483,7 @@ def test_the_layout_is_that_of_gguf(level, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads):
-    # Neither the blocks nor the chunks of the planar kinds divide evenly among the threads.
+    # An odd number of blocks for two threads; planar rows end within a chunk of 16 blocks.
     F, D = 300, 2304 if kind in BLOCK_BYTES else 1056
     W, x_D, c_F = matrix(kind, F, D), vector(D), vector(F)
     index_A = torch.arange(F - 1, -1, -2, dtype=torch.int32)
@@ -515,7 +519,7 @@ def test_no_level_is_missing_because_its_probe_failed():
 
 
 def test_rows_beyond_two_gib_are_found(level):
-    """The matrix is 4.3 GiB of address space, of which only its last row is ever touched."""
+    """The matrix takes 4.3 GiB of address space, but only its last row is ever touched."""
     F, D = 4_500_000, 256
     weight = torch.empty(F, D)
     weight[-1] = vector(D)
@@ -577,7 +581,7 @@ def test_a_coefficient_that_is_not_finite_reaches_every_sum(level, kind, bad):
 @pytest.mark.parametrize("kind", PLANAR)
 @pytest.mark.parametrize("size", [3.4e38, 1.0, 1e-27])
 def test_factors_of_every_magnitude_are_kept(level, kind, size):
-    """One row of scale 1 whose quants are 0, 1 and -1; its sum is as large as its coefficient."""
+    """One row of scale 1 with quants 0, 1 and -1: a sum is 0 or plus or minus the coefficient."""
     value_D = torch.tensor([0.0, 1.0, -1.0, 1.0]).repeat(64)
     if kind == "q8_0_planar":
         quants = value_D.to(torch.int8).view(torch.uint8)

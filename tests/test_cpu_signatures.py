@@ -16,7 +16,7 @@ TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.
 
 
 def type_of(declared: str) -> object:
-    """The ctypes type of a parameter or a result; names of parameters may follow."""
+    """The ctypes type of a parameter, which may be followed by its name, or of a result."""
     if "*" in declared:
         return ctypes.c_char_p if re.search(r"\bchar\b", declared) else ctypes.c_void_p
     return TYPES[declared.split()[0]]

@@ -1,5 +1,5 @@
-"""The check of a GPU, here a fake one. Generation still works when any part fails, one line reports
-the failure, and the part is not tried again."""
+"""The check of a GPU, here a fake one. If a part fails during a load, generation still works, one
+line reports the failure, and the part is not tried again."""
 
 import _thread
 import dataclasses
@@ -55,7 +55,7 @@ HOT = [np.arange(0, F, 2), np.arange(F)]
 
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
-    """A separate cache for the test, in a process without results of earlier checks."""
+    """A separate cache for the test; what earlier checks recorded for the process is cleared."""
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_products, "_replaced", set())
     monkeypatch.setattr(gpu_products, "_in_f32_only", set())
@@ -82,7 +82,7 @@ def stepped(engine, ids=IDS[:4]):
 
 
 class Loaded:
-    """A load with these parts: its lines, its step, and its error in the generated logits."""
+    """Loads with these parts; keeps the lines on stderr, the native step, and the logits' error."""
 
     def __init__(self, planned, monkeypatch, capsys, parts, **options):
         path, split, want = planned
@@ -207,7 +207,7 @@ def test_without_triton_torch_computes_everything(load):
     assert "pip install triton: torch computes them" in line
     assert isinstance(found.step, HybridStep) and found.error < 1e-4
     gpu_products._kernels.cache_clear()
-    assert gpu_products.kernels() is not None  # although Triton was never imported
+    assert gpu_products.kernels() is not None  # it does not need Triton
     assert stored_checks()[0].verdicts.keys() & {f"kernel {name}" for name in NAMES} == set()
 
 
@@ -323,8 +323,9 @@ def test_an_error_is_reported_in_one_line():
 
 
 class Texts:
-    """An engine with these parts computes a few tokens of some texts, and then a step of several
-    rows; keeps its lines, the most rows of its steps, and the error in all logits."""
+    """Lets an engine with these parts compute a few tokens of some texts, and then a step of
+    several rows; keeps the lines on stderr, the most rows that a step may have, and the error of
+    all logits."""
 
     def __init__(self, planned, monkeypatch, capsys, parts, num_texts=3, num_rows=5):
         path, _, _ = planned
@@ -361,7 +362,7 @@ def texts(planned, monkeypatch, capsys):
 
 
 def many(wrong):
-    """A kernel that is wrong for more than two rows."""
+    """Makes a kernel wrong for more than two rows."""
 
     def changed(kernel):
         def run(*arguments, **options):
@@ -460,7 +461,7 @@ def test_an_interrupt_waits_for_a_part_that_shares_memory_with_a_step():
 
 
 def silent(*arguments: object) -> None:
-    """A call that does nothing."""
+    """Does nothing."""
 
 
 BROKEN = {

@@ -45,8 +45,8 @@ WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 
 @pytest.fixture(params=["llama", "tied"])
 def planned(request, tmp_path):
-    """(model, plan of it) with neurons divided and a layer's attention on the CPU, the head too unless
-    it is tied."""
+    """(model, its plan): divided neurons, one layer's attention on the CPU, and the head there too
+    unless it is tied."""
     shape = make_shape(num_layers=3, width=256, num_neurons=96)
     model = make_model(shape=shape, predictor_rank=8, is_tied=request.param == "tied", kind="q4_0")
     return model, make_split(
@@ -83,7 +83,7 @@ def test_each_item_takes_the_plans_bytes(planned):
         if item not in ("workspace", "embedding"):
             assert memory.taken.get(item, 0) == split.gpu_bytes[item], item
     assert split.gpu_bytes["neurons"] and split.gpu_bytes["kv_cache"]
-    assert memory.taken["workspace"] == 4 * (30 + 96)  # numbers of hot neurons
+    assert memory.taken["workspace"] == 4 * (30 + 96)  # 4-byte ids of the hot neurons
     if residence is None:
         return
     # On the CPU, torch holds the cache and vectors outside of neurons; the embedding is mapped.
@@ -191,7 +191,7 @@ def test_the_slab_is_cut_without_overlap_and_not_beyond_its_end():
         SparkinferError, match="step needs 1 more bytes, but .* of the 2,560 set aside"
     ):
         take((1,), torch.uint8)
-    take = memory.take_for_step()  # another step has the same memory
+    take = memory.take_for_step()  # another step reuses the memory
     assert take((ALIGNMENT,), torch.float32).nbytes == 4 * ALIGNMENT
     assert memory.taken["step"] == 4 * ALIGNMENT  # of the second step alone
     assert memory.report().slab == 10 * ALIGNMENT
@@ -288,7 +288,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     )
     assert "3.00 GiB, and 20.00 GiB are its context's or other programs'" in said
     assert "smaller --vram-budget" in said
-    # Triton's and torch's errors for memory that the driver lacks; cuBLAS's.
+    # Errors of Triton, torch and cuBLAS when the driver has no memory left.
     for text in ("Triton Error [CUDA]: out of memory", "CUDA error: out of memory\nmore lines",
                  "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):  # fmt: skip
         with (
@@ -368,7 +368,7 @@ def test_a_note_says_which_budget_is_enforced_instead_of_a_small_one(card):
 
 
 def test_the_rest_of_the_budget_is_set_aside(card, monkeypatch):
-    """In separate segments of exactly the requested size."""
+    """As tensors large enough to get segments of their own, of exactly the requested size."""
     taken, was = [], torch.empty
 
     def empty(size, *arguments, device=None, **options):
@@ -420,7 +420,7 @@ def test_without_a_gpu_there_is_nothing_to_set_up():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Tiles, products and attention as on a GPU, by the reference of its kernels."""
+    """Tiles, products and attention as on a GPU, computed by the reference of its kernels."""
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
     monkeypatch.setattr(gpu_products, "kernels", reference_kernels)
 
@@ -464,7 +464,7 @@ def test_products_round_to_the_type_of_the_tile_and_no_more(as_on_a_gpu, monkeyp
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q6_k", "q8_0_planar", "q4_0_planar", "f16"])
 def test_tiles_unpacked_by_triton(monkeypatch, kind):
-    """Also rows of a streamed piece, which are strided."""
+    """The rows are strided, as in a streamed piece."""
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
     monkeypatch.setattr(gpu_products, "TILE_ROWS", 64)
     in_file = kind.removesuffix("_planar")
@@ -527,8 +527,8 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
     monkeypatch.undo()
     with Engine.of(model, mode=mode, context_length=32) as engine:
         want = engine.logits(IDS)
-    # Predictors are f32; a neuron close to its threshold may still be predicted by one and not the
-    # other.
+    # Predictors are f32 in both; a neuron close to the threshold may still be predicted in one and
+    # not in the other.
     assert rel_error(got, want) < {"f32": 1e-5, "bf16": 6e-2}.get(kind, 8e-3)
 
 
@@ -541,9 +541,9 @@ def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gp
 @pytest.mark.parametrize("neurons, width, context", [(1408, 512, 2048), (4096, 256, 512)])
 def test_a_pass_stays_within_its_memory_bound(monkeypatch, as_on_a_gpu, mode, kind, kv_heads, neurons,
                                        width, context):  # fmt: skip
-    """Compared with torch's own peak of live memory. f32 needs hardly any tile, so the rest must fit
-    without the bound's share for tiles; products and unpacking compute nothing and allocate only
-    their results, as on CUDA."""
+    """Compared with torch's own peak of live memory. For f32, which is not unpacked, the bound's
+    share for tiles is made small, so the rest must fit without it. Products and unpacking compute
+    nothing and allocate only their results, as on CUDA."""
     shape = make_shape(
         width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
         vocab_size=3000, context_length=context,
@@ -588,7 +588,7 @@ def load_for(model, split, mode, context):
 ])  # fmt: skip
 @pytest.mark.parametrize("context", [512, 4096, 32768])
 def test_the_workspace_of_common_models_has_room(shape, context):
-    """For a pass of at least 32 tokens, beside the vectors of a step, cuBLAS and the neurons' ids."""
+    """For a pass of at least 32 tokens, beside a step's vectors, cuBLAS and the neurons' ids."""
     model = shape_only(dataclasses.replace(shape, context_length=context), predictor_rank=512)
     left = workspace_bytes(model, context) - decode_bytes(model, context)
     left -= device_memory.SMALL_BYTES + (5 << 20) + 4 * shape.num_neurons * shape.num_layers

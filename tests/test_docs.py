@@ -75,15 +75,16 @@ def broken_links(text: str, at: Path) -> list[str]:
 
 
 def missing_paths(text: str) -> list[str]:
-    """Files of the repository that the text names and that do not exist."""
+    """Paths in the repository that the text names but that do not exist."""
     names = set(PATH.findall(text))
     known = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     return sorted(n for n in names if not (is_there(n) if "/" in n else n in known))
 
 
 def is_there(name: str) -> bool:
-    """Whether a file exists, seen from the root, or from a stage's folder as its own pages name
-    files. Outputs of commands (build/...), placeholders and other projects' files are not ours."""
+    """Whether a file exists, seen from the root, or from runtime/ or convert/, as some pages name
+    files. True also for what is not ours to check: outputs of commands (build/...), placeholders
+    and other projects' files."""
     if "NAME" in name:
         return True
     first = name.partition("/")[0]
@@ -93,7 +94,7 @@ def is_there(name: str) -> bool:
 
 
 def unknown_options(text: str) -> list[str]:
-    """Commands and options of sparkinfer that the text uses and that do not exist."""
+    """Commands and options of sparkinfer that the text uses but that do not exist."""
     code = re.findall(r"^```.*?^```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL)
     lines = "\n".join(code).replace("\\\n", " ").replace("`", "\n")
     unknown = []
@@ -119,7 +120,7 @@ def sections(text: str) -> list[tuple[int, str]]:
 
 
 def differences(one: str, other: str) -> list[str]:
-    """The differences between two translations: code, headings, numbers of a section."""
+    """The differences between two translations: code, headings, a section's numbers and links."""
     found = []
     if FENCE.findall(one) != FENCE.findall(other):
         found.append("code blocks")
@@ -130,7 +131,8 @@ def differences(one: str, other: str) -> list[str]:
         if Counter(NUMBER.findall(a)) != Counter(NUMBER.findall(b)):
             wrong = Counter(NUMBER.findall(a)), Counter(NUMBER.findall(b))
             found.append(f"section {place}: {wrong[0] - wrong[1]}, {wrong[1] - wrong[0]}")
-        if place and sorted(LINK.findall(a)) != sorted(LINK.findall(b)):  # the first has languages
+        # The links of the first section include one to the other translation.
+        if place and sorted(LINK.findall(a)) != sorted(LINK.findall(b)):
             found.append(f"section {place}: links")
     return found
 
@@ -259,7 +261,7 @@ def test_long_lists_of_keys_are_complete(report):
 
 
 def pages_of(nav: object) -> list[str]:
-    """Files that a navigation of mkdocs.yml names, at any depth."""
+    """The files that the navigation in mkdocs.yml names, at any depth."""
     if isinstance(nav, str):
         return [nav]
     inner = nav.values() if isinstance(nav, dict) else nav

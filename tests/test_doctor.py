@@ -29,8 +29,8 @@ def cache(tmp_path, monkeypatch):
 
 
 class Doctor:
-    """A run of the command in a process: its exit code, its findings, and its seconds of user CPU
-    time, which other load lengthens less than the time by the clock."""
+    """Runs the command in a process; keeps its exit code, its findings, and its seconds of user CPU
+    time, which other load on the machine lengthens less than wall-clock time."""
 
     def __init__(self, *arguments, **environment):
         began = os.times()
@@ -54,7 +54,7 @@ class Doctor:
 
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
-    """Places modules in front of the installed ones, in every process."""
+    """A function that puts a module in front of the installed one, in child processes."""
     folder = tmp_path / "broken"
     folder.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(folder))

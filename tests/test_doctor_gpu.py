@@ -163,7 +163,7 @@ def test_a_check_of_other_versions_is_only_a_note():
 
 
 def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
-    """In this process and on the CPU; the parts are those that the first load of a plan checks."""
+    """In this process, on the CPU. The parts are those that a first load without a plan checks."""
     parts = fake_parts(key=current(), kernels=with_kernel("predict", halved))
     monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
     monkeypatch.setattr("sparkinfer.runtime.weights.gpu_products._replaced", set())
@@ -178,7 +178,7 @@ def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
 
 
 class Started:
-    """Records what would be started, in place of a child process."""
+    """Stands in for Child: records what would be started."""
 
     arguments: list[tuple[str, ...]] = []
 
@@ -214,7 +214,7 @@ def test_only_gpus_without_results_are_checked(started):
     assert started == [("sparkinfer.doctor.probe_gpu", "cuda:1")]
     (line,) = said
     assert line.startswith("checking cuda:1 with a small model")
-    assert examining._check([CARD]) is None  # torch works, and the runtime does not
+    assert examining._check([CARD]) is None  # no key: torch works, but the runtime does not
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The doctor when child processes hang, are interrupted or leave processes, and with odd files."""
+"""The doctor with odd files, and when child processes hang, are interrupted or leave others
+behind."""
 
 import re
 import signal
@@ -15,7 +16,7 @@ from sparkinfer.doctor.finding import HIDDEN, ok, scrubbed
 
 
 def test_a_child_that_ends_in_time_is_not_late_because_of_another(broken):  # noqa: F811
-    """Its result is read only after the other's limit."""
+    """Its result is read only after its limit, as if the other had been waited for until then."""
     broken("torch", "raise ImportError('some reason')")
     child = Child("sparkinfer.doctor.probe_torch", limit_s=5.0)
     child._process.wait()

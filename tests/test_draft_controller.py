@@ -1,5 +1,5 @@
-"""The draft controller with known costs and drafters: it chooses the best length, stops where drafts do
-not pay, resumes, and loses little by trying."""
+"""The draft controller with known costs and drafters: it chooses nearly the best length, stops
+where drafts do not pay, resumes, and loses little by trying."""
 
 import random
 import time
@@ -30,7 +30,8 @@ class Chance:
 
 
 def live(speculation: Speculation, cost, count: int) -> tuple[float, Counter]:
-    """`count` tokens, all of them 1, by steps that cost cost(rows): (seconds, drafts by length)."""
+    """Generates `count` tokens or a few more, all of them 1, in steps that take cost(rows) seconds:
+    (seconds, number of drafts of each length)."""
     ids, seconds, lengths = [1], 0.0, Counter()
     while len(ids) <= count:
         draft = speculation.draft(ids, 16)
@@ -183,7 +184,7 @@ def test_the_expected_acceptance_follows_the_counts():
     assert found[0] == 1 and found[1] == pytest.approx(1.75, abs=0.05)
     assert found[2] == pytest.approx(1.75 + 0.375, abs=0.07)
     assert found[3] < found[4] < found[2] + 0.375
-    assert acceptance.expected(4, 2)[1] > 1.8  # nothing was learnt about this trust
+    assert acceptance.expected(4, 2)[1] > 1.8  # nothing was learned about this trust
 
 
 @pytest.mark.parametrize(

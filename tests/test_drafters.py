@@ -40,7 +40,8 @@ def test_lookup_finds_the_longest_match(monkeypatch):
 
 
 def test_lookup_compares_the_latest_matches():
-    """A match of five tokens precedes matches of three: of more than three, only those are seen."""
+    """A match of five tokens comes before `num_between` matches of three. Only the latest four
+    matches are compared, so four or more of three tokens hide the longer one."""
     for num_between, want in ((0, 4), (3, 4), (4, 5), (9, 5)):
         between = [token for n in range(num_between) for token in (20 + n, 1, 2, 3)]
         ids = [5, 6, 1, 2, 3, 4, *between, 5, 6, 1, 2, 3]
@@ -53,7 +54,7 @@ def test_lookup_continues_after_a_change_and_in_repetitions():
     assert NgramDrafter().propose(text, 8).tokens == source[23:31]
     assert NgramDrafter().propose([5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 7).tokens == [1, 2, 3, 1, 2, 3, 1]
     assert NgramDrafter().propose([1, 2, 3, 4], 8).tokens == ()
-    # Of two equally good places, the one next to that of the last guess wins.
+    # Of two equally long matches, the one nearest to the source of the last draft wins.
     drafter, text = NgramDrafter(), [50, 51, 52, 9, 9, 60, *source, 9, 9, 70, 71, 72, 50, 51, 52]
     assert drafter.propose(text, 3).tokens == [9, 9, 60]
     assert drafter.propose([*text, 8, 9, 9], 1).tokens == [60]

@@ -1,6 +1,6 @@
-"""Ctrl-C at any moment while a command starts: it prints one line, or Python's own traceback if none
-of our code has run yet. How Python starts (the interpreter, site, other packages' .pth files) is not
-ours to change."""
+"""Ctrl-C at any moment while a command starts: it prints one line, or Python's own traceback if
+none of our code has run yet. How Python starts (the interpreter, site, other packages' .pth files)
+is not ours to change."""
 
 import signal
 import subprocess
@@ -59,7 +59,7 @@ def test_an_interrupt_at_any_time_of_a_start_is_one_line(command):
     name, *more = command.split()
     for number in range(41):
         check(0.05 * number, name, "/nonexistent/model.gguf", *more)
-    for number in range(60):  # where our own code begins
+    for number in range(60):  # in finer steps, where our own code begins
         check(0.002 * number, name, "/nonexistent/model.gguf", *more)
 
 
@@ -74,7 +74,7 @@ def test_the_check_sees_a_traceback_of_ours(monkeypatch):
 
 @pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed next to Python")
 def test_the_script_imports_nothing_before_it_can_answer():
-    """An interrupt during its imports prints one line, not a traceback, and exits with 130."""
+    """They are inside the `try`: an interrupt during them prints one line and exits with 130."""
     lines = [
         line.strip() for line in PROGRAM.read_text().splitlines() if line.strip() and line[0] != "#"
     ]

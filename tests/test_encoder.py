@@ -124,7 +124,7 @@ K_BLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 
 
 def numbers(count: int) -> np.ndarray:
-    """Bell-shaped f32 from -1 to 1, from a linear congruential generator: the same on every
+    """f32 values from -1 to 1, bell-shaped, from a linear congruential generator: the same on every
     machine."""
     state = np.uint32(1)
     out = np.empty(count, np.float32)

@@ -1,5 +1,5 @@
-"""End tokens: those that a model file or a checkpoint names, in third-party files also those with
-a known text, and no others."""
+"""End tokens are those that a model file or a checkpoint names and, in third-party files without a
+list of them, special tokens with a known text; no others."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ SIZE = 400
 
 
 def model_of(own: bool, **keys) -> ModelFile:
-    """A model with a tokenizer.json (`own`) or, like third-party files, without."""
+    """A model with a tokenizer.json (`own`) or, like third-party files, without one."""
     tokenizer = byte_level_tokenizer("smollm", SIZE - 10)
     tokenizer.add_special_tokens(["<|im_end|>", "<|eot_id|>", "<|other|>"])
     tokenizer.add_tokens(["<|end|>"])

@@ -64,7 +64,7 @@ def test_the_keywords_of_load_are_the_fields():
 
 
 def others(command: click.Command) -> list[str]:
-    """The command's options that are an engine's, but have another default."""
+    """The command's engine options whose default differs from the engine's."""
     with command.make_context(command.name, [], resilient_parsing=True) as context:
         given = {name: context.params[name] for name in DEFAULTS if name in context.params}
         return [name for name, value in given.items() if value != DEFAULTS[name]]

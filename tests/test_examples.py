@@ -78,7 +78,7 @@ def test_a_text_without_a_second_token_has_no_perplexity(model):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_wrong_model_gives_one_line(script):
-    """A folder, which is not a model file; the script's help says what is."""
+    """The line says that a folder is not a model file; the script itself names one."""
     more = () if script.stem in ("generate", "observe", "speculate") else ("text",)
     done = subprocess.run(
         [sys.executable, script, TINY, *more], capture_output=True, text=True, check=False

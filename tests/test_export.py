@@ -143,11 +143,11 @@ def test_the_reader_finds_swapped_layers(tmp_path, make):
 
 
 def test_a_tiny_index_byte_by_byte(tmp_path):
-    """Two layers of three neurons: 2 and 0 are hot, then none. The same bytes that PowerInfer's
-    export_split.py (commit d3ebd7c) writes for this choice."""
+    """Two layers of three neurons: 2 and 0 are hot in the first, none in the second. The bytes are
+    those that PowerInfer's export_split.py (commit d3ebd7c) writes for this choice."""
     model = shape_only(make_shape(num_layers=2, num_neurons=3), kind="f32")
     split = make_split(model, [[2, 0], []])
-    capacity = 2 * 3 * 64 * 4  # neurons, rows a neuron, width, bytes
+    capacity = 2 * 3 * 64 * 4  # hot neurons, rows of a neuron, width, bytes of a value
     assert split.gpu_bytes["neurons"] == capacity
     write_index(split, 3, tmp_path / "x")
 
@@ -278,7 +278,8 @@ def test_activations_are_the_counts_layer_by_layer(tmp_path, make, num_layers):
         read = torch.load(report.output / f"activation_{layer}.pt", weights_only=True)
         assert read.dtype == torch.int64 and read.shape == (NEURONS,)
         assert read.tolist() == count_F.tolist()
-        assert (read * -1.0).view(-1, 16).sum(dim=1).sum() == -count_F.sum()  # as solver.py
+        # The sums that PowerInfer's solver.py computes.
+        assert (read * -1.0).view(-1, 16).sum(dim=1).sum() == -count_F.sum()
     assert ("text order" in " ".join(report.notes)) == (num_layers > 10)
     assert "multiple of 256" in " ".join(report.notes)
     swapped = torch.load(report.output / "activation_2.pt", weights_only=True)

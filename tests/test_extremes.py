@@ -1,4 +1,4 @@
-"""Models of the smallest and largest sizes: through every stage, or refused in one line."""
+"""Models of the smallest and largest sizes pass each stage tested, or are refused in one line."""
 
 import io
 import json
@@ -97,7 +97,7 @@ def test_a_context_of_one_token(tmp_path):
 
 
 def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
-    """A sparse file: its weights take no space on disk, and no memory is reserved for them."""
+    """A sparse file, whose weights take no space on disk."""
     shape = make_shape(
         num_layers=80, width=8192, num_neurons=24_576, num_heads=64, num_kv_heads=8,
         vocab_size=128_256, context_length=8192,

@@ -89,8 +89,7 @@ def test_the_graph_has_the_steps_operations(loaded):
 
 
 def test_without_any_one_edge_the_step_races(loaded, omit):
-    """Leaves out each edge in turn. Those that a stream's order and an event both give are
-    implied."""
+    """Leaves out each edge in turn. An edge is redundant if the others imply the same order."""
     graph, engine = loaded.graph, loaded.engine
     want, _ = ran(engine)
     found, redundant = 0, []

@@ -1,6 +1,6 @@
 """Several sequences and drafts with a plan on fake CUDA devices (fake_cuda): the cache has the
-planned size, steps of several rows are captured at their first use, and each of their rows has the
-bits of a single one."""
+planned size, steps of several rows are captured at their first use, and each of their rows is
+bit-identical to a step of one row."""
 
 import json
 import random
@@ -75,7 +75,8 @@ def test_the_cache_takes_what_the_plan_says(tmp_path, plan, count):
 @pytest.mark.parametrize("plan", slow_unless(["every kind of layer", "random", "two GPUs"],
                                              ["every kind of layer"]))  # fmt: skip
 def test_random_schedules(tmp_path, plan):
-    """Prefixes of one sequence alongside others, forked and rolled back, from captured graphs."""
+    """Sequences are extended, forked and rolled back at random, by captured graphs; each row equals
+    that of its text computed alone."""
     model = saved(tmp_path)
     with fake_cuda(num_devices=2, seed=3) as cuda:
         with (
@@ -92,7 +93,8 @@ def test_random_schedules(tmp_path, plan):
 
 
 def test_prompts_and_steps_of_several_texts(tmp_path):
-    """Prompts are passes, whose keys and values are gathered from blocks and scattered to them."""
+    """Prompts are prefill passes; their keys and values are gathered from blocks and scattered to
+    them."""
     model = saved(tmp_path)
     prompts = [[5, 3, 7], [2] * 70, [1, 4, 4, 2, 1]]
     with fake_cuda(seed=5):

@@ -31,7 +31,7 @@ TOKENS = IDS[:4]
 
 @pytest.fixture(scope="module", autouse=True)
 def checks(tmp_path_factory):
-    """The results of the devices' checks, so that later loads need not repeat them."""
+    """One cache for the results of the devices' checks, which later loads need not repeat."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -42,7 +42,7 @@ def slow_unless(names, quick):
 
 
 def on_the_cpu(path, mode, ids=TOKENS):
-    """(logits of steps, of a prompt)."""
+    """(logits of single steps, logits of a prompt)."""
     with Engine.load(path, mode=mode, device="cpu", context_length=32) as engine:
         return stepped(engine, ids), engine.logits(ids)
 
@@ -117,7 +117,7 @@ def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
 
 
 def small(tmp_path, kind="q4_0"):
-    """Two layers: one divided, the other's attention on the CPU and some neurons on the device."""
+    """Two layers with divided neurons; the attention of the second is on the CPU."""
     shape = make_shape(num_layers=2, width=32, num_neurons=24, vocab_size=20)
     model = make(tmp_path, kind=kind, shape=shape)
     model.save(model.path)

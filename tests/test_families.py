@@ -116,8 +116,8 @@ def decoded(engine: Engine, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(checkpoints, tmp_path, case):
-    """In f32, in modes dense and exact, for a prompt and token by token; f16 and bf16 to their
-    rounding, dense."""
+    """f32 in modes dense and exact, for a prompt and token by token; f16 and bf16 in mode dense, to
+    within their rounding."""
     folder = checkpoints(case)
     want = transformers_logits(folder)
     path = converted(folder, tmp_path / "f32.gguf", outtype="f32")

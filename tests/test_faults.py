@@ -120,7 +120,7 @@ def test_a_writer_with_a_fixed_temporary_name_is_found(tmp_path, monkeypatch):
 
 
 def test_a_writer_that_replaces_a_new_file_is_found(tmp_path, monkeypatch):
-    """A check for the name before the rename, which then replaces what came between, is found."""
+    """A writer that looks for the name and then renames would replace a file made in between."""
     monkeypatch.setattr("sparkinfer.files.put_new", os.replace)
     with pytest.raises(AssertionError, match=r"\[0, 0\]"):
         two_writers.run_new_rounds("json", 200, tmp_path)

@@ -50,7 +50,7 @@ def seen_bits(engine):
 
 
 def native_bits(engine, pieces):
-    """The same from the native step, for rows in steps of these lengths."""
+    """The same from the native step, with the rows divided into steps of these lengths."""
     native = engine._live.native
     fired = torch.full((native.max_rows, L, -(-F // 32)), -1, dtype=torch.int32)
     native.step.fired = fired.data_ptr()
@@ -59,7 +59,7 @@ def native_bits(engine, pieces):
     for count in pieces:
         native.run_rows(rows_of(IDS[start : start + count], start))
         found.append(fired[:count].clone())
-        assert (fired[count:] == -1).all()  # nothing is written after the rows
+        assert (fired[count:] == -1).all()  # nothing is written beyond the rows
         fired.fill_(-1)
         start += count
     native.step.fired = None
@@ -93,7 +93,7 @@ def test_bits_of_divided_layers_and_other_types(tmp_path, kind, mode):
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
         one, many = native_bits(engine, PIECES[0]), native_bits(engine, PIECES[1])
         assert torch.equal(one, many)
-        # A neuron whose gate is nearly 0 may fire in one order of summation alone.
+        # A neuron whose gate is nearly 0 may fire in only one order of summation.
         assert (one != seen_bits(engine)).float().mean() < 0.01
 
 

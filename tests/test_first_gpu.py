@@ -1,4 +1,4 @@
-"""The systems that docs/gpu.md lists, with fakes of what CUDA and the system report."""
+"""Systems that docs/gpu.md lists, with fakes of what CUDA and the system report."""
 
 import sys
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_products_that_tensor_cores_lack_are_computed_in_f32():
 
 def test_without_pinned_memory_copies_go_through_a_buffer():
     pinned.refuse("no device has it")
-    staging = Staging(16, PlainStream(), is_pinned=True)  # which torch refuses here
+    staging = Staging(16, PlainStream(), is_pinned=True)  # without a GPU, torch itself would raise
     target = torch.zeros(16, dtype=torch.uint8)
     staging.send(target, lambda buffer: buffer.fill_(7))
     assert (target == 7).all()

@@ -199,7 +199,7 @@ def asked(keep: Path, **changes: object) -> argparse.Namespace:
 
 
 def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
-    """The lines are those of the reader; another run continues from what this one found."""
+    """Only lines of the readers' code count; another run continues from what this one found."""
     shutil.copytree(inputs, tmp_path / "inputs")
     known = Known()
     for start in (0, 40):

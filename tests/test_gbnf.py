@@ -93,8 +93,8 @@ def test_a_grammar_gives_the_same_masks_as_a_regex_and_as_lark():
 
 
 def ends_of(rules, node, text, start, known):
-    """The positions where a node that starts at `start` may end; `known` has those of the rules
-    that were found so far."""
+    """The positions where a node that starts at `start` may end; `known` has the ends found so far,
+    by rule and start."""
     if isinstance(node, gbnf_parser.Character):
         is_in = start < len(text) and any(a <= ord(text[start]) <= b for a, b in node.ranges)
         return {start + 1} if is_in else set()

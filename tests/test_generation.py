@@ -55,7 +55,7 @@ def test_stop_strings_are_found_wherever_tokens_begin_and_end():
         assert is_stopped == bool(found), (text, stops)
         if not is_stopped:
             assert given + filter_.flush() == text
-        else:  # the first stop string to be whole; another may begin before it
+        else:  # cut where some stop string begins, before the first complete one ends
             ends = min(text.find(stop) + len(stop) for stop in stops if stop in text)
             assert given == text[: len(given)] and len(given) <= ends
             assert len(given) in [text.find(stop) for stop in stops]

@@ -23,7 +23,7 @@ SCALARS = {
 
 
 def write(path: Path, *, alignment: int | None = None, order=gguf.GGUFEndian.LITTLE) -> Path:
-    """A file with every type of value, and a tensor of every type that gguf knows."""
+    """Writes a file with every type of value, and a tensor of every type that gguf knows."""
     writer = gguf.GGUFWriter(path, "test", endianess=order)
     if alignment is not None:
         writer.add_custom_alignment(alignment)

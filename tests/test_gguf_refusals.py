@@ -1,4 +1,4 @@
-"""Third-party or damaged GGUF files: those that would run differently than in llama.cpp are
+"""Third-party or damaged GGUF files: those that llama.cpp would run differently are
 refused. Oracle: how llama.cpp reads the keys (llama-model.cpp)."""
 
 import dataclasses

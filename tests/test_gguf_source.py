@@ -192,7 +192,7 @@ def test_a_budget_counts_the_bytes_of_k_quants(stock, tmp_path):
     assert (new.gate_row, new.up_row, new.down_row) == (144, 144, 256 // 32 * 34)
     shape = ModelFile.load(tmp_path / "k.gguf").shape
     kv = 2 * shape.num_kv_heads * shape.head_width
-    matrices = (2 * 256 + kv) * 144  # 256 values of every row
+    matrices = (2 * 256 + kv) * 144  # a row is one block of 256 values
     assert old.attention == new.attention == matrices + 2 * 256 * 4
 
 
