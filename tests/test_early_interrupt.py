@@ -74,7 +74,7 @@ def test_the_check_sees_a_traceback_of_ours(monkeypatch):
 
 @pytest.mark.skipif(not PROGRAM.exists(), reason="the command is not installed next to Python")
 def test_the_script_imports_nothing_before_it_can_answer():
-    """They are inside the `try`: an interrupt during them prints one line and exits with 130."""
+    """Its imports are in a `try`: an interrupt during them prints one line and exits with 130."""
     lines = [
         line.strip() for line in PROGRAM.read_text().splitlines() if line.strip() and line[0] != "#"
     ]

@@ -108,7 +108,7 @@ def test_a_kernels_error_is_raised_when_it_is_waited_for(cuda):
         torch.cuda.synchronize()
 
 
-# ---- right uses
+# ---- correct uses
 
 
 @pytest.fixture

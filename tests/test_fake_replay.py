@@ -111,7 +111,7 @@ def test_without_any_one_edge_the_step_races(loaded, omit):
 
 
 def changed_bits(loaded, omit, numbers, seeds):
-    """The edges without which some order gives other logits; races are not checked."""
+    """The edges without which one of `seeds` orders gives other logits; races are not checked."""
     omit(-1)
     want, _ = ran(loaded.engine)
     library.load().fakeCheckRaces(0)

@@ -107,7 +107,7 @@ def test_without_a_token_limit_the_context_ends_the_text_or_is_shifted(codec_mod
         shifted = GenerationOptions(max_tokens=40, ignores_end=True, shift_keep=3)
         ids = [t.id for t in engine.generate(prompt, temperature=0.0, options=shifted)]
         assert len(ids) == 40 and engine.last_run.shifts == 3
-        # The first token after the first shift, from a new text of the tokens that were kept.
+        # The first token after the first shift equals that of a new text of the tokens kept.
         text = prompt + ids[:14]
         kept = text[:3] + text[3:][-(21 // 2) :]
         assert ids[15] == int(engine.logits([*kept, ids[14]])[-1].argmax())
