@@ -21,8 +21,8 @@ def kernels():
 
 
 def norm_bound(want_D, total_D, bias_D):
-    """Bounds the rounding of a mean of n squares. For a layer norm (with a bias) it also bounds
-    that of the values less their mean, which grows with the largest value."""
+    """The bound on each output's error. The mean of n squares is rounded; so, in a layer norm (one
+    with a bias), are the values less their mean, whose error grows with the largest value."""
     size = want_D.double().abs() + want_D.double().std(correction=0) + 1
     size = size if bias_D is None else size + bias_D.double().abs() + total_D.double().abs().max()
     return 4 * rounding(len(want_D)) * size
@@ -114,15 +114,16 @@ def test_magnitude_of_a_rotation(kernels, num_rows):
     want = found[True, 1.25]
     assert_close(found[False, 1.25], want, 32 * EPS * want.abs().max())
     is_scaled = (want != found[True, 1.0]).sum()
-    assert is_scaled == num_rows * (4 + 2) * 64  # of the queries, and of the cached keys
+    assert is_scaled == num_rows * (4 + 2) * 64  # of 4 queries and 2 cached keys
 
 
 @pytest.mark.parametrize("position", [1, 1000, 131071])
 def test_angles_of_late_positions(kernels, position):
-    """Angles of up to 20,861 turns, of which only the fraction matters; values are within 6e-7."""
+    """Only the fraction of a turn matters in angles of up to 20,861 turns; the rotated values are
+    within 6e-7 of cosine and sine in float64."""
     width = 64
     rows = torch.zeros(2, 1, 1, width, device=device())
-    caches = rows.expand(2, position + 1, 1, width)  # one row each for all positions
+    caches = rows.expand(2, position + 1, 1, width)  # the same row at all positions
     found = []
     for turn in ("kernel", "definition"):
         qkv = torch.zeros(3 * width, device=device())
@@ -150,7 +151,7 @@ def test_no_rotation(kernels):
 
 
 def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=torch.float16, by=1.0):
-    """f32 [H, W]. Scratch and positions after the last hold NaN."""
+    """The output of `attend`, f32 [H, W]. Scratch and the cache after `position` hold NaN."""
     num_heads, num_kv = heads
     qkv = by * vector((num_heads + 2 * num_kv) * width)
     cache = vector(context * 2 * num_kv * width, 2).view(context, 2, num_kv, width).to(dtype)
@@ -166,14 +167,15 @@ def attention(which, position, *, context=200, heads=(4, 2), width=32, dtype=tor
 
 
 def assert_attention(kernels, position, **options):
-    """A score's error is that of a sum of `width` terms of size `by`, divided by the root of their
-    number; its weight has the same relative error, and a weighted mean of values up to 4 twice
-    that."""
+    """Compares with the reference. A score is a sum of `width` terms of size `by`, divided by the
+    root of `width`; its absolute error is the relative error of its weight. A weighted mean of
+    values up to 4 is off by at most 4 times twice that, and by the rounding of sums over
+    positions."""
     width, by = options.get("width", 32), options.get("by", 1.0)
     bound = 4 * 2 * (rounding(width) * by * width**0.5 + rounding(position + 1))
     got, want = attention(kernels, position, **options), attention(REFERENCE, position, **options)
     assert_close(got, want, bound)
-    assert bound < 1e-3  # the tests of the bound rely on this
+    assert bound < 1e-3  # which the tests of wrong results use
 
 
 @pytest.mark.parametrize("position", [0, 1, 62, 63, 64, 65, 127, 128, 199])

@@ -1,5 +1,6 @@
-"""Compiles every GPU kernel, for every kind of matrix, to machine code with Triton and ptxas.
-The interpreter does not check types, layouts and registers; the compiler needs no device.
+"""Compiles every GPU kernel to machine code with Triton and ptxas; the slow tests do so for every
+kind of matrix. The interpreter does not check types, layouts and registers; the compiler does, and
+needs no device.
 gpu_compilation.py does the work in a separate process."""
 
 import json
@@ -18,7 +19,7 @@ FOR_MATRICES = {"_unpack": 3, "_dot": 1, "_predict": 2, "_gate_up": 3, "_down": 
 FOR_VECTORS = {"_add_norm": 3, "_rotate_append": 4, "_attend_part": 4, "_attend_join": 4,
                "_scatter": 1, "_pack_open": 1}  # fmt: skip
 HOPPER, ADA = 90, 89
-STACK_BYTES = {"_rotate_append": 32}  # the library's cosine reduces angles of many turns there
+STACK_BYTES = {"_rotate_append": 32}  # where libdevice's cosine reduces large angles
 
 
 def compiled(arch: int, *kinds: str) -> list[dict]:
@@ -42,7 +43,8 @@ def assert_good(records: list[dict]) -> None:
 
 
 def assert_wide_loads(records: list[dict]) -> None:
-    """Asserts that every kernel but _unpack has a load of 16 bytes, or one of 8 if `_is_narrow`."""
+    """Asserts that every kernel for matrices but _unpack has a load of 16 bytes, or at least one of
+    8 if `_is_narrow`."""
     hot = [r for r in records if r["kernel"] in FOR_MATRICES and r["kernel"] != "_unpack"]
     assert hot
     for record in hot:
@@ -51,7 +53,7 @@ def assert_wide_loads(records: list[dict]) -> None:
 
 
 def _is_narrow(record: dict) -> bool:
-    """True for a predictor in q6_k: its rows of 1024 values have 840 bytes, no multiple of 16."""
+    """True for a predictor in q6_k: a row of 1024 values has 840 bytes, not a multiple of 16."""
     return record["kind"] == "q6_k_planar" and record["kernel"] == "_predict"
 
 

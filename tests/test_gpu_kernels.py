@@ -1,7 +1,7 @@
 """The GPU kernels for rows and predictors, compared with a float64 reference.
 
-They run on a CUDA device, or in Triton's interpreter if there is none; without Triton they fail.
-Other kernels: test_gpu_neurons.py, test_gpu_attention.py."""
+The kernels run on a CUDA device, or in Triton's interpreter if there is none; without Triton their
+tests fail. test_gpu_neurons.py and test_gpu_attention.py test the other kernels of a step."""
 
 from dataclasses import replace
 
@@ -39,14 +39,14 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Gives these small matrices programs of four rows, as large ones have, if they have as many
-    rows. The interpreter takes about 10 ms a program."""
+    """A program takes several rows of these small matrices, as it does of large ones; it also saves
+    time, as the interpreter takes about 10 ms per program."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
 @pytest.fixture
 def one_row(several_rows, monkeypatch):
-    """Programs of one row, as small matrices have."""
+    """A program takes one row, as it does of small matrices outside these tests."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
 
 
@@ -64,7 +64,7 @@ def test_dot(kernels, kind, blocks):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dot_of_a_long_row(kernels, kind):
-    """Longer than a tile, and not a multiple of one."""
+    """A row is longer than a tile and not a multiple of one."""
     matrix = make_matrix(kind, 2, 4864 if kind in ("q4_0_planar", "q4_k") else 2304)
     x = vector(matrix.width)
     got, want = both(kernels, "dot", vector(2), matrix, None, x)
@@ -74,7 +74,7 @@ def test_dot_of_a_long_row(kernels, kind):
 @pytest.mark.parametrize("width", [1, 8, 40, 100])
 @pytest.mark.parametrize("kind", FLOATS)
 def test_rows_of_floats_may_have_any_width(kernels, kind, width):
-    """Predictors may have any rank; the values after a row are NaN here."""
+    """Predictors may have any rank. The memory after each row holds NaN."""
     matrix, inner = make_matrix(kind, 37, width), vector(width)
     whole = torch.full((37, width + 9), NAN, dtype=matrix.data.dtype, device=device())
     whole[:, :width] = matrix.data
@@ -135,7 +135,7 @@ def test_embed(kernels, kind, is_added):
 
 @pytest.mark.parametrize("kind", [*KINDS, *FILE_KINDS])
 def test_unpack(kernels, kind):
-    """In f32, up to the rounding of a product and a difference."""
+    """The values are exact in f32 up to the rounding of a product and a difference."""
     matrix = make_matrix(kind, 9, 3 * block_width(kind))
     got, want = both(kernels, "unpack", torch.empty(9, matrix.width, device=device()), matrix)
     assert_close(got, want, 2 * EPS * sizes(matrix))
@@ -198,7 +198,7 @@ def test_predict_of_a_gate(kernels, activation):
 
 
 def test_a_score_at_the_threshold_names_no_neuron(kernels):
-    """Scores 0, 1, 2, ... in exact arithmetic, and one NaN."""
+    """The scores are exactly 0, 2, 3, ..., 7, and one is NaN."""
     matrix = make_matrix("f32", 8, 32)
     matrix.data.zero_()
     matrix.data[:, 5] = torch.arange(8)

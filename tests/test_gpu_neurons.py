@@ -34,8 +34,8 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Gives these small matrices programs of four rows, as large ones have, if they have as many
-    rows. The interpreter takes about 10 ms a program."""
+    """A program takes several rows of these small matrices, as it does of large ones; it also saves
+    time, as the interpreter takes about 10 ms per program."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
@@ -43,7 +43,8 @@ def several_rows(monkeypatch):
 
 
 def hidden_bound(gate, gate_bias, up, up_bias, x, hidden):
-    """Activations have slopes below 1.2: the error of act(g) u is at most du |g| + 1.2 dg |u|."""
+    """The bound on the error of act(g) u: du |g| + 1.2 dg |u|, where dg and du are the errors of g
+    and u. Activations have slopes below 1.2 and are at most |g| in magnitude."""
     gate_off = 1.2 * product_bound(gate, x, gate_bias) + 8 * EPS
     gate_size = sizes(gate) @ x.double().abs() + (0 if gate_bias is None else gate_bias.abs())
     if up is None:
@@ -54,7 +55,7 @@ def hidden_bound(gate, gate_bias, up, up_bias, x, hidden):
 
 
 def assert_hidden(kernels, gate, up, x, activation, threshold, **options):
-    """Compares; returns what the kernel wrote."""
+    """Compares the kernel with the reference; returns the kernel's output."""
     gate_bias, up_bias = options.get("gate_bias"), options.get("up_bias")
     arguments = (
         gate, gate_bias, up, up_bias, options.get("id_N"), options.get("named"), x, activation,
@@ -89,7 +90,7 @@ def test_gate_up_of_every_activation(kernels, activation, is_gated, is_dense):
     got = assert_hidden(kernels, gate, up, x, activation, threshold, is_dense=is_dense, **biases)
     num_zeros = int((got == 0).sum())
     if is_dense and activation in SMOOTH:
-        assert num_zeros == 0 or activation == "gelu"  # 0 in f32 for very negative values
+        assert num_zeros == 0 or activation == "gelu"  # 0 in f32 for very negative gates
     else:
         assert 1 < num_zeros < 12
 
@@ -164,8 +165,8 @@ def down_bound(matrix, hidden):
 @pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_down(kernels, kind, is_wide, skips_zeros):
-    """Less than a tile of columns, and one or two tiles and a piece; for super-blocks, one tile and
-    two."""
+    """Rows are narrower than a tile of columns, or one or two tiles and a remainder wide. Rows of
+    super-blocks are one or two tiles wide."""
     blocks = (2 if block_width(kind) == 256 else 9) if is_wide else 1
     matrix = make_matrix(kind, 70, blocks * block_width(kind), lies_apart=not is_wide)
     hidden = hidden_with_zeros(70, 1.0)
@@ -177,10 +178,10 @@ def test_down(kernels, kind, is_wide, skips_zeros):
 @pytest.mark.parametrize("num_neurons", [1, 16, 17, 64, 65, 300])
 @pytest.mark.parametrize("skips_zeros", [False, True])
 def test_down_of_any_number_of_neurons(kernels, num_neurons, skips_zeros):
-    """Computed in `down_parts` parts, in one, and in three, which one neuron does not fill."""
+    """In `down_parts` parts, in one, and in three; two of the three are empty for one neuron."""
     matrix = make_matrix("f16", num_neurons, 32)
     hidden = hidden_with_zeros(num_neurons, 0.5)
-    hidden[255:257] = 0.5  # on either side of the end of a scan
+    hidden[255:257] = 0.5  # the last of a scan and the first of the next, if there is one part
     hidden[-1] = 1.5
     for num_parts in (down_parts(num_neurons, 32), 1, 3):
         parts = torch.full((num_parts, 32), NAN, device=device())
@@ -200,8 +201,7 @@ def test_down_of_rows_of_any_width(kernels, width, skips_zeros):
 
 @pytest.mark.parametrize("skips_zeros", [False, True])
 def test_down_of_rows_at_even_addresses(kernels, skips_zeros):
-    """A row of an odd number of q6_K super-blocks, here one of 210 bytes, ends at an odd multiple
-    of two bytes."""
+    """A row of an odd number of q6_K super-blocks has an odd multiple of two bytes, here 210."""
     matrix, hidden = make_matrix("q6_k_planar", 40, 256), hidden_with_zeros(40, 1.0)
     parts = torch.full((2, 256), NAN, device=device())
     got, want = both(kernels, "down", parts, matrix, hidden, skips_zeros=skips_zeros)
@@ -217,7 +217,8 @@ def test_empty_parts_are_zeros(kernels):
 
 
 def test_rows_of_zeros_are_not_read(kernels):
-    """Rows of hidden zeros are NaN here. A hidden value of NaN is not 0, so its row is read."""
+    """Rows whose hidden value is 0 hold NaN here. A hidden value of NaN is not 0, so its row is
+    read."""
     matrix, hidden = make_matrix("f32", 300, 32), hidden_with_zeros(300, 1.0)
     matrix.data[hidden == 0] = NAN
     parts = torch.empty(2, 32, device=device())

@@ -1,5 +1,5 @@
-"""The reference of the GPU kernels, and planar rows, compared with the runtime's other code and the
-gguf package in f32, within its rounding."""
+"""The GPU kernels' float64 reference compared with the runtime's code in f32, up to f32 rounding,
+and planar rows compared with the gguf package."""
 
 import sys
 
@@ -161,7 +161,8 @@ def test_down_and_add_norm(skips_zeros):
 
 @pytest.mark.parametrize(("is_adjacent", "magnitude"), [(False, 1.0), (True, 1.0), (True, 1.25)])
 def test_attention(is_adjacent, magnitude):
-    """A token with norms of the heads, then another without; 4 query heads share 2 key heads."""
+    """One token is computed with norms of the heads, the next without; 4 query heads share 2
+    key-value heads."""
     width, num_heads, num_kv = 32, 4, 2
     frequency = 100.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     rotary = attention.Rotary(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=magnitude)

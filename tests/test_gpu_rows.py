@@ -1,6 +1,6 @@
-"""The GPU kernels for several rows of a step: whatever the other rows and their number, each row
-has the bits that the kernel for one row gives it, which other tests compare with float64. Products
-with K-quants may differ in the last bits.
+"""The GPU kernels for several rows of a step: each row has the bits that the kernel for one row
+gives it, whatever the other rows and their number. Products with K-quants may differ in the last
+bits. Other tests compare the kernel for one row with float64.
 
 The kernels run on a CUDA device, or in Triton's interpreter if there is none. test_ptx_rows.py runs
 most of these comparisons with the kernels executed as PTX."""
@@ -33,7 +33,7 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Programs of several matrix rows, as large matrices get them."""
+    """A program takes several rows of a matrix, as it does of large ones."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
@@ -43,7 +43,7 @@ def vectors(num_rows, width, seed=1):
 
 
 def single(kernel: str, given: dict, row: int) -> dict:
-    """The arguments of one row, in memory of its own: vectors begin at multiples of 16 bytes."""
+    """The arguments for one row, copied, so that its vectors begin at multiples of 16 bytes."""
     own = dict(given)
     for name, axis in AXES[kernel].items():
         if own.get(name) is None:
@@ -61,8 +61,8 @@ def outputs(kernel: str, given: dict) -> list[str]:
 
 
 def assert_rows_as_alone(which, kernel: str, *, is_exact: bool = True, **given) -> dict:
-    """Runs the kernel for all rows and for each row; returns what it wrote for all. Not `is_exact`:
-    the last bits may differ."""
+    """Compares the kernel run once for all rows with one run per row; returns the arguments of the
+    former, outputs included. Unless `is_exact`, the last bits may differ."""
     num_rows = len(given[next(iter(AXES[kernel]))])
     alone = [single(kernel, given, row) for row in range(num_rows)]
     getattr(which, kernel)(**given)
@@ -95,7 +95,7 @@ def empty(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)
 def test_dot(kernels, kind, num_rows):
-    """The output is columns of longer rows, as for queries and keys."""
+    """The output is some columns of longer rows, as for queries and keys."""
     matrix = make_matrix(kind, 5, block_width(kind), lies_apart=num_rows == 2)
     whole = torch.full((num_rows, 9), 7.0, device=device())
     bias = vector(5, seed=2) if num_rows == 2 else None
@@ -148,7 +148,7 @@ def names(num_rows, num_neurons, seed=4, share=0.3):
 
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)
 def test_gate_up(kernels, kind, num_rows):
-    """Every row has names of its own: a neuron that one row reads is 0 for another."""
+    """Each row names other neurons: one that a row reads is 0 for another row."""
     width = block_width(kind)
     gate, up = (make_matrix(kind, 9, width, seed=seed) for seed in (0, 5))
     found = assert_rows_as_alone(
@@ -175,7 +175,7 @@ def test_gate_up_with_ids_biases_and_types(kernels, activation, is_dense):
 @pytest.mark.parametrize("skips_zeros", [False, True])
 @pytest.mark.parametrize(("kind", "num_rows"), KINDS_AND_ROWS)
 def test_down(kernels, kind, num_rows, skips_zeros):
-    """Every row has zeros of its own."""
+    """Each row has its zeros in other places."""
     matrix = make_matrix(kind, 70, block_width(kind), lies_apart=True)
     hidden = vectors(num_rows, 70, 3)
     hidden[vectors(num_rows, 70, 4).abs() < 1.0] = 0
@@ -189,7 +189,7 @@ def test_down(kernels, kind, num_rows, skips_zeros):
 
 
 def test_a_row_does_not_see_another_ones_nan(kernels):
-    """NaN in the weights of a neuron that one row reads, and in one row's vector."""
+    """There is NaN in the weights of a neuron that only one row reads, then in one row's vector."""
     matrix, hidden = make_matrix("f32", 40, 32), vectors(2, 40)
     matrix.data[7] = NAN
     hidden[1, 7] = 0
@@ -226,7 +226,8 @@ SEQUENCES = (0, 2, 1, 1, 3, 0, 2, 3)
 
 
 def paged(dtype, num_kv=2, width=32, seed=2):
-    """(keys, values [B, P, K, W] of four sequences of 256 positions, their table [S, N])."""
+    """(keys, values, table): f32 or f16 [B, C, K, W] each and int32 [S, N], for four sequences of
+    256 positions."""
     num_blocks, by_heads = 16, (16, num_kv, 64, width)
     found = [
         vector(num_blocks * 64 * num_kv * width, seed + n).view(by_heads).transpose(1, 2).to(dtype)
@@ -246,7 +247,7 @@ def attending(num_rows, dtype=torch.float16, heads=4):
 
 
 def whole(given: dict, row: int) -> dict:
-    """The same for one row, whose sequence has a cache of its own without blocks."""
+    """The same arguments for one row, with its sequence's keys and values in a contiguous cache."""
     own = {key: value for key, value in given.items() if key not in ("sequence_1", "table_SN")}
     blocks = given["table_SN"][int(given["sequence_1"][row])].long()
     for name in ("key_CKW", "value_CKW"):
@@ -259,7 +260,7 @@ def whole(given: dict, row: int) -> dict:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_attend_to_blocks(kernels, num_rows, dtype):
-    """Each row equals one whose sequence is alone, in a cache without blocks."""
+    """Each row's output equals the one for its sequence alone, in a contiguous cache."""
     given = attending(num_rows, dtype)
     size = ranges.attend_scratch(256, 4, 32)
     out = empty(num_rows, 4 * 32)
@@ -277,7 +278,7 @@ def test_attend_to_blocks(kernels, num_rows, dtype):
 
 
 def test_attend_of_rows_of_one_sequence(kernels):
-    """Rows of a draft that is checked: without blocks, at consecutive positions."""
+    """As in checking a draft: consecutive positions, in a contiguous cache."""
     cache = vector(200 * 2 * 2 * 32, 2).view(200, 2, 2, 32).half()
     size = ranges.attend_scratch(200, 4, 32)
     assert_rows_as_alone(
@@ -324,7 +325,7 @@ def test_append_to_blocks(kernels, num_rows, dtype):
 
 def test_a_repeated_row_appends_once_and_attends(kernels):
     """Rows that pad a step repeat the last one and store nothing. Here, unlike in a step, their
-    values differ from its own, so that a store would show."""
+    values differ from the last row's, so that a store would show."""
     given = attending(4)
     for name, values in (("position_1", (7, 9, 9, 9)), ("sequence_1", (1, 1, 1, 1))):
         given[name].copy_(torch.tensor(values))
@@ -351,7 +352,8 @@ def test_a_repeated_row_appends_once_and_attends(kernels):
 
 
 def test_the_torch_kernels_take_rows():
-    """The fallback, compared with the reference. It sums in pieces, so the last bits may differ."""
+    """The fallback agrees with the reference: `dot` bit for bit, `down` and `attend` up to
+    rounding."""
     plain, matrix = torch_kernels(), make_matrix("f16", 300, 64)
     x, got, want = vectors(4, 64), empty(4, 300), empty(4, 300)
     for which, out in ((plain, got), (REFERENCE, want)):

@@ -93,7 +93,7 @@ def test_bits_of_open_neurons(kernels, num_neurons):
 
 def test_the_kernel_supports_only_these_forms():
     assert FORMS == ("", "q4_0", "q8_0", "q6_k")
-    with pytest.raises(ValueError):  # there is no such kernel
+    with pytest.raises(ValueError):  # no form turns K-quants into floats
         form_of("q4_k", "f16")
 
 

@@ -1,4 +1,4 @@
-"""The kernels of a 7B plan: few variants, compiled in seconds, without a device."""
+"""The kernels of a 7B plan have few variants, which compile in seconds. No device is needed."""
 
 import json
 import os
