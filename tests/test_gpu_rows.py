@@ -278,7 +278,7 @@ def test_attend_to_blocks(kernels, num_rows, dtype):
 
 
 def test_attend_of_rows_of_one_sequence(kernels):
-    """As in checking a draft: consecutive positions, in a contiguous cache."""
+    """The rows are those of a draft to check: at consecutive positions, in a contiguous cache."""
     cache = vector(200 * 2 * 2 * 32, 2).view(200, 2, 2, 32).half()
     size = ranges.attend_scratch(200, 4, 32)
     assert_rows_as_alone(

@@ -1,4 +1,4 @@
-"""What `sparkinfer help COMMAND` looks like."""
+"""`sparkinfer help COMMAND` groups many options under headings and lists every option."""
 
 import re
 
@@ -27,7 +27,7 @@ def test_many_options_are_listed_under_headings_and_few_are_not(capsys, name):
     command = cli.commands[name]
     text, options = help_of(capsys, name), shown_options(command)
     headings = HEADING.findall(text.partition("Examples:")[0])
-    if len(options) + 1 <= LEAST:  # and --help
+    if len(options) + 1 <= LEAST:  # the one more is --help
         assert headings in (["Options"], [])
     else:
         assert headings[-1] == REST and len(headings) > 4
@@ -35,7 +35,7 @@ def test_many_options_are_listed_under_headings_and_few_are_not(capsys, name):
         sections = HEADING.split(text)[2::2]
         counts = [len(re.findall(r"^  -", section, re.MULTILINE)) for section in sections]
         assert max(counts) <= 14 and counts[-1] <= 8
-        # A single option gets no heading.
+        # A single option gets no heading of its own.
         assert min(counts[:-1]) >= 2
     for option in options:
         assert len(re.findall(rf"^  .*{re.escape(option)}\b", text, re.MULTILINE)) >= 1

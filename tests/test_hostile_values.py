@@ -112,8 +112,8 @@ def test_tokens_that_share_an_id_are_refused(silu):
 
 
 def test_wrong_ids_and_empty_texts_of_added_tokens_change_no_text(silu):
-    """The library gives added tokens that are in the vocabulary its ids, and leaves out empty ones,
-    so they are not refused."""
+    """The library takes the ids of added tokens from the vocabulary if they are in it, and leaves
+    empty ones out, so neither is refused."""
     text = "def f(x):\n    return x + 1\n"
     values = json.loads((silu / "tokenizer.json").read_text())
     token = {"id": 99_999_999, "content": next(iter(values["model"]["vocab"])), "single_word": False,
@@ -133,7 +133,7 @@ def test_an_interrupt_while_reading_is_not_a_refusal(monkeypatch):
         read_tokenizer("there", "{}")
 
 
-# ------------------------------------------------------------------ numbers of tokens
+# ------------------------------------------------------------------ ids of special tokens
 
 
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id", "pad_token_id"])

@@ -225,7 +225,8 @@ def test_more_rows_than_a_step_takes_are_several_steps(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
 def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
-    """Their rows are rounded differently from single ones, so drafts could change a text."""
+    """Rows that are computed together are rounded differently from single ones, so drafts could
+    change a text."""
     from models import make_shape
 
     from sparkinfer.errors import SparkinferError

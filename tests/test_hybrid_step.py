@@ -1,6 +1,6 @@
 """The decode step over a GPU and the CPU, with both roles on the CPU.
-Its logits equal the ordinary path's for every division of the neurons, graph of layers, type and
-mode, and have the same bits in every order that the events allow."""
+Its logits agree with the ordinary path's up to rounding for every division of the neurons, graph of
+layers, type and mode, and have the same bits in every order that the events allow."""
 
 import dataclasses
 import gc
@@ -183,7 +183,8 @@ def test_every_event_is_needed(tmp_path, plan):
 
 
 def test_each_layer_with_cold_neurons_takes_one_round_trip(tmp_path):
-    """Copies, the host function, and the copy back; a layer wholly on the GPU needs none."""
+    """A round trip is two copies, the host function, and the copy back; a layer wholly on the GPU
+    needs none."""
     model = make(tmp_path)
     model.save(model.path)
     split = planned(tmp_path, model, "mixed")  # divided, all on the CPU, all on the GPU, divided
@@ -196,7 +197,7 @@ def test_each_layer_with_cold_neurons_takes_one_round_trip(tmp_path):
         assert side == ["copy", "copy", "host", "copy"] * 3
         assert main.count("copy") == 3 and "host" not in main  # position, embedding, logits
         counted = sum(dense_kernels(model, i, has_predictor=True) for i in range(L))
-        # An append is in attention's kernels, and the sum of the parts in the next norm.
+        # Attention's kernels do the append as well, and the next norm adds up the parts.
         assert main.count("kernel") == counted - L + 3 * (HOT_KERNELS - 1) + HEAD_KERNELS
 
 
@@ -217,7 +218,7 @@ def test_norms_of_heads_are_counted_with_attention(tmp_path):
         step.run(IDS[0], 0)
     counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(num_layers))
     counted += num_layers * (HOT_KERNELS - 1) + HEAD_KERNELS
-    counted += 1 - num_layers  # the tied embedding is read on the GPU; appends are in attention
+    counted += 1 - num_layers  # one more embeds, on the head's GPU; attention's kernels append
     assert sum(o.name == "kernel" for o in device.log) == counted
 
 
@@ -420,7 +421,7 @@ def test_no_garbage_is_collected_during_a_capture():
 
 
 def test_triton_kernels_give_the_references_logits(tmp_path):
-    """In Triton's interpreter, with the matrices of the CPU."""
+    """In Triton's interpreter, with the weights in main memory."""
     shape = make_shape(num_layers=2, width=32, num_neurons=24, vocab_size=20)
     model = make(tmp_path, kind="q4_0", shape=shape)
     model.save(model.path)

@@ -44,7 +44,7 @@ def save(tmp_path, width=256, heads=4, kv=2, layers=2, kind="f32"):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """A model with heads of 64 values, two to a key-value head."""
+    """A model with heads of 64 values; two query heads share a key-value head."""
     return save(tmp_path_factory.mktemp("selection"))
 
 
@@ -81,7 +81,7 @@ def test_a_short_text_is_read_entirely_and_a_long_one_is_not(path, rule):
     assert differs[entire + sizes.block :].float().mean() > 0.9
 
 
-FULL = 267  # amid a block, and beyond what each rule reads entirely
+FULL = 267  # within a block, and beyond what each rule reads entirely
 READ_IN_FULL = [f"{rule},full={FULL}" for rule in (RULES[0], RULES[2], RULES[4])]
 
 
@@ -89,8 +89,8 @@ READ_IN_FULL = [f"{rule},full={FULL}" for rule in (RULES[0], RULES[2], RULES[4])
 @pytest.mark.parametrize("rule", READ_IN_FULL)
 @pytest.mark.parametrize("num_sequences", [1, 3])
 def test_the_first_positions_are_read_in_full(path, rule, num_sequences):
-    """Bit for bit. Later logits differ from those of full attention, and from those of the rule
-    without `full`."""
+    """Their logits are those of full attention bit for bit. Nearly all later ones differ from
+    those, and from the logits of the rule without `full`."""
     options = {"num_sequences": num_sequences}
     full, found = logits(path, None, **options), logits(path, rule, **options)
     assert torch.equal(full[:FULL], found[:FULL])
@@ -125,8 +125,9 @@ def test_after_a_full_prompt_the_search_is_that_of_a_restored_one(path, tmp_path
 @native
 @pytest.mark.parametrize("full", [1, 94, 95, 96, 97, 200, LENGTH, CONTEXT, 1 << 24])
 def test_every_length_of_a_full_beginning(path, full):
-    """Lengths around what is read in full anyway, the context's length, and more."""
-    entire = 16 + 32 + 32 + 15  # the window begins with a block
+    """There are lengths around the one that is read in full anyway, the context's length, and a
+    longer one."""
+    entire = 16 + 32 + 32 + 15  # 15: the window begins where a block does
     found, want = logits(path, f"{SMALL},full={full}"), logits(path, None)
     same = max(full, entire)
     assert torch.equal(found[:same], want[:same])
@@ -164,7 +165,8 @@ def test_kernels_and_torch_make_the_same_tables(path, rule, kind, num_sequences)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_key_that_is_not_finite_affects_only_its_own_head(path, rule, bad):
-    """The block is summarised again at its last position; the kernels' tables equal torch's."""
+    """The block is summarised again when its last position is computed; the kernels' tables equal
+    torch's."""
     size = KeySelection.parse(rule).block
     with load(path, rule) as engine, engine.sequence() as text:
         text.extend(IDS, "none")
@@ -198,7 +200,7 @@ def test_codes_preserve_most_of_a_key(width):
     assert back[0].eq(0).all() and factor[1] == 0
     assert torch.allclose((back * rest)[2:].sum(1), rest[2:].square().sum(1), rtol=1e-5)
     cosine = torch.nn.functional.cosine_similarity(back[2:], rest[2:])
-    assert cosine.min() > 0.85 and cosine.mean() > 0.93  # of Gaussian values, four levels: 0.94
+    assert cosine.min() > 0.85 and cosine.mean() > 0.93  # 0.94: four levels of Gaussian values
 
 
 # ---- the choice ----------------------------------------------------------------------------------
@@ -293,7 +295,8 @@ def test_every_level_chooses_the_same_keys(path):
     """Integer sums are the same at every level. Logits differ by rounding, and by more in at most
     one row of twenty."""
     best = library.level()
-    levels = [name for name in library.usable_levels() if name != "amx"]  # AMX has VNNI's
+    # The level amx chooses with avx512vnni's code.
+    levels = [name for name in library.usable_levels() if name != "amx"]
     found = {}
     try:
         for level in levels:
@@ -442,7 +445,7 @@ def test_no_context_and_a_full_one(path):
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17])
 @pytest.mark.parametrize("rule", [SMALL, RULES[4], "block=64,sinks=0,window=64,top=16777216"])
 def test_contexts_shorter_than_the_window(path, rule, context):
-    """Down to a text of one token."""
+    """The shortest context, and text, has one token."""
     ids = IDS[:context]
     with load(path, rule, context_length=context) as engine:
         found = engine.logits(ids)

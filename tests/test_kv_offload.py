@@ -71,7 +71,8 @@ def test_with_every_key_a_step_is_that_without_offload(tmp_path, plan):
 @pytest.mark.parametrize("plan", ["all on the GPU", "every kind of layer"])
 @pytest.mark.parametrize("kind", ["f32", "f16"])
 def test_a_long_text_reads_the_keys_that_the_cpu_alone_would(tmp_path, plan, kind):
-    """Rows that differ are those where two keys are nearly equally good."""
+    """Fewer than one row in twenty differ by more than rounding: those where two keys are nearly
+    equally good."""
     model, split = offloaded(tmp_path, plan, kind=kind)
     ids, options = IDS[:110], ON_THE_CPU | {"mode": "exact"}
     with Engine.load(model.path, kv_offload=str(SOME_KEYS), **options) as engine:
@@ -126,8 +127,8 @@ def test_a_layer_takes_one_round_trip_for_its_attention(tmp_path):
 
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_heads_have_the_same_bits_however_many_rows_come(tmp_path, num_sequences):
-    """Those of one row at a time. They are torch's up to rounding, except in at most one row of
-    twenty."""
+    """The bits are those of one row at a time. The values are torch's up to rounding, except in
+    fewer than one row of twenty."""
     model, _ = offloaded(tmp_path, "random", num_sequences=num_sequences)
     sizes, layer = [(1,) * 100, (100,), (3, 50, 47)], 2
     options = {**ON_THE_CPU, "num_sequences": num_sequences}

@@ -111,7 +111,7 @@ def with_prices(seed: int) -> Allocation:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_other_choice_that_saves_as_much_loses_less(seed: int) -> None:
-    """Compared with every combination of two layers, for the rule with one share per layer."""
+    """Compared with every pair of shares of the two layers, under the rule with one share each."""
     allocation = with_prices(seed)
     lost_LA = np.stack([np.diag(a) for a in allocation.neurons_LAA])
     lost_LA = lost_LA * allocation.neurons_price_L[:, None]
@@ -192,7 +192,7 @@ def test_closeness_equals_that_of_f64() -> None:
 
 
 def test_the_interval_contains_the_truth_in_19_of_20_cases() -> None:
-    """Windows drawn from a known distribution."""
+    """The windows are drawn from a known distribution."""
     rng, held = np.random.default_rng(0), 0
     for _ in range(400):
         sums = np.zeros((30, 5))

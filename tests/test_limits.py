@@ -1,9 +1,9 @@
 """Limits: gates, hidden values and inputs that count as zero, in every form of storage, against a
 decoder in float64 with the same masks.
 
-Each limit of the reference is in the middle of the widest gap between the magnitudes compared with
-it, so that rounding silences nothing else. Letters: L layers, D model width, F neurons, H outputs
-of all heads, N any of these, T tokens."""
+Each limit of the reference is in the middle of the widest gap among the lower 60 % of the
+magnitudes compared with it, so that rounding does not change which values pass. Letters: L layers,
+D model width, F neurons, H outputs of all heads, N any of D, F and H, T tokens."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -30,7 +30,8 @@ from sparkinfer.runtime.step.batch import rows_of
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
-# f16: keys and values are cached in f16; blocks: x, and coefficients of sums, have 16 bits.
+# Unless weights are f32, keys and values are cached in f16; with blocks, x and the coefficients of
+# sums have 16 bits too.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 L, D, F, HEADS, KV = 2, 96, 224, 6, 2
 SHAPE = make_shape(
@@ -63,7 +64,8 @@ def model_of(kind="f32", *, activation="silu", predictor_rank=0, seed=0) -> Mode
 
 
 def stored(model: ModelFile, fields: tuple[str, ...]) -> ModelFile:
-    """The model with the matrices that these limits concern transposed, values rounded again."""
+    """The model with those matrices transposed, and rounded again, whose inputs these limits
+    silence."""
     every = Limits(
         model_id=None,
         layers=(LayerLimits(**dict.fromkeys(fields, np.zeros(1, np.float32))),) * L,
@@ -85,8 +87,8 @@ def entry_of(values: np.ndarray, kind: str) -> TensorEntry:
 
 @dataclass
 class Reference:
-    """A decoder in float64 with given limits, or with limits that it chooses; it records which
-    values pass."""
+    """A decoder in float64 with the given limits or, without any, limits that it chooses for
+    `fields`. It records which values pass."""
 
     model: ModelFile
     fields: tuple[str, ...] = ALL
@@ -96,7 +98,7 @@ class Reference:
     passes: dict = field(default_factory=dict)  # [T, N] by layer and field
 
     def silence(self, layer: int, name: str, value_TN: np.ndarray, of_TN=None) -> np.ndarray:
-        """`value_TN` where it passes; `of_TN` is False where it is not computed."""
+        """`value_TN` where it passes, else 0; `of_TN` is False where it is not computed."""
         limit_N = None
         if self.limits is not None:
             limit_N = self.limits.layers[layer].present.get(name)
@@ -157,7 +159,7 @@ class Reference:
 
 
 def in_widest_gap(magnitude_TN: np.ndarray) -> np.ndarray:
-    """f32 [N]: between two magnitudes of each column, below its 60th percentile."""
+    """f32 [N]: for each column, the middle of the widest gap below its 60th percentile."""
     ordered = np.sort(magnitude_TN, axis=0)[: max(2, int(0.6 * len(magnitude_TN)))]
     gap = np.diff(ordered, axis=0)
     place = gap.argmax(axis=0)
@@ -332,8 +334,8 @@ def test_traffic_counts_only_the_rows_that_are_read(tmp_path, storage):
 
 @pytest.mark.parametrize("storage", STORED)
 def test_observed_passes_apply_the_same_limits(tmp_path, storage):
-    """The ordinary path, which observers select, one token at a time and all at once. The observed
-    heads of attention pass their limits where the reference's do."""
+    """An observer selects the ordinary path, here one token at a time and all at once. The observed
+    outputs of attention's heads pass their limits where the reference's do."""
     model = stored(model_of(), STORED[storage])
     reference = Reference(model)
     want = reference.logits(IDS)
@@ -383,7 +385,7 @@ def test_divided_layers_apply_the_limits_of_their_neurons(tmp_path):
 
 @pytest.mark.parametrize("storage", STORED)
 def test_nan_passes_every_limit(tmp_path, storage):
-    """NaN in an input, a gate or an up, while everything else is silent."""
+    """NaN in an input, a gate or an up, under limits that are larger than all other values."""
     places = {"attn_norm": ("qkv_D", "output_H"), "ffn_norm": ("ffn_D",), "ffn_gate": NEURONS,
               "ffn_up": ("hidden_F",)}  # fmt: skip
     for (name, fields), count in product(places.items(), (1, 6)):
@@ -502,7 +504,7 @@ def test_the_measure_rejects_wrong_results(wrong):
 
 
 def bytes_wanted(model, fields, reference: Reference, rows: slice) -> dict[str, int]:
-    """The bytes that follow from the masks of the reference."""
+    """The bytes that steps read, by kind of matrix, computed from the masks of the reference."""
 
     def row(layer: int, name: str) -> int:
         full = f"blk.{layer}.{name}.weight"

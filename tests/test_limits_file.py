@@ -175,8 +175,8 @@ def saved(model: ModelFile, tmp_path, name="base.gguf"):
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 def test_convert_writes_limits_and_transposes(tmp_path, kind):
-    """Values are those of the source, rounded along the outputs; converting again with fewer limits
-    transposes the other matrices back."""
+    """A transposed matrix has the source's values, rounded in blocks of outputs. Converting again
+    with fewer limits transposes matrices without limits back."""
     base, limits = saved(model_of(), tmp_path), limits_of()
     limits.save(tmp_path / "l.safetensors")
     config = ConvertConfig(
@@ -218,8 +218,8 @@ def test_convert_writes_limits_and_transposes(tmp_path, kind):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_checkpoint_with_its_own_limits_is_converted(tmp_path, family):
-    """Families without gates, with one matrix for query, key and value, with permuted rows, and
-    with biases."""
+    """There are families without gates, with one matrix for query, key and value, with permuted
+    rows, and with biases."""
     folder = random_model(tmp_path / "checkpoint", CONFIGS[family])
     base = convert(ConvertConfig(source=folder, output=tmp_path / "base.gguf", outtype="f32"))
     limits = limits_of(scale=0.5)

@@ -162,8 +162,8 @@ def test_counts_equal_those_of_transformers_with_the_same_limits(tmp_path, made,
     report = profile(config_of(made, model, tmp_path / "p"))
     found, windows = Profile.load(tmp_path / "p"), windows_of(made, model)
     want_LF = counted_again(made, limits, windows)
-    # A value within rounding of its limit may fall to the other side, and so may a few values of
-    # later layers: one in 10,000.
+    # A value within rounding of its limit may fall on its other side, and then so may a few values
+    # of later layers: in all, at most one in 10,000.
     assert np.abs(found.active_count_LF - want_LF).sum() <= 1e-4 * 1500 * L * F
     assert found.limits == report.limits == limits.sha256 and found.limits is not None
     for layer, own in enumerate(limits.layers):
@@ -400,8 +400,8 @@ def half_of_the_neurons(path: Path) -> str:
 
 
 def test_a_trained_model_goes_through_the_commands(tmp_path):
-    """The stages from sparsify to generation by a plan, bench and report. Mode dense has the logits
-    of transformers, and mode exact the same logits with a plan as without, both to 1e-5."""
+    """The stages run from sparsify to generation with a plan, bench and report. Mode dense has the
+    logits of transformers, and mode exact the same logits with a plan as without, both to 1e-5."""
     inputs = make_inputs(tmp_path)
     made = sparsify(tiny_config(inputs, tmp_path)).record.made[0]
     text = inputs[1]

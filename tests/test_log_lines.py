@@ -133,7 +133,7 @@ def stderr_of(first: str, path: Path) -> str:
 
 @pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 def test_a_program_shows_warnings_by_default_and_the_rest_on_request(model):
-    """Without a handler, Python shows warnings as plain lines and hides information."""
+    """Without a handler, Python shows warnings as plain lines and hides messages of level INFO."""
     (warned,) = stderr_of("", model).splitlines()
     assert warned.startswith(f"{model}: ") and WARNED in warned
     asked = stderr_of("logging.basicConfig(level='INFO', format='%(name)s|%(message)s')", model)

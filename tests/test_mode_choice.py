@@ -35,7 +35,8 @@ MODES = ("dense", "exact", "predicted")
 
 
 def quality_of(model: ModelFile, loss: float, share: float) -> ModeQuality:
-    """A record that reads this share of the dense bytes."""
+    """The record of a mode that loses this much perplexity and reads this share of the dense
+    bytes."""
     return ModeQuality(
         perplexity_increase=loss, perplexity_half_width=0.002, kl_mean=0.01, top1_agreement=0.97,
         num_tokens=8192, bytes_per_token=round(share * dense_bytes(model)),
@@ -46,7 +47,8 @@ def quality_of(model: ModelFile, loss: float, share: float) -> ModeQuality:
 def a_model(
     activation="silu", *, exact=None, predicted=None, has_predictors=True, **changes
 ) -> ModelFile:
-    """Smooth activations get thresholds; `exact` and `predicted` are (loss, share of the bytes)."""
+    """A model whose modes have these records, each (loss, share of the dense bytes); a smooth
+    activation gets thresholds."""
     kind = "gate" if activation in SMOOTH else "linear"
     model = make_model(
         activation=activation, predictor_rank=8 * has_predictors, predictor_kind=kind, kind="f16",
@@ -71,7 +73,8 @@ def a_model(
          " or --max-loss 0.2, runs it"),
         ({"exact": (0.18, 0.76), "has_predictors": False}, "dense", "--mode exact"),
         ({"exact": (0.0101, 0.5), "has_predictors": False}, "dense", "--max-loss 0.02"),
-        # Cheaper modes are chosen; of two, the one that reads less.
+        # A mode within the limit is chosen if it reads less than dense does; of two, the one that
+        # reads less.
         ({"exact": (0.01, 0.76), "predicted": (0.004, 0.6)}, "predicted", None),
         ({"exact": (0.004, 0.76), "predicted": (-0.003, 0.8)}, "exact", "the predictors save less"),
         ({"exact": (0.004, 0.76), "predicted": (0.03, 0.6)}, "exact",
@@ -80,7 +83,8 @@ def a_model(
         # A smooth activation without a record: dense, and the line names the options to type.
         ({"has_predictors": False}, "dense", "--mode exact runs them, sparkinfer eval measures"),
         ({}, "dense", "--mode predicted runs them"),
-        # Sparse by itself: exact costs nothing, and predictors without a record are used.
+        # An activation sparse by itself: exact costs nothing, and predictors without a record are
+        # used.
         ({"activation": "relu"}, "predicted", None),
         ({"activation": "relu", "has_predictors": False}, "exact", None),
         ({"activation": "relu", "exact": (0.0, 0.4), "predicted": (0.002, 0.3)}, "predicted", None),
@@ -121,7 +125,8 @@ def test_a_requested_mode_is_used_with_a_warning():
 
 
 def test_bytes_follow_the_types_of_the_file():
-    """In f32 a token reads twice the bytes, except for predictors, which keep their type."""
+    """In f32 a token reads nearly twice the bytes of f16, except those of predictors, which keep
+    their type."""
     model = a_model(exact=(0.0, 0.75), predicted=(0.0, 0.5))
     wide = dataclasses.replace(make_model(predictor_rank=8, kind="f32"), quality=model.quality)
     scale = dense_bytes(wide) / dense_bytes(model)
@@ -358,7 +363,8 @@ def test_the_plan_has_the_fastest_mode_whatever_the_file_suggests():
 
 
 def test_the_plan_is_dense_where_whole_layers_are_fastest():
-    """Choosing rows costs more than silent neurons save, and two of three layers fit."""
+    """Reading chosen rows costs more than silent neurons save, and not all three layers fit on the
+    GPU."""
     shape = make_shape(num_layers=3, width=128, num_neurons=512)
     model = a_model("relu", shape=shape, has_predictors=False)
     machine = make_machine(round_trip_s=1e-3, launch_s=1e-7, chosen_share=0.2, cpu_gb_per_s=4)

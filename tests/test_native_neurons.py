@@ -1,4 +1,4 @@
-"""A block of neurons in one native call, compared with float64, with bits of named neurons and
+"""A block of neurons in one native call, compared with float64, with bits that name neurons and
 without."""
 
 import ctypes
@@ -35,7 +35,7 @@ def layer_of(
 
 
 def reference(ffn: FeedForward, x_D, named_F):
-    """float64, from the unpacked rows, neuron by neuron."""
+    """The sum in float64, from the unpacked rows."""
     (block,) = ffn.blocks
     rows = torch.arange(len(block.id_N))
     gate, up, down = (
@@ -115,7 +115,7 @@ def test_without_bits_every_neuron_is_a_candidate(tmp_path):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_sums_of_many_chunks_by_several_threads(tmp_path, level, kind):
-    """There are 16 chunks, and columns that do not divide into whole units for each thread."""
+    """There are 16 chunks of neurons, and the last unit of columns is incomplete."""
     ffn = layer_of(tmp_path, kind, mode="exact", width=1056, num=1024)
     neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", 1024)
     neurons.x_D.copy_(torch.linspace(-1, 1, 1056))

@@ -66,7 +66,7 @@ def test_divided_layers_agree_with_the_ordinary_path(tmp_path, mode, pattern):
 @pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
 @pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_0", "q4_k", "q6_k"])
 def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, name, kind):
-    """The model is large enough that every product and every chunk of neurons is divided."""
+    """The model is large enough that products and blocks of neurons are divided among threads."""
     library.set_level(name)
     shape = make_shape(width=256, num_neurons=1056, num_heads=8, vocab_size=500)
     model = saved(tmp_path, shape=shape, kind=kind, predictor_rank=64)
@@ -119,8 +119,8 @@ def test_long_contexts_agree(tmp_path):
 def test_attention_over_parts_of_the_cache(
     tmp_path, restore_library, num_heads, num_kv_heads, head_width, kind, name
 ):
-    """Heads of any width and number, positions around the edges of tiles and parts; any number of
-    threads gives the same bits."""
+    """Heads have many widths and numbers; positions are around the edges of tiles and parts. Any
+    number of threads gives the same bits."""
     library.set_level(name)
     shape = make_shape(num_layers=1, width=64, num_heads=num_heads, num_kv_heads=num_kv_heads,
                        head_width=head_width, context_length=600)  # fmt: skip
@@ -142,7 +142,7 @@ def test_attention_over_parts_of_the_cache(
 @pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
 @pytest.mark.parametrize("factor", [300.0, -torch.inf, torch.inf])
 def test_parts_of_the_cache_with_scores_far_apart(tmp_path, restore_library, name, factor):
-    """The parts' maxima differ by hundreds, or one part has only minus infinity."""
+    """The parts' maxima differ by hundreds, or the scores of the first part are infinite."""
     library.set_level(name)
     shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
     model = saved(tmp_path, shape=shape, kind="f32")
@@ -166,7 +166,7 @@ def test_a_part_of_minus_infinity_adds_nothing(tmp_path):
             engine.hidden([i % 50 for i in range(260)])
             engine.layers[0].attention.cache.key_CKW[:256, 0, 3] = sign * torch.inf
             found.append(bool(engine._step(7, 260).isfinite().all()))
-    assert sorted(found) == [False, True]  # plus infinity becomes NaN in the end
+    assert sorted(found) == [False, True]  # scores of plus infinity end as NaN
 
 
 @pytest.mark.parametrize("name", library.usable_levels() if library.is_available() else [])
@@ -174,7 +174,8 @@ def test_a_part_of_minus_infinity_adds_nothing(tmp_path):
 def test_scores_all_of_minus_infinity_give_nan_as_in_torch(
     tmp_path, restore_library, name, position
 ):
-    """For one key, one part or two, softmax divides 0 by 0. With one finite score it does not."""
+    """Softmax is then NaN for one key, for one part of the cache and for two. With one finite score
+    it is not."""
     library.set_level(name)
     shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
     model = make_model(shape=shape)

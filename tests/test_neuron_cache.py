@@ -1,5 +1,5 @@
 """The neuron cache with both roles on the CPU: logits equal those without it bit for bit, whatever
-is swapped; tables stay a bijection; the same text gives the same swaps."""
+is swapped; tables keep neurons and places one to one; the same text gives the same swaps."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ class Texts:
 
     def __init__(self, engines, seed):
         self.engines, self.random = engines, np.random.default_rng(seed)
-        self.texts = [[engine.sequence()] for engine in engines]  # by engine, the same for each
+        self.texts = [[engine.sequence()] for engine in engines]  # per engine, the same texts
 
     def step(self):
         """Changes some texts and computes a step; returns each engine's logits."""
@@ -347,7 +347,7 @@ def with_cache(tmp_path, activation="relu", predictor_rank=0, **costs):
 
 
 def followed(tmp_path, ids, options=None, mode="exact"):
-    """(logits of a text whose swaps the policy decides, the cache)."""
+    """(logits of a text, the cache after it), with swaps that the policy decides."""
     options = options or CacheOptions()
     with Engine.load(
         tmp_path / "m.gguf", tmp_path / "s.gguf", mode=mode, neuron_cache=options
@@ -362,7 +362,8 @@ def followed(tmp_path, ids, options=None, mode="exact"):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_the_policy_follows_a_text(tmp_path, mode):
-    """The policy beats the plan's hit rate and seconds; the logits stay equal bit for bit."""
+    """The policy beats the plan's hit rate and estimated time; the logits are those without a cache
+    bit for bit."""
     with_cache(tmp_path, predictor_rank=8 * (mode == "predicted"))
     ids = [*IDS[:7]] * 8
     with Engine.load(tmp_path / "m.gguf", mode=mode) as plain:
@@ -378,7 +379,7 @@ def test_the_policy_follows_a_text(tmp_path, mode):
 
 
 def test_a_slow_link_stops_the_swaps(tmp_path):
-    """Copies that cannot hide under a step are not begun."""
+    """Copies that cannot finish during a step are not begun."""
     with_cache(tmp_path, copy_row_s_L=np.ones(L), copy_s=1.0)
     cache = followed(tmp_path, IDS)[1]
     assert cache.num_swaps == 0 and "0 B copied" in cache.line

@@ -36,7 +36,8 @@ F, L = 96, 4
 IDS = TOKENS[:5]
 ALL, NONE = np.arange(F), np.arange(0)
 SOME = np.random.default_rng(5).permutation(F)[:37]
-# Hot neurons of each layer, where attention is on the GPU, whether the head is, the GPU of each.
+# Hot neurons of each layer, which layers have attention on the GPU, whether the head is there, and
+# the GPU of each layer and of the head.
 PLANS = {
     "random": ([SOME] * L, [1] * L, True, None),
     "all but one": ([ALL[1:]] * L, [1] * L, True, None),
@@ -80,7 +81,8 @@ class Cached:
         )
 
     def static(self):
-        """A step without a cache, with the same placement of neurons, keys and values."""
+        """(a step without a cache, its weights), with the same neurons on the GPU and the same keys
+        and values."""
         residency = self.cache.residency
         hot = tuple(
             residency.id_N(layer).copy() if residency.num_slots_L[layer] else ids
@@ -306,7 +308,8 @@ def test_an_interrupted_move_is_not_computed_with(tmp_path, monkeypatch, where):
 
 
 def test_a_new_step_takes_over_what_the_old_one_began(tmp_path):
-    """This happens after new thresholds: the new step takes tables, slots and unfinished copies."""
+    """This happens after new thresholds: the new step takes over tables, slots and unfinished
+    copies."""
     cached = Cached.of(tmp_path, mode="exact")
     for position, token in enumerate(IDS[:4]):
         cached.step.run(token, position)
@@ -323,7 +326,8 @@ def test_a_new_step_takes_over_what_the_old_one_began(tmp_path):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q6_k"])
 def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
-    """Cold rows in the CPU's layout, hot ones in the GPU's, moved by Triton's kernels."""
+    """Cold rows have the file's layout and hot ones the GPU's; Triton's kernel rearranges a row
+    that becomes hot."""
     width = 256 if kind == "q6_k" else 64
     shape = make_shape(num_layers=1, num_neurons=24, width=width, vocab_size=20)
     plan = ([np.arange(9)], [1], True, None)

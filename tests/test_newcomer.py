@@ -182,7 +182,7 @@ def test_no_option_of_ours_is_taken_for_llamacpps():
 def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
     tmp_path, monkeypatch, written, read
 ):
-    """The same as with llama.cpp's -f; a text after -p keeps its newline."""
+    """Nor is it with llama.cpp's -f. A text after -p keeps its newline."""
     (tmp_path / "t.txt").write_bytes(written.encode())
     assert prompts_of(None, tmp_path / "t.txt", None) == [read]
     for prompt, file in (("-", None), (None, Path("-"))):
@@ -231,7 +231,7 @@ OTHER_DIGITS = {
     ],
 )
 def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, arguments, digits):
-    """Python's int takes the digits of all scripts."""
+    """Python's int and float accept the digits of all scripts."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").write_bytes(b"")
     assert main([*arguments[:-1], arguments[-1].translate(digits)]) in (1, 2)
@@ -327,7 +327,7 @@ def test_the_help_command_prints_what_the_help_option_does(capsys):
 
 
 def test_every_example_is_a_command_line():
-    """Parsed, not run."""
+    """The examples are parsed, not run."""
     found = [line.strip() for text in vars(examples).values() if isinstance(text, str)
              for line in text.splitlines() if line.strip().startswith("sparkinfer ")]  # fmt: skip
     for line in found:

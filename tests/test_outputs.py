@@ -1,4 +1,5 @@
-"""Outputs: never an input, never a user's file, and no leftovers."""
+"""Outputs never replace an input, nor other files without --force, and failed runs leave nothing
+behind."""
 
 import dataclasses
 import errno
@@ -201,7 +202,7 @@ def test_a_folder_replaces_another(tmp_path, monkeypatch, can_exchange):
 
 
 def test_a_folder_is_replaced_by_one_exchange_of_names(tmp_path, monkeypatch):
-    """So the folder exists at every moment, where the system can exchange names."""
+    """The folder exists at every moment, as the system exchanges the two names at once."""
     fill(tmp_path / "x", "old")
     real, exchanged = exchange._exchange, []
 
@@ -238,7 +239,8 @@ def test_the_next_run_removes_the_folder_that_a_killed_run_left(tmp_path):
 
 
 def test_a_folder_that_was_set_aside_gets_its_name_back(tmp_path, monkeypatch):
-    """Where folders cannot be exchanged and a run was killed between the two renames."""
+    """A run that cannot exchange names was killed between its two renames, or its second rename
+    fails."""
     fill(tmp_path / "x", "old")
     (tmp_path / "x").rename(tmp_path / "x.01234567.old")
     remove_stale(tmp_path / "x")
@@ -408,7 +410,8 @@ def test_a_trained_checkpoint_never_replaces_an_input(silu, trained, tmp_path):
         ({"save_checkpoint": tmp_path / "c", "start_from": tmp_path / "c"}, "is read by"),
         ({"output": silu / "model.safetensors"}, "is read by|lies among"),
         ({"save_checkpoint": tmp_path / "out.gguf"}, "written twice"),
-        ({"save_checkpoint": inside}, "holds .* read by this command"),  # it is removed in the end
+        # The folder that `inside` is in is removed in the end.
+        ({"save_checkpoint": inside}, "holds .* read by this command"),
         ({"start_from": inside}, "holds .* read by this command"),
     ):
         config = dataclasses.replace(trained, force=True, **changes)
@@ -430,8 +433,7 @@ def stage_files(tmp_path) -> Path:
 
 
 def test_a_heat_map_never_replaces_an_input(stage_files, capsys):
-    """Nor do files that a command names itself: the plot of a curve, reports, plots in a
-    folder."""
+    """Nor do files that a command names itself, such as reports, predictors and plots."""
     here, before = stage_files, contents(stage_files)
     m, p, t = here / "m.gguf", here / "p.safetensors", here / "t.txt"
     solve = ["solve", m, "--profile", p, "--machine", here / "machine.json", "--force"]

@@ -1,4 +1,5 @@
-"""Checkpoint to logits against transformers, the profile of known activations, and the commands."""
+"""The logits of converted checkpoints and the firings that profiles count, compared with those of
+transformers; predictors, thresholds and the commands."""
 
 import json
 import math
@@ -128,7 +129,8 @@ def test_stock_and_sparse_layouts_give_the_same_logits(tmp_path):
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory):
-    """(folder of a random relu checkpoint, its f32 model file, a text)."""
+    """A folder with a random relu checkpoint `hf`, its f32 model file `m.gguf` and a text
+    `text.txt`."""
     folder = tmp_path_factory.mktemp("random")
     random_llama(folder / "hf")
     convert(ConvertConfig(source=folder / "hf", output=folder / "m.gguf", outtype="f32"))
@@ -153,7 +155,7 @@ def random_model(tmp_path_factory):
 
 
 def test_counts_equal_those_of_transformers_activations(tmp_path, random_model):
-    """Counted again by a hook in transformers, over every window that the profile used."""
+    """Hooks in transformers count again, over every window that the profile used."""
     report = profile(
         ProfileConfig(
             model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
@@ -179,7 +181,7 @@ def test_counts_equal_those_of_transformers_activations(tmp_path, random_model):
         for ids in windows.ids:
             model(ids[None])
     found = Profile.load(tmp_path / "p")
-    # A gate within rounding of zero may fall to the other side: one in a hundred thousand.
+    # A gate within rounding of zero may fall on its other side: about one in a hundred thousand.
     assert np.abs(found.active_count_LF - count_LF.numpy()).sum() <= 3
     assert found.num_tokens == 600 == sum(len(ids) for ids in windows.ids) == report.num_tokens
     silent = 3 * 160 * 600 - found.active_count_LF.sum()
@@ -212,7 +214,7 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
     trained = Predictors.load(tmp_path / "predictors.safetensors")
     assert trained.model_id == report.model_id
     for quality in (layer.chosen for layer in report.quality_L):
-        assert quality.contribution >= 0.94  # not on the text that the threshold was chosen on
+        assert quality.contribution >= 0.94  # 0.95 on the text that chose the threshold
         # Random predictors name as large a share as they recall.
         assert quality.predicted_density < 0.9 * quality.recall
         assert quality.precision > 1.1 * quality.density
@@ -225,7 +227,7 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
     result = evaluate(EvalConfig(model=tmp_path / "m.gguf", corpora=(random_model / "text.txt",),
                                  mode="predicted", max_tokens=500))  # fmt: skip
     named = [q.chosen.predicted_density for q in report.quality_L]
-    assert np.allclose(result.named_share_L, named, atol=0.12)  # 500 tokens
+    assert np.allclose(result.named_share_L, named, atol=0.12)  # 500 tokens are few
     assert 0 < result.kl_mean < 0.1
 
 
