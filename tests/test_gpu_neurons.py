@@ -34,8 +34,8 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """A program takes several rows of these small matrices, as it does of large ones; it also saves
-    time, as the interpreter takes about 10 ms per program."""
+    """A program takes several rows of these small matrices, as it does of large ones. This also
+    saves time: the interpreter takes about 10 ms per program."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 

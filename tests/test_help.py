@@ -27,7 +27,7 @@ def test_many_options_are_listed_under_headings_and_few_are_not(capsys, name):
     command = cli.commands[name]
     text, options = help_of(capsys, name), shown_options(command)
     headings = HEADING.findall(text.partition("Examples:")[0])
-    if len(options) + 1 <= LEAST:  # the one more is --help
+    if len(options) + 1 <= LEAST:  # 1 for --help
         assert headings in (["Options"], [])
     else:
         assert headings[-1] == REST and len(headings) > 4

@@ -101,7 +101,7 @@ def test_a_panic_of_the_library_is_a_refusal(capfd):
 
 
 def test_tokens_that_share_an_id_are_refused(silu):
-    """The library reads such a file, and decodes one of the tokens as another."""
+    """The library reads such a file, and decodes all of the tokens as one of them."""
     values = json.loads((silu / "tokenizer.json").read_text())
     vocab = values["model"]["vocab"]
     one, *others = list(vocab)[100:150]

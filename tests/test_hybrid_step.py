@@ -218,7 +218,7 @@ def test_norms_of_heads_are_counted_with_attention(tmp_path):
         step.run(IDS[0], 0)
     counted = sum(dense_kernels(model, i, has_predictor=False) for i in range(num_layers))
     counted += num_layers * (HOT_KERNELS - 1) + HEAD_KERNELS
-    counted += 1 - num_layers  # one more embeds, on the head's GPU; attention's kernels append
+    counted += 1 - num_layers  # the embedding is on the head's GPU; attention's kernels append
     assert sum(o.name == "kernel" for o in device.log) == counted
 
 
