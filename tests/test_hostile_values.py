@@ -1,5 +1,5 @@
 """Third-party values: refused if meaningless, reported if they are left out, and quoted in a
-readable line. Whole tables of them are in fuzz_meaning."""
+readable line. fuzz_meaning.py has whole tables of them."""
 
 import dataclasses
 import json

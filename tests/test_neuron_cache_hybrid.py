@@ -233,7 +233,8 @@ def test_every_event_is_needed(tmp_path, mode):
 
 
 def test_copies_run_beside_a_step(tmp_path):
-    """No operation of the step waits for the copies that run meanwhile, nor they for it."""
+    """No operation of the step waits for the copies that run meanwhile, and the copies wait for no
+    operation of the step."""
     device = FakeDevice()
     cached = Cached.of(tmp_path, backend=device.backend(reference_kernels()))
     cached.step.run(IDS[0], 0)
