@@ -72,8 +72,8 @@ def test_the_command_plots_its_profile(tmp_path, codec_model):
 
 
 def _check_predictors(folder) -> None:
-    """Checks that every candidate has a mark, different forms have different marks, no line joins
-    them, and the chosen ones are where they were among the candidates."""
+    """Checks that every candidate is plotted, that forms have different markers, that no line joins
+    the points, and that each layer's chosen predictor is plotted at the point of a candidate."""
     loaded = Profile.load(folder / "p")
     quality_L = load_predictor_report(folder / "p.report.json", loaded.model_id).quality_L
     pyplot = plots.load_pyplot()

@@ -1,4 +1,5 @@
-"""Predictors: rounding, starts, choice, formats; oracles are numpy, gguf.quants and brute force."""
+"""Predictors: rounding, untrained starts, training, choice, file formats. Oracles: numpy,
+gguf.quants and brute force."""
 
 import dataclasses
 import json
@@ -66,7 +67,7 @@ def start_of(gate_FD, x_TD, bias_F=None):
 
 def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
     gate_FD, x_TD = weights(NEURONS, WIDTH), inputs(500)
-    gate_FD[3, :32] = 0  # a block without a scale
+    gate_FD[3, :32] = 0  # a block of zeros, whose scale is 0
     values = with_feedback(gate_FD, x_TD.T @ x_TD / len(x_TD))
     q4_0 = GGMLQuantizationType.Q4_0
     again = quants.quantize(values.numpy(), q4_0)
@@ -81,7 +82,8 @@ def test_rounding_with_feedback_survives_the_encoder_and_beats_plain_rounding():
 
 @pytest.mark.parametrize("least", [-0.02, -0.5, -3.0])
 def test_rounding_works_with_a_moment_that_rounding_errors_left_negative(least):
-    """Such moments arise from fewer tokens than values."""
+    """With fewer tokens than values the moment is singular, and rounding can make an eigenvalue
+    negative."""
     x_TD = inputs(WIDTH // 2)
     moment_DD = x_TD.T @ x_TD / len(x_TD)
     direction_D = torch.linalg.eigh(moment_DD)[1][:, 0]
@@ -115,7 +117,7 @@ def test_the_start_of_full_rank_is_the_gate_and_of_lower_rank_the_optimum():
         assert ((network.scores(x_TD) > 0) == (gates_TF > 0))[far].all()
     down_RD = start.right_RD[:8] @ start.whiten_DD.T
     got = (x_TD @ down_RD.T @ start.left_FR[:, :8].T).double()
-    # Eckart-Young on the outputs themselves: no map of rank 8 comes closer on this text.
+    # Eckart-Young on the outputs themselves: no map of rank 8 comes closer on these inputs.
     outputs = (x_TD @ gate_FD.T).double().numpy()
     singular = np.linalg.svd(outputs, compute_uv=False)
     best = math.sqrt((singular[8:] ** 2).sum())
@@ -191,7 +193,7 @@ def test_thresholds_and_qualities_agree_with_brute_force():
     assert quality.contribution == pytest.approx((given * named).sum() / given.sum())
     assert quality.contribution >= 0.97
     higher = (score_TF > quality.threshold + 2 * tally.unit * 32 / 8192).numpy()
-    assert (given * higher).sum() / given.sum() < 0.97  # the threshold is the largest
+    assert (given * higher).sum() / given.sum() < 0.97  # two bins higher, too little is kept
     lost = np.linalg.norm((given * ~named) @ down_FD.double().numpy()) / y_TD.double().norm()
     assert quality.lost_norm == pytest.approx(lost.item(), rel=0.1)
     opened = (named & fires).mean()
@@ -224,7 +226,7 @@ def test_the_fewest_bytes_win_among_the_precise():
     assert choose(three[:1], Target(), 100) == 0
     assert choose([made(9, 0.1), made(5, 0.2)], Target(), 100) == 1
     assert choose(three, Target(), 25) == 2
-    assert choose(three, Target(), 20) == 0  # no precise one reads less than without a predictor
+    assert choose(three, Target(), 20) == 0  # no precise one reads less than mode exact
 
 
 def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
@@ -280,7 +282,7 @@ def test_silu_neurons_are_named_on_both_sides_of_zero(form):
     named_TF = predictor.scores(x_TD) > 0.15
     assert (named_TF & below_TF).sum() > 0.9 * below_TF.sum()
     assert (named_TF & fires_TF).sum() > 0.9 * named_TF.sum()
-    line_TF = gate_TF > 0.25  # no threshold on the gate itself names them
+    line_TF = gate_TF > 0.25  # a positive threshold on the gate names none of them
     assert not (line_TF & below_TF).any()
 
 
@@ -328,7 +330,8 @@ def test_convert_writes_the_declared_types_and_the_runtime_reads_them(tmp_path):
     x_TD = weights(5, 64)
     up, down = (torch.from_numpy(m.values()) for m in (made.layers[1].up, made.layers[1].down))
     whole_up = torch.from_numpy(made.layers[0].up.values())
-    # Matrices in blocks take x in 16 bits, 2^-16 of the largest of 32 (docs/arithmetic.md).
+    # Products with blocks round x to 16 bits: an error of about 2^-16 of the largest of 32 values
+    # (docs/arithmetic.md).
     assert rel_error(first.scores(x_TD), x_TD @ whole_up.T) < 1e-4
     assert rel_error(second.scores(x_TD), x_TD @ down.T @ up.T + 1) < 1e-4
     # A row has the same bits alone and among others.

@@ -1,7 +1,7 @@
-"""The check of a level when the library is loaded notices faulty kernels.
+"""The probe, which checks a level before it is used, notices faulty kernels.
 
-Here it is compiled with the generic kernels, one of which at a time is made to do nothing; the
-kernels that weigh keys are also made to ignore them."""
+Here it is compiled with the generic kernels, one of which at a time is made to do nothing; those
+that weigh keys are also made to ignore the keys."""
 
 import shutil
 import subprocess

@@ -1,4 +1,5 @@
-"""Reading corpora, sampling from them, and refusals. Oracle: the files' own text."""
+"""Reading corpora, sampling from them, refusals, and counting. Oracles: the files' own text, and
+for counts their definition in numpy."""
 
 import hashlib
 import json
@@ -122,8 +123,8 @@ def test_windows_do_not_depend_on_the_order_of_a_listing(tmp_path, codec_model, 
 
 
 def test_a_huge_file_is_not_read_whole(tmp_path, codec_model, monkeypatch):
-    """10 MB, 1,000 tokens: besides the sha256, one block is read for each piece that is
-    tokenised."""
+    """10 MB, 1,000 tokens: besides what the sha256 reads, less than 3 MB are read, at most two blocks
+    at a time."""
     (tmp_path / "t.txt").write_text("0123456789abcde\n" * 640_000)
     monkeypatch.setattr("sparkinfer.profile.corpus.sha256_of_text", lambda source: "0" * 64)
     read = []
@@ -155,7 +156,7 @@ def test_a_huge_file_is_not_read_whole(tmp_path, codec_model, monkeypatch):
 
 def test_not_utf8_says_which_byte(tmp_path, codec_model):
     data = ("ü" * (1 << 20)).encode()
-    at = (1 << 20) + 1  # the second byte of a character on the edge of a chunk
+    at = (1 << 20) + 1  # the second byte of the second chunk's first character
     (tmp_path / "t.txt").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
     (source,) = find_sources([tmp_path / "t.txt"], "text")
     with pytest.raises(SparkinferError, match=rf"not UTF-8 text \(byte {at - 1}\)"):

@@ -52,7 +52,7 @@ def training(files, output):
 
 def same_profile(a, b, *, has_same_predictors=True):
     a, b = Profile.load(a), Profile.load(b)
-    if not has_same_predictors:  # the profile records what they cost
+    if not has_same_predictors:  # a profile records the quality that they give
         a, b = (dataclasses.replace(p, quality={}) for p in (a, b))
     return (
         (a.active_count_LF == b.active_count_LF).all()
@@ -72,8 +72,8 @@ def same_predictors(a, b, rtol=0.0):
 
 
 def stopped_at(monkeypatch, window):
-    """Stops the run with SIGTERM after this many windows. Later runs are not stopped, only counted:
-    the list returned has the number of all windows so far."""
+    """Stops a run with SIGTERM after this many windows. Later runs are not stopped, but their windows
+    are counted too: the returned list holds the number of windows of all runs."""
     original, seen = run_module.Run._pause, [0]
 
     def pause(self):
@@ -161,7 +161,7 @@ def test_the_resume_file_of_another_run_is_refused(files, monkeypatch, change, w
 
 @pytest.fixture
 def another_level():
-    """Switches the kernels to a level other than the best one, for one test."""
+    """Switches the kernels to a level other than the current one, for one test."""
     from sparkinfer.runtime.kernels.cpu import library
 
     before = library.level()
@@ -185,7 +185,7 @@ def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkey
 
 
 def test_counts_do_not_depend_on_the_number_of_threads(files):
-    """If they did, a resumed run would need the same number."""
+    """If they did, a run could only be resumed with the same number of threads."""
     from sparkinfer.runtime.kernels.cpu import library
 
     before = torch.get_num_threads(), library.num_threads()
@@ -206,7 +206,7 @@ def test_a_damaged_resume_file_is_refused(files):
 
 @pytest.mark.parametrize("change", ["done", "phase", "counts", "missing"])
 def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
-    """A whole file of this run with contents other than those saved would silently miscount."""
+    """A resume file of this run, complete but changed, would lead to wrong counts without notice."""
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))
@@ -227,7 +227,7 @@ def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
 
 
 def test_the_resume_file_of_other_thresholds_is_refused(tmp_path, codec_model, monkeypatch):
-    """Model files of one checkpoint, of the same size."""
+    """Two model files of one checkpoint and of the same size, with different thresholds."""
     (tmp_path / "t.txt").write_text(text_of(0, 12_000))
     model = ModelFile.load(codec_model)
     silu = dataclasses.replace(model, activation="silu")
@@ -263,8 +263,8 @@ def test_a_signal_between_phases_ends_at_once_and_says_what_is_saved(files, monk
 
 
 def test_two_processes_take_the_same_steps(monkeypatch):
-    """Threads stand in for the processes. Each has its own text, one of them less; their weights
-    are bit-identical after the last step."""
+    """Threads stand in for the processes. They have different texts, one shorter than the other;
+    their weights are bit-identical after the last step."""
     import threading
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights
@@ -425,8 +425,8 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
     assert (files / "cut.resume").stat().st_mode & 0o777 == 0o666 & ~current_umask()
 
 
-# The whole program, with the thread that watches over signals, and windows that take as long as those
-# of a large model. After three windows it says so.
+# The whole program, with the thread that watches for signals. In its third window it prints "ready"
+# and waits, so that this window takes as long as one of a large model.
 SLOW_WINDOWS = """
 import sys, time
 from sparkinfer.cli import main
@@ -446,8 +446,8 @@ sys.exit(main())
 
 
 def profile_in_slow_windows(files, seconds: float, *times: tuple[float, int]) -> tuple[int, str]:
-    """(exit code, stderr) of a profile whose third window takes so long, and that gets signals so
-    many seconds after the beginning of that window."""
+    """(exit code, stderr) of a profile whose third window waits for this many seconds. `times` are
+    pairs: seconds after "ready", and the signal that is sent then."""
     code = SLOW_WINDOWS.replace("SLICES", str(round(seconds / 0.05)))
     command = [sys.executable, "-c", code, "profile", files / "codec.gguf", "--corpus",
                files / "t.txt", "-o", files / "cut", "--tokens", "6000"]  # fmt: skip
@@ -465,7 +465,7 @@ def profile_in_slow_windows(files, seconds: float, *times: tuple[float, int]) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_a_long_window_loses_nothing(files, number):
-    """Sent twice, as shells and `timeout` do."""
+    """The signal is sent twice, as shells and `timeout` do."""
     code, error = profile_in_slow_windows(files, 1.0, (0.0, number), (0.3, number))
     assert code == 128 + number, error
     line = f"{files}/cut.resume holds the work so far; the same command continues from there"

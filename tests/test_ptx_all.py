@@ -1,5 +1,6 @@
 """Runs the GPU kernels' own tests, which compare them with float64, with the kernels compiled for
-three architectures and executed as PTX. Triton generates the same PTX for sm_80, 86 and 89."""
+three architectures and executed as PTX. sm_89 stands for sm_80 and 86 too: except for the target,
+Triton generates the same PTX for them."""
 
 import pytest
 import torch

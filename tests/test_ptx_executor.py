@@ -1,5 +1,5 @@
-"""The PTX executor: its results against exact arithmetic, and a few lines of PTX that break each
-rule of the machine."""
+"""The PTX executor: its results against exact arithmetic, and for each rule of the machine a few
+lines of PTX that break it."""
 
 import re
 from fractions import Fraction
@@ -68,7 +68,7 @@ def nearest(exact: Fraction, dtype) -> np.floating:
 @pytest.mark.parametrize(("dtype", "fma"), [(np.float32, arithmetic.fma32),
                                             (np.float64, arithmetic.fma64)])  # fmt: skip
 def test_fma_rounds_once(dtype, fma):
-    """Random numbers, sums that cancel, and sums close to halfway between two numbers."""
+    """Random numbers, sums that cancel, and sums at or close to halfway between two numbers."""
     random = np.random.default_rng(0)
     a, b, c = (random.standard_normal(600).astype(dtype) for _ in range(3))
     c[:200] = -(a * b)[:200]
@@ -191,7 +191,7 @@ def test_shuffles(text, want):
 
 
 def test_lanes_diverge_at_a_branch_and_reconverge():
-    """Loops of different lengths, then a shuffle of all."""
+    """Loops of different lengths, then a shuffle of all lanes."""
     body = """and.b32 %r9, %r1, 7; mov.b32 %r10, 0;
     $again: setp.ge.s32 %p1, %r10, %r9; @%p1 bra $done;
     add.s32 %r10, %r10, 1; bra.uni $again;
@@ -202,7 +202,8 @@ def test_lanes_diverge_at_a_branch_and_reconverge():
 
 
 def test_matrices_through_shared_memory():
-    """After a store and a transposed load, each lane holds the values that PTX defines."""
+    """After a store and a transposed load, the second register of each lane of the first warp holds
+    what PTX defines."""
     rows = "and.b32 %r9, %r1, 15; shl.b32 %r9, %r9, 4; add.s32 %r10, %r5, %r9;"
     body = f"""shr.u32 %r20, %r1, 5; shl.b32 %r20, %r20, 8; add.s32 %r5, %r5, %r20; {rows}
     ld.global.b32 %r11, [%rd5]; add.s32 %r12, %r11, 1000;

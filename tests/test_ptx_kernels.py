@@ -1,6 +1,6 @@
 """The GPU kernels compiled and executed as PTX: the comparisons of their own tests, the launches of
-plans, and planted faults. A share that executes every kind of instruction always runs; the rest is
-marked slow. benchmarks/gpu_proof.py writes the results in docs/gpu-proof.md."""
+plans, and planted faults. A share that executes every kind of instruction runs by default; the rest
+is marked slow. The results in docs/gpu-proof.md are those of benchmarks/gpu_proof.py."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ QUICK = [
 
 @pytest.fixture(autouse=True)
 def several_rows(monkeypatch):
-    """Programs of four rows for small matrices too, like the kernels' own tests."""
+    """Programs of several matrix rows for small matrices too, as in the kernels' own tests."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 1)
 
 
@@ -45,7 +45,7 @@ def machines():
 
 @pytest.fixture(scope="module")
 def compare(machines):
-    """Runs a comparison of QUICK, unless an earlier test of this process has."""
+    """A function that runs a comparison of QUICK, unless an earlier test of this process has."""
     return cache(lambda case, arch: CASES[case](machines[arch].kernels))
 
 
@@ -55,7 +55,7 @@ def test_comparisons_of_the_kernels(compare, case, arch):
 
 
 def test_the_quick_share_executes_every_kind_of_instruction(machines, compare):
-    """Every kind that the launches of all plans execute, by an instruction's first word."""
+    """Every kind that the launches of all plans execute. A kind is an instruction's first word."""
     for case, arch in QUICK:
         compare(case, arch)
     known = json.loads(gpu_proof.RESULT.read_text())["instructions"]

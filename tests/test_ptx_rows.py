@@ -1,6 +1,7 @@
 """The GPU kernels for several rows of a step, compiled and executed as PTX: each row has the bits
-that the kernel for one row gives it, up to the last bits for K-quants. What ptxas does with the PTX
-is not checked; fused multiply-adds are already in the PTX.
+that the kernel for one row gives it; with K-quants the last bits may differ. What ptxas does with
+the PTX is not checked, but the fused multiply-adds, on which the bits depend, are already in the
+PTX.
 
 A few comparisons run by default, the others are marked slow; all are skipped if there is a GPU."""
 
@@ -68,8 +69,8 @@ def test_all(case, arch):
 
 
 def check_plan(kind: str, num_rows: int, num_sequences: int, arch: int) -> None:
-    """The check of a GPU before its first step of this many rows, with the kernels executed as
-    PTX."""
+    """Runs the check that a GPU gets before its first step of this many rows, with the kernels
+    executed as PTX."""
     shape = make_shape(num_layers=3, width=256, num_neurons=96, num_heads=4, context_length=128)
     model = make_model(shape=shape, kind=kind, predictor_rank=32 if kind == "f16" else 256)
     found = ptx_plans.launches(

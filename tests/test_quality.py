@@ -1,5 +1,5 @@
-"""The cost of a mode, with its measurement error: against plain sums, on text as messages, and as
-`profile` records and reports it."""
+"""The cost of a mode, with its measurement error: against plain sums, on paragraphs as chat
+messages, and as `profile` records and reports it."""
 
 import dataclasses
 import json
@@ -47,7 +47,8 @@ def test_student_t():
 
 
 def correlated(random, num_windows, length):
-    """Windows whose tokens are correlated, with mean 0: AR(1) of 0.9."""
+    """f64 [windows, length]: values of mean 0 that are correlated within a window, AR(1) with
+    coefficient 0.9."""
     noise = random.standard_normal((num_windows, length))
     values = np.zeros_like(noise)
     for t in range(1, length):
@@ -62,9 +63,8 @@ def test_intervals_contain_the_truth_as_often_as_they_claim():
         found = batch_mean(values, [512] * 12)
         inside += abs(found.mean) <= found.half_width
         naive += abs(found.mean) <= 1.96 * values.std().item() / math.sqrt(len(values))
-    assert (
-        0.85 < inside / 200 < 0.99
-    )  # 95 %, less the correlation that remains between batches of 128
+    # 95 %, but batches of 128 are still a little correlated.
+    assert 0.85 < inside / 200 < 0.99
     assert naive / 200 < 0.6, "intervals that take tokens for independent pass, too"
 
 
@@ -78,7 +78,8 @@ def test_the_interval_of_a_high_quantile_contains_it_as_often_as_it_claims():
         assert low <= values.quantile(0.99).item() <= high
         inside += low <= truth <= high
     assert 0.88 < inside / 200 < 0.995
-    assert quantile_interval(torch.rand(100), 0.99, [100]) is None  # its end is beyond the values
+    # The interval's upper end would be beyond the largest value.
+    assert quantile_interval(torch.rand(100), 0.99, [100]) is None
     assert quantile_interval(torch.ones(3), 0.99, [3]) is None
 
 
@@ -118,7 +119,7 @@ def test_a_comparison_equals_plain_sums():
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
-    """Feed-forward bytes, by the runtime's own count while it decodes the same tokens."""
+    """Compares feed-forward bytes with the runtime's own count while it decodes the same tokens."""
     model = make_model(predictor_rank=8, kind="f16")
     model.save(tmp_path / "m.gguf")
     ids = torch.arange(20)
