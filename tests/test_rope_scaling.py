@@ -103,8 +103,9 @@ def test_a_scaled_model_is_written_and_read_back(model, tmp_path):
 
 
 def test_yarn_at_its_borders():
-    """Up to the pair that turns `beta_fast` times, frequencies stay; from the one that turns once,
-    they are divided by the factor; without a stretch nothing changes."""
+    """Pairs that turn more than `beta_fast` times within the original length keep their frequency;
+    for those that turn less than `beta_slow` times, it is divided by the factor. A factor of 1
+    changes nothing."""
     scaling = RopeScaling(kind="yarn", factor=4.0, original_length=4096)
     divisors = scaling.divisors(10000.0, 128)
     turns = 4096 * 10000.0 ** (-np.arange(64) / 64) / (2 * np.pi)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 LEVELS = library.usable_levels() if library.is_available() else []
 MODES = ("dense", "exact", "predicted")
-# Bounds against float64. f16: rounding of cached keys; blocks: rounding of x to 16 bits.
+# Bounds against float64. All but f32 have a KV cache in f16; q8_0 and q4_0 also round x to 16 bits.
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 CONTEXT = 300
 # Not multiples of a group of neurons, a tile of rows, or four blocks.

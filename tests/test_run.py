@@ -118,7 +118,7 @@ def test_a_checkpoint_of_which_every_neuron_is_read_is_kept_in_llamacpps_layout(
 
 
 def test_by_default_a_short_look_at_the_model_decides(capsys, relu):
-    """On the package's own text half of a random model's neurons fire, so no predictors are
+    """On the package's own text, half of a random model's neurons fire, so no predictors are
     trained."""
     report = run(capsys, relu, "--no-verify")
     assert made(report) == ["model", "look"] and report["mode"] == "exact"
@@ -175,7 +175,8 @@ def test_longer_texts_by_another_scaling_of_positions(capsys, silu, text, gpu, v
 
 
 def interrupting(monkeypatch, place: str, after: int):
-    """Ctrl-C in a stage, after this many calls of its progress callback."""
+    """Simulates Ctrl-C in a stage after this many calls of its progress callback; `solve`, which has
+    none, is interrupted before it begins."""
     count = 0
 
     def wrapped(function):
@@ -199,7 +200,7 @@ def interrupting(monkeypatch, place: str, after: int):
     monkeypatch.setattr(stages, place, wrapped(getattr(stages, place)))
 
 
-FIVE = (  # a stage, its calls before Ctrl-C, what the same run completed before the stage
+FIVE = (  # a stage, progress calls before Ctrl-C, stages that the same run completed before it
     ("convert", 3, []),
     ("profile", 2, ["model"]),
     ("profile", 9, []),

@@ -185,7 +185,7 @@ def test_what_is_not_ours_stays(cache, tmp_path):
     (folder / "sub").mkdir()
     (folder / "sub" / "machine.json").write_text("mine")
     digits = "0123456789abcdef01234567"
-    other = cache / f"model-{digits}"  # named like one, and without a lock or an entry
+    other = cache / f"model-{digits}"  # named like an artifact, without a lock or an entry
     other.mkdir()
     (other / "model.gguf").write_text("mine")
     outside = tmp_path / "outside"

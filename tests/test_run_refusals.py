@@ -69,7 +69,7 @@ TEMPLATE = "{{ messages[0].content }}{% if shout %}!!{% endif %} {{ messages[-1]
 def test_an_answer_takes_the_variables_and_the_file_of_a_system_message(
     capsys, silu, tmp_path, monkeypatch
 ):
-    """The text that is tokenized contains what the template rendered."""
+    """The text that is tokenised contains what the template rendered."""
     from sparkinfer.runtime.text.codec import TextCodec
 
     template, system = tmp_path / "template.jinja", tmp_path / "system.txt"

@@ -1,4 +1,4 @@
-"""The engine against a float64 decoder in every mode and type, and divided against undivided."""
+"""The engine against a float64 decoder in every mode and type, and with plans against without."""
 
 import dataclasses
 import gc
@@ -32,7 +32,8 @@ def make_split(
     model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None,
     num_sequences=1, kv_offload=None,
 ):  # fmt: skip
-    """`dense_on_gpu` is one value or one per layer; `home` is the GPU of each layer and the head."""
+    """A plan with these hot neurons and the bytes that they take. `dense_on_gpu` is one value or one
+    per layer; `home` is the GPU of each layer and the head."""
     num_layers = model.shape.num_layers
     is_one = isinstance(dense_on_gpu, bool)
     dense = (dense_on_gpu,) * num_layers if is_one else tuple(map(bool, dense_on_gpu))
@@ -118,7 +119,8 @@ def test_a_dense_silu_model_ignores_the_threshold_and_an_exact_one_obeys_it(tmp_
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"])
 def test_stored_types_are_computed_in_f32(tmp_path, kind):
-    """The reference unpacks the same stored values, so only the f16 KV cache may differ."""
+    """The reference unpacks the same stored values, so only roundings differ: of the f16 KV cache
+    and, for types in blocks, of x to 16 bits."""
     model = saved(tmp_path, kind=kind, shape=make_shape(width=256))
     want = logits_ref(model, IDS)
     for mode in ("dense", "exact"):

@@ -83,7 +83,7 @@ def chi_square(chain: SamplerChain, logits_V: torch.Tensor, probability: dict[in
     return sum((drawn[i] - count * p) ** 2 / (count * p) for i, p in probability.items())
 
 
-# 11 degrees of freedom: over 31.3 once in a thousand runs, and the seed is fixed.
+# With 11 degrees of freedom, chi-square exceeds 31.3 once in a thousand runs; the seed is fixed.
 LOGITS = tensor(*(math.sin(3 * i) for i in range(12)))
 MOST = 31.3
 
@@ -91,7 +91,7 @@ MOST = 31.3
 def test_draws_are_as_frequent_as_probable():
     expected = softmax(temperature_ref(list(enumerate(LOGITS.tolist())), 0.7))
     assert chi_square(chain_of(12, temperature=0.7, seed=5), LOGITS, expected) < MOST
-    # The measure tells another temperature from this one.
+    # The measure detects another temperature.
     assert chi_square(chain_of(12, temperature=0.8, seed=5), LOGITS, expected) > 3 * MOST
 
 

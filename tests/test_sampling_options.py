@@ -1,4 +1,4 @@
-"""Sampling options: refusals, their spelling on the command line, and DRY's sequence breakers."""
+"""Sampling options: refusals, spellings on the command line, and DRY's sequence breakers."""
 
 import json
 from dataclasses import asdict, fields

@@ -31,11 +31,12 @@ SOURCES = {
 FLAGS = "-std=c++17 -O1 -w -ffp-contract=off -pthread".split()
 # A null pointer needs no separate check: the address sanitizer reports the access.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
-# Undefined behaviour traps, which compiles in half the time that messages with line numbers take. A
-# program that fails is compiled again with them.
+# Undefined behaviour traps: this compiles in half the time that messages with line numbers take. A
+# program that fails is compiled again with such messages.
 TRAPS = ["-fsanitize-undefined-trap-on-error"]
 SAYS = ["-g", "-fno-sanitize-recover=all"]
-# Without AMX, dispatch.cpp never calls its level, whose code test_amx.py runs on emulated tiles.
+# On a processor without AMX, dispatch.cpp never calls the level amx; test_amx.py runs it on emulated
+# tiles.
 NO_AMX = '#include "kernels.h"\nconst Kernels kernels_amx = {};\n'
 
 pytestmark = pytest.mark.skipif(
@@ -77,7 +78,7 @@ def linked(objects, output):
 
 
 def said_in_full(folder: Path) -> str:
-    """The output of the same program with messages and line numbers."""
+    """Compiles the program again with messages and line numbers, runs it, and returns its output."""
     done = linked(compiled(folder, SAYS), folder / "says")
     return done.stdout + done.stderr
 
@@ -104,7 +105,7 @@ def driver_with(tmp_path: Path, right: str, wrong: str) -> Path:
     "right, wrong, is_noticed",
     [
         (
-            "const uint8_t* w = weights(kind, A, D);",  # the fault: a row less than is read
+            "const uint8_t* w = weights(kind, A, D);",  # the fault: one row fewer than is read
             "const uint8_t* w = weights(kind, A > 1 ? A - 1 : A, D);",
             lambda done: "heap-buffer-overflow" in done.stderr,
         ),

@@ -15,7 +15,7 @@ from sparkinfer import Engine
 from sparkinfer.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]  # tests/gpu is not a module
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]  # tests/gpu is not a package
 
 import gpu  # noqa: E402
 import gpu_cases  # noqa: E402
@@ -177,7 +177,7 @@ def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wan
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_rival_that_fits_best_stays_open_and_no_other(monkeypatch, tmp_path, fails):
-    """4 layers fit, 6 need 600 bytes too many and 3 fit again; or the load of 3 fails."""
+    """Of 1,000 bytes, 4 layers take 500, 6 would take 1,600 and 3 take 900; or loading 3 fails."""
     needed, is_open = {4: 500, 6: 1600, 3: 900}, dict[int, bool]()
 
     class Loaded:

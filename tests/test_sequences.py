@@ -1,5 +1,5 @@
 """Several sequences in one engine: whatever else is in its steps, a sequence gets the bits that it
-gets alone; blocks of the cache are shared, copied and freed without affecting each other."""
+gets alone; blocks of the cache are shared, copied and freed without affecting other sequences."""
 
 import random
 
@@ -55,7 +55,8 @@ def random_paths(chance: random.Random, depth: int, most: int) -> list[list[int]
 
 def draft_tree(engine: Engine, alone: Alone, chance: random.Random, root: Sequence) -> int:
     """Computes a random tree of drafts in one step, in which branches copy shared keys and values,
-    and compares each node with its path alone. The root keeps its length."""
+    and compares each node with its path alone. The root keeps its length. Returns the number of
+    nodes."""
     start, places = root.length, engine._sequences.cache.table.num_sequences
     taken = len(engine._sequences._open)
     paths = random_paths(chance, min(6, root.room), places - taken + 1)
@@ -232,8 +233,8 @@ def test_the_reported_cache_bytes_are_those_allocated_for_every_count(tmp_path):
 
 @native
 def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
-    """The copy of each layer is interrupted; then both sequences continue as if nothing had
-    happened."""
+    """A copy is interrupted before its first layer, another before its second; then both sequences
+    continue as if nothing had happened."""
     model = model_of(tmp_path, "q8_0")
     with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
         root = engine.sequence()

@@ -1,8 +1,7 @@
 """`sparkinfer serve` as a process: OpenAI's client, load, hostile requests, keys, signals.
 
 Tests use the bundled model and a random one that writes ASCII characters; most of those marked slow
-use SmolLM2, with many more requests. These tests check that answers are the same whatever else is
-running; other tests check their content."""
+use SmolLM2. Answers under load are compared with those of single requests."""
 
 import asyncio
 import json
@@ -194,7 +193,7 @@ def test_openai_logprobs(client):
         best = [other.logprob for other in token.top_logprobs]
         assert len(best) == 3 and best == sorted(best, reverse=True) and token.logprob == best[0]
     said = b"".join(bytes(token.bytes) for token in tokens).decode()
-    assert said.startswith(done.choices[0].message.content)  # the end token has no text
+    assert said.startswith(done.choices[0].message.content)  # the message leaves out the end token
 
 
 def test_openai_json_schema(client):

@@ -59,7 +59,7 @@ def test_a_text_that_is_over_is_freed_at_once(model, is_cancelled):
 
 
 async def asked(engine, *, is_cancelled):
-    """Weak references to the objects of a request's answer."""
+    """Answers a request of two texts, or cancels it; returns weak references to its objects."""
     batches = []
     limits = Limits(parallel=2, queue=2)
     scheduler = Scheduler(engine, Shelf(engine, 2), limits, batches.append)

@@ -30,8 +30,8 @@ def alone(model, rule) -> list[list[int]]:
 
 
 def test_texts_with_a_common_beginning_answer_as_if_alone(tmp_path):
-    """Every prompt is sent twice, so that the second answers continue from texts that the server
-    kept; before each time, a client leaves in the middle of its answer."""
+    """Every prompt is sent in two rounds, so that the second answers continue from texts that the
+    server kept; before each round, a client leaves in the middle of its answer."""
     model = save_model(tmp_path)
     want = alone(model, RULE)
     assert want != alone(model, None)
