@@ -54,8 +54,8 @@ def solved(files, output, **changes):
 
 
 def small_plan(folder, num_sequences, **options):
-    """Paths of a model and of a hand-made plan, which divides layer 0 and leaves the others on the
-    CPU."""
+    """Saves a model and a hand-made plan, which divides layer 0 and leaves the others on the CPU;
+    returns their paths."""
     path = folder / "m.gguf"
     keys, num_tokens = byte_level_keys()
     shape = make_shape(num_layers=3, context_length=128, vocab_size=num_tokens)
@@ -73,7 +73,7 @@ def small_plan(folder, num_sequences, **options):
 def test_the_budget_includes_the_cache_of_all_sequences_to_the_byte(files, tmp_path, count):
     report = solved(files, tmp_path / "plan", num_sequences=count)
     split, model = Split.load(tmp_path / "plan"), ModelFile.load(files / "m.gguf")
-    positions = CONTEXT if count == 1 else count * 128  # 2 blocks of 64 for each
+    positions = CONTEXT if count == 1 else count * 128  # two blocks of 64 per sequence
     assert kv_positions(CONTEXT, count) == positions
     wanted = 3 * kv_bytes_per_layer(model, positions)
     assert split.gpu_bytes["kv_cache"] + split.cpu_bytes["kv_cache"] == wanted

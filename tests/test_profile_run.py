@@ -206,7 +206,7 @@ def test_a_damaged_resume_file_is_refused(files):
 
 @pytest.mark.parametrize("change", ["done", "phase", "counts", "missing"])
 def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
-    """A resume file of this run, complete but changed, would lead to wrong counts without notice."""
+    """A valid resume file of this run with changed contents could lead to wrong counts unnoticed."""
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))
