@@ -123,8 +123,8 @@ def test_windows_do_not_depend_on_the_order_of_a_listing(tmp_path, codec_model, 
 
 
 def test_a_huge_file_is_not_read_whole(tmp_path, codec_model, monkeypatch):
-    """10 MB, 1,000 tokens: besides what the sha256 reads, less than 3 MB are read, at most two blocks
-    at a time."""
+    """10 MB, 1,000 tokens: besides what the sha256 reads, less than 3 MB are read, at most two
+    blocks at a time."""
     (tmp_path / "t.txt").write_text("0123456789abcde\n" * 640_000)
     monkeypatch.setattr("sparkinfer.profile.corpus.sha256_of_text", lambda source: "0" * 64)
     read = []

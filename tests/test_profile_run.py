@@ -72,8 +72,8 @@ def same_predictors(a, b, rtol=0.0):
 
 
 def stopped_at(monkeypatch, window):
-    """Stops a run with SIGTERM after this many windows. Later runs are not stopped, but their windows
-    are counted too: the returned list holds the number of windows of all runs."""
+    """Stops a run with SIGTERM after this many windows. Later runs are not stopped, but their
+    windows are counted too: the returned list holds the number of windows of all runs."""
     original, seen = run_module.Run._pause, [0]
 
     def pause(self):
@@ -206,7 +206,7 @@ def test_a_damaged_resume_file_is_refused(files):
 
 @pytest.mark.parametrize("change", ["done", "phase", "counts", "missing"])
 def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
-    """A valid resume file of this run with changed contents could lead to wrong counts unnoticed."""
+    """A valid resume file of this run with changed contents could give wrong counts unnoticed."""
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))

@@ -84,7 +84,7 @@ with progress("measuring", None, "timings") as advance:
 
 
 def test_a_line_does_not_run_into_a_bar():
-    """On a terminal, the bar is erased before a line is printed, which begins in the first column."""
+    """On a terminal, the bar is erased before a line, which begins in the first column."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", SAID])

@@ -175,8 +175,8 @@ def test_longer_texts_by_another_scaling_of_positions(capsys, silu, text, gpu, v
 
 
 def interrupting(monkeypatch, place: str, after: int):
-    """Simulates Ctrl-C in a stage after this many calls of its progress callback; `solve`, which has
-    none, is interrupted before it begins."""
+    """Simulates Ctrl-C in a stage after this many calls of its progress callback; `solve`, which
+    has none, is interrupted before it begins."""
     count = 0
 
     def wrapped(function):

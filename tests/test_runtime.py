@@ -32,8 +32,8 @@ def make_split(
     model, hot, *, dense_on_gpu=True, head_on_gpu=True, context_length=32, home=None, cache=None,
     num_sequences=1, kv_offload=None,
 ):  # fmt: skip
-    """A plan with these hot neurons and the bytes that they take. `dense_on_gpu` is one value or one
-    per layer; `home` is the GPU of each layer and the head."""
+    """A plan with these hot neurons and the bytes that it takes. `dense_on_gpu` is one value or
+    one per layer; `home` is the GPU of each layer and the head."""
     num_layers = model.shape.num_layers
     is_one = isinstance(dense_on_gpu, bool)
     dense = (dense_on_gpu,) * num_layers if is_one else tuple(map(bool, dense_on_gpu))

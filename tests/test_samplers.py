@@ -159,8 +159,8 @@ def test_huge_biases_of_one_token_are_summed_before_they_are_clipped():
 @pytest.mark.filterwarnings("error")
 def test_a_huge_dynamic_temperature_gives_probabilities():
     sure, even = [(0, 0.0), (1, -9e4)], [(0, 0.0), (1, 0.0), (2, 0.0)]
-    # Equal logits get the exponent 1: on some processors, rounded logarithms make their share of the
-    # largest entropy a little less than 1, and its 1e300th power would be 0.
+    # Equal logits get the exponent 1: on some processors, rounded logarithms make their share of
+    # the largest entropy a little less than 1, and its 1e300th power would be 0.
     for tokens, exponent, want in ((sure, 1e300, [1.0]), (even, 1.0, [1 / 3] * 3)):
         found = samplers.dynamic_temperature(candidates_of(tokens), 1e308, 1.7e308, exponent)
         assert np.allclose(found.probability_A, want)

@@ -35,8 +35,8 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=null"]
 # program that fails is compiled again with such messages.
 TRAPS = ["-fsanitize-undefined-trap-on-error"]
 SAYS = ["-g", "-fno-sanitize-recover=all"]
-# On a processor without AMX, dispatch.cpp never calls the level amx; test_amx.py runs it on emulated
-# tiles.
+# On a processor without AMX, dispatch.cpp never calls the level amx; test_amx.py runs it on
+# emulated tiles.
 NO_AMX = '#include "kernels.h"\nconst Kernels kernels_amx = {};\n'
 
 pytestmark = pytest.mark.skipif(
@@ -78,7 +78,7 @@ def linked(objects, output):
 
 
 def said_in_full(folder: Path) -> str:
-    """Compiles the program again with messages and line numbers, runs it, and returns its output."""
+    """Compiles the program again with messages and line numbers, runs it, returns its output."""
     done = linked(compiled(folder, SAYS), folder / "says")
     return done.stdout + done.stderr
 

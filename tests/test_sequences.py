@@ -24,7 +24,7 @@ ROOM = 8
 
 
 class Alone:
-    """The result of each text by itself: logits after each of its tokens, computed once per text."""
+    """The result of each text by itself: logits after each token, computed once per text."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

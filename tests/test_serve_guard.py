@@ -39,8 +39,8 @@ def service_of(**fields):
 
 
 def ask(service, method, path, headers=(), body=(b"",), scope=()):
-    """(status, headers, content) of a request's answer; JSON is parsed. `body` is in pieces; a piece
-    that is None never arrives."""
+    """(status, headers, content) of a request's answer; JSON is parsed. `body` is in pieces; a
+    piece that is None never arrives."""
     pieces = list(body)
     sent = []
 
@@ -109,7 +109,7 @@ def test_only_the_page_makes_a_browser_ask_for_the_key():
 
 
 def test_the_page_runs_only_its_own_script():
-    """The policy allows the page's script and style by their hashes, which the test computes again."""
+    """The policy allows the page's script and style by hashes, which the test computes again."""
     _, headers, page = ask(service_of(), "GET", "/")
     policy = headers["content-security-policy"]
     assert policy == page_policy(page.decode()) and "unsafe" not in policy
@@ -268,7 +268,7 @@ def listening():
 
 @pytest.fixture
 def patient():
-    """The port of a server whose limits on connections and on the time for a head no test reaches."""
+    """The port of a server whose limits on connections and time for a head no test reaches."""
     with served_by(app_of(service_of(read_s=20.0)), head_s=20.0, most=64) as port:
         yield port
 
@@ -288,8 +288,8 @@ def served_by(app, head_s=0.3, most=2):
 
 
 def closed_after(port, pieces, wait=0.1):
-    """Sends pieces, with `wait` seconds after each; returns what the server sends until it closes the
-    connection."""
+    """Sends pieces, with `wait` seconds after each; returns what the server sends until it closes
+    the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         found = b""
         try:

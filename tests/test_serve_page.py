@@ -326,5 +326,5 @@ def test_the_page_with_a_real_server(browser, tmp_path):
             "fetch(address('')).then(r => r.headers.get('content-security-policy'))"
         )
         assert policy == page_policy(PAGE.read_text())
-        # The console shows only the refusal: no other error, and no request that the policy forbids.
+        # The console shows only the refusal, no other error or request that the policy forbids.
         assert not [line for line in browser.said if "status of 400" not in line]
