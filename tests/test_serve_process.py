@@ -1,4 +1,4 @@
-"""A server's process: its start, its end, and its limits, with clients that wait."""
+"""The server's process: how it starts and stops, what it refuses, and what waiting clients get."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from sparkinfer.serve.server import Server
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
-# 64 texts, 16,000 tokens: as many texts as `narrow` takes, and still running after many requests.
+# As many texts as `narrow` takes, 64, and 16,000 tokens, enough to still run after a few requests.
 FULL = {**LONG, "prompt": [[7]] * 4, "n": 16}
 
 
@@ -58,11 +58,11 @@ def in_background(served, body, found):
 
 
 def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
-    """One process for all three, as each takes seconds to start."""
+    """One server for all three, since a server takes seconds to start."""
     found = []
     first = in_background(narrow, FULL, found)
     narrow.until(lambda: narrow.metric("sparkinfer_running") == 1)
-    # Refused until the last of the 64 texts has ended.
+    # Another 64 texts are refused until the last of the first 64 has ended.
     status, answer = narrow.ask("/v1/completions", FULL)
     assert status == 429 and answer["error"]["type"] == "rate_limit_error"
     assert 1 <= int(narrow.headers["retry-after"]) <= 60
@@ -94,7 +94,7 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
 def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
     served = Served(model, "-np", "1", "--queue", "1024", "--drain", "1e-6")
     found = []
-    # 256,000 tokens, one text at a time, so that the signal comes before the last one.
+    # 256,000 tokens, one text at a time, so that the signal comes before the last token.
     waiting = in_background(served, {**LONG, "prompt": [[7]] * 64, "n": 16}, found)
     served.until(lambda: served.metric("sparkinfer_running") > 0)
     served.process.send_signal(signal.SIGINT)

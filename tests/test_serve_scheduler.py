@@ -33,7 +33,7 @@ SAMPLINGS = (
 
 
 class Bench:
-    """An engine of several sequences under a scheduler that is stepped by hand, and one of a single
+    """An engine under a scheduler that most tests step by hand, and a second engine with a single
     sequence, which computes each text alone."""
 
     def __init__(self, model, *, parallel=PARALLEL, kept=KEPT, queue=64):
@@ -126,7 +126,8 @@ def test_many_texts_equal_those_generated_alone(model, seed):
 
 
 def check_random_life(model, seed, count):
-    """Texts come at random, some are cancelled, some have a deadline in the past, some fail."""
+    """Texts come at random; some are cancelled, some have a deadline in the past, some fail. All
+    others equal those generated alone."""
     chance = random.Random(seed)
     bench = Bench(model, parallel=chance.choice((1, 2, 4)), kept=chance.choice((0, 1, 3)))
     wanted, texts = {}, {}
@@ -162,7 +163,7 @@ def check_random_life(model, seed, count):
 
 
 class Failing:
-    """Draws token 65 a few times, then raises an unexpected error."""
+    """Draws token 65 `times` times, then raises an unexpected error."""
 
     def __init__(self, times):
         self.times = times
@@ -334,8 +335,8 @@ def test_the_least_recently_used_text_is_dropped_first(model):
 
 
 def test_the_only_place_is_reused_up_to_the_common_prefix(model):
-    """With a single sequence, as under a plan, nothing can be forked; the common prefix is kept in
-    place."""
+    """A single sequence, as under a plan for one text, cannot be forked; the common prefix is kept
+    in place."""
     bench = Bench(model, parallel=1, kept=0)
     for key, tail in enumerate(([1], [2], [2, 3])):
         bench.submit(key, [*range(100), *tail], max_tokens=2)

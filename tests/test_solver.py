@@ -1,4 +1,4 @@
-"""The solver against brute force, hand-solved cases and its own refusals."""
+"""The solver against brute force and hand-solved cases; what `verify` and the solver refuse."""
 
 import json
 import math
@@ -39,9 +39,9 @@ from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.solver.verify import verify
 from sparkinfer.split_file import Split
 
-CLOSE = 1e-9  # f64 sums in another order
-HIGHS = 1e-6  # HiGHS's own tolerance
-NUM_NEURONS = 40  # of a layer of the small model on disk
+CLOSE = 1e-9  # relative: f64 sums in another order
+HIGHS = 1e-6  # relative: HiGHS's own tolerance
+NUM_NEURONS = 40  # per layer, in the small model on disk
 
 
 # --- brute force ---------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ NUM_NEURONS = 40  # of a layer of the small model on disk
 def tiny(seed: int, num_neurons: int | None = None):
     """A random model, profile, machine and budget, with two or three layers of a few neurons.
 
-    Rates are such that a neuron, a launch and a round trip all take about a microsecond."""
+    The CPU reads a whole neuron in 0.1 to 2 ms; a launch or a round trip takes 1 ns to 4 us."""
     random = np.random.default_rng(seed)
     num_layers = int(random.integers(2, 4))
     num_neurons = num_neurons or int(random.integers(2, 7 if num_layers == 2 else 5))
@@ -96,8 +96,8 @@ def tiny(seed: int, num_neurons: int | None = None):
 
 
 def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
-    """(GPU bytes, seconds, whether the dense block is on the GPU) of every placement of one layer,
-    by the definition, in plain loops."""
+    """(GPU bytes, seconds, whether the dense block is on the GPU) of every allowed placement of one
+    layer with hot neurons from `subsets`, by the definition, in plain loops."""
     sizes, gpu = budget.layer_bytes(model, layer), machine.gpus[gpu_number]
     gpu_rate, cpu_rate = (
         gpu.bandwidth_gb_per_s.best * 1e9,
@@ -117,7 +117,7 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
     all_s = 1e-9 / costs.all_rows_gb_per_s["f32"].best
     tenth_s = 1e-9 / costs.chosen_rows_gb_per_s["f32"].best
 
-    def byte_s(density):  # between all rows and a tenth, linear in the log of the share
+    def byte_s(density):  # all rows to a tenth of them: linear in the log of the share
         return all_s + (tenth_s - all_s) * min(1.0, max(0.0, -math.log10(density or 0.1)))
 
     gate_s, rest_s = byte_s(sum(gate) / len(gate)), byte_s(sum(fired) / len(fired))
@@ -182,7 +182,7 @@ def all_subsets(units):
 
 
 def brute_force(model, profile, machine, limit, mode, units_of_layer):
-    """Fewest seconds per token over all placements within the budget."""
+    """Fewest seconds per token over all placements of whole units within the budget."""
     gpu = machine.gpus[0]
     num_bytes = seconds = is_there = np.zeros(1)
     items = []
@@ -191,7 +191,7 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
         items.append(layer_options(model, profile, machine, mode, layer, subsets))
     items.append(head_options(model, machine))
     for options in items:
-        # A GPU block after one on the CPU costs a copy of the hidden state to the GPU and back.
+        # Each run of GPU blocks costs a copy of the hidden state to the GPU and back.
         enters = np.logical_and.outer(is_there == 0, options[:, 2] == 1).ravel()
         seconds = np.add.outer(seconds, options[:, 1]).ravel() + enters * visit_seconds(model, gpu)
         num_bytes = np.add.outer(num_bytes, options[:, 0]).ravel()
@@ -250,7 +250,7 @@ def test_groups_agree_with_brute_force_over_groups(seed):
 
     def units_of_layer(layer):
         ids = problem.order_LF[layer].tolist()
-        return [tuple(ids[:3]), tuple(ids[3:])]  # the last group is ragged
+        return [tuple(ids[:3]), tuple(ids[3:])]  # the last group is smaller
 
     best = brute_force(*case, units_of_layer)
     assert best * (1 - HIGHS) <= grouped.objective_s <= best * (1 + 1e-3)
@@ -262,10 +262,10 @@ def test_groups_agree_with_brute_force_over_groups(seed):
 
 
 def by_hand(touched, **changes) -> Problem:
-    """One layer. A byte takes 1 s on the CPU and 1/4 s on the GPU; a neuron holds 10 bytes.
+    """One layer. A touched byte takes 1 s on the CPU, 1/4 s on the GPU; a neuron holds 10 bytes.
 
-    Launch 1/2 s, round trip 1/4 s, a visit 0 by default. Dense block: 100 bytes, 20 s or 5 s.
-    Head: 100 bytes, 10 s or 2 s. No workspace."""
+    By default the launches take 1/2 s, a round trip 1/4 s, a visit 0 s. The dense block: 100 bytes,
+    20 s on the CPU, 5 s on the GPU. The head: 100 bytes, 10 s and 2 s. No workspace."""
     touched_LF = np.array([touched], np.float64)
     fields = {
         "order_LF": np.arange(len(touched), dtype=np.int32)[None],
@@ -306,14 +306,14 @@ def by_hand(touched, **changes) -> Problem:
         ({"budget_bytes": 140, "round_trip_s": 6.0}, 19.25, [0, 1, 2, 3], True, False),
         # Workspace takes 40 of 139: no block fits, all neurons do. Two: 20 + 10 + 3.5.
         ({"budget_bytes": 139, "workspace_bytes": 40}, 33.5, [0, 1], False, False),
-        # At least three neurons or none, where two would be best. With the hottest three max(4,
-        # 1.25), with the coldest for the third max(13/4 + 1/2, 2 + 1/4) = 3.75: 18.75.
+        # At least three neurons or none, where two would be best. The hottest three take max(4,
+        # 1.25); with the coldest instead of the third, max(13/4 + 1/2, 2 + 1/4) = 3.75: 18.75.
         ({"budget_bytes": 140, "min_hot_L": np.array([3])}, 18.75, [0, 1, 3], True, False),
         # A visit of 4 s makes the dense block alone, 34.25, worse than two neurons, 33.5.
         ({"budget_bytes": 100, "visit_s": 4.0}, 33.5, [0, 1], False, False),
         # The head after the block is the same visit: 5 + 2 + 3.5 + 4.
         ({"budget_bytes": 220, "visit_s": 4.0}, 14.5, [0, 1], True, True),
-        # At least three neurons or none, room for two: none, and the CPU does it all.
+        # At least three neurons or none, and room for two: none, so everything is on the CPU.
         ({"budget_bytes": 20, "min_hot_L": np.array([3])}, 45.0, [], False, False),
     ],
 )
@@ -349,8 +349,8 @@ def test_a_visit_keeps_blocks_together(visit_s, seconds):
 
 
 def test_the_number_of_kernels_of_a_dense_block():
-    # Llama: q, k, v, o; two norms; rotation, attention and its join. Falcon: one product for q, k
-    # and v. A predictor has two products.
+    # Llama: q, k, v, o; two norms; rotation, attention over parts of the cache, their combination.
+    # Falcon: one norm, and one product for q, k and v. A predictor has two products.
     for architecture, count in (("llama", 9), ("falcon", 2 + 1 + 3), ("opt", 9)):
         model = shape_only(make_shape(), predictor_rank=8, architecture=architecture)
         assert dense_kernels(model, 1, has_predictor=False) == count
@@ -372,8 +372,8 @@ def test_the_hottest_are_not_always_the_best():
 
 def test_least_number_of_hot_neurons():
     # In exact mode an f32 neuron of width 32 that always fires touches 384 bytes: 1 us at 0.384
-    # GB/s. Hot neurons take three kernels and a round trip: 2.5 us are earned back from the third
-    # neuron on, and 1 ms never is, so the least is all.
+    # GB/s. Hot neurons cost three launches and a round trip. Three neurons earn back 2.5 us; all
+    # eight do not earn back 1 ms, so the minimum is all eight.
     model = make_model(shape=make_shape(width=32, num_neurons=8, vocab_size=8))
     profile = make_profile(model, np.ones((2, 8)))
     for round_trip_s, least in ((1.5e-6, 3), (1e-3, 8)):
@@ -497,7 +497,7 @@ def test_plan_is_deterministic_and_hottest_first(folder, tmp_path):
 
 
 def corruptions(split: Split):
-    """Wrong plans, each with what is wrong."""
+    """(what is wrong, the wrong plan) for each."""
     layer = next(i for i, ids in enumerate(split.hot) if 1 < len(ids) < NUM_NEURONS)
     ids = split.hot[layer]
 
@@ -506,7 +506,7 @@ def corruptions(split: Split):
 
     coldest = np.setdiff1d(np.arange(NUM_NEURONS, dtype=np.int32), ids)[-1:]
     yield "another neuron", with_ids(np.concatenate([coldest, ids[1:]]))
-    yield "one neuron less", with_ids(ids[:-1])
+    yield "one neuron fewer", with_ids(ids[:-1])
     yield "order", with_ids(ids[::-1].copy())
     yield (
         "an unknown neuron",
@@ -521,7 +521,7 @@ def corruptions(split: Split):
         "half the time",
         replace(split, objective_s=split.objective_s / 2, bound_s=split.bound_s / 2),
     )
-    yield "a millionth more of the time", replace(split, objective_s=split.objective_s * (1 + 1e-6))
+    yield "a millionth more time", replace(split, objective_s=split.objective_s * (1 + 1e-6))
     yield "bound", replace(split, bound_s=split.objective_s * 1.01)
     yield "budget", replace(split, vram_budget_bytes=sum(split.gpu_bytes.values()) - 1)
     yield "dense block", replace(split, dense_on_gpu=tuple(not d for d in split.dense_on_gpu))
@@ -541,7 +541,7 @@ def test_verify_refuses_every_wrong_plan(folder, tmp_path):
     for what, wrong in corruptions(split):
         with pytest.raises(SparkinferError):
             verify(wrong, **files)
-            pytest.fail(f"accepted a wrong {what}")
+            pytest.fail(f"accepted a plan with a mistake: {what}")
     with pytest.raises(SparkinferError, match="s a token"):
         verify(split, **(files | {"machine": make_machine(cpu_gb_per_s=0.006, gpu_gb_per_s=0.5)}))
     slow_launch = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, round_trip_s=10.0)
@@ -550,7 +550,7 @@ def test_verify_refuses_every_wrong_plan(folder, tmp_path):
 
 
 def refusals(folder: Path, tmp_path: Path):
-    """Changes to a good request, a budget, and words of the refusal."""
+    """(changes to a good request, its budget, words of the refusal) for each."""
     model = ModelFile.load(folder / "model.gguf")
     other = make_model(shape=model.shape, seed=1)
     make_profile(other).save(tmp_path / "other.safetensors")
@@ -675,7 +675,7 @@ def test_seven_billion_parameters():
     answer = find_placement(problem, time_limit_s=30)
     assert answer.bound_s <= answer.objective_s <= answer.bound_s * 1.005
     assert placement_bytes(problem, answer.placement) <= problem.budget_bytes
-    # A plan that fills the budget with an equal number of each layer's hottest is no better.
+    # A plan that fills the budget with an equal number of each layer's hottest is no faster.
     dense_L = np.ones(32, bool)
     left = problem.room_bytes - int(problem.dense_bytes_L.sum()) - problem.head_bytes
     each = left // int(problem.neuron_bytes_L.sum())
@@ -698,7 +698,7 @@ def test_a_time_limit_still_gives_a_plan_and_says_so():
 
 def test_few_layers_with_large_fixed_costs():
     # A launch and a round trip weigh as much as a layer of 1,024 neurons here: the Lagrangian
-    # bound alone leaves 0.3 % and more, HiGHS takes minutes.
+    # bound alone leaves a gap of 0.3 % or more, and HiGHS takes minutes.
     shape = make_shape(num_layers=8, width=256, num_neurons=1024, vocab_size=500)
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(8, 1024))

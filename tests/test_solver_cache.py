@@ -73,9 +73,10 @@ def loaded(files):
     }
 
 
-# A neuron is 3 rows of 64 values in f16. A swap in staging: the rows, 6 copies, 3 numbers.
+# A neuron is 3 rows of 64 values in f16. Staging holds 3 swaps: each takes a neuron's rows, 6
+# copies of 4 int64 and 3 numbers of 32 bits.
 NEURON, STAGING = 3 * 128, 3 * (3 * 128 + 6 * 32 + 3 * 4)
-WORDS = 3 * 3  # of 32 bits: 96 neurons of 3 layers
+WORDS = 3 * 3  # of 32 bits, for 96 neurons in each of 3 layers
 SCORES_AND_SLOTS = 3 * 96 * (4 + 4 + 4 + 4)
 CANDIDATES = 3 * 3 * 24
 
@@ -132,7 +133,7 @@ def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
 
 @pytest.mark.parametrize("mode", ["exact", None])
 def test_a_refusal_names_the_smallest_budget_of_main_memory(files, tmp_path, mode):
-    """A refusal names the smallest budget, also if no mode is given; without a cache, less is
+    """The named budget is the smallest, also if no mode is given; without a cache less is
     enough."""
     with pytest.raises(SparkinferError, match="copy of each hot neuron") as refused:
         solved(files, tmp_path / "plan", host_budget_bytes=WORKSPACE, mode=mode)
@@ -229,7 +230,7 @@ def test_advice_where_there_is_room(files, tmp_path, monkeypatch):
         report = solved(files, tmp_path / "plan", neuron_cache=None, **changes)
         return any(line.startswith(words) for line in report.notes)
 
-    assert not is_advised()  # staging for 256 neurons is more than all hot ones
+    assert not is_advised()  # staging for 256 neurons takes more bytes than all hot ones
     monkeypatch.setattr(with_cache, "SMALL_SHARE", 1e9)
     assert is_advised()
     held = sum(Split.load(tmp_path / "plan").cpu_bytes.values())
@@ -263,7 +264,7 @@ def test_most_gpu_bytes_is_the_maximum_over_placements():
 
 
 def counting(taken: list[int]):
-    """A backend with the CPU in both roles that lists the bytes a step takes on its GPU."""
+    """A backend with the CPU in both roles; appends the bytes of each buffer of the GPU role."""
 
     def take_of(device):
         def take(shape, dtype):
@@ -291,7 +292,8 @@ def test_a_step_takes_the_gpu_bytes_that_are_planned(tmp_path, plan, mode):
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
-    """Compares the sum of the copied rows, the policy's tables and the step's with the plan."""
+    """Compares the bytes of the copied rows and of the policy's and the step's tables with the
+    plan."""
     cached = Cached.of(tmp_path, "every kind of layer", mode)
     model, split, residency = cached.model, cached.split, cached.cache.residency
     held = []
@@ -318,7 +320,7 @@ def test_the_runtime_takes_the_main_memory_that_is_planned(tmp_path, mode):
 
 
 def cached_ids(hot):
-    """The neurons in slots, for layers with neurons on both sides."""
+    """Each layer's neurons in slots: its hot ones if it also has cold ones, else none."""
     return [ids if 0 < len(ids) < 96 else ids[:0] for ids in hot]
 
 

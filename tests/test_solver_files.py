@@ -215,8 +215,7 @@ def test_a_check_for_other_budgets_and_a_curve_named_like_its_picture(folder, ca
 
 
 def test_the_lines_that_the_command_prints(folder, capsys):
-    """Everything fits, a part fits, the budget is 0, there is no GPU: each case has its own lines,
-    and none of another case's."""
+    """The lines differ if everything fits, a part fits, the budget is 0, or there is no GPU."""
 
     def said(*options: str) -> str:
         assert main(arguments(folder, "-o", folder / "plan", "--force", *options)) == 0
@@ -306,7 +305,8 @@ def test_the_layer_split_over_two_gpus_by_hand():
 
 
 def test_the_layer_split_is_dense_and_pays_for_layers():
-    # Chosen rows at half the rate change nothing; a layer's and a token's own seconds are added.
+    # Half the rate for chosen rows changes nothing; the fixed seconds of a token and of each layer
+    # on the CPU are added.
     slow = make_machine(round_trip_s=1e-6, launch_s=1e-6, chosen_share=0.5, layer_s=1e-3, token_s=1)
     found = layer_split(replace(inputs_of(1000 + LAYER + KV), machine=slow))
     seconds = ON_GPU_S + 3 * (ON_CPU_S + 1e-3) + HEAD / 40e9 + VISIT_S + 1
@@ -366,7 +366,8 @@ def test_room_that_stays_unused_is_explained(folder):
         if lines:
             told.append(budget)
             other = solve(replace(config, vram_budget_bytes=used), lambda *given: 1 << 16)
-            assert other.objective_s <= report.objective_s * (1 + 1e-3)  # `optimal` proves no more
+            assert other.objective_s <= report.objective_s * (1 + 1e-3)  # `optimal`: to 0.1 %
             assert "nothing that is left for the CPU and fits there would make a token" in lines[0]
-    # Near-equal plans of the smaller budgets leave more or less: which is found depends on the time.
+    # For the smaller budgets, plans of nearly equal speed leave more or less room; which of them is
+    # found depends on timing.
     assert told[-3:] == [200 << 10, 400 << 10, 500 << 10]

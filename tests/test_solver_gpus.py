@@ -43,7 +43,7 @@ CONTEXT = 8
 
 
 def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
-    """A random model, machine, budgets of each GPU, and for odd seeds a tight main memory."""
+    """A random model, machine and budget for each GPU, and for odd seeds a tight main memory."""
     random = np.random.default_rng(1000 * num_gpus + seed)
     num_layers = int(random.integers(1, 4))
     num_neurons = int(random.integers(2, 6 if num_layers < 3 else 4))
@@ -91,7 +91,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
 
 
 def brute_force(inputs: Inputs) -> float:
-    """Fewest seconds over all homes of the layers and all placements; infinite if none fits."""
+    """Fewest seconds per token over all homes and placements; infinite if none fits."""
     model, machine, num_gpus = inputs.model, inputs.machine, len(inputs.budgets)
     num_layers, num_neurons = model.shape.num_layers, model.shape.num_neurons
     subsets = list(all_subsets([(j,) for j in range(num_neurons)]))
@@ -117,7 +117,7 @@ def brute_force(inputs: Inputs) -> float:
         items = [options[layer, home[layer]] for layer in range(num_layers)]
         items.append(head_options(model, machine, home[-1]))
         for gpu, item in zip(home, items, strict=True):
-            # The hidden state is copied to the GPU and back, unless the block before was there too.
+            # The hidden state is copied to the GPU and back, unless that GPU has the block before.
             enters = np.logical_and.outer((is_there == 0) | (gpu != before), item[:, 2] == 1)
             seconds = np.add.outer(seconds, item[:, 1]).ravel()
             seconds = seconds + enters.ravel() * visit_seconds(model, machine.gpus[gpu])
@@ -178,19 +178,20 @@ def two_layers(**changes):
         # All on the CPU: two blocks of 20, neurons 15 and 15, the head 10.
         ((0, 0), 80.0, [0, 0], False, None),
         # Two neurons of layer 0 take max(12/4 + 1/2, 3 + 1/4) = 3.5 instead of 15, three of
-        # layer 1 the same: 50 bytes save 23. With them on the first, the second holds the head,
-        # whose 100 bytes save 8, or one block more; blocks before the head's home could only be on
-        # the first: 23.5 + 23.5 + 2.
+        # layer 1 the same: 50 bytes save 23. With those on the first and the head on the second:
+        # 23.5 + 23.5 + 2. Block 1 on the second instead would leave all of its layer's neurons on
+        # the CPU: 23.5 + (5 + 15 + 1/4) + 10.
         ((100, 100), 49.0, [0, 0], True, [0, 0, 1]),
-        # One block more on the first saves 15: 5 + 3.5, 23.5 and 2.
+        # A block on the first as well saves 15: (5 + 3.5) + 23.5 + 2.
         ((200, 100), 34.0, None, True, [0, 0, 1]),
         # Block 0 on the first, block 1 and the head on the second would leave no room for neurons:
         # 2 * (5 + 15 + 1/4) + 2. Better: block 0 on the first, 5 + 15 + 1/4 with its neurons on
         # the CPU; block 1 and its neurons on the second, 5 + 3.5; head 10.
         ((100, 200), 38.75, [1, 1], False, [0, 1]),
-        # The first GPU holds one neuron only: all five are better on the second, 23.5 twice.
+        # The first GPU holds only one neuron: better all five on the second, 23.5 + 23.5 + 10.
         ((10, 100), 57.0, [0, 0], False, [1, 1]),
-        # Block 0 and its hottest neuron, 5 + max(8/4 + 1/2, 7 + 1/4); block 1 and three, 8.5.
+        # Block 0 and its hottest neuron, 5 + max(8/4 + 1/2, 7 + 1/4) = 12.25; block 1 and three
+        # neurons, 8.5; the head, 10.
         ((110, 130), 30.75, [1, 1], False, [0, 1]),
     ],
 )
@@ -206,8 +207,8 @@ def test_two_gpus_by_hand(budgets, seconds, dense, head, home):
 
 def test_main_memory_by_hand():
     # One layer, two equal devices, no fixed costs: halves of 5 + 2 and 4 + 3 take 7 s, and the
-    # host then holds 20 bytes of neurons. With room for 10 there, three go and the hottest stays:
-    # 9 s. Dense block and head stay in either case.
+    # host then holds 20 bytes of neurons. With room for 10 there, three go to the GPU and the
+    # hottest stays: 9 s. The dense block and the head are on the CPU in every case.
     equal = {"gpu_s_per_byte": 1.0, "launch_s": 1e-9, "round_trip_s": 1e-9, "budget_bytes": 40}
     problem = by_hand([5, 4, 3, 2], **equal)
     for need, seconds in ((0, 37), (20, 37), (30, 39), (40, 44)):
@@ -345,7 +346,7 @@ def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
     assert sum(solve(half).cpu_bytes.values()) <= on_cpu - 1000
     with pytest.raises(SparkinferError):
         solve(predicted(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True))
-    some = room(folder, 0.3)  # of which the workspace holds no weights
+    some = room(folder, 0.3)  # including the workspace, which holds no weights
     short = on_cpu - (some - cpu_bytes["workspace"]) - 1
     with pytest.raises(SparkinferError, match="smallest that works is") as error:
         solve(predicted(folder, some, host_budget_bytes=short, force=True))

@@ -19,7 +19,7 @@ from sparkinfer.solver.problem import Problem, is_feasible
 
 
 def random_run(rng: np.random.Generator) -> Problem:
-    """A run of 0 to 3 layers of few neurons, whose sizes are equal, nearly equal, or different."""
+    """A run of 0 to 3 layers of 1 to 5 neurons; sizes are equal, nearly equal, or different."""
     num_layers, num_neurons = int(rng.integers(0, 4)), int(rng.integers(1, 6))
     unit = int(rng.choice([1, 1, 32]))
     sizes = rng.integers(1, 9, num_layers) if rng.random() < 0.5 else np.full(num_layers, 7)
@@ -130,7 +130,8 @@ def refused_inputs(seed: int, tmp_path) -> Inputs:
 
 
 def check_named(inputs: Inputs, max_loss: float | None) -> int:
-    """Tries each memory that the refusal names, and one byte less; returns their number."""
+    """Tries each memory that the refusal names, and one byte less of it; returns how many it
+    names."""
     error = refusal_of(inputs, max_loss)
     assert error is not None
     smallest, named = error.smallest, 0
@@ -195,8 +196,8 @@ def test_the_fullest_plan_keeps_to_all_memories(tmp_path):
 
 
 def test_a_refusal_comes_before_the_search(tmp_path, monkeypatch):
-    """One byte more is asked for than all GPUs together hold, which a search would take minutes to
-    find out."""
+    """Asks for one byte more than all GPUs together can hold, without a search: for a 7B shape, a
+    search that finds no plan takes 90 s."""
     monkeypatch.setattr(optimise, "_start", lambda pipeline: pytest.fail("searched"))
     inputs = tiny_inputs(4, 2, tmp_path)
     pipeline = replace(inputs.pipeline(), need_bytes=1)

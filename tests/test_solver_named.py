@@ -1,5 +1,5 @@
-"""Memories that `sparkinfer solve` names when it refuses sizes as users type them: each works, and
-one byte (or one token of context) of the other side is refused."""
+"""Memories and contexts that `sparkinfer solve` names when it refuses sizes as users type them.
+Each works; one byte less, or one token of context more, is refused."""
 
 import re
 
@@ -29,13 +29,13 @@ def folder(tmp_path_factory):
 
 
 def typed(num_bytes: int, unit: str) -> str:
-    """A size at least as large, in a unit."""
+    """The size in a unit, rounded to a millionth of it."""
     shift = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30}[unit]
     return f"{num_bytes / (1 << shift):.6f}{unit}" if shift else f"{num_bytes}B"
 
 
 class Command:
-    """Options of a solve."""
+    """Random options of `sparkinfer solve`."""
 
     def __init__(self, rng: np.random.Generator, folder) -> None:
         self.folder = folder
@@ -53,8 +53,8 @@ class Command:
             self.more += ["--kv-offload=window=16,top=8"]
 
     def line(self, capsys, **other) -> str | None:
-        """The refusal with other memories; None if there is a plan, and also if the best one leaves
-        a neuron cache nothing to swap, which is not for want of memory."""
+        """Runs the command with some options changed; returns its refusal. None if there is a plan,
+        or if the best plan leaves a neuron cache nothing to swap: more memory would not help."""
         now = vars(self) | other
         words = ["solve", self.folder / "m.gguf", "--profile", self.folder / "p", "--machine",
                  self.folder / f"c{self.num_gpus}", "-o", self.folder / "plan", "--force",
@@ -72,7 +72,7 @@ def number(text: str) -> int:
 
 
 def check(command: Command, capsys) -> int:
-    """Tries everything that a refusal names; returns how much that was."""
+    """Tries every size and context that a refusal names; returns their number."""
     line = command.line(capsys)
     if line is None or "smallest" not in line:
         return 0
@@ -112,7 +112,7 @@ def _host(command: Command, capsys, size: int, line: str, budgets: list[str]) ->
 
 
 def _budgets(command: Command, capsys, both: re.Match[str], line: str) -> int:
-    """Tries the budgets; those that are not "as given" must be least."""
+    """Tries the budgets; one byte less is refused for each that is not marked "as given"."""
     parts = both[1].removesuffix(" of GPU memory").split(" + ")
     sizes = [number(re.match(NUMBER, part)[1]) for part in parts]  # type: ignore[index]
     host = f"{number(both[3])}B" if both[2] == " and " else command.host

@@ -38,7 +38,7 @@ def files(tmp_path_factory):
 
 
 def solved(files, output, **changes):
-    """The report, and the context lengths that the workspace was measured for."""
+    """Solves; returns the report and the context lengths for which the workspace was measured."""
     asked = []
 
     def workspace(model, context_length, mode):
@@ -76,7 +76,7 @@ def test_keys_are_in_main_memory_and_their_room_goes_to_neurons(
     assert split.cpu_bytes["kv_cache"] == 3 * kv_bytes_per_layer(known["model"], positions, types)
     assert split.kv_offload == types.selection and report.kv_offload == str(types.selection)
     longer, again = solved(files, tmp_path / "l", context_length=4096, **options)
-    assert longer.gpu_bytes == report.gpu_bytes  # for any context
+    assert longer.gpu_bytes == report.gpu_bytes  # the same for any context
     assert set(asked) == set(again) == {types.selection.longest}
     assert sum(report.gpu_bytes.values()) <= WORKSPACE + (110 << 10)
     freed = 3 * kv_bytes_per_layer(known["model"], positions)
@@ -110,7 +110,7 @@ def test_a_second_computation_of_the_seconds_agrees_and_rejects_others(files, tm
 
 
 def test_the_bytes_that_a_token_reads_by_hand(files):
-    """A layer has two key-value heads of 16 values in f16, which the tables pad to 64."""
+    """A layer has two key-value heads of 16 values in f16; summaries and codes pad them to 64."""
     model = loaded(files)["model"]
     types = replace(CacheTypes.of("f16"), selection=KeySelection.parse(RULE))
     row, summary, code = 2 * 2 * 16, 2 * 64 + 4, 64 // 4 + 4
