@@ -1,4 +1,4 @@
-"""Plans with a neuron cache: bytes of both memories, refusals, advice, and what `verify` rejects."""
+"""Plans with a neuron cache: bytes of both memories, refusals, advice, what `verify` rejects."""
 
 import json
 import re

@@ -1,6 +1,7 @@
-"""The sources of convert's weights: pickled state dicts, and the hub's cache.
+"""What convert reads: pickled state dicts, the hub and its cache, the predictors' input, and
+tokenizers.
 
-Oracle: torch.load, and the same weights as safetensors."""
+Oracles: torch.load, the same weights as safetensors, transformers and sentencepiece."""
 
 import json
 import shutil
@@ -100,7 +101,7 @@ def test_views_shared_storages_and_wrappers_of_torch(tmp_path):
 
 
 def test_nothing_is_read_until_it_is_needed(tmp_path):
-    """8 GiB of weights in a sparse file: opened at once, one row of them read."""
+    """A sparse file with 8 GiB of weights is opened and one row of it read within a second."""
     with torch.serialization.skip_data():
         torch.save({"big": torch.empty(1 << 20, 2048)}, tmp_path / "a.bin")
     assert (tmp_path / "a.bin").stat().st_size > 8 << 30
@@ -206,7 +207,7 @@ def test_json_that_python_cannot_hold_is_refused(tmp_path, text):
     with pytest.raises(SparkinferError, match="a.json: ") as caught:
         json_file.read_object(tmp_path / "a.json", "test file")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
-    (tmp_path / "a.json").write_text('{"a": "\\ud83d\\ude00"}')  # a whole pair is a character
+    (tmp_path / "a.json").write_text('{"a": "\\ud83d\\ude00"}')  # one character
     assert json_file.read_object(tmp_path / "a.json", "test file") == {"a": "\U0001f600"}
 
 
@@ -376,13 +377,13 @@ def test_older_tokenizer_files_are_converted(tmp_path):
 
 
 def test_sentencepiece_models_are_read(tmp_path):
-    """Oracle: sentencepiece itself. Llama 2's checkpoints often have nothing but tokenizer.model."""
+    """Oracle: sentencepiece itself. Llama 2's checkpoints often have only tokenizer.model."""
     folder = random_model(tmp_path / "hf", CASES["llama-mqa-tied"])
     (tmp_path / "text").write_text("\n".join(f"the quick brown fox {i} jumps" for i in range(200)))
     spm.SentencePieceTrainer.train(
         input=str(tmp_path / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=320,
         model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, minloglevel=2,  # as Llama 2 has it
+        remove_extra_whitespaces=False, minloglevel=2,  # as in Llama 2
     )  # fmt: skip
     names = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>",
              "eos_token": "</s>", "unk_token": "<unk>"}  # fmt: skip

@@ -68,7 +68,7 @@ def test_training_brings_the_model_closer_to_its_dense_self(config, allocation, 
 
 
 def test_a_run_weighs_the_error_of_every_layers_output(config):
-    """Held-out windows, which are not as long as training passes, are not compared by layer."""
+    """Layers are not compared on held-out windows, which are shorter than a training pass."""
     record = sparsify(replace(config, layer_weight=1.0)).record
     (found,) = record.made[0].quality.values()
     assert found.kl < record.untrained["0.6"].kl
@@ -176,7 +176,7 @@ def test_low_rank_updates_start_at_the_dense_model_and_are_written_whole(config)
 
 @pytest.mark.slow
 def test_two_processes_train_the_same_model_as_one(config, tmp_path):
-    """Each takes half of every batch, so the sums of their gradients differ only by rounding."""
+    """Each takes half of every batch, so their summed gradient differs only by rounding."""
     options = ["--tokens", "768", "--held-out-tokens", "256", "--check-tokens", "256", "--checks",
                "2", "--window", "32", "--micro-tokens", "64", "--precision", "f32", "--device",
                "cpu", "--outtype", "f32"]  # fmt: skip
@@ -200,9 +200,8 @@ def test_two_processes_train_the_same_model_as_one(config, tmp_path):
     dense = load_file(config.model / "model.safetensors")
     for name in want:
         moved = (want[name] - dense[name]).norm()
-        assert (
-            found[name] - want[name]
-        ).norm() <= 0.3 * moved  # Adam's steps are as large for a gradient that is only rounding
+        # Adam's steps are as large as usual where a gradient is mostly rounding error.
+        assert (found[name] - want[name]).norm() <= 0.3 * moved
     assert (tmp_path / "two.gguf").exists() and not (tmp_path / "two.gguf.sparsify").exists()
 
 
@@ -263,7 +262,8 @@ def test_a_model_file_becomes_the_checkpoint_it_was_made_of(inputs, tmp_path, la
 
 @pytest.mark.parametrize("field, size", [("gate_F", "num_neurons"), ("qkv_D", "width")])
 def test_a_model_file_with_limits_is_not_trained(inputs, tmp_path, field, size):
-    """With limits of inputs, matrices are transposed too, and have no names in a checkpoint."""
+    """In a file with limits of inputs, some matrices are transposed, and a checkpoint has no such
+    names."""
     file, limited = tmp_path / "m.gguf", tmp_path / "limited.gguf"
     convert(ConvertConfig(source=inputs[0], output=file, outtype="f32"))
     shape = ModelFile.load(file).shape
@@ -360,7 +360,7 @@ UP, DOWN = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.we
     ids=["missing", "unknown", "shape", "NaN", "infinite", "overflow"],
 )
 def test_a_damaged_model_is_refused_before_training(config, tmp_path, change, line):
-    """transformers fills in what is missing, at random."""
+    """transformers itself would fill in missing tensors at random."""
     said = []
     folder = damaged(config.model, tmp_path / "damaged", change)
     with pytest.raises(SparkinferError) as raised:
@@ -385,7 +385,7 @@ def test_a_refused_run_leaves_no_dense_checkpoint(config, tmp_path):
         sparsify(replace(refused, model=config.model))  # a folder, so `dense` is not this run's
     assert (dense / "other.txt").read_text() == "kept"
     shutil.rmtree(dense)
-    as_checkpoint(file, dense)  # of another run that still goes on
+    as_checkpoint(file, dense)  # made by another run, which has not ended
     with pytest.raises(SparkinferError):
         sparsify(refused)
     assert (dense / "config.json").is_file()

@@ -1,4 +1,4 @@
-"""The work folder of `sparsify`: its lock, and what is removed from it."""
+"""The folders of `sparsify`: the lock on the work folder, and which files a run removes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_files_that_come_into_the_checkpoints_folder_during_training_are_kept(co
 
 
 def test_a_run_may_start_over_on_what_it_wrote(config, tmp_path):
-    """Runs on a folder and on a model file, whose checkpoint's files have other names."""
+    """A run on a checkpoint, then one on a model file, whose checkpoint has other file names."""
     config = replace(config, tokens=256)
     sparsify(config)
     check_outputs(replace(config, force=True))

@@ -111,7 +111,8 @@ def test_weights_are_recovered_from_limits(allocation):
 
 
 def test_sensitivities_foretell_what_silencing_costs(config):
-    """KL = sum of v² E[g²] / 2 over the values v that become 0, while they are few."""
+    """The KL is the sum of v² E[g²] / 2 over the values v that become 0, with g as in
+    `sensitivity`, if they are few."""
     trainer = trainer_of(config)
     windows = windows_of(2)
     draws = [window for window in windows for _ in range(40)]
@@ -126,7 +127,7 @@ def test_sensitivities_foretell_what_silencing_costs(config):
     )  # fmt: skip
     assert quality.kl == pytest.approx(foretold.loss / quality.num_tokens, rel=0.5)
     assert quality.silent_share == pytest.approx(0.3, abs=0.03)
-    other = scaled(found_LF.flip(1), "sensitivity")  # other neurons' weights lose more
+    other = scaled(found_LF.flip(1), "sensitivity")  # the weights of other neurons: more is lost
     trainer.limits = Limits.of(other, "sensitivity")
     trainer.set_share(0.3, windows)
     worse = evaluate(
@@ -167,7 +168,7 @@ def test_shares_rise_and_stay_and_the_rate_falls():
 
 @pytest.mark.parametrize("rule, ramp", [("threshold", 15), ("fatrelu", 40)])
 def test_no_share_is_held_before_the_activation_is_replaced(config, rule, ramp):
-    """Only a state from `is_held` on can be the best, which is written with a full ReLU."""
+    """The best state is written with a full ReLU, so only states from `is_held` on may be best."""
     schedule = Plan.of(replace(config, rule=rule, tokens=128 * 100), Ranks()).schedule
     held = [step for step in range(100) if schedule.is_held(step)]
     assert held == list(range(ramp, 100))
@@ -178,7 +179,7 @@ def test_no_share_is_held_before_the_activation_is_replaced(config, rule, ramp):
 
 
 def test_the_error_of_the_layers_outputs_is_added_to_the_loss(config):
-    """A weight of 2 adds twice the gradient of the definition, the mean error of all layers."""
+    """A weight of 2 adds twice the gradient of the layers' mean error, here by its definition."""
     grads = []
     for weight in (0.0, 2.0):
         trainer = trainer_of(replace(config, layer_weight=weight))

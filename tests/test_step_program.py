@@ -40,8 +40,8 @@ needs_kernels = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 POSITION = 3
-# Hot neurons of each layer, whether its attention and the head are on a GPU, homes; together they
-# have every kind of layer and copy.
+# Hot neurons of each layer, dense blocks on a GPU, whether the head is on a GPU, and homes.
+# Together the plans have every kind of layer and copy.
 PLANS = {
     "host": None,
     "divided": ([SOME, SOME, SOME], [1, 1, 1], True, None),
@@ -122,7 +122,8 @@ def test_any_order_that_the_declared_edges_allow_gives_the_same_bits(loaded):
 @needs_kernels
 @pytest.mark.parametrize("loaded", marked, indirect=True)
 def test_a_read_or_write_that_is_not_declared_is_found(loaded):
-    """Each is left out in turn. One whose order the others imply anyway cannot be found."""
+    """Each is left out in turn. One whose order follows from the other declarations cannot be
+    found."""
     replay, want = loaded
     found, missed = Counter(), []
     for number, operation in enumerate(replay.operations):
@@ -243,7 +244,7 @@ def test_layers_with_other_bytes_are_one_run_too(tmp_path):
     model, _ = files(tmp_path, "llama", "host")
     make_split(model, [SOME, SOME[:5], SOME[:9]]).save(tmp_path / "s.gguf")
     lines = lines_of(summarise_program(model.path, tmp_path / "s.gguf"))
-    # The first layer's predictor takes its own input.
+    # The first layer is a run of its own, as its predictor takes that layer's input.
     _, hot = (line for line in lines if line.operation == "neurons hot")
     assert hot.least_bytes * 9 == hot.most_bytes * 5
 

@@ -44,7 +44,8 @@ PATTERNS = {
 
 
 def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1):
-    """Makes an engine with both roles on the CPU stream its cold neurons from one to the other."""
+    """Makes an engine with both roles on the CPU stream its cold neurons to the GPU role; returns
+    the stream, or None without cold neurons."""
     weights = engine._live.weights
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     blocks = cold_blocks(weights, placement, CPU)
@@ -309,7 +310,7 @@ def test_every_wait_is_needed(monkeypatch):
 
 
 def test_values_are_wrong_where_a_copy_is_late(monkeypatch):
-    """The comparison finds this too, not only the check for races."""
+    """The comparison of values finds late copies too, not only the check for races."""
     monkeypatch.setattr("fake_streams.check_races", lambda operations: None)
     errors = []
     for dropped in range(2, 20):
@@ -326,7 +327,7 @@ def test_the_host_waits_before_it_fills_a_buffer_again(monkeypatch):
 
 
 def test_copies_run_ahead(monkeypatch):
-    """A piece may be copied while the one before it is multiplied, also from layer to layer."""
+    """A piece may be copied while the one before it is multiplied, even one of the layer before."""
     case = late_case(monkeypatch, is_staged=False)
     case.passes(count=1)
     products = [o for o in case.device.log if o.name == "kernel"]

@@ -287,7 +287,7 @@ def test_the_command_refuses_a_memory_limit_below_what_the_program_takes(folder,
 
 # ---- a model of four times the memory ----------------------------------------------------------
 
-CAP_BYTES = 100 << 20  # over what the program takes before it starts
+CAP_BYTES = 100 << 20  # besides what the program takes before the profile starts
 CHILD = """
 import sys
 import time
@@ -311,7 +311,8 @@ profile(
 
 @pytest.fixture(scope="module")
 def big_folder(tmp_path_factory):
-    """A model file of 417 MiB in f16: 16 layers of 26 MiB; random weights that rows share."""
+    """A model file of 417 MiB in f16: 16 layers of 26 MiB. The rows of a matrix are
+    overlapping slices of the same random values."""
     made = tmp_path_factory.mktemp("big")
     shape = make_shape(num_layers=16, width=1024, num_neurons=3072, num_heads=8, num_kv_heads=8,
                        vocab_size=320, context_length=512)  # fmt: skip
@@ -344,7 +345,7 @@ def big_folder(tmp_path_factory):
 
 
 def peak_over_start(folder, cap_bytes, **options) -> tuple[int, str]:
-    """(most resident bytes, anonymous and mapped, over those before the profile; what it said)."""
+    """(peak resident bytes, anonymous and mapped, minus those before the profile; its stderr)."""
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(folder), str(cap_bytes), repr(options)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

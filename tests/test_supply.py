@@ -1,4 +1,5 @@
-"""Installed packages are those pinned and listed; built archives hold what they should."""
+"""Installed packages are those pinned and listed; built archives hold what they should; tests reach
+no other machine."""
 
 import ast
 import socket
@@ -44,7 +45,7 @@ def test_every_package_is_listed_with_its_licence():
 
 
 def test_imported_packages_are_required():
-    """Every foreign module that our packages import belongs to a package that pyproject.toml
+    """Every third-party module that our packages import belongs to a package that pyproject.toml
     names."""
     modules = {"yaml": "pyyaml", "google": "protobuf", "prometheus_client": "prometheus-client"}
     required = {name.split(">")[0].split("[")[0].replace("_", "-") for name in requirements()}

@@ -1,4 +1,4 @@
-"""Tests of tiled rows: the same bits as rows of the file at every level, and where they are used."""
+"""Tiled rows: the same bits as the rows of the file at every level, and where they are used."""
 
 import k_quants
 import pytest
@@ -63,7 +63,7 @@ def test_tiles_hold_the_rows_of_the_file(kind, width):
 
 
 def test_the_bytes_of_a_small_tile():
-    """Three blocks of row r: scales r, 16 + r and 32 + r; quants 64 r + the number in the block,
+    """Three blocks of row r: scales r, 16 + r and 32 + r; quants 64 r + the place in the block,
     modulo 256."""
     rows = torch.zeros(TILE_ROWS, 3, 34, dtype=torch.uint8)
     for r in range(TILE_ROWS):
@@ -99,8 +99,8 @@ def test_the_bytes_of_a_small_tile():
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_the_bytes_of_a_small_tile_of_a_k_quant(num_blocks):
     """A tile of q6_K rows. In block b of row r, the scales are 64 b + r, the f16 bits 1024 b + r,
-    the upper bits 100 + b and the nibbles 200 + b. Two blocks have their f16 numbers first, a last
-    single one at its end."""
+    the upper bits 100 + b and the nibbles 200 + b. A pair of blocks begins with its f16 numbers, a
+    single last block ends with them."""
     rows = torch.zeros(TILE_ROWS, num_blocks, 210, dtype=torch.uint8)
     for r in range(TILE_ROWS):
         for b in range(num_blocks):

@@ -49,7 +49,7 @@ def is_right(got, left, right, eps) -> bool:
 
 
 def eps_of(tile: str, kind: str, count: int) -> float:
-    # The kernels round x to 16 bits, in steps of the largest of 32 values.
+    # The kernels quantise x to 16 bits, each block of 32 values by its largest.
     is_rounded = tile == "native" and kind in ("q8_0", "q4_0")
     return 2**-12 if is_rounded else count * torch.finfo(torch.float32).eps
 
@@ -115,7 +115,7 @@ def test_parts_and_chosen_rows_give_the_same_as_all_rows(model_path, mode, num_t
         with engine.observe(lambda name, layer, tensor: None):
             want = engine.logits(ids)
         difference = (got - want).norm() / want.norm()
-        assert difference < 3e-3, difference  # the cache of keys is f16
+        assert difference < 3e-3, difference  # the KV cache is f16
         assert (got.flip(0) - want).norm() / want.norm() > 1e-2 or num_tokens == 2
 
 

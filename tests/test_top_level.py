@@ -1,4 +1,4 @@
-"""However a command fails, it prints one line, no traceback, and exits with the right code."""
+"""A failing command prints one line, a traceback only if asked, and exits with the right code."""
 
 import os
 import signal
@@ -148,7 +148,7 @@ def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown)
         main(["profile", "--force", "--merge", *map(str, profiles), "-o", str(tmp_path / name)])
         == 0
     )
-    notes = capsys.readouterr().err  # a table of several lines may be a note
+    notes = capsys.readouterr().err  # newlines stay, as a note may be a table of several lines
     assert shown.replace(r"\n", "\n") in notes and "\x1b" not in notes
 
 
@@ -225,7 +225,7 @@ def heard():
         signal.signal(number, found)
 
 
-# The import at which the signal arrives: the program's first module, click, or a stage.
+# The signal arrives at an import: of the program's first module, of click, or of a command's code.
 AT_IMPORT = """
 import os, sys
 class Finder:

@@ -117,8 +117,8 @@ def chosen_in_turns(machine: Machine, points) -> str:
     ("rule", "gain", "right"), [(RULE, 0.01, "dense"), (LARGE_RULE, 0.2, "limits")]
 )
 def test_spells_of_the_machine_do_not_decide(rule, gain, right):
-    """Apart, a rule that gains 1 % is advised in some spells, and one that gains 20 % is not in
-    others; in turns, the choice is always right, with no more steps."""
+    """Timed apart, a rule that gains 1 % is advised on some machines, and one that gains 20 % is
+    not advised on some. Timed in turns, the choice is always right, with no more steps in all."""
     costs = COSTS | {rule.trial: COSTS[SMALLER.trial] / (1 + gain)}
     points = [OWN, SMALLER, SMALLEST, rule]
     machines = [[Machine(seed, costs) for seed in range(NUM_SPELLS)] for _ in range(2)]
@@ -130,7 +130,7 @@ def test_spells_of_the_machine_do_not_decide(rule, gain, right):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_gains_are_found_through_spells(seed):
-    """Gains are within 0.02, and the time per token lies between those of the two paces."""
+    """Ratios of times are off by at most 3 %; seconds per token lie between those of both paces."""
     machine = Machine(seed, COSTS | {LARGE_RULE.trial: COSTS[SMALLER.trial] / 1.28})
     turns = turns_of(machine)
     found = timed([OWN, SMALLER, LARGE_RULE], [OWN, SMALLER, LARGE_RULE], turns, 0.01, print)
@@ -211,8 +211,8 @@ def test_trial_files_are_open_together_only_if_the_disk_has_room():
 
 
 def test_a_rule_is_timed_beside_the_dense_model_of_its_type(monkeypatch):
-    """In the fast spell the largest type gains much more than the smallest, so that a comparison of
-    two spells through the largest would be wrong."""
+    """The fast spell makes the largest type much faster and the smallest no faster, so a comparison
+    through the largest, timed in both spells, would be wrong."""
     monkeypatch.setattr(module, "free_memory_bytes", lambda: 12.0)  # for three models of size 1
     rule = point("q4_0", "limits", 0.3, 400, 0.008)
     fast = {OWN.trial: 0.020, SMALLER.trial: 0.012, SMALLEST.trial: 0.0080, rule.trial: 0.0064}
@@ -248,7 +248,8 @@ def test_models_decode_the_text_in_order_and_change_places():
 
 
 def test_the_interval_of_a_median_is_that_of_its_ranks():
-    """Ranks 8 and 18 of 25, 41 and 60 of 100: the number of ratios below the median is binomial."""
+    """Ranks 8 and 18 of 25, 41 and 60 of 100, as the number of ratios below the median is binomial;
+    the first and last of 5."""
     for count, low, high in ((5, 1, 5), (25, 8, 18), (100, 41, 60)):
         rows = tuple((float(i), 1.0) for i in range(count, 0, -1))
         timings = Timings((Rounds(trials=(OWN.trial, SMALLER.trial), seconds=rows),))

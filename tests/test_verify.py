@@ -20,8 +20,8 @@ from sparkinfer.profile.verify import BOUND, Verification, verify
 from sparkinfer.rope import NO_SCALING, RopeScaling
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-# The largest difference from transformers measured with right files of all families and types:
-# 7e-7.
+# Right files must be this many times below BOUND. The largest difference from transformers measured
+# with right files of all families and types was 7e-7.
 MARGIN = 20
 
 
@@ -67,7 +67,7 @@ def changed(**changes):
     return lambda plan: dataclasses.replace(plan, **changes)
 
 
-# For each error: a checkpoint, and the mistake in reading it.
+# For each mistake: a checkpoint's config, and a function that makes the mistake in what was read.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
     "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_scaling=NO_SCALING)),
@@ -101,7 +101,7 @@ def test_a_slightly_wrong_graph_is_refused(tmp_path, monkeypatch, wrong, outtype
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-# None of these is part of the computation; transformers refuses some of them, in its own ways.
+# None of these changes the computation; transformers refuses some of them, in its own ways.
 ODD = [
     {"model_type": ["llama"]}, {"model_type": "unheard of"},
     {"use_cache": "maybe"}, {"pad_token_id": 99999}, {"max_position_embeddings": 64.0},

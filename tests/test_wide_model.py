@@ -1,4 +1,4 @@
-"""benchmarks/wide_model.py: a wide model computes the function of the narrow one."""
+"""benchmarks/wide_model.py: a wide model computes the same function as the narrow one."""
 
 import json
 import sys
@@ -34,7 +34,8 @@ def _narrow(folder: Path, *, is_tied: bool) -> LlamaForCausalLM:
 
 
 def _with_limits(model: LlamaForCausalLM, folder: Path) -> Tensor:
-    """Logits [1, T, V] of a model with its limits: an activated gate at most its limit is silent."""
+    """Logits [1, T, V] of a model with limits: a neuron is silent if the magnitude of its activated
+    gate is at most its limit."""
     limits = load_file(folder / LIMITS_FILE)
     for number, layer in enumerate(model.model.layers):
         limit_F = limits[f"blk.{number}.ffn_gate.limit"]

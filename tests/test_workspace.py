@@ -28,7 +28,7 @@ def test_peak_bytes_counts_what_is_alive_at_once():
 
 @pytest.fixture(scope="module", params=["f16", "q8_0"])
 def planned(request, tmp_path_factory):
-    """(model file, plan) of a model most of whose bytes are weights and cache."""
+    """Paths of a model file and its plan. Most of the plan's bytes are weights and cache."""
     folder = tmp_path_factory.mktemp("workspace")
     shape = make_shape(
         num_layers=8, width=512, num_neurons=1408, num_heads=8, num_kv_heads=8,

@@ -1,4 +1,5 @@
-"""Files written in pieces by several threads: the same bytes, bounded memory, clean ends."""
+"""Files written in pieces by several threads: the same bytes, bounded memory, nothing left after an
+error."""
 
 import os
 import threading
@@ -77,7 +78,7 @@ def test_pieces_make_the_same_file(tmp_path, monkeypatch, piece_values):
 
 
 def test_a_large_tensor_is_never_whole_in_memory(tmp_path):
-    """64 MiB of rows in pieces; only a few pieces are requested and not yet written."""
+    """64 MiB of rows in pieces; at any time, only a few are requested and not yet written."""
     asked, written, most = [], [], []
 
     def read_rows(start, stop):

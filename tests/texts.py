@@ -98,17 +98,18 @@ def byte_level_tokenizer(pre: str, vocab_size: int) -> Tokenizer:
 
 
 def sentencepiece_tokenizer(vocab_size: int, is_complete: bool = True) -> Tokenizer:
-    """A tokenizer as Llama 2's was published: bytes, merges by score, a space put before.
+    """A tokenizer as Llama 2's was published: bytes, merges by score, a space put before the text.
 
-    `is_complete`: every pair of tokens whose texts make a third is a merge, as in those made of
-    SentencePiece models; otherwise only the merges of the training, as tokenizers trains them."""
+    If `is_complete`, every pair of tokens whose texts join to a third is a merge, as in tokenizers
+    made of SentencePiece models; else only the merges of the training are, as `tokenizers` trains
+    them."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", SPACE)
     trained.pre_tokenizer = pre_tokenizers.Split(
         Regex(f"{SPACE}+[^{SPACE}]*|[^{SPACE}]+"), "isolated"
     )
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 260, show_progress=False)
-    # llama.cpp reads tokens up to a NUL, and takes what looks like a control token for one.
+    # llama.cpp reads a token only up to a NUL, and takes what looks like a control token for one.
     ascii_lines = [t for t in training_text() if t.isascii() and "\0" not in t and "<" not in t]
     trained.train_from_iterator(ascii_lines, trainer)
     table = json.loads(trained.to_str())["model"]
@@ -139,7 +140,8 @@ def sentencepiece_tokenizer(vocab_size: int, is_complete: bool = True) -> Tokeni
 
 
 def merge_by_score(text: str, tokens: list[str], scores: list[float]) -> list[int]:
-    """llama.cpp's SentencePiece: join the adjacent pair of the highest score, leftmost first."""
+    """llama.cpp's SentencePiece: joins the adjacent pair with the highest score, the leftmost of
+    equal ones, until none is a token; the ids of what is left, in bytes where unknown."""
     ids = {token: i for i, token in enumerate(tokens)}
     pieces = list(SPACE + text.replace(" ", SPACE))
     while True:
@@ -153,7 +155,7 @@ def merge_by_score(text: str, tokens: list[str], scores: list[float]) -> list[in
 
 
 def put_tokenizer(folder: Path, tokenizer: Tokenizer, begin: str, end: str) -> None:
-    """tokenizer.json and tokenizer_config.json of a checkpoint."""
+    """Writes tokenizer.json and tokenizer_config.json of a checkpoint."""
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))

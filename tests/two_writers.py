@@ -2,12 +2,15 @@
 
     python tests/two_writers.py [--rounds N] [--kind KIND]
 
-A round starts two processes at once, each with its own content. Afterwards the file must hold one
-of the two artifacts as a whole, and nothing may be left next to it. With --force neither process
-may have failed. Without it exactly one must have succeeded, and its artifact must be there; the
-other must have ended with 1 and one line that names the file. The last line on stdout counts by
-kind how often each of the two wrote last ("second"), and without --force how often the other was
-refused because of a file that was there before it began, or that came meanwhile."""
+A round starts two processes at once, each with its own content. Afterwards the path must hold one
+of the two artifacts as a whole, and nothing may be left next to it. Every kind of artifact gets N
+rounds that write as commands do with --force, in which neither process may fail. Then it gets N
+rounds without --force, in which exactly one process must succeed, and its artifact must be there;
+the other must end with exit code 1 and one line that names the path.
+
+The last line on stdout is a JSON object. For each kind, "second" counts how often each of the two
+contents was written last, and "refused" why the losers were refused: their output was there before
+they began, or came meanwhile."""
 
 import argparse
 import json
@@ -79,7 +82,7 @@ def content_of(path: Path) -> object:
 
 
 def expected_of(kind: str, folder: Path) -> dict[int, object]:
-    """The content of either artifact."""
+    """The content of each artifact, by value."""
     expected = {}
     for value in (1, 2):
         KINDS[kind](folder / f"{kind} alone {value}", value)
@@ -89,7 +92,7 @@ def expected_of(kind: str, folder: Path) -> dict[int, object]:
 
 
 def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
-    """How often each content was written last. Raises AssertionError if a round goes wrong."""
+    """Counts how often each content came last. Raises AssertionError if a round goes wrong."""
     write, found = KINDS[kind], Counter()
     expected = expected_of(kind, folder)
     place = folder / kind
@@ -107,7 +110,7 @@ def run_rounds(kind: str, rounds: int, folder: Path) -> Counter:
 
 
 def run_new_rounds(kind: str, rounds: int, folder: Path) -> Counter:
-    """How the one that lost was refused. Raises AssertionError if a round goes wrong."""
+    """Counts how the loser was refused. Raises AssertionError if a round goes wrong."""
     found: Counter = Counter()
     expected = expected_of(kind, folder)
     place, said = folder / f"{kind} new", folder / f"{kind} said"
@@ -133,7 +136,7 @@ def run_new_rounds(kind: str, rounds: int, folder: Path) -> Counter:
 
 
 def _command(kind: str) -> "click.Command":
-    """A command that writes an artifact as those of sparkinfer do, without --force."""
+    """A command that writes an artifact as sparkinfer's commands do without --force."""
     import click
 
     from sparkinfer.commands.shared import OUTPUT, FileCommand
