@@ -1,7 +1,7 @@
 """Compares a launch of a fast kernel with the same launch by torch, on the launch's own weights and
-shapes and on random vectors. If the cache has several sequences, the rows of a step belong to
-several; if a step has more than two rows, the last one has the token, position and sequence of the
-one before it.
+shapes and on random vectors. If the cache has several sequences, the rows of a step are spread over
+them; if a step has more than two rows, the last one has the token, position and sequence of the one
+before it.
 
 Letters: see runtime.kernels.gpu.kernels."""
 
@@ -19,10 +19,10 @@ from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 # The largest |got - want| / |want| of a correct kernel. Sums of 16,384 terms in f32 have a relative
 # error of about 1e-6; the rest is room for the device's exp and sin.
 BOUND = 1e-4
-ROUNDED_BOUND = 2e-3  # of results stored in 16 bits: bf16 has 8 bits, of which the last may differ
+ROUNDED_BOUND = 2e-3  # for results in 16 bits: bf16 keeps 8 significant bits; the last may differ
 # Close to a threshold, a neuron may be silent in one kernel and not in the other.
 FIRING_BOUND = 1e-3
-# The share of predicted neurons that may differ for the same reason, and the number that always
+# The share of a predictor's bits that may differ for the same reason, and the number that always
 # may.
 BITS_SHARE, LEAST_BITS = 1e-3, 2
 _MOST_DRAWN = 1 << 22  # random numbers; longer tensors repeat them
@@ -47,8 +47,8 @@ class Wrong(Exception):
 def check_launch(launch: Launch, fast: Kernels, plain: Kernels, wait: Callable[[], None]) -> None:
     """Raises Wrong, or whatever the kernel raises, unless both write the same within the bounds.
 
-    Overwrites the launch's vectors; the cache is as before afterwards. `wait` waits for the device
-    and raises what went wrong there."""
+    Overwrites the launch's vectors and restores the cache. `wait` waits for the device and raises
+    what went wrong there."""
     launch = _with_few_blocks(launch)
     with torch.inference_mode(), _current(launch.device), _filled(launch):
         before = [values.clone() for values in _outputs(launch)]
@@ -68,7 +68,7 @@ def difference(got: Tensor, want: Tensor, bound: float) -> str:
         return f"differs in {count:,} bits, at most {most:,} wanted" if count > most else ""
     got, want = got.double(), want.double()
     if not torch.equal(got.isnan(), want.isnan()):
-        return f"is NaN in {int((got.isnan() ^ want.isnan()).sum()):,} values that should not be"
+        return f"has NaN in the wrong places ({int((got.isnan() ^ want.isnan()).sum()):,} values)"
     got, want = got.nan_to_num(), want.nan_to_num()
     error, size = float((got - want).norm()), float(want.norm())
     if error <= bound * size:
@@ -112,7 +112,8 @@ def _outputs(launch: Launch) -> list[Tensor]:
 
 
 def _with_few_blocks(launch: Launch) -> Launch:
-    """The launch on the first blocks of a cache in blocks, one for each sequence that has a row."""
+    """The launch on a cache cut to its first blocks, one per sequence with a row; unchanged if the
+    cache has no block table."""
     given = launch.arguments
     if given.get("table_SN") is None:
         return launch
@@ -121,15 +122,16 @@ def _with_few_blocks(launch: Launch) -> Launch:
 
 
 def _num_sequences(launch: Launch) -> int:
-    """Number of sequences that the rows of a check belong to."""
+    """Number of sequences over which the rows of a check are spread."""
     table_SN = launch.arguments.get("table_SN")
     return 1 if table_SN is None else min(launch.num_rows, len(table_SN))
 
 
 @contextmanager
 def _filled(launch: Launch) -> Iterator[None]:
-    """Fills inputs at random, and outputs that are not also inputs with NaN or a bit pattern, so that
-    unwritten values show. Restores the cache afterwards."""
+    """Fills inputs with random numbers, or with fixed indices and positions, and outputs that are
+    not also inputs with NaN or a bit pattern, so that unwritten values show. Afterwards zeroes both
+    and restores the cache."""
     caches = [launch.arguments[name] for name in _CACHES if name in launch.arguments]
     kept = [values.to("cpu", copy=True) for values in caches]
     try:
@@ -168,10 +170,10 @@ def _fill(launch: Launch, name: str, random: torch.Generator) -> None:
         values.copy_((given["matrix"].num_rows // 2 + row_T) % given["matrix"].num_rows)
     elif name == "sequence_1":
         values.copy_(row_T % count)
-    elif name == "table_SN":  # the last blocks of sequences with rows are different ones
+    elif name == "table_SN":  # sequences with rows end in different blocks
         sequence_S, block_N = (torch.arange(size) for size in values.shape)
         values.copy_((sequence_S[:, None] + block_N) % count)
-    elif name == "position_1":  # all of the cache is read
+    elif name == "position_1":  # the last ones, so that attention reads the whole cache
         values.copy_((_context_length(given) - 1 - row_T // count).clamp(min=0))
     else:
         _randomise(values, random)
@@ -185,7 +187,8 @@ def _context_length(given: dict[str, Any]) -> int:
 
 
 def _randomise(values: Tensor, random: torch.Generator) -> None:
-    """Normal numbers, or random bits; drawn on the CPU, so the same on every device."""
+    """Fills with normal numbers, or int32 with random bits; drawn on the CPU, so that they are the
+    same on every device."""
     if values.dtype == torch.int32:
         limits = torch.iinfo(torch.int32)
         drawn = torch.randint(limits.min, limits.max, values.shape, generator=random)
@@ -199,7 +202,7 @@ def _randomise(values: Tensor, random: torch.Generator) -> None:
 
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """Makes a CUDA device current, as Triton launches there."""
+    """Makes a CUDA device current, because Triton launches on the current one."""
     if device.type != "cuda":
         yield
         return

@@ -1,8 +1,9 @@
 """The kernel launches of a plan's step, recorded by submitting a step whose kernels do nothing.
 
 Launches that the compiler turns into the same machine code are one variant: a kernel with the
-kinds, widths and types of its arguments, and for a matrix the number of rows per Triton program,
-which follows from its number of rows. Steps of several rows have variants of their own.
+kinds, types, widths, alignment and flags of its arguments, and for a matrix the number of rows per
+Triton program, which follows from its number of rows. Steps of several rows have variants of their
+own.
 
 Letters: see runtime.kernels.gpu.kernels."""
 
@@ -133,7 +134,7 @@ def launches_of(
     num_rows: int = 1,
 ) -> tuple[Launch, ...]:
     """One launch of each variant, per device, that a step of `num_rows` rows needs; for one row,
-    also those of prompts. Nothing is run. Buffers are those of a step for `max_rows`."""
+    also those that prompts need. No kernel is run. Buffers are those of a step for `max_rows`."""
     found: dict[tuple[str, torch.device], Launch] = {}
 
     def note(kernel: str) -> Callable[..., None]:

@@ -52,7 +52,7 @@ class DeviceParts:
     limit: Callable[[], None]  # checks that memory beyond a limit is refused
     multiply: Callable[[torch.dtype], None]  # multiplies by a tile of this type
     wait: Callable[[], None]
-    free: Callable[[], None]  # frees the temporaries that the allocator keeps
+    free: Callable[[], None]  # frees the memory that the allocator caches
 
 
 def parts_of(device: torch.device) -> DeviceParts | None:
@@ -76,7 +76,7 @@ def parts_of(device: torch.device) -> DeviceParts | None:
 
 
 def key_of(device: torch.device) -> DeviceKey:
-    """The configuration for which a CUDA device's results hold."""
+    """The device and software for which the results of checking a CUDA device hold."""
     properties = torch.cuda.get_device_properties(device)
     return DeviceKey(
         index=device.index or 0,
@@ -91,7 +91,8 @@ def key_of(device: torch.device) -> DeviceKey:
 
 
 def driver_version() -> str:
-    """The driver's version, e.g. 580.65.06; under WSL, which has no such file, its CUDA version."""
+    """The driver's version, e.g. 580.65.06; where /proc does not tell it, as under WSL, the CUDA
+    version that the driver supports, or "unknown"."""
     try:
         words = _DRIVER.read_text().split("\n", 1)[0].split()
         return next(word for word in words if word[:1].isdigit() and "." in word)
@@ -108,7 +109,8 @@ def _version(package: str) -> str:
 
 
 def use_device(device: torch.device) -> None:
-    """Multiplies, copies on a stream of its own, and compares with the CPU."""
+    """Multiplies two matrices, copies the product back (from a GPU on a new stream) and compares it
+    with the CPU's."""
     random = torch.Generator().manual_seed(0)
     left, right = (torch.randn(_SIZE, _SIZE, generator=random) for _ in range(2))
     there = left.to(device) @ right.to(device)

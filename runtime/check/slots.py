@@ -1,4 +1,4 @@
-"""Compares the neuron cache's kernels on a device with their references, byte by byte.
+"""Compares the neuron cache's kernels on a device with their references, bit for bit.
 
 Their machine code does not depend on the plan, so one check holds for all plans.
 
@@ -15,11 +15,11 @@ from sparkinfer.runtime.kernels.gpu.slots import FORMS, SlotKernels, pack_open_r
 _CPU = torch.device("cpu")
 # Bytes of a block, by form.
 _BLOCK_BYTES = {"": 2, "q4_0": 18, "q8_0": 34, "q6_k": 210}
-_LONG_BYTES = 5000  # about the bytes of a row; a program copies 2 KiB
+_LONG_BYTES = 5000  # at most this many per row: three programs of 2 KiB each
 _ID_BYTES = 4  # of a neuron's id
 _GAP = 64  # bytes after each copy that must not be written; rows are 16-byte aligned
 _UNTOUCHED = 0xAA
-_NUM_NEURONS, _EVERY = 1000, 3  # the last word is partly used; every third neuron has a slot
+_NUM_NEURONS, _EVERY = 1000, 3  # the last word is partly used; a random third of neurons has slots
 
 
 def check_scatter(kernels: SlotKernels, device: torch.device, wait: Callable[[], None]) -> None:

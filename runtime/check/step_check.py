@@ -62,7 +62,7 @@ def submitted(build: BuildStep, backend: Backend, plain: Plain) -> None:
 
 
 def captured(build: BuildStep, submitting: Backend, capturing: Backend) -> None:
-    """Raises Wrong unless a captured step's logits are bit-identical to the submitted step's."""
+    """Raises Wrong unless a captured step's logits equal the submitted step's; NaN counts as 0."""
     step = build(submitting)
     if isinstance(step, str):
         return

@@ -63,6 +63,6 @@ def loaded_library(maps: str) -> str:
         if len(fields) == 6 and _NAME.search(fields[5]):
             return fields[5]
     raise SparkinferError(
-        "torch has not loaded CUDA's runtime library (libcudart) as a file of its own, so a decode"
-        " step cannot be captured; run on the CPU with device='cpu'"
+        "torch has not loaded CUDA's runtime library (libcudart) as a separate file, so no copies"
+        " can be submitted to a stream; run on the CPU with device='cpu'"
     )

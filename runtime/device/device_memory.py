@@ -1,8 +1,9 @@
 """The memory of one GPU: a slab for everything permanent, and a limit on torch's allocator.
 
-With a plan, a GPU holds at most its budget. Everything that lives as long as the engine (weights,
-cache, the buffers of a decode step) is allocated from one slab; temporaries of a prefill pass come
-from torch's allocator. Two mechanisms keep the sum within the budget:
+With a plan, a GPU holds at most its budget (or LEAST_BUDGET_BYTES, if that is more). Everything
+that lives as long as the engine (weights, cache, the buffers of a decode step) is allocated from
+one slab; temporaries of a prefill pass come from torch's allocator. Two mechanisms keep the sum
+within the budget:
 
 - torch refuses to reserve more than the fraction set by `limit`. Before it asks the driver, it
   checks the sum of its reservations, including its own rounding (pieces of 2 MiB, or 20 MiB for
@@ -30,8 +31,8 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.sizes import format_bytes
 
 ALIGNMENT = 256
-# torch's allocator rounds a segment for one tensor above 10 MiB up to a multiple of this; segments
-# for tensors up to 1 MiB have this size.
+# torch's allocator rounds a segment for one tensor of 10 MiB or more up to a multiple of this;
+# segments for tensors up to 1 MiB have this size.
 SEGMENT_BYTES = 2 << 20
 # From this size on, a tensor gets a segment of its own size; a tensor of 1 to 10 MiB gets one of
 # 20 MiB, the rest of which is kept for other tensors.
@@ -82,7 +83,7 @@ class DeviceMemory:
     ) -> "DeviceMemory":
         """Allocates a slab of `num_bytes`; a budget limits the process from now on.
 
-        Raises SparkinferError if the device has no room for it."""
+        Raises SparkinferError if the device has no room for it, and like `limit`."""
         made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
         _living.add(made)
         try:
@@ -119,7 +120,7 @@ class DeviceMemory:
     @property
     def room_bytes(self) -> int:
         """Bytes available for temporaries beside the slab and the workspace of matrix products;
-        without a budget, the device's free memory."""
+        without a budget, the GPU's free memory, or 1 TiB on the CPU."""
         if self.device.type != "cuda":
             return (self.budget_bytes or 0) - len(self.slab) if self.budget_bytes else 1 << 40
         allowed = allowed_bytes(self.device)
@@ -183,7 +184,7 @@ class DeviceMemory:
         )
 
     def close(self) -> None:
-        """Frees the slab and sets the process's limit to that of the remaining engines."""
+        """Frees the slab and sets the process's limit to the budgets of the remaining engines."""
         _living.discard(self)
         self.slab = torch.empty(0, dtype=torch.uint8)
         if self.device.type == "cuda":
@@ -191,8 +192,8 @@ class DeviceMemory:
 
 
 def allowed_bytes(device: torch.device) -> int | None:
-    """Bytes that this process may reserve: the sum of all engines' budgets on the device; None: no
-    limit."""
+    """Bytes that this process may reserve: the sum of all engines' budgets on the device; None (no
+    limit) if an engine has no budget, or there is none."""
     budgets = [memory.budget_bytes for memory in _living if memory.device == device]
     if not budgets or None in budgets:
         return None
@@ -205,7 +206,7 @@ def kept_budget(budget_bytes: int) -> int:
 
 
 def _limit_all(device: torch.device) -> None:
-    """Sets the limit to the sum of the budgets of all engines on the device."""
+    """Sets the limit to `allowed_bytes`, or removes it."""
     allowed = allowed_bytes(device)
     if allowed is None:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
@@ -225,7 +226,7 @@ def limit(device: torch.device, budget_bytes: int) -> None:
             f" budget to the byte; unset {' and '.join(_ALLOCATOR_VARIABLES)}"
         )
     torch.cuda.empty_cache()
-    # torch's version decides which of the two totals it multiplies by the fraction.
+    # Which of the two totals torch multiplies by the fraction depends on its version.
     properties = torch.cuda.get_device_properties(device)
     total = max(torch.cuda.mem_get_info(device)[1], properties.total_memory)
     torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total), device)
@@ -271,8 +272,8 @@ def out_of_memory_as_error(
     device: torch.device | None = None, num_bytes: int | None = None
 ) -> Iterator[None]:
     """Turns out-of-memory errors of torch, the driver (kernel code, graphs) and cuBLAS into a
-    one-line SparkinferError. `device`: None names the engines' device with the least free
-    memory."""
+    one-line SparkinferError. Without `device`, it names the GPU with the least free memory among
+    those of engines."""
     try:
         yield
     except RuntimeError as error:
