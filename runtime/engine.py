@@ -41,7 +41,7 @@ class Engine(TextEngine):
         super().__init__(loaded.model, loaded.decoder, loaded.mode, loaded.traffic)
         self.bytes_by_role, self.device = loaded.bytes_by_role, loaded.device
         self.load_s = loaded.load_s  # seconds of loading, after the file was opened
-        self.memories = loaded.memories  # by GPU, for memory reports
+        self.memories = loaded.memories  # by GPU
         self.neuron_cache = loaded.neuron_cache
         self._step_of = loaded.step_of
 
@@ -130,8 +130,8 @@ class Engine(TextEngine):
     @out_of_memory_as_error()
     @torch.inference_mode()
     def decode_seconds(self, *, steps: int, start: int = 0) -> float:
-        """Seconds of decode steps at the positions from `start`, including sampling, for
-        benchmarks.
+        """Seconds that `steps` decode steps take at the positions from `start` on, including
+        sampling; for benchmarks.
 
         Needs no text: the first token is 0, the others are the most probable ones, and the cache's
         content before `start` is used as it is."""

@@ -103,7 +103,7 @@ def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
 
 
 def check_rules(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
-    """Raises SparkinferError for sparsity rules that the devices cannot run."""
+    """Raises SparkinferError for sparsity rules that the GPU or the plan cannot run."""
     if gpu.type == "cuda" and file.has_limits:
         raise SparkinferError(
             f"{file.path}: limits of neurons and inputs run only on the CPU so far; use device cpu,"
@@ -150,9 +150,9 @@ def bytes_by_role_of(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> dict[str, Items]:
-    """Itemised bytes of each side. Without a plan, everything is on the device's side; with
-    `cpu_ffn`, neurons are on the CPU's side, with what a plan leaves there too
-    (budget.plan_bytes_of_gpus), and the rest is on the GPU's."""
+    """Itemised bytes by role. With neither a plan nor `cpu_ffn`, everything has the device's role.
+    With `cpu_ffn`, neurons are on the CPU, with everything else that a plan leaves there too
+    (budget.plan_bytes_of_gpus), and the rest is on the GPU."""
     num_layers = model.shape.num_layers
     if plan is not None:
         cache_types = plan.cache_types(model)
@@ -228,7 +228,7 @@ def context_of(
     if not 1 <= asked <= longest:
         if asked < 1:
             raise SparkinferError(
-                f"context of {asked} asked for, wanted 1 to {longest}, which is all that the model has"
+                f"context of {asked} asked for, wanted 1 to {longest}"
             )
         hint = "; --rope-scaling yarn stretches it" if model.graph.rotary else ""
         raise SparkinferError(

@@ -42,7 +42,7 @@ from sparkinfer.sizes import format_bytes
 from sparkinfer.split_file import Split
 
 Memories = dict[torch.device, DeviceMemory]
-# Bytes of cold weights per copy, enough for copies to run at full speed.
+# The most bytes of cold weights per copy, enough for copies to run at full speed.
 MOST_PIECE_BYTES = 32 << 20
 # Shorter copies are mostly fixed cost.
 LEAST_PIECE_BYTES = 256 << 10
@@ -63,7 +63,7 @@ def memories_of(
     num_sequences: int = 1,
 ) -> Memories:
     """A slab for each GPU of a placement, for everything permanent. Without `keeps_budget`, torch's
-    allocator is not limited to the budget. `max_rows`: the rows of a decode step.
+    allocator is not limited to the budget. `max_rows`: the most rows of a decode step.
 
     Raises SparkinferError if a GPU does not have enough memory."""
     if placement.homes[0].type != "cuda":
@@ -110,8 +110,8 @@ def slab_bytes(
     max_rows: int = 1,
     num_sequences: int = 1,
 ) -> int:
-    """Permanent bytes on a GPU: the plan's weights and cache, and from its workspace the buffers of
-    a decode step, the ids of hot neurons, and an alignment gap per tensor."""
+    """Permanent bytes on a GPU: the weights (without the embedding) and the cache of `items`, the
+    buffers of a decode step, the ids of hot neurons, and an alignment gap per tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
     num_tensors = len(model.tensors) + 4 * model.shape.num_layers
     vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
@@ -121,7 +121,7 @@ def slab_bytes(
 
 
 def step_takes(memories: Memories) -> Callable[[torch.device], Take] | None:
-    """The slabs' allocators for a decode step's buffers; None for torch's allocator."""
+    """The slabs' allocators for a decode step's buffers; None (torch's allocator) without slabs."""
     return (lambda device: memories[device].take_for_step()) if memories else None
 
 

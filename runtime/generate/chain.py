@@ -1,10 +1,10 @@
 """The sampler chain, from logits to a token: the samplers in order, and the draw.
 
 It follows llama.cpp's chain (common/sampling.cpp): mask, logit bias, the samplers in the order of
-the options (with Mirostat: temperature and Mirostat instead), and a draw from the remaining
-candidates. Drawing and accepting a token change state, `distribution` does not: accepting updates
-Mirostat's mu and adaptive-p's mean, and draws the random number that decides whether XTC applies to
-the next token."""
+the options, adaptive-p last (with Mirostat: temperature and Mirostat instead), and a draw from the
+remaining candidates. Drawing and accepting a token change state, `distribution` does not: accepting
+updates Mirostat's mu and adaptive-p's mean, and draws the random number that decides whether XTC
+applies to the next token."""
 
 import random
 from collections.abc import Sequence
@@ -183,8 +183,8 @@ class SamplerChain:
         return samplers.logit_bias(Candidates(ids_A, array_V, False), self.options.logit_bias)
 
     def _argmax(self, logits_V: Tensor, mask: Mask | None) -> int:
-        """The id of the largest logit. numpy's argmax finds a NaN first, so no pass checks for
-        it."""
+        """The id of the largest logit. numpy's argmax returns the first NaN if there is one, so
+        checking for NaN needs no pass of its own."""
         array_V = self._array(logits_V)
         found = int(array_V.argmax())
         if np.isnan(array_V[found]):

@@ -45,7 +45,8 @@ PIECE = 512
 class ChatOptions:
     """Options of a conversation. `variables`: template variables besides the messages, e.g.
     enable_thinking. `drops_oldest`: when the messages take more than three quarters of the context,
-    the oldest turns are no longer rendered; otherwise a conversation that fills it is an error."""
+    the oldest turns are no longer rendered; without it, a conversation that fills the context is an
+    error."""
 
     generation: GenerationOptions = field(
         default_factory=lambda: GenerationOptions(max_tokens=ENDLESS)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["JSON schema", "regex", "Lark grammar", "GBNF grammar"]
 
-# As in llama.cpp: between the parts of a document a space, or a newline and indentation. An
-# uncertain model could otherwise emit whitespace forever.
+# As in llama.cpp, at most a space, or a newline and indentation, separates the parts of a document.
+# An uncertain model could otherwise emit whitespace forever.
 _WHITESPACE = r" |\n[ \t]{0,20}"
 # Without \uXXXX, which could disguise one key as another.
 _ESCAPES = 'nrbtf\\"'
@@ -98,7 +98,7 @@ class Constraint:
         return self.can_end and not np.delete(allowed, self._end_ids).any()
 
     def fork(self) -> "Constraint":
-        """A copy with the same state; 15 us."""
+        """A copy with the same state; takes 15 us."""
         other = Constraint(self._matcher.deep_copy(), self._codec, self._num_tokens, self._what)
         other._has_ended, other._allowed = self._has_ended, self._allowed
         return other
@@ -196,7 +196,8 @@ def _constraint(what: Kind, lark: str, codec: TextCodec) -> Constraint:
     matcher = matcher_class(tokenizer, lark, log_level=0, limits=limits)
     messages = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if messages:
-        is_grammar = what in ("Lark grammar", "GBNF grammar")  # whose lines the user knows
+        # The line numbers in messages on a Lark grammar are those of the user's text.
+        is_grammar = what in ("Lark grammar", "GBNF grammar")
         words = _one_line if is_grammar else _regex_error
         raise SparkinferError(f"{what}: {words(messages[0])}")
     constraint = Constraint(matcher, codec, tokenizer.vocab_size, what)
@@ -261,8 +262,8 @@ def _one_line(message: str) -> str:
 
 
 def _regex_error(message: str) -> str:
-    """llguidance's message on a regex: what is wrong, and the part of the regex that it is about.
-    The numbers in it are places in the grammar that llguidance puts around the regex."""
+    """llguidance's message on a regex or JSON schema: what is wrong, and if it says so, where.
+    Leaves out line numbers, which are those of the grammar that surrounds the regex."""
     lines = message.splitlines()
     marks = [i for i, line in enumerate(lines) if "^" in line and not line.strip(" ^")]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

@@ -12,8 +12,9 @@ _PRIOR_WEIGHT = 4.0  # guesses that this prior counts for
 _FORGET = 0.98  # decay of the weight of past guesses
 _PRIOR_SLOPE = 0.5  # cost of another row in single steps, before any was measured
 _NUM_KEPT = 9  # measurements kept per number of rows; their median is used
-_SHARE = 0.005  # of the time without drafts, which the account receives
-_START, _MOST_SAVED = 1.25, 20.0  # opening and largest balance of the account, in single steps
+_SHARE = 0.005  # the part of the estimated time without drafts that the account receives
+# Opening balance of the account (besides Account.least) and its largest, in single steps.
+_START, _MOST_SAVED = 1.25, 20.0
 
 
 class StepCosts:
@@ -36,8 +37,9 @@ class StepCosts:
         return rows in self._median
 
     def curve(self, most: int) -> list[float]:
-        """Costs of 0, 1, ... `most` rows; a single row must have been measured. Beyond the largest
-        measured count, extrapolates the line from a single row to that count."""
+        """Seconds of 0, 1, ... `most` rows; a single row must have been measured. Beyond the
+        largest measured count, extrapolates the line from a single row to that count, or with
+        _PRIOR_SLOPE if only single rows were measured."""
         single = self._median[1]
         knots = sorted(self._median.items())
         found = [0.0, single]
@@ -55,7 +57,7 @@ class StepCosts:
 
     @property
     def is_known(self) -> bool:
-        """True if any step of several rows was measured."""
+        """True if, besides single rows, any step of several rows was measured."""
         return len(self._median) > 1
 
     def table(self) -> dict[int, float]:

@@ -1,8 +1,8 @@
 """Drafts by a second, smaller model with the same vocabulary.
 
 It keeps a sequence of its own in sync with the text: the common prefix stays, the rest is rolled
-back, and missing tokens are computed. A draft is its most probable tokens up to the first whose
-probability is too low (llama.cpp's --draft-p-min)."""
+back, and missing tokens are computed. A draft is its most probable tokens, up to but not including
+the first whose probability is too low (llama.cpp's --draft-p-min)."""
 
 import time
 from collections.abc import Sequence

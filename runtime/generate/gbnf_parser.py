@@ -76,7 +76,7 @@ def parse(text: str) -> dict[str, Node]:
                 )
     if "root" not in _ending(rules):
         raise SparkinferError(
-            "the grammar can never end: rule 'root' calls itself without a way out"
+            "the grammar can never end: every alternative of rule 'root' recurses without end"
         )
     return rules
 

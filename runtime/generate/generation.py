@@ -96,8 +96,9 @@ class Generation:
     `ids` is not computed again. In the end, unless the context was shifted, it holds all yielded
     tokens, except perhaps the last.
 
-    Until it `is_over`, the caller computes `part()`, passes the logits to `take()` and calls
-    `draw()`. `tokens()` does so for one text, `together()` for several in shared steps."""
+    Until it `is_over`, the caller computes `part()` and passes the logits to `take()`, unless the
+    part is None, and calls `draw()`. `tokens()` does so for one text, `together()` for several in
+    shared steps."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a text ends. Imports no torch, so that a command refuses wrong options at once."""
+"""Options of a generation. Imports no torch, so that a command refuses wrong options at once."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ ENDLESS = -1  # max_tokens: until the text or the context ends
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """When a text ends. `stops`: strings that end it and are not part of it. `ignores_end`: end
-    tokens are ordinary tokens. `num_logprobs`: number of most probable tokens whose log
-    probabilities are returned besides the drawn token's; None: none at all. `shift_keep`: when the
-    context is full, the text continues with its first `shift_keep` tokens and the last half of the
-    rest; None: it ends."""
+    """When a text ends, and what is returned with its tokens. `stops`: strings that end it and are
+    not part of it. `ignores_end`: end tokens are ordinary tokens. `num_logprobs`: number of most
+    probable tokens whose log probabilities are returned besides the drawn token's; None: none at
+    all. `shift_keep`: when the context is full, the text continues with its first `shift_keep`
+    tokens and the last half of the rest; None: it ends."""
 
     max_tokens: int = 128
     stops: tuple[str, ...] = ()

@@ -143,7 +143,8 @@ def _ending(schemas: dict[str, dict[str, object]]) -> set[str]:
 
 
 def _needs(place: str, schema: dict[str, object]) -> Iterator[str | list[str]]:
-    """Places of the schemas that every document of this one must satisfy; of a list, any one."""
+    """Places of the schemas that must have finite documents for this one to have any; of a list of
+    places, one suffices."""
     if "const" in schema or "enum" in schema:
         return
     if isinstance(target := schema.get("$ref"), str):

@@ -34,8 +34,8 @@ def mirostat_1(candidates: Candidates, mu: float, vocab_size: int) -> Candidates
 
 
 def zipf_count(sorted_logits_M: np.ndarray, mu: float, vocab_size: int) -> float:
-    """k of the formula above; s is the least squares fit of the drops in ln p between successive
-    tokens to those in ln rank.
+    """k of mirostat_1's formula; s is the slope of a least squares fit of the drops in ln p between
+    successive tokens to the rises in ln rank.
 
     Computed as exp(ln k), since 1 / s may be large; infinite or 0 if s is 0 (equal logits)."""
     rank = np.arange(1, len(sorted_logits_M))

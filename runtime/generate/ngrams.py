@@ -14,7 +14,7 @@ from sparkinfer.runtime.generate.speculation import Guess
 _SIZES = (12, 6, 3, 2)  # lengths of the n-grams in the index, looked up longest first
 _LONGEST_MATCH = 32  # tokens compared; longer matches carry no more information
 _NUM_LATEST = 4  # latest occurrences of an n-gram compared, besides those near the last guess
-_MOST_TOKENS = 1 << 15  # in the index, about 1 KB each; beyond, only the last half of them stay
+_MOST_TOKENS = 1 << 15  # in the index, about 1 KB each; with more, only the last half is indexed
 _TRUST = (3, 5, 9, 17)  # lengths of a match from which its trust is 1, 2, 3, 4
 
 
@@ -32,7 +32,7 @@ class NgramDrafter:
         self._ids: Sequence[int] = ()  # the indexed text
         self._num_known = self._first = 0  # end and start of its indexed part
         self._ends: dict[tuple[int, ...], list[int]] = {}  # n-gram -> its ends, ascending
-        self._lag: int | None = None  # tokens between the end of the text and its source
+        self._lag: int | None = None  # tokens from the last draft's source to the text's end
 
     def propose(self, ids: Sequence[int], most: int) -> Guess:
         """A draft of `most` tokens, or none. A source that reaches the end of the text repeats."""

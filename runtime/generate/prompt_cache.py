@@ -2,7 +2,7 @@
 
 A text with the same prefix then need not compute it again. The state depends on the model, the mode
 and the arithmetic of the processor; a file made under other conditions is refused, because its
-numbers would differ from those computed here."""
+numbers may differ from those computed here."""
 
 import hashlib
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values i
 
 @dataclass(frozen=True, kw_only=True)
 class PromptKey:
-    """Everything that a state depends on. `arithmetic`: the kernels' level, or "torch"."""
+    """The conditions under which a state was computed; a restored state must have the same ones.
+    `arithmetic`: the kernels' level, or "torch"."""
 
     model_id: str
     weights: str  # weights_digest of the model
@@ -62,7 +63,8 @@ def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
 
 
 def is_prompt(path: Path) -> bool:
-    """True if `save_prompt` wrote the file, even if it is damaged; callers overwrite no other file."""
+    """True if the file's header names our format, even if the rest is damaged; callers overwrite no
+    other file."""
     try:
         with path.open("rb") as file:
             return f'"format":"{FORMAT}"'.encode() in file.read(MAX_HEADER_BYTES)[8:]

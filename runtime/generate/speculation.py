@@ -33,11 +33,11 @@ from sparkinfer.runtime.step.native_step import NativeStep
 
 _FORGET_RATE = 0.95  # decay of the weight of past steps in the rate
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
-_VARY_EVERY = 16  # every so many drafts, one has another length, to learn that length's cost
-_SINGLE_EVERY = 128  # after so many drafts, one step has none, to measure a single row
+_VARY_EVERY = 16  # drafts, of which the last gets a nearby length whose cost is unknown, if any
+_SINGLE_EVERY = 128  # drafts in a row, after which one step has none, to measure a single row
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
 _COSTLY_TRUST = 3  # trust in the guesses of a drafter that is not free
-_OFF_AFTER = 8  # successive decisions against a draft
+_OFF_AFTER = 8  # successive decisions against a draft that statistics count as switching off
 
 
 def has_equal_rows(decoder: Decoder) -> bool:
@@ -97,8 +97,8 @@ class _Pending:
 
 @dataclass
 class Totals:
-    """Totals so far; times in seconds. `baseline_s`: the time of single-row steps, and of the
-    tokens of other steps at the median of single-row steps."""
+    """Totals so far; times in seconds. `baseline_s` estimates the time without drafts: single-row
+    steps at their own time, each token of other steps at the median of single-row steps."""
 
     tokens: int = 0
     steps: int = 0
@@ -132,7 +132,7 @@ class Speculation:
         # Decaying sums of recent tokens and their seconds, for the rate.
         self._lately = (0.0, 0.0)
         self._draft_s = 0.0  # for the coming step
-        self._is_read, self._read_s = False, 0.0  # whether the drafter has read the text; time
+        self._is_read, self._read_s = False, 0.0  # whether the drafter has read the text; seconds
         self._since_trial = self._since_single = self._since_varied = 0
         self._num_declined = 0
         self._is_on = True
@@ -167,7 +167,7 @@ class Speculation:
         self._since_trial += tokens
         if single_s is None:
             return
-        # Steps before the first single-row one are not counted.
+        # Steps before the first single-row one do not count below.
         totals.baseline_s += tokens * single_s if rows > 1 else seconds
         gain_s = tokens * single_s - seconds if rows > 1 else 0.0
         self._account.settle(single_s, tokens, gain_s)
@@ -291,7 +291,7 @@ class Speculation:
 
     def _can_pay(self, length: int, cost_s: Sequence[float]) -> bool:
         """True if the account can afford a draft that is entirely wrong. Until a step of several
-        rows is measured, each row is assumed to cost a single step."""
+        rows is measured, each further row is assumed to cost at least a single step."""
         loss_s = cost_s[length] - cost_s[0]
         unknown_s = 0.0 if self.costs.is_known else length * cost_s[0]
         return self._account.can_pay(max(loss_s, unknown_s))
@@ -307,8 +307,8 @@ class Speculation:
         return min(unknown, key=lambda n: abs(n - length), default=length)
 
     def _is_trial_due(self, trust: int, most: int) -> bool:
-        """True if a trial, a draft that is not expected to pay, is due: conditions may have
-        changed."""
+        """True if a trial, a draft that is not expected to pay, is due and affordable: conditions
+        may have changed. If so, restarts the interval to the next trial."""
         length = max(min(_TRIAL, most), self.options.least)
         is_likely = (
             self._acceptance.expected(trust, 1)[1] > 1.5 if self._drafter.is_free else self._is_read

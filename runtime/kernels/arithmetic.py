@@ -7,7 +7,8 @@ from sparkinfer.runtime.kernels.cpu import library
 
 
 def arithmetic(device: torch.device) -> str:
-    """E.g. "avx512vnni, torch 2.13.0 AVX512"; the kernels' level is "torch" if they are not built.
+    """One line, e.g. "avx512vnni, torch 2.13.0 AVX512" for a CPU, whose level is "torch" if the C++
+    kernels are not built, or a GPU's name with the releases of torch and CUDA.
 
     Sums in training also depend on torch's number of threads; those of the C++ kernels do not."""
     release = torch.__version__.split("+")[0]
