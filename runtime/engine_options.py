@@ -227,9 +227,7 @@ def context_of(
         longest = MOST
     if not 1 <= asked <= longest:
         if asked < 1:
-            raise SparkinferError(
-                f"context of {asked} asked for, wanted 1 to {longest}"
-            )
+            raise SparkinferError(f"context of {asked} asked for, wanted 1 to {longest}")
         hint = "; --rope-scaling yarn stretches it" if model.graph.rotary else ""
         raise SparkinferError(
             f"context of {asked} asked for, but the model has up to {longest}{hint}"

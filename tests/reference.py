@@ -8,6 +8,7 @@ from gguf.quants import dequantize
 
 from sparkinfer.gguf_file import type_of
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.kernels.cpu import library
 
 
 def rel_error(got, want) -> float:
@@ -15,6 +16,16 @@ def rel_error(got, want) -> float:
     got, want = (np.asarray(torch.as_tensor(a).double()) for a in (got, want))
     assert got.shape == want.shape, (got.shape, want.shape)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+class Bounds(dict[str, float]):
+    """Bounds of relative errors by type of weights. Levels that round vectors to bf16 for bf16
+    weights err by up to 0.8 % in random models: their bound is 1.5 %."""
+
+    def __getitem__(self, kind: str) -> float:
+        bound = super().__getitem__(kind)
+        is_rounded = kind == "bf16" and library.is_available() and library.rounds_to_bf16()
+        return max(bound, 0.015) if is_rounded else bound
 
 
 def assert_rows_agree(got_TV, want_TV, bound: float, *, most_flips: int = 1) -> None:

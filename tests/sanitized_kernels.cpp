@@ -555,7 +555,7 @@ int main() {
         std::printf("copies are wrong\n");
         return 1;
     }
-    for (const char* name : {"generic", "avx2", "avxvnni", "avx512", "avx512vnni", "amx"}) {
+    for (const char* name : {"generic", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx"}) {
         if (spark_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {
             const bool is_last = threads > 1;

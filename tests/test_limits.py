@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf import quants
 from models import make_model, make_shape
-from reference import norm, rel_error, rotate, weights
+from reference import Bounds, norm, rel_error, rotate, weights
 from test_runtime import make_split
 
 from sparkinfer import Engine
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 # Unless weights are f32, keys and values are cached in f16; with blocks, x and the coefficients of
 # sums have 16 bits too.
-BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
+BOUNDS = Bounds(f32=1e-5, f16=1e-3, bf16=1e-3, q8_0=1e-3, q4_0=1e-3)
 L, D, F, HEADS, KV = 2, 96, 224, 6, 2
 SHAPE = make_shape(
     width=D, num_neurons=F, num_heads=HEADS, num_kv_heads=KV, vocab_size=90, context_length=64

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models import make_model, make_shape
-from reference import logits_ref, rel_error
+from reference import Bounds, logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
 from sparkinfer import Engine
@@ -21,8 +21,9 @@ from sparkinfer.runtime.step import native_step
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 # Sums in another order change some f16 values of the KV cache, and some 16-bit values, by one unit
 # in the last place. Errors of 3e-6 were seen for f32, of 3e-4 for the others.
-BOUNDS = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3,
-          "q4_k": 1e-3, "q5_k": 1e-3, "q6_k": 1e-3}  # fmt: skip
+BOUNDS = Bounds(
+    f32=1e-5, f16=1e-3, bf16=1e-3, q8_0=1e-3, q4_0=1e-3, q4_k=1e-3, q5_k=1e-3, q6_k=1e-3
+)
 
 
 def watched(engine, ids):

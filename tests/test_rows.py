@@ -65,6 +65,34 @@ def test_rows_at_once_equal_single_steps(tmp_path, restore_library, kind, mode, 
             assert torch.equal(engine.logits(IDS[:num_rows]), want[:num_rows]), num_rows
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
+    tmp_path, restore_library, kind, level
+):
+    """Some 15 % of 2,600 neurons fire, so sums of several rows list them, window by window; two
+    thirds of the columns are copied, and the rest is added by one row after another."""
+    library.set_level(level)
+    shape = dataclasses.replace(SHAPE, num_neurons=2600)
+    model = make_model(shape=shape, kind=kind, activation="fatrelu")
+    model = dataclasses.replace(model, threshold_L=(1.0,) * 2, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    ids = IDS[:90]
+    with Engine.load(model.path, mode="exact") as engine:
+        shares = []
+        with engine.observe(
+            lambda name, layer, gate: shares.append(float((gate > 1.0).float().mean())),
+            lambda name, layer: name == "ffn_gate",
+        ):
+            engine.logits(ids)
+        assert 0.1 < min(shares) and max(shares) < 0.3, shares
+        library.set_threads(1)
+        want = one_by_one(engine, ids)
+        for num_rows in (5, 33, 90):
+            library.set_threads(1 + num_rows % 3)
+            assert torch.equal(engine.logits(ids[:num_rows]), want[:num_rows]), num_rows
+
+
 @pytest.mark.parametrize("activation", ["relu", "drelu", "silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("is_resident", [False, True])
 def test_every_activation_in_memory_and_in_the_file(tmp_path, activation, is_resident):

@@ -26,7 +26,8 @@ SOURCES = {
     "rows_avxvnni": "-mavx2 -mavxvnni -mfma -mf16c".split(),
     "rows_avx512": AVX512,
     "rows_avx512vnni": [*AVX512, "-mavx512vnni"],
-    "rows_amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
+    "rows_avx512bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "rows_amx": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8"],
 }
 FLAGS = "-std=c++17 -O1 -w -ffp-contract=off -pthread".split()
 # A null pointer needs no separate check: the address sanitizer reports the access.

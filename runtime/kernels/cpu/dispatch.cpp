@@ -56,6 +56,13 @@ bool has_avx512() {
 
 bool has_avx512vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 
+bool has_avx512bf16() {
+    constexpr uint32_t AVX512_BF16 = 1u << 5;
+    uint32_t a, b, c, d;
+    if (!has_avx512vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return false;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX512_BF16);
+}
+
 // Linux lets a process, its threads and its forked children use AMX tiles after a request
 // (Documentation/arch/x86/xstate.rst). It refuses if a signal stack is too small for the state.
 bool has_amx() {
@@ -63,7 +70,7 @@ bool has_amx() {
     constexpr uint32_t TILE_AND_INT8 = 3u << 24, TILE_STATE = 3u << 17;
     constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
     uint32_t a, b, c, d, state, upper;
-    if (!has_avx512vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     if ((d & TILE_AND_INT8) != TILE_AND_INT8) return false;
     asm volatile("xgetbv" : "=a"(state), "=d"(upper) : "c"(0));
     return (state & TILE_STATE) == TILE_STATE &&
@@ -92,6 +99,7 @@ int64_t ahead_here() {
 Level levels[] = {
 #ifdef __x86_64__
     {"amx", &kernels_amx, has_amx()},
+    {"avx512bf16", &kernels_avx512bf16, has_avx512bf16()},
     {"avx512vnni", &kernels_avx512vnni, has_avx512vnni()},
     {"avx512", &kernels_avx512, has_avx512()},
     {"avxvnni", &kernels_avxvnni, has_avxvnni()},

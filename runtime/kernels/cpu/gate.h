@@ -22,10 +22,13 @@ struct Gate {
     // above the threshold to 0.
     bool act(float& gate, float limit) const {
         if (is_smooth()) return mode == MODE_DENSE || !(std::fabs(gate) <= limit);
-        const bool fires = !(gate <= (activation == ACTIVATION_FATRELU ? threshold : 0.0f));
+        const bool fires = !(gate <= least());
         if (!fires) gate = 0.0f;
         return fires || mode == MODE_DENSE;
     }
+
+    // The gate above which a neuron with ReLU or a variant fires.
+    float least() const { return activation == ACTIVATION_FATRELU ? threshold : 0.0f; }
 };
 
 // Limits of a block's neurons, by position in the block.

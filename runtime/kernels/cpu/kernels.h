@@ -104,14 +104,16 @@ struct Input {
 
 // Bytes of a packed vector. blocks_amx.h needs the most: 6.7 * D + 248 for 8 vectors, 4.4 * D for many.
 constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
-// Kinds that take the same packed form share a number; the float kinds take none.
-constexpr int NUM_FORMS = 3;
+// Kinds that take the same packed form share a number. f32 and f16 take none, and bf16 only at levels with
+// AVX512_BF16.
+constexpr int NUM_FORMS = 4;
 constexpr int form_of(int32_t kind) {
     switch (kind) {
         case KIND_Q4_0: case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return 2;
         case KIND_Q8_0: case KIND_Q8_0_PLANAR: case KIND_Q8_0_TILED: case KIND_Q8_0_GROUPED:
         case KIND_Q4_K: case KIND_Q5_K: case KIND_Q6_K:
         case KIND_Q4_K_TILED: case KIND_Q5_K_TILED: case KIND_Q6_K_TILED: return 1;
+        case KIND_BF16: return 3;
         default: return 0;
     }
 }
@@ -174,8 +176,10 @@ using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_strid
 constexpr int64_t SUM_ROWS = GROUP_ROWS;
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
-// The same for several vectors and rows a0 .. a0 + k - 1, k <= SUM_ROWS. Bit j of mask[t * mask_stride]
-// says whether vector t takes row j; if not, c[t * c_stride + j] is 0.
+// The same for several vectors and rows a0 .. a0 + k - 1, k <= WINDOW_ROWS, in groups of SUM_ROWS. Bit j of
+// mask[t * mask_stride + g] says whether vector t takes row j of group g; if not, c[t * c_stride + g *
+// SUM_ROWS + j] is 0.
+constexpr int64_t WINDOW_ROWS = 4 * SUM_ROWS;
 struct ManySums {
     const float* c;
     const uint64_t* mask;
@@ -215,6 +219,11 @@ inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
 // SiLU or GELU of n values, in place; NaN stays NaN. `activation` is one of these.
 using Smooth = void(float* x, int64_t n, int32_t activation);
+// Sets values that are not above the limit to 0, in place; bit i of the result says whether value i is above
+// it or NaN. n <= 64.
+using OpenGates = uint64_t(float* x, int64_t n, float limit);
+// Sets values i < 64 whose bit is not set to 0.
+using KeepOnly = void(float* x, uint64_t mask);
 // y[i] += x[i]
 using AddTo = void(float* y, const float* x, int64_t n);
 // Writes the indices of scores that are above the limit or NaN, ascending, to `chosen` [n]; returns
@@ -258,6 +267,8 @@ struct Kernels {
     OrderSums* order_sums[NUM_KINDS];  // null if they are in order
     Choose* choose;
     Smooth* smooth;
+    OpenGates* open_gates;
+    KeepOnly* keep_only;
     AddTo* add_to;
     SelectRows *dot_bytes, *dot_codes;
     ScaleDots* scale_dots;
@@ -266,6 +277,7 @@ struct Kernels {
 };
 
 extern const Kernels kernels_generic, kernels_avx2, kernels_avxvnni, kernels_avx512, kernels_avx512vnni;
+extern const Kernels kernels_avx512bf16;
 extern const Kernels kernels_amx;
 
 // The functions library.py calls.

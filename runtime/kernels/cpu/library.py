@@ -28,9 +28,15 @@ from sparkinfer.runtime.kernels.grouped import GROUP_ROWS, is_grouped
 from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
 # Instruction sets, best first.
-LEVELS = ("amx", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
+LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
-_TILED_LEVELS = ("amx", "avx512vnni", "avx512")  # a vector has as many lanes as a tile has rows
+_TILED_LEVELS = (
+    "amx",
+    "avx512bf16",
+    "avx512vnni",
+    "avx512",
+)  # a vector has as many lanes as a tile has rows
+_BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
 log = logging.getLogger(__name__)
 
 
@@ -119,6 +125,12 @@ def prefers_tiles() -> bool:
     """True if products of tiled rows are faster than those of planar rows on this level. Both give
     bit-identical results on every level."""
     return level() in _TILED_LEVELS
+
+
+def rounds_to_bf16() -> bool:
+    """True if bf16 rows are multiplied by vectors, and added with coefficients, that this level
+    rounds to bf16, by at most 2^-9 of each value. Other levels take them in f32."""
+    return level() in _BF16_LEVELS
 
 
 def set_level(name: str) -> None:

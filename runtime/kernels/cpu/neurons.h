@@ -213,9 +213,7 @@ class Neurons {
             float* of = hidden + t * stride;
             for (int64_t i = 0; gate_bias.data && i < count; ++i) of[i] += gate_bias[i];
             gate.smooth(of, count);
-            for (int64_t i = 0; i < count; ++i)
-                if (!gate.act(of[i], limits.of_gate(p0 + i))) needed[t] &= ~(1ull << i);
-            any_fired |= needed[t];
+            any_fired |= needed[t] &= act(gate, limits, p0, of, count);
         }
         if (block.up.data)
             dot_group(rows_of(block.up, block, p0, count), block.up.kind, up_x, T, needed, count, up,
@@ -228,12 +226,24 @@ class Neurons {
             for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
             for (int64_t i = 0; limits.has_hidden() && i < count; ++i)
                 if (limits.is_silent(of[i], p0 + i)) needed[t] &= ~(1ull << i);
-            for (uint64_t left = ~needed[t]; left; left &= left - 1) of[__builtin_ctzll(left)] = 0.0f;
+            kernels().keep_only(of, needed[t]);
             hidden_.mask[t * hidden_.groups + g] = needed[t];
             any_open |= needed[t];
         }
         num_read_[g] = {__builtin_popcountll(any_named), __builtin_popcountll(any_fired),
                         __builtin_popcountll(any_open)};
+    }
+
+    // Activates gates of the group at position p0; the mask of those that fire.
+    static uint64_t act(const Gate& gate, const NeuronLimits& limits, int64_t p0, float* value, int64_t count) {
+        uint64_t fired = 0;
+        if (!gate.is_smooth()) {
+            fired = kernels().open_gates(value, count, gate.least());
+            return gate.mode == MODE_DENSE ? ~0ull : fired;
+        }
+        for (int64_t i = 0; i < count; ++i)
+            fired |= static_cast<uint64_t>(gate.act(value[i], limits.of_gate(p0 + i))) << i;
+        return fired;
     }
 
     static Rows rows_of(const SparkMatrix& m, const SparkBlock& block, int64_t p0, int64_t count) {
@@ -251,6 +261,11 @@ class Neurons {
 
     static uint64_t names(const SparkBlock& block, const Named& named, int64_t p0, int64_t count) {
         uint64_t mask = 0;
+        if (named.bits && !block.id) {
+            const uint32_t* word = named.bits + p0 / 32;
+            mask = word[0] | static_cast<uint64_t>(count > 32 ? word[1] : 0) << 32;
+            return mask & ~0ull >> (SUM_ROWS - count);
+        }
         for (int64_t i = 0; i < count; ++i)
             mask |= static_cast<uint64_t>(named.has(id_of(block, p0 + i))) << i;
         return mask;

@@ -74,6 +74,19 @@ bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, in
     return true;
 }
 
+// A sum of float rows is that of one row after another, to the bit.
+bool adds_in_order(const Kernels& tried, int32_t kind, int64_t row_bytes) {
+    const Rows rows = {weight, row_bytes, D, nullptr, ROWS};
+    for (int which = 0; which < 2; ++which) {
+        std::memset(y[which], 0, sizeof y[which]);
+        for (int64_t a = 0, end; a < ROWS; a = end) {
+            end = which ? a + 1 : ROWS;
+            tried.accumulate_rows[kind](rows, x, y[which], a, end, 0, D);
+        }
+    }
+    return std::memcmp(y[0], y[1], D * sizeof(float)) == 0;
+}
+
 // Unpacking is exact in every kind but the K-quants, so bits are compared; weight holds no NaN.
 bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
                   int64_t row_bytes) {
@@ -188,7 +201,13 @@ bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
         }
         if (!are_close(y[0], y[1], 2 * D)) return false;
     }
-    return true;
+    uint64_t open[2];
+    for (int which = 0; which < 2; ++which) {
+        for (int64_t i = 0; i < 2 * 64; ++i) y[which][i] = x[i];
+        open[which] = both[which]->open_gates(y[which], 61, 1.0f);
+        both[which]->keep_only(y[which] + 64, 0x123456789abcdef0);
+    }
+    return open[0] == open[1] && std::memcmp(y[0], y[1], 2 * 64 * sizeof(float)) == 0;
 }
 
 bool agree(const Kernels& tried, const Kernels& reference) {
@@ -207,6 +226,9 @@ bool agree(const Kernels& tried, const Kernels& reference) {
             !(is_tiled(kind) || sums_alike(tried, reference, kind, row_bytes[kind])) ||
             !unpack_alike(tried, reference, kind, row_bytes[kind]))
             return false;
+    for (int64_t i = 0; i < ROWS; ++i) x[i] *= 1.0f + 0.0101f * static_cast<float>(i);  // sums must be rounded
+    for (int32_t kind : {KIND_F32, KIND_F16, KIND_BF16})
+        if (!adds_in_order(tried, kind, row_bytes[kind])) return false;
     return attend_alike(tried, reference) && choose_alike(tried, reference) &&
            dots_alike(tried, reference) && selection_alike(tried, reference) &&
            rows_of_floats_alike(tried, reference);

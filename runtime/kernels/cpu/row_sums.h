@@ -103,8 +103,10 @@ class RowSums {
         const int32_t kind = places.matrix.kind;
         for (int64_t g0 = 0; g0 < groups; g0 += per_chunk) {
             for (int64_t t = t0; t < t1; ++t) std::fill(part + t * D + d0, part + t * D + d1, 0.0f);
-            for (int64_t g = g0; g < std::min(g0 + per_chunk, groups); ++g) {
-                const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, places.count - p0);
+            const int64_t g1 = std::min(g0 + per_chunk, groups);
+            for (int64_t g = g0, end; g < g1; g = end) {
+                end = std::min(g + WINDOW_ROWS / SUM_ROWS, g1);
+                const int64_t p0 = g * SUM_ROWS, count = std::min(end * SUM_ROWS, places.count) - p0;
                 const ManySums sums = {c.value + t0 * c.stride() + p0, c.mask + t0 * c.groups + g,
                                        part + t0 * D, c.stride(), c.groups, D, t1 - t0, d0, d1};
                 kernels().accumulate_many[kind](places.rows(p0, count), 0, count, sums);

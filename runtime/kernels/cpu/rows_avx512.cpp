@@ -1,4 +1,5 @@
-// Also included by rows_avx512vnni.cpp and rows_amx.cpp, which are compiled with more instructions.
+// Also included by rows_avx512vnni.cpp, rows_avx512bf16.cpp and rows_amx.cpp, which are compiled with more
+// instructions.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -281,6 +282,8 @@ inline Floats few_factors(const uint8_t* const* scale, int64_t m, const float* x
 
 #if defined(LEVEL_AMX)
 const Kernels kernels_amx = ALL_KERNELS;
+#elif defined(LEVEL_AVX512BF16)
+const Kernels kernels_avx512bf16 = ALL_KERNELS;
 #elif defined(__AVX512VNNI__)
 const Kernels kernels_avx512vnni = ALL_KERNELS;
 #else

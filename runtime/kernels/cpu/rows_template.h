@@ -297,6 +297,37 @@ void smooth(float* x, int64_t n, int32_t activation) {
             x[i] = 0.5f * x[i] * (1.0f + __builtin_erff(x[i] * 0.70710678f));
 }
 
+uint64_t open_gates(float* x, int64_t n, float limit) {
+    uint64_t open = 0;
+#ifdef LEVEL_AVX512
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 there = first_of_16(n - i);
+        const __m512 values = _mm512_maskz_loadu_ps(there, x + i);
+        const __mmask16 above = _mm512_mask_cmp_ps_mask(there, values, broadcast(limit), _CMP_NLE_UQ);
+        _mm512_mask_storeu_ps(x + i, there, _mm512_maskz_mov_ps(above, values));
+        open |= static_cast<uint64_t>(above) << i;
+    }
+#else
+    for (int64_t i = 0; i < n; ++i) open |= static_cast<uint64_t>(!(x[i] <= limit)) << i;
+    for (int64_t i = 0; i < n; ++i) x[i] = x[i] <= limit ? 0.0f : x[i];
+#endif
+    return open;
+}
+
+void keep_only(float* x, uint64_t mask) {
+    for (int64_t i = 0; i < 64; ++i) {
+#ifdef LEVEL_AVX512
+        if (i % 16 == 0)
+            _mm512_storeu_ps(x + i, _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> i), x + i));
+#else
+        uint32_t value;
+        __builtin_memcpy(&value, x + i, 4);
+        value &= 0u - static_cast<uint32_t>(mask >> i & 1);
+        __builtin_memcpy(x + i, &value, 4);
+#endif
+    }
+}
+
 void add_to(float* y, const float* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) y[i] += x[i];
 }
@@ -348,25 +379,46 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 #include "attend_template.h"
 #include "select_template.h"
 #include "sums_template.h"
+#ifdef HAS_BF16_PAIRS
+#include "bf16_pairs.h"
+#endif
+
+// Those of bf16.
+#ifdef HAS_BF16_PAIRS
+constexpr DotRows* DOT_BF16 = dot_bf16;
+constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_bf16, *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_bf16;
+constexpr AccumulateMany *MANY_BF16 = by_window<Bf16Tile, accumulate_bf16_many>,
+                         *MANY_GROUPED_BF16 = by_groups<accumulate_grouped_bf16_many>;
+constexpr Quantise* QUANTISE_BF16 = quantise_bf16;
+constexpr OrderSums* ORDER_BF16 = order_bf16_sums;
+#else
+constexpr DotRows* DOT_BF16 = dot_float_rows<BF16>;
+constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_rows<BF16>,
+                         *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_floats<GroupedFloats<BF16>>;
+constexpr AccumulateMany *MANY_BF16 = by_window<FloatTile<BF16>, accumulate_many<BF16>>,
+                         *MANY_GROUPED_BF16 = by_groups<accumulate_grouped_floats_many<GroupedFloats<BF16>>>;
+constexpr Quantise* QUANTISE_BF16 = nullptr;
+constexpr OrderSums* ORDER_BF16 = nullptr;
+#endif
 
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
-    {dot_float_rows<F32>, dot_float_rows<F16>, dot_float_rows<BF16>, dot_blocks<Q8_0>, dot_blocks<Q4_0>, 
+    {dot_float_rows<F32>, dot_float_rows<F16>, DOT_BF16, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
      dot_super<Q4_K>, dot_super<Q5_K>, dot_super<Q6_K>, dot_blocks<Q4_0Planar>,
      dot_blocks<Q8_0Planar>, dot_tiled<Q4_0Tiled>, dot_tiled<Q8_0Tiled>,
      nullptr, nullptr, nullptr, nullptr, dot_tiled_super<Q4_K>, dot_tiled_super<Q5_K>,
      dot_tiled_super<Q6_K>},
-    {accumulate_rows<F32>, accumulate_rows<F16>, accumulate_rows<BF16>, accumulate_rows<Q8_0>,
+    {accumulate_rows<F32>, accumulate_rows<F16>, ACCUMULATE_BF16, accumulate_rows<Q8_0>,
      accumulate_rows<Q4_0>, accumulate_rows<Q4_K>, accumulate_rows<Q5_K>, accumulate_rows<Q6_K>,
      accumulate_rows<Q4_0Planar>, accumulate_rows<Q8_0Planar>, nullptr, nullptr,
      accumulate_grouped<Q4_0Grouped>, accumulate_grouped<Q8_0Grouped>,
-     accumulate_grouped_floats<GroupedFloats<F16>>, accumulate_grouped_floats<GroupedFloats<BF16>>},
-    {accumulate_many<F32>, accumulate_many<F16>, accumulate_many<BF16>, accumulate_many<Q8_0>,
-     accumulate_many<Q4_0>, accumulate_many<Q4_K>, accumulate_many<Q5_K>, accumulate_many<Q6_K>,
-     accumulate_many<Q4_0Planar>, accumulate_many<Q8_0Planar>, nullptr, nullptr,
-     accumulate_grouped_many<Q4_0Grouped>, accumulate_grouped_many<Q8_0Grouped>,
-     accumulate_grouped_floats_many<GroupedFloats<F16>>,
-     accumulate_grouped_floats_many<GroupedFloats<BF16>>},
+     accumulate_grouped_floats<GroupedFloats<F16>>, ACCUMULATE_GROUPED_BF16},
+    {by_window<FloatTile<F32>, accumulate_many<F32>>, by_window<FloatTile<F16>, accumulate_many<F16>>,
+     MANY_BF16, by_groups<accumulate_many<Q8_0>>, by_groups<accumulate_many<Q4_0>>,
+     by_groups<accumulate_many<Q4_K>>, by_groups<accumulate_many<Q5_K>>, by_groups<accumulate_many<Q6_K>>,
+     by_groups<accumulate_many<Q4_0Planar>>, by_groups<accumulate_many<Q8_0Planar>>, nullptr, nullptr,
+     by_groups<accumulate_grouped_many<Q4_0Grouped>>, by_groups<accumulate_grouped_many<Q8_0Grouped>>,
+     by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>, MANY_GROUPED_BF16},
     {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>,
      unpack_rows<Q8_0>, unpack_rows<Q4_0>, unpack_rows<Q4_K>,
      unpack_rows<Q5_K>, unpack_rows<Q6_K>, unpack_rows<Q4_0Planar>,
@@ -374,17 +426,19 @@ constexpr Kernels ALL_KERNELS = {
      unpack_grouped<Q4_0Grouped>, unpack_grouped<Q8_0Grouped>,
      unpack_grouped_floats<GroupedFloats<F16>>, unpack_grouped_floats<GroupedFloats<BF16>>,
      unpack_tiled_super<Q4_K>, unpack_tiled_super<Q5_K>, unpack_tiled_super<Q6_K>},
-    {nullptr, nullptr, nullptr, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
+    {nullptr, nullptr, QUANTISE_BF16, quantise_blocks<Q8_0>, quantise_blocks<Q4_0>,
      quantise_blocks<Q8_0>, quantise_blocks<Q8_0>, quantise_blocks<Q8_0>,
      quantise_blocks<Q4_0Planar>, quantise_blocks<Q8_0Planar>, quantise_blocks<Q4_0Tiled>,
      quantise_blocks<Q8_0Tiled>, nullptr, nullptr, nullptr, nullptr, quantise_blocks<Q8_0>,
      quantise_blocks<Q8_0>, quantise_blocks<Q8_0>},
     {weigh_keys<F32>, weigh_keys<F16>, weigh_keys<BF16>, weigh_keys<Q8_0>, weigh_keys<Q4_0>},
     {mix_values<F32>, mix_values<F16>, mix_values<BF16>, mix_values<Q8_0>, mix_values<Q4_0>},
-    {nullptr, nullptr, nullptr, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,
+    {nullptr, nullptr, ORDER_BF16, order_sums<Q8_0>, order_sums<Q4_0>, nullptr, nullptr, nullptr,
      order_sums<Q4_0Planar>, order_sums<Q8_0Planar>},
     choose,
     smooth,
+    open_gates,
+    keep_only,
     add_to,
     dot_bytes,
     dot_codes,

@@ -11,17 +11,23 @@
 // 19.5 and 21.3.
 constexpr int64_t TOGETHER = 3;  // a third
 constexpr int64_t LEAST_TOGETHER = 3;
+constexpr int64_t LEAST_USES = 3;  // of a row that is listed, on average
 
-inline bool are_taken_together(int64_t k, const ManySums& s) {
-    if (s.count < LEAST_TOGETHER) return false;
-    int64_t needed = 0;
+// Number of pairs of a vector and a row that it takes, of k rows.
+inline int64_t num_taken(int64_t k, const ManySums& s) {
+    int64_t count = 0;
     for (int64_t t = 0; t < s.count; ++t)
-        needed += __builtin_popcountll(s.mask[t * s.mask_stride]);
-    return needed * TOGETHER > k * s.count;
+        for (int64_t g = 0; g * SUM_ROWS < k; ++g)
+            count += __builtin_popcountll(s.mask[t * s.mask_stride + g]);
+    return count;
 }
 
-template <class Format>
-inline void accumulate_lists(const Rows& rows, int64_t a0, const ManySums& s) {
+inline bool are_taken_together(int64_t k, const ManySums& s) {
+    return s.count >= LEAST_TOGETHER && num_taken(k, s) * TOGETHER > k * s.count;
+}
+
+// `add` is accumulate_rows() of the kind.
+inline void accumulate_lists(AccumulateRows add, const Rows& rows, int64_t a0, const ManySums& s) {
     for (int64_t t = 0; t < s.count; ++t) {
         int32_t index[SUM_ROWS];
         float c[SUM_ROWS];
@@ -35,8 +41,8 @@ inline void accumulate_lists(const Rows& rows, int64_t a0, const ManySums& s) {
         }
         for (int64_t i = count; i < 4; ++i) next[i] = rows.weight;
         if (count)
-            accumulate_rows<Format>({rows.weight, rows.stride, rows.D, index, count, next}, c,
-                                    s.y + t * s.y_stride, 0, count, s.d0, s.d1);
+            add({rows.weight, rows.stride, rows.D, index, count, next}, c, s.y + t * s.y_stride, 0, count, s.d0,
+                s.d1);
     }
 }
 
@@ -83,9 +89,29 @@ inline void add_floats_to_many(const Rows& rows, int64_t a0, int64_t k, const Ma
     }
     ManySums rest = s;
     rest.d0 = d;
-    if (d < s.d1) accumulate_lists<Format>(rows, a0, rest);
+    if (d < s.d1) accumulate_lists(accumulate_rows<Format>, rows, a0, rest);
 }
 
+// Adds a window group by group.
+template <AccumulateMany ADD_GROUP>
+void by_groups(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
+    ManySums of_group = s;
+    for (int64_t j = 0; j < k; j += SUM_ROWS, of_group.c += SUM_ROWS, ++of_group.mask)
+        ADD_GROUP(rows, a0 + j, k - j < SUM_ROWS ? k - j : SUM_ROWS, of_group);
+}
+
+#include "listed_sums.h"
+
+// Adds a window of float rows, which may be done in any division that keeps their order. Listed rows must
+// be copied, which pays if each is used by some vectors.
+template <class Tile, AccumulateMany ADD_GROUP>
+void by_window(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
+    const int64_t taken = num_taken(k, s);
+    if (taken >= LEAST_USES * k && taken * TOGETHER <= k * s.count) return add_listed<Tile>(rows, a0, k, s);
+    by_groups<ADD_GROUP>(rows, a0, k, s);
+}
+
+// One group.
 template <class Format>
 void accumulate_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
     if constexpr (!IS_SUPER<Format>) {
@@ -99,5 +125,5 @@ void accumulate_many(const Rows& rows, int64_t a0, int64_t k, const ManySums& s)
             }
         }
     }
-    accumulate_lists<Format>(rows, a0, s);
+    accumulate_lists(accumulate_rows<Format>, rows, a0, s);
 }

@@ -62,7 +62,7 @@ class Arena {
 
 // The packed form for products with a matrix, as a bit mask; 0 if none is needed.
 inline uint32_t form_bit(const SparkMatrix& m) {
-    return m.data && kernels().quantise[m.kind] ? 1u << form_of(m.kind) : 0;
+    return m.data && form_of(m.kind) ? 1u << form_of(m.kind) : 0;
 }
 
 inline uint32_t forms_of(const SparkBlock& block) {
