@@ -121,8 +121,8 @@ inline void each_query(int64_t num_queries, const Body& body) {
     if (num_queries - q == 1) body(q, Queries<1>());
 }
 
-// Replaces the n scores of one query with their exponentials, followed by zeros; sets their largest
-// score and the sum of the exponentials.
+// Replaces the n scores of one query with exp(score - top), followed by zeros up to `room`; `top`
+// becomes the largest score, `total` the sum of the exponentials.
 inline void weigh(float* score, int64_t n, int64_t room, float& top, float& total) {
     top = -__builtin_inff(), total = 0.0f;
     if (n) {
@@ -134,7 +134,7 @@ inline void weigh(float* score, int64_t n, int64_t room, float& top, float& tota
     for (int64_t c = n; c < room; ++c) score[c] = 0.0f;
 }
 
-// Scattered values of a tile are prefetched while its keys are scored.
+// Prefetches the scattered values of a tile, which arrive while its keys are scored.
 inline void prefetch_values(const AttendPart& a, int64_t c) {
     for (int64_t i = c; i < c + TILE && i < a.n; ++i) {
         const uint8_t* row = a.value[0] + a.value_place[i] * a.value_bytes;

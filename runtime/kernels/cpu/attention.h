@@ -266,8 +266,8 @@ class Attention {
         }
     }
 
-    // Finds the keys and values at n positions: returns their rows from `key` and `value` on, or null if
-    // they are contiguous.
+    // Finds the keys and values at n positions: sets `key` and `value`, and returns the offset of
+    // each position from them, in rows, or null if the positions are contiguous there.
     const int64_t* find(const SparkLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position,
                         int64_t n, const uint8_t*& key, const uint8_t*& value) const {
         const int64_t length = s.table.block_length;

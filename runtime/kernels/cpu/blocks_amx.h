@@ -30,7 +30,7 @@ class Panels {
     int64_t n_;
 };
 
-// The vectors of a group that the call uses.
+// The vectors of a group that the call uses, one bit each.
 inline __mmask16 meant_of(const Input& x, int64_t group) {
     int64_t begin = x.first - group * GROUP, end = begin + x.count;
     begin = begin < 0 ? 0 : begin;
@@ -222,9 +222,9 @@ inline void store_products(const RowSums* part, int64_t valid, const Input& x, i
     }
 }
 
-// Up to ROW_TILES tiles of rows times up to MOST_GROUPS groups; `next` is prefetched. While one
-// block's sums are scaled and added, the tiles multiply the next block, which hides the latency of
-// tile stores.
+// Multiplies up to ROW_TILES tiles of rows by up to MOST_GROUPS groups of vectors; `next` is
+// prefetched. While one block's sums are scaled and added, the tiles multiply the next block, which
+// hides the latency of tile stores.
 template <class F>
 inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next, int64_t n,
                        const Input& x, int64_t group, int64_t num_groups, float* y,

@@ -1,7 +1,7 @@
 // Integer products of pairs of 16-bit values, for blocks_template.h, at the levels generic, AVX2
 // and AVX-512. The including file defines FEW as LANES / 4; products_q8(quants, x) and
 // products_q4(quants, x), which give LANES partial sums of one row's block; and reduce(s), whose
-// lane 4 * r + i is the sum of vector s[r][i].
+// lane 4 * r + i is the sum of the lanes of s[r][i].
 
 template <class F>
 constexpr int64_t unit() {
@@ -36,7 +36,7 @@ inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t*
 
 constexpr int few_lane(int r, int p) { return 4 * r + p; }
 
-// Vectors of 16-bit pairs of an unpacked block of 32 values.
+// Number of vectors that hold an unpacked block of LANES rows, two 16-bit values per lane.
 template <class F>
 constexpr int TILE_WEIGHTS = 16;
 

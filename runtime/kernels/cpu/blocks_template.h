@@ -19,7 +19,8 @@
 //   tile_weights<F>(quarter, w)       unpacks a block of LANES rows to TILE_WEIGHTS<F> vectors
 //   tile_products<F, FIRST, END>(w, x, b, start)   start + I of LANES rows over values 4 * FIRST ..
 //                                           4 * END - 1, by default all; x: the unit with block b
-//   OFFSET<F>                         added to values to make them non-negative; 0: they stay signed
+//   OFFSET<F>                         added to quants to make them non-negative, so I is too large
+//                                           by OFFSET<F> times the sum of x; 0: they stay signed
 // and in its rows_<level>.cpp FEW;
 //   few_corrections(four), few_factors(scale, m, x_scale)   four sums of x, and scales times x_scale, in
 //                                           the lanes of few_products; factors are 0 from block m on
@@ -28,7 +29,7 @@
 
 constexpr int64_t TILE_TOKENS = 32;
 
-// For kinds whose rows are in tiles, see tiled_template.h.
+// True for kinds whose rows are in tiles: see tiled_template.h.
 template <class F>
 constexpr bool IS_TILED = false;
 
@@ -51,7 +52,7 @@ struct PackedBlocks {
     uint8_t* values;  // of the first vector; units are `stride` bytes apart
     float* scale;     // of each block
     int32_t* sum;     // of each block's values
-    int32_t* first_sum;  // of its first sixteen
+    int32_t* first_sum;  // of each block's first sixteen
     int64_t stride, next_vector, next_scale;
 };
 
@@ -137,8 +138,8 @@ class RowsTile {
     RowsTile(const uint8_t* const* rows, const uint8_t* next, int64_t n)
         : rows_(rows), next_(next), n_(n) {}
 
-    // Block b: its quants, 16 bytes of LANES rows at a time in the order of transpose_16(), and
-    // scales.
+    // Loads the quants of block b, 16 bytes of LANES rows at a time in the order of transpose_16();
+    // returns its scales.
     inline Floats load(int64_t b, Ints* quarter) {
         if (b % 16 == 0) tile_scales<F>(rows_, n_, b, scales_);
         const uint8_t* ahead = next_ + b * LANES * F::BLOCK_BYTES;
@@ -223,7 +224,9 @@ void quantise_blocks(const Input& x, int64_t D) {
 #endif
 }
 
-// The last rows, if at most LANES / 2, are multiplied by one vector at a time.
+// Multiplies LANES rows by several vectors at a time (with AMX, by fewer than LEAST_VECTORS). The
+// last rows, if at most LANES / 2, and all rows if there is one vector, are multiplied by one vector
+// at a time.
 template <class F>
 void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                 int64_t a1) {

@@ -3,8 +3,9 @@
 
 #include "blocks_bytes.h"
 
-// Packed x of two blocks of q8_0: 64 high bytes, 64 low ones. Of four blocks of q4_0: high bytes of
-// the first 16 values of each, then of the last 16; low bytes likewise.
+// For q8_0, a unit of packed x has two blocks: 64 high bytes, then 64 low ones. For q4_0, it has
+// four: the high bytes of the first 16 values of each, then of the last 16; then the low bytes
+// likewise.
 template <class F>
 constexpr int64_t unit() {
     return F::QUANT_BYTES == 16 ? 4 : 2;
@@ -34,8 +35,8 @@ inline void quantise_unit(const int16_t* value, uint8_t* to) {
     }
 }
 
-// a, b, c and d hold four blocks of one row each, with four sums per block. Returns lane 4 * block
-// + row.
+// a, b, c and d each hold four sums for each of four blocks of one row. Lane 4 * block + row of the
+// result is the sum of the four.
 inline __m512i few_sums(__m512i a, __m512i b, __m512i c, __m512i d) {
     const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
     const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));

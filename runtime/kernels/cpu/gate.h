@@ -1,5 +1,5 @@
-// Decides whether neurons fire, and keeps the lists and bits of those that do. The reference is
-// feed_forward.py.
+// Decides whether neurons fire, lists those that are predicted to, and keeps bits of those that do.
+// The reference is feed_forward.py.
 #pragma once
 #include <cmath>
 
@@ -77,8 +77,8 @@ struct Fired {
     void set(int64_t t, int64_t j) const { bits[t * stride + j / 32] |= 1u << j % 32; }
 };
 
-// Weight bytes of the rows that any token needs, each counted once. They are what is read for one token;
-// several may read further rows of the same groups (see neurons.h).
+// Weight bytes of the rows that any token needs, each counted once. For one token, exactly these
+// are read; several tokens may read further rows of the same groups (see neurons.h).
 struct NeuronBytes {
     int64_t gate = 0, up = 0, down = 0;
 };

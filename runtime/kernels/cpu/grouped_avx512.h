@@ -10,7 +10,7 @@ struct LaneFactors {
     alignas(64) float scale[16];
 };
 
-// The scales of each row in the lanes of the blocks.
+// Each row's scales, repeated over the lanes of their blocks.
 template <int COUNT>
 inline void spread_grouped(const uint8_t* const* scales, LaneFloats& out) {
     constexpr int BLOCKS = 16 / COUNT, ROWS = 16 / BLOCKS;  // read together
@@ -114,7 +114,7 @@ inline void add_grouped(const uint8_t* group, int64_t D, const ManySums& s, int6
 }
 
 // Adds a group's sums to eight or four vectors at a time; returns the number of vectors that are
-// done: all but the last three at most.
+// done: all but at most the last three.
 template <class F>
 inline int64_t add_grouped_lanes(const uint8_t* group, int64_t D, const ManySums& s) {
     alignas(64) LaneFloats c[1];

@@ -14,12 +14,12 @@
 // There are two kernels, as for q8_0 and q4_0. One takes SUPER_ROWS rows and one vector; its lanes are pairs
 // of a row and a part. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes are rows, and a
 // part is unpacked once for all vectors. A level defines
-//   SUPER_ROWS, SuperSums              rows multiplied together; their part[p], of type SuperSums
+//   SUPER_ROWS, SuperSums              number of rows multiplied together; type of their part[p]
 //   add_super<F>(block, x, sums)       adds the terms of one block of each row, times x's scales
 //   store_super(sums, to)              writes part[p] of row r to to[8 * r + p]
 //   byte_weights<F>(bytes, w)          unsigned bytes of LANES rows in the form that tile_products takes
 
-// LANES rows of COUNT numbers as COUNT vectors of LANES rows.
+// Transposes COUNT numbers of each of LANES rows: out[i] has number first + i of all rows.
 template <int COUNT>
 inline void lanes_of(const float (*row)[24], int first, float (*out)[LANES]) {
     for (int i = 0; i < COUNT; i += 4) {
@@ -54,7 +54,8 @@ struct SuperFactors {
         if constexpr (F::HAS_MINIMA) lanes_of<8>(row, 16, minimum);
     }
 
-    // The terms of part b for the vector whose sums are given; w: its weights.
+    // The terms of part b of LANES rows for one vector; w: the part's weights; `sum` and
+    // `first_sum`: of the vector's values.
     __attribute__((always_inline)) inline Floats term(int b, const Ints* w, const uint8_t* values, int64_t block, int32_t sum,
                        int32_t first_sum) const {
         if constexpr (F::HAS_MINIMA) {
@@ -83,9 +84,9 @@ struct SuperRows {
             __builtin_prefetch(next + at * LANES + line, 0, 2);
         to.read(rows, at);
     }
-    // The bits above all nibbles of block s.
+    // The bits of block s that extend its nibbles.
     void bits(int64_t s, Ints* to) const { bytes_of(rows, s * F::BLOCK_BYTES + F::BITS_AT, F::BITS_BYTES, to); }
-    // The nibbles of a pair.
+    // The nibbles of a pair of parts.
     void quants(int64_t s, int pair, Ints* to) const {
         bytes_of(rows, s * F::BLOCK_BYTES + F::QUANTS_AT + 32 * pair, 32, to);
     }
@@ -137,7 +138,7 @@ inline void dot_super_tile(const Tile& tile, int64_t n, const Input& input, floa
     }
 }
 
-// The same for one vector, with its sums in registers.
+// The same for one vector and all LANES rows, with the sums in registers.
 template <class F, class Tile>
 inline void dot_super_tile_one(const Tile& tile, int64_t n, const PackedBlocks<Q8_0>& x, float* y) {
     Floats part[8];
@@ -207,7 +208,8 @@ constexpr int64_t LEAST_SHARED = 4;
 constexpr int64_t LEAST_SHARED = 2;
 #endif
 
-// The last rows, if at most LANES / 2, are multiplied by one vector at a time.
+// Multiplies LANES rows by several vectors at a time. The last rows, if at most LANES / 2, and all
+// rows if there are fewer than LEAST_SHARED vectors, are multiplied by one vector at a time.
 template <class F>
 void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     const int64_t n = rows.D / BLOCK;

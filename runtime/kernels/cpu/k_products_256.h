@@ -1,5 +1,5 @@
-// Products of a row of a K-quant with one vector, in vectors of 32 bytes: for levels without AVX-512 VNNI. See
-// k_products.h.
+// Products of a row of a K-quant with one vector, in vectors of 32 bytes: for the levels avx2,
+// avxvnni and avx512. See k_products.h.
 
 constexpr int SUPER_ROWS = 1;
 typedef __m256 SuperSums;
@@ -30,7 +30,8 @@ inline void parts_of(const uint8_t* block, __m256i* part) {
 inline __m256i lower_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x20); }
 inline __m256i upper_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x31); }
 
-// Of v[i] with eight sums: v[0 .. 3] in out[0], v[4 .. 7] in out[1], the sums of their lower lanes first.
+// Adds up the lower and the upper four lanes of each v[i]: out[0] has the sums of v[0 .. 3], out[1]
+// those of v[4 .. 7], each the four lower sums first.
 inline void sums_in_lanes(const __m256i* v, __m256i* out) {
     for (int i = 0; i < 2; ++i)
         out[i] = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4 * i], v[4 * i + 1]),

@@ -56,8 +56,9 @@ struct Planes {
     }
 };
 
-// A block's products with x: in lanes of 16 bytes those of the first sixteen values of parts 0, 2, 4 and 6,
-// the others of these, the first sixteen of parts 1, 3, 5 and 7, and the others.
+// A block's products with x, in four lanes of 16 bytes: those of the first sixteen values of parts
+// 0, 2, 4 and 6, of their last sixteen, of the first sixteen of parts 1, 3, 5 and 7, and of their
+// last sixteen.
 template <class F>
 inline __m512i products_of_block(const uint8_t* block, const Planes& x) {
     __m512i each[4];
@@ -73,7 +74,7 @@ __attribute__((always_inline)) inline void add_super(const uint8_t* const* block
     const Planes planes(x);
     const __m512i of_row[2] = {products_of_block<F>(block[0], planes),
                                products_of_block<F>(block[1], planes)};
-    // Of each row the parts 0, 2, 4, 6, 1, 3, 5, 7: their first sixteen values, and the others.
+    // For parts 0, 2, 4, 6, 1, 3, 5, 7 of both rows: their first sixteen values, and their last.
     const __m512i first = _mm512_shuffle_i32x4(of_row[0], of_row[1], 0x88);
     const __m512i last = _mm512_shuffle_i32x4(of_row[0], of_row[1], 0xdd);
     const __m512i order = _mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
@@ -102,7 +103,7 @@ __attribute__((always_inline)) inline void add_super(const uint8_t* const* block
         const __m512 d = _mm512_permutexvar_ps(
             rows, _mm512_castps128_ps512(
                       _mm_unpacklo_ps(scale_of_q6_k(block[0]), scale_of_q6_k(block[1]))));
-        const __m512i halves = _mm512_cvtepi8_epi16(numbers);  // two to 32 bits, of a part
+        const __m512i halves = _mm512_cvtepi8_epi16(numbers);  // the two of a part in each 32 bits
         const __m512 factor[2] = {
             mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(halves, 16), 16)), d),
             mul(_mm512_cvtepi32_ps(_mm512_srai_epi32(halves, 16)), d)};
