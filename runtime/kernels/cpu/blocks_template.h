@@ -225,8 +225,7 @@ void quantise_blocks(const Input& x, int64_t D) {
 }
 
 // Multiplies LANES rows by several vectors at a time (with AMX, by fewer than LEAST_VECTORS). The
-// last rows, if at most LANES / 2, and all rows if there is one vector, are multiplied by one vector
-// at a time.
+// last rows, if at most LANES / 2, and all rows if there is one vector, take one vector at a time.
 template <class F>
 void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                 int64_t a1) {

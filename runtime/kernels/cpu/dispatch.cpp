@@ -82,9 +82,9 @@ bool has_amx() {
 #endif
 
 // The value of stream_ahead for this processor. GB/s of one Zen 5 core (family 26) from memory,
-// rows of 576 and of 2048 values in tiles, one vector, without and with prefetching: q8_0 28 and 36,
-// 29 and 37; q4_0 27 and 31, 30 and 37. Half the distance gains half as much. Zen 4 cores (family 25)
-// are slower with it; others have not been measured.
+// rows of 576 and of 2048 values in tiles, one vector, without and with prefetching: q8_0 28 and
+// 36, 29 and 37; q4_0 27 and 31, 30 and 37. Half the distance gains half as much. Zen 4 cores
+// (family 25) are slower with it; others have not been measured.
 int64_t ahead_here() {
 #ifdef __x86_64__
     uint32_t a, b, c, d;
