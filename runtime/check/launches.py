@@ -89,7 +89,7 @@ def _words(name: str, value: Any, rows_axis: int | None) -> str:
         size = f"[{'x'.join(map(str, dims))}]" if dims else ""
         aligned = "" if value.data_ptr() % _WIDE_LOAD == 0 else " unaligned"
         return f"{name.partition('_')[0]}:{_SHORT[value.dtype]}{size}{aligned}"
-    if value is None or isinstance(value, float):  # thresholds and epsilons are arguments
+    if value is None or isinstance(value, float):  # thresholds and epsilons are not compiled in
         return ""
     return (name if value else "") if isinstance(value, bool) else f"{value}"
 

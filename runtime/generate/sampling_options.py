@@ -63,7 +63,7 @@ class SamplingOptions:
     mirostat_ent: float = 5.0  # tau, in bits
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias); -inf bans, +inf forces
     samplers: tuple[str, ...] = DEFAULT_SAMPLERS  # in this order; the others are off
-    min_keep: int = 0  # candidates that top_p, min_p, typ_p and xtc leave at least
+    min_keep: int = 0  # the fewest candidates that top_p, min_p, typ_p and xtc leave
     seed: int | None = None  # None: a random one each time
 
     def __post_init__(self) -> None:

@@ -33,11 +33,11 @@ from sparkinfer.runtime.step.native_step import NativeStep
 
 _FORGET_RATE = 0.95  # decay of the weight of past steps in the rate
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
-_VARY_EVERY = 16  # drafts, of which the last gets a nearby length whose cost is unknown, if any
-_SINGLE_EVERY = 128  # drafts in a row, after which one step has none, to measure a single row
+_VARY_EVERY = 16  # one draft in this many gets a nearby length whose cost is unknown, if any
+_SINGLE_EVERY = 128  # after this many drafts in a row, one step has none, to measure a single row
 _MARGIN = 0.05  # expected gain in tokens below which a draft is not worth it
 _COSTLY_TRUST = 3  # trust in the guesses of a drafter that is not free
-_OFF_AFTER = 8  # successive decisions against a draft that statistics count as switching off
+_OFF_AFTER = 8  # successive decisions against a draft, then counted as one switch-off
 
 
 def has_equal_rows(decoder: Decoder) -> bool:
@@ -132,7 +132,7 @@ class Speculation:
         # Decaying sums of recent tokens and their seconds, for the rate.
         self._lately = (0.0, 0.0)
         self._draft_s = 0.0  # for the coming step
-        self._is_read, self._read_s = False, 0.0  # whether the drafter has read the text; seconds
+        self._is_read, self._read_s = False, 0.0  # has the drafter read the text; seconds of that
         self._since_trial = self._since_single = self._since_varied = 0
         self._num_declined = 0
         self._is_on = True

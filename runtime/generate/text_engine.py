@@ -223,7 +223,8 @@ class TextEngine:
 
     @property
     def has_row_steps(self) -> bool:
-        """True if a step computes tokens of several texts together."""
+        """True if the decode step takes tokens of several texts; with a neuron cache, it computes
+        them one by one."""
         return self.has_equal_rows or isinstance(self._live.native, HybridStep)
 
     @property

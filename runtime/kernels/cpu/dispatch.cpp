@@ -130,7 +130,7 @@ Level* find(const char* name) {
 constexpr int32_t MAX_THREADS = 1024;
 constexpr int64_t BLOCK_BYTES[NUM_KINDS] = {4,   2,   2,   34, 18,
                                             144, 176, 210, 18, 34, 18, 34, 18, 34,
-                                            64, 64, 144, 176, 210};  // of block_values()
+                                            64, 64, 144, 176, 210};  // of a block
 
 Status check(int32_t kind, int64_t row_bytes, int64_t stride, int64_t num_rows, const int32_t* index,
              int64_t A) {

@@ -13,7 +13,7 @@
 constexpr int QUAD_ROWS = 4;      // multiplied together; also what four_sums() takes
 constexpr int GROUP_VECTORS = 3;  // most vectors multiplied together
 constexpr int64_t TILE_VECTORS = 32;  // most vectors multiplied by a quad of rows
-// Registers for sums, of 32 or 16; the others hold the vectors of a group and a row.
+// Registers for sums, out of 32 or 16; the others hold the vectors of a group and a row.
 constexpr int SUM_REGISTERS = LANES == 16 ? 24 : 12;
 // Columns per piece. GMAC/s of a Zen 4 core with 1024 and 4096 columns (32 vectors, D = 8192):
 // AVX-512 f16 50 and 53, f32 47 and 42; AVX2 f16 43 and 32, f32 38 and 23.
