@@ -65,7 +65,7 @@ class Candidates:
         return Candidates(self.ids_A[index], self.logits_A[index].astype(np.float64), True)
 
     def with_logits_at(self, index: np.ndarray, logits: np.ndarray) -> "Candidates":
-        """A copy with `logits` at `index`, clipped to finite values; sorted again if `is_sorted`."""
+        """A copy with `logits` at `index`, clipped to finite values; sorted if `is_sorted`."""
         if not len(index):
             return self
         logits_A = self.logits_A.copy()
