@@ -1,8 +1,7 @@
 // Included inside the anonymous namespace of each rows_<level>.cpp, before the level's K-quants.
 
-// A broadcast from memory is part of the load; one from a register uses the shuffle port. So the
-// compiler must not know that the numbers are in registers (10 to 25 % of dot_rows in cache with
-// AVX-512).
+// Makes the compiler store the numbers, so that it later broadcasts them from memory: such a
+// broadcast is part of the load, one from a register uses the shuffle port.
 template <class T>
 inline void keep_in_memory(T& numbers) {
     asm("" : "+m"(numbers));
@@ -13,16 +12,17 @@ struct SuperX {
     const uint8_t* values;  // units are `stride` bytes apart
     int64_t stride;
     const float* scale;                 // [8]
-    const int32_t *sum, *first_sum;     // [8] of each block, and of its first 16 values
+    const int32_t *sum, *first_sum;     // [8] of each block's values, and of its first 16
 };
 
-// The two parts that share bytes, for each of the four pairs of a block.
+// A pair of parts that share bytes: the low nibbles are the first part, the high ones the second. A
+// block has four pairs.
 struct Parts {
     int first, second;
 };
 
-// The factor of each part (q6_K: of each half of a part), and the offset subtracted from its
-// values.
+// The factor of each part (q6_K: of each half of a part), and the offset subtracted from the part's
+// values (not used for q6_K).
 struct Factors {
     float factor[16], minimum[8];
 };

@@ -6,7 +6,8 @@ inline __m256i or_masked(__m256i a, __m256i b, __m256i mask) {
     return _mm256_or_si256(a, _mm256_and_si256(b, mask));
 }
 
-// Shifts non-negative numbers in lanes of 16 or 32 bits; numbers and results must fit into 16 bits.
+// Shifts non-negative numbers left, or right if `left` is negative. Lanes have 16 or 32 bits;
+// numbers and results must fit into 16 bits.
 inline __m256i shifted(__m256i numbers, int left) {
     return left < 0 ? _mm256_srli_epi16(numbers, -left) : _mm256_slli_epi16(numbers, left);
 }

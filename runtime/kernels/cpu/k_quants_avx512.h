@@ -11,8 +11,8 @@ inline __m512i shifted_dwords(__m512i dwords, int left) {
     return left < 0 ? _mm512_srli_epi32(dwords, -left) : _mm512_slli_epi32(dwords, left);
 }
 
-// Permutations use only the low four bits of each lane (five in unpack_q5_k), so they serve as tables
-// from number to float without a mask.
+// Permutations use only the low four bits of each lane (five in unpack_q5_k), so they serve as
+// tables from number to float without a mask.
 inline __m512 first_floats() {
     return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 }

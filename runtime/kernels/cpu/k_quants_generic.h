@@ -1,8 +1,9 @@
 // The K-quants for rows_generic.cpp; see k_quants_template.h.
 
-// Eight 6-bit scales and minima from the 12 bytes of a q4_K or q5_K block: the first four of each
-// are in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with their
-// upper two bits at the top of bytes 0-3 and 4-7.
+// The factors and minima of the eight parts of a q4_K or q5_K block, times c. Of the 6-bit numbers
+// in its 12 bytes, the first four scales and the first four minima are the low six bits of bytes
+// 0-3 and 4-7; the others are in the nibbles of bytes 8-11, with their upper two bits at the top of
+// bytes 0-3 and 4-7.
 inline void factors_with_minima(const uint8_t* block, float c, float* factor, float* minimum) {
     const float d = c * f16_to_float(block), m = c * f16_to_float(block + 2);
     const uint8_t* p = block + 4;
@@ -24,7 +25,7 @@ inline Floats four(const int32_t* q) {
     return __builtin_convertvector((Ints{q[0], q[1], q[2], q[3]}), Floats);
 }
 
-// 64 nibbles of a block with the bits above them, as integers.
+// 64 nibbles of a block plus `above` (the bits above them, perhaps with an offset), as integers.
 template <class Above>
 inline void unpack_nibbles(const uint8_t* quants, const Above& above, int32_t* q) {
     for (int i = 0; i < 32; ++i) {

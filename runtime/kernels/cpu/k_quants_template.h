@@ -12,9 +12,10 @@
 // q4_K, q5_K   f16 d, f16 m, 12 bytes of eight 6-bit scales s and eight minima t, then for q5_K 32
 //              bytes of fifth bits, then 128 bytes of nibbles; value = d*s[part]*q - m*t[part].
 //              Parts 2i and 2i+1 are the low and high nibbles of bytes 32i .. 32i+31.
-// q6_K         128 bytes of nibbles, 64 of the two bits above them, 16 int8 scales, one for 16
-//              values, f16 d; value = d*s[at / 16]*(q - 32). In each half of the block parts 0 and
-//              2 are the low and high nibbles of the first 32 bytes, 1 and 3 of the others.
+// q6_K         128 bytes of nibbles, 64 of the two bits above them, 16 int8 scales s, one per 16
+//              values, f16 d; value i = d*s[i / 16]*(q - 32). In each half of the block, parts 0
+//              and 2 are the low and high nibbles of the first 32 bytes, parts 1 and 3 those of the
+//              last 32.
 
 template <class Format>
 constexpr bool IS_SUPER = false;
@@ -30,9 +31,9 @@ struct WithMinima {
     }
 };
 
-// bytes(quants, bits, pair, low, high): the quants of a pair's parts as bytes, without an offset. The
-// arguments have four bytes of LANES rows in a vector, eight vectors for 32 bytes: of the pair's nibbles, and
-// of all bits above them.
+// bytes(quants, bits, pair, low, high) writes the quants of a pair's two parts as bytes, without an
+// offset. Each vector holds four bytes of each of LANES rows: `quants` the pair's 32 bytes of
+// nibbles, in eight vectors, and `bits` all the bytes of a block that hold the bits above nibbles.
 
 struct Q4_K : WithMinima<144> {
     static constexpr int32_t KIND = KIND_Q4_K;
@@ -94,8 +95,8 @@ constexpr bool IS_SUPER<Q5_K> = true;
 template <>
 constexpr bool IS_SUPER<Q6_K> = true;
 
-// y[d0..d1) += c[r] * rows[r][d0..d1) for whole blocks; the minima of all rows are subtracted
-// first.
+// y[d0..d1) += the sum over r of c[r] * rows[r][d0..d1), for whole blocks; the minima of all rows
+// are subtracted first. Meanwhile the rows `next` are prefetched.
 template <class Format, int ROWS>
 inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                            float* y, int64_t d0, int64_t d1) {

@@ -8,9 +8,9 @@ inline __m256 floats_of_i8(__m128i bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
-// The 6-bit numbers of a q4_K or q5_K block as bytes: eight scales, eight minima. The first four of
-// each are in the low six bits of bytes 0-3 and 4-7, the others in the nibbles of bytes 8-11 with
-// their upper two bits at the top of bytes 0-3 and 4-7.
+// The 6-bit numbers of a q4_K or q5_K block as bytes: eight scales, then eight minima. The first
+// four of each are the low six bits of bytes 0-3 and 4-7 of the twelve; the others are in the
+// nibbles of bytes 8-11, with their upper two bits at the top of bytes 0-3 and 4-7.
 inline __m128i six_bit_numbers(const uint8_t* block) {
     const __m128i bits = load_16_bytes(block + 4);  // the 12 bytes, and four more
     const __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(bits, _MM_SHUFFLE(2, 1, 2, 0)),

@@ -1,5 +1,5 @@
-// Products of tiled rows of K-quants, with the arithmetic of k_products.h: lanes are rows even for one vector,
-// and nothing is transposed. Included by rows_template.h.
+// Products of tiled rows of K-quants, with the arithmetic of k_products.h: lanes are rows even for
+// one vector, and quants are not transposed. Included by rows_template.h.
 
 #include "k_tiles.h"
 
@@ -63,7 +63,7 @@ struct SuperTile {
     }
 };
 
-// Rows a0 .. a1-1 of one tile, without a list; y[0] is the product of row a0.
+// Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
 template <class F>
 inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                                  int64_t a1, const TiledAhead* ahead) {
@@ -98,8 +98,9 @@ void dot_tiled_super(const Rows& rows, const Input& x, float* y, int64_t y_strid
             dot_tiled_super_rows<F>(whole, x, y + a, y_stride, rows.index[a], rows.index[a] + 1, nullptr);
         return;
     }
-    // The next tile is prefetched for two vectors too: unpacking takes so long that the hardware prefetcher
-    // pauses (two Zen 5 cores, q4_K and 2 vectors: 11 GB/s without, 31 with).
+    // Here, unlike in dot_tiled(), tiles are prefetched from two vectors on: unpacking takes so
+    // long that the hardware prefetcher pauses (two Zen 5 cores, q4_K and 2 vectors: 11 GB/s
+    // without, 31 with).
     for_tiles(rows, a0, a1, x.count > 1, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
         dot_tiled_super_rows<F>(rows, x, y + a, y_stride, a, end, &ahead);
     });

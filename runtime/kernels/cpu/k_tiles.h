@@ -1,10 +1,11 @@
-// Where the numbers of K-quants are in a tile of TILE_ROWS rows. Included inside the anonymous namespace of each
-// source that needs it.
+// The layout of a tile of TILE_ROWS rows of K-quants. Included inside the anonymous namespace of
+// each source that needs it.
 //
-// A tile has, for each block of 256 values: the f16 numbers d of all rows (q4_K, q5_K: then m); byte after
-// byte of the scales of all rows; every four bytes of the bits above the nibbles of all rows; every four bytes
-// of the nibbles of all rows. So that all but d are in whole cache lines, two blocks of q6_K have their d
-// first, and a last single one has it at its end.
+// A tile has, for each block of 256 values: d, an f16, of every row, and for q4_K and q5_K m of
+// every row; then the bytes of scales, byte 0 of every row, byte 1 of every row, and so on; then
+// the bits above the nibbles and the nibbles, both with four bytes of every row at a time. Blocks
+// of q6_K are in pairs that begin with both blocks' d, so that all else is in whole cache lines; a
+// last single block ends with its d.
 
 struct SuperShape {
     int64_t block_bytes, floats, floats_at, scale_bytes, scales_at, bit_bytes, bits_at, quants_at;
@@ -25,7 +26,7 @@ struct SuperPlace {
     int64_t floats, scales, bits, quants;
 };
 
-// Those of block s of n.
+// The offsets of block s in a tile whose rows have n blocks.
 constexpr SuperPlace super_place(const SuperShape& shape, int64_t n, int64_t s) {
     const int64_t floats_bytes = TILE_ROWS * 2 * shape.floats;
     const int64_t rest_bytes = TILE_ROWS * shape.block_bytes - floats_bytes;

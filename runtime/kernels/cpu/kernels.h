@@ -1,4 +1,5 @@
-// Three operations over a weight matrix W [num_rows, D] stored row by row as in a GGUF file:
+// The CPU kernels. The three operations over a weight matrix W [num_rows, D], stored row by row as
+// in a GGUF file or in a layout made in memory (enum Kind), are
 //   dot_rows         y[a] = sum over d of x[d] * W[index[a]][d]       a < A
 //   accumulate_rows  y[d] = sum over a of c[a] * W[index[a]][d]       d < D
 //   unpack_rows      out[a][d] = W[index[a]][d]                       a < A, d < D
@@ -20,22 +21,22 @@ enum Kind : int32_t {
     KIND_Q4_0,  // 18 bytes for 32 values: f16 scale, 16 x 2 nibbles; value = (nibble - 8) * scale,
                 // low nibbles are values 0..15, high nibbles values 16..31
     // llama.cpp's K-quants: 256 values, laid out as k_quants_template.h says
-    KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, a 6-bit scale and minimum for each 32
+    KIND_Q4_K,  // 144 bytes: f16 scale and f16 minimum, a 6-bit scale and minimum per 32
                 // values, nibbles
-    KIND_Q5_K,  // 176: the same with 5 bits a value
-    KIND_Q6_K,  // 210: 6 bits a value, int8 scale for 16 values, f16 scale
-    // A row with all its scales first, then all its quants: the form in memory of q4_0 and q8_0
+    KIND_Q5_K,  // 176: the same with 5 bits per value
+    KIND_Q6_K,  // 210: 6 bits per value, an int8 scale per 16 values, f16 scale
+    // A row with all its scales first, then all its quants: a layout in memory of q4_0 and q8_0
     // (spark_pack_rows); no file has it.
     KIND_Q4_0_PLANAR,
     KIND_Q8_0_PLANAR,
     // Tiles of TILE_ROWS rows. For each pair of blocks (the last may be alone): the scales of all rows,
-    // block by block; then the first block's quants, every four bytes of all rows; then the second's. For
-    // matrices that are read whole; takes as many bytes as the rows in a file.
+    // block by block; then the first block's quants, four bytes of every row at a time; then the
+    // second's. For matrices that are read whole; a tile takes as many bytes as its rows in a file.
     KIND_Q4_0_TILED,
     KIND_Q8_0_TILED,
     // Groups of SUM_ROWS rows: for each block of columns the scales of all rows, then the quants of rows
     // p, p + 16, p + 32 and p + 48 for p = 0 .. 15, byte by byte. For matrices whose rows are all summed;
-    // takes as many bytes as the rows in a file.
+    // a group takes as many bytes as its rows in a file.
     KIND_Q4_0_GROUPED,
     KIND_Q8_0_GROUPED,
     // Likewise: for each block of 32 columns the values of all rows, one row after another.
@@ -88,10 +89,10 @@ enum Status : int32_t {
 //   scale = max |x| / LARGEST (0 where max |x| is below 1e-30, NaN where an x is not finite)
 //   value = x * (LARGEST / max |x|), rounded to the nearest, ties to even
 // with LARGEST = 32639, so that a value is also two signed bytes, 256 * high + low. 16 bits rather than
-// llama.cpp's 8: the rounding (1.5e-5 of the largest of 32) is below that of an f16, and a prompt on tensor
-// tiles of int8 can have the same arithmetic as a step.
+// llama.cpp's 8, because the rounding (1.5e-5 of the largest of 32) is then below that of an f16,
+// and a prompt on AMX's int8 tiles can have the same arithmetic as a step.
 struct Input {
-    const float* f32;  // vector t begins at f32 + t * stride; for the float kinds
+    const float* f32;  // vector t begins at f32 + t * stride; for float kinds and quantise()
     uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; output of quantise()
     int64_t stride, capacity;
     int64_t first, count;  // vectors first .. first + count - 1 are used
@@ -102,10 +103,11 @@ struct Input {
     }
 };
 
-// Bytes of a packed vector. blocks_amx.h needs the most: 6.7 * D + 248 for 8 vectors, 4.4 * D for many.
+// Upper bound on the bytes of a packed vector. blocks_amx.h needs the most: below 6.7 * D + 248 for
+// 8 vectors, 4.5 * D for many.
 constexpr int64_t packed_bytes(int64_t D) { return 7 * D + 2048; }
-// Kinds that take the same packed form share a number. f32 and f16 take none, and bf16 only at levels with
-// AVX512_BF16.
+// Kinds that take the same packed form share a number. f32 and f16 take none, which is 0, and bf16 takes one
+// only at levels with AVX512_BF16.
 constexpr int NUM_FORMS = 4;
 constexpr int form_of(int32_t kind) {
     switch (kind) {
@@ -117,7 +119,7 @@ constexpr int form_of(int32_t kind) {
         default: return 0;
     }
 }
-// The kind that a kind in memory has in a file.
+// The kind in a file from which a kind in memory is made; a file's kind itself.
 constexpr int32_t kind_in_file(int32_t kind) {
     switch (kind) {
         case KIND_Q4_0_PLANAR: case KIND_Q4_0_TILED: case KIND_Q4_0_GROUPED: return KIND_Q4_0;
@@ -129,7 +131,7 @@ constexpr int32_t kind_in_file(int32_t kind) {
         default: return kind;
     }
 }
-// Number of rows that are stored together; a matrix of the kind has a multiple of it.
+// Number of rows that are stored together; a matrix of the kind has a multiple of this number.
 constexpr int64_t rows_together(int32_t kind) {
     return is_tiled(kind) ? TILE_ROWS : is_grouped(kind) ? GROUP_ROWS : 1;
 }
@@ -147,25 +149,29 @@ struct Rows {
     // For accumulate_rows: addresses to prefetch while row a0 + i is used, for each i; null: later rows of
     // this matrix.
     const uint8_t* const* next = nullptr;
-    const uint8_t* const* also = nullptr;  // for dot_rows: likewise, in addition to later rows
+    // For dot_rows: likewise, in addition to later rows; may be ignored.
+    const uint8_t* const* also = nullptr;
     // Instead of `next`, if rows are close together: addresses of the parts of rows that are needed
     // after these, in memory order, and their length. For accumulate_rows of at most SUM_ROWS rows.
     const uint8_t* const* then = nullptr;
     int64_t num_then = 0, then_bytes = 0;
-    // For dot_rows of contiguous rows: the memory that is read next, for prefetching. May be ignored.
+    // For contiguous rows in dot_rows, and grouped rows in accumulate_rows: the memory that is read
+    // next, for prefetching. May be ignored.
     const uint8_t* after = nullptr;
     // Instead of all of the above: other rows, to be prefetched while rows of this matrix are read.
     PrefetchQueue* queue = nullptr;
 };
 
-// Bytes ahead at which a tiled or grouped matrix of q8_0 or q4_0 that is read for one vector is prefetched
-// by software; 0: left to the hardware prefetcher. dispatch.cpp sets it for this processor; results do not
-// depend on it.
+// How many bytes ahead tiled matrices, and grouped ones of q8_0 and q4_0 for one vector, are
+// prefetched by software; 0: they are left to the hardware prefetcher, except where
+// tiled_template.h and k_tiled.h say otherwise. dispatch.cpp sets it for this processor; results do
+// not depend on it.
 inline int64_t stream_ahead = 0;
 
-// A level is one instruction set: kernels for each kind, over part of the work. y[t * y_stride + a] =
-// row a . x[t] for rows a0 <= a < a1 and all vectors of x. A product does not depend on the others it is
-// computed with.
+// A level is one instruction set. It has kernels for each kind, which do part of the work.
+//
+// y[t * y_stride + a] = row a . x[t] for rows a0 <= a < a1 and all vectors of x. A product does not
+// depend on the others that are computed with it.
 using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                      int64_t a1);
 // y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0 (K-quants: 256);
@@ -191,11 +197,12 @@ struct ManySums {
 using AccumulateMany = void(const Rows& rows, int64_t a0, int64_t k, const ManySums& sums);
 // Puts columns d0 <= d < d1 of accumulate_rows' y in order; d0 % 128 == 0.
 using OrderSums = void(float* y, int64_t d0, int64_t d1);
-// rows a0 <= a < a1 of out, D values each
+// Writes rows a0 <= a < a1 of out, D values each.
 using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
-// Fills packed from f32, for the vectors in use. D % 32 == 0.
+// Fills x.packed from x.f32, for the vectors in use. D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
-// Queries that share a key-value head, over n positions of the cache or the first of them.
+// Queries that share a key-value head, over n positions of the cache; each attends to the first
+// `count`.
 struct AttendPart {
     const uint8_t *const *key, *const *value;  // runs of rows of W values each
     int64_t run;                   // rows of a run, a multiple of 16 if there are several
@@ -207,11 +214,11 @@ struct AttendPart {
     float* score;                // [num_queries, padded_part(n)], scratch
     float *top, *total;          // [num_queries] the largest score; the sum of exp(score - top)
     float* out;                  // [num_queries, padded_head(W)] the sum of exp(score - top) * value
-    // [n] rows in any order, of the only run, or null: in order.
+    // [n] the row of each position in the only run, in any order; null: rows are in order.
     const int64_t *key_place = nullptr, *value_place = nullptr;
 };
-// The keys of a part are scored first, `score` to `total`, then the values are summed into `out`: keys
-// and values may be of different kinds.
+// weigh_keys writes `score`, `top` and `total`, then mix_values sums the values into `out`. There
+// are two functions because keys and values may be of different kinds.
 using Attend = void(const AttendPart& part);
 constexpr int64_t MAX_HEAD_WIDTH = 512;
 inline int64_t padded_head(int64_t W) { return (W + 31) / 32 * 32; }
@@ -253,8 +260,8 @@ struct SelectScores {
 };
 using ScaleDots = void(const SelectScores& scores);
 using ShareMass = void(float* score, int64_t num_queries, int64_t n, float* out);
-// Writes the indices of the `k` largest of scores [n] that are not negative, ascending, to `chosen` [k].
-// Of equal scores the first wins; NaN counts as infinite. `bits` [n] is scratch.
+// Writes the indices of the `k` largest of scores [n], ascending, to `chosen` [k]; k <= n, and no
+// score is negative. Of equal scores the first wins; NaN counts as infinite. `bits` [n] is scratch.
 using ChooseLargest = void(const float* score, int64_t n, int64_t k, int32_t* bits, int32_t* chosen);
 
 struct Kernels {
@@ -280,7 +287,7 @@ extern const Kernels kernels_generic, kernels_avx2, kernels_avxvnni, kernels_avx
 extern const Kernels kernels_avx512bf16;
 extern const Kernels kernels_amx;
 
-// The functions library.py calls.
+// Functions that library.py calls; step.h and row_copies.h declare the others.
 extern "C" {
 // weight: num_rows rows, `stride` bytes apart; x: [T, D]; index: A or null; y: [T, A], written.
 int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
@@ -289,8 +296,8 @@ int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int6
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
 int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
-// Copies rows of the kind (index null: rows 0 .. A-1) as rows of `to_kind`: the same kind; for q4_0 and
-// q8_0 also planar, tiled or grouped; for f16 and bf16 also grouped.
+// Copies rows of the kind (index null: all rows) as rows of `to_kind`: the same kind; for q4_0 and
+// q8_0 also planar, tiled or grouped; for f16 and bf16 also grouped; for K-quants also tiled.
 int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.

@@ -9,7 +9,7 @@ weights are in blocks, `dot_rows` quantises x to blocks of 16-bit integers (kern
 for q8_0 and q4_0 `accumulate_rows` rounds coefficients times scales to 16 bits (planar_template.h).
 Results do not depend on the number of threads.
 
-If the C++ is not built, `is_available()` is False and the caller uses torch.
+If the C++ is not built, `is_available()` is False, and callers use torch.
 
 Shapes: F rows of the matrix, D values in a row, A chosen rows."""
 
@@ -234,10 +234,11 @@ def step_bytes(step: ctypes.Structure) -> int:
 
 
 def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None:
-    """Runs a step of these rows (structs SparkRow, see step.h). `logits`: f32, a row for each row
-    of the step that has them.
+    """Runs a step of these rows (structs SparkRow, see step.h). `logits`: f32, one row for each row
+    of the step that asks for logits.
 
-    Raises IndexError for an impossible token or position, or one without a block in the cache."""
+    Raises IndexError for an impossible token or position, or a position without a block in the
+    cache."""
     lib = _lib or _built()
     status = lib.spark_step(
         ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
@@ -245,7 +246,8 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
     if status == _INDEX_OUT_OF_RANGE:
         first, last = rows[0], rows[-1]
         raise IndexError(
-            f"a token of positions {first.position} to {last.position} is outside the model"
+            "a row of the step has a token or position outside the model, or no block in the cache;"
+            f" the first row has position {first.position}, the last {last.position}"
         )
     assert status == _OK, status
 
@@ -262,7 +264,7 @@ def neurons_bytes(neurons: ctypes.Structure) -> int:
 
 
 def run_neurons(neurons: ctypes.Structure) -> None:
-    """Runs gate, up and down of one block for its tokens; neurons_bytes has checked it."""
+    """Runs gate, up and down of one block for its tokens; neurons_bytes must have checked it."""
     (_lib or _built()).spark_neurons(ctypes.addressof(neurons))
 
 
@@ -314,7 +316,7 @@ def _raise_status(status: int, index_A: Tensor | None, num_rows: int) -> NoRetur
         low, high = (int(v) for v in torch.aminmax(index_A))
         raise IndexError(f"index_A holds {low} to {high}, the weight has rows 0 to {num_rows - 1}")
     if status == _NO_MEMORY:
-        raise MemoryError("no memory for the quantised vector")
+        raise MemoryError("no memory for the quantised vectors")
     raise AssertionError(f"the C++ kernels refused checked arguments, status {status}")
 
 
@@ -389,8 +391,9 @@ def pack_rows(
 ) -> str:
     """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the
     kind of the copies: q4_0 and q8_0 take the form, or become planar if A is not a multiple of the
-    rows of a tile or group; f16 and bf16 become grouped if that is the form, A is a multiple of a
-    group's rows and D of 32; all others are copied unchanged.
+    rows of a tile or group; K-quants become tiled if that is the form and A is a multiple of a
+    tile's rows; f16 and bf16 become grouped if that is the form, A is a multiple of a group's rows
+    and D of 32; otherwise rows are copied unchanged.
 
     out: uint8, with contiguous rows; only planar and unchanged rows may be strided. Uses all
     threads. Raises ValueError for tiles, groups, or a wrong dtype, shape or layout, and IndexError
