@@ -43,8 +43,8 @@ inline Ints of_blocks(const Value* value, int64_t t) {
     return ints(all);
 }
 
-// 16 lanes for each row of a group: its scales, in the order of the factors' lanes, or its coefficients of
-// 16 vectors.
+// 16 lanes for each row of a group: its scales, in the order of the factors' lanes, or its
+// coefficients for 16 vectors.
 typedef float LaneFloats[SUM_ROWS][16];
 
 // Transposes the coefficients of vectors t0 .. t1-1 for k rows, 16 vectors at a time; 0 for missing vectors.

@@ -1,6 +1,7 @@
-// The sparse feed-forward of a block of neurons. For one token, gate, activation, up and down are one
-// pass over the candidate neurons; for several tokens, hidden values are computed by groups of neurons,
-// then sums by columns, with bit-identical results. The reference is feed_forward.py.
+// The feed-forward of a block of neurons. For one token, gate, activation, up and down are one pass
+// over the candidate neurons; for several tokens, hidden values are computed one group of neurons
+// after another, then sums in pieces of columns, with bit-identical results. If all neurons of
+// contiguous matrices are read, see whole_neurons.h. The reference is feed_forward.py.
 #pragma once
 #include <cstring>
 
@@ -28,7 +29,7 @@ class Neurons {
     }
 
     // Writes the output of a block's predicted neurons (all, if `named` is null) for T tokens to
-    // out [T, D]; sets the bits in `fired` of neurons whose row of `down` is read.
+    // out [T, D]; sets in `fired` the bits of neurons that contribute to it (in mode dense, all).
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}) {
         if (block.is_by_output) return run_by_output(block, gate, x, T, out, read, fired);
@@ -56,7 +57,7 @@ class Neurons {
         return count;
     }
 
-    // All neurons, and `down` by outputs: three products.
+    // Runs all neurons of a block whose `down` has a row per output: two or three products.
     void run_by_output(const SparkBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
                        NeuronBytes& read, Fired fired) {
         const int64_t N = block.num_neurons, grain = T == 1 ? TILE_ROWS : 32;
@@ -83,7 +84,7 @@ class Neurons {
             for (int64_t p = 0; p < N; ++p) fired.set(t, id_of(block, p));
     }
 
-    // All neurons, from contiguous matrices.
+    // Runs all neurons, from contiguous matrices.
     void run_whole(const SparkBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
                    NeuronBytes& read, Fired fired) {
         const int64_t N = block.num_neurons, chunk = groups_of_chunk(N) * SUM_ROWS;
@@ -108,7 +109,7 @@ class Neurons {
 
     // ---- one token ------------------------------------------------------------------------------
 
-    // The neurons at `count` positions of the block; null: the first `count` neurons.
+    // Runs the neurons at `count` positions of the block (null: the first `count`).
     void run_one(const SparkBlock& block, const Gate& gate, const int32_t* position, int64_t count,
                  Operand& x, float* out, NeuronBytes& read, Fired fired) {
         const int64_t chunk = groups_of_chunk(block.num_neurons) * SUM_ROWS;
@@ -147,7 +148,8 @@ class Neurons {
     // A row of a list takes about three times as long as a row of a whole group.
     static constexpr int64_t TOGETHER = 3;
 
-    // Computes the hidden values of neurons that fire, by groups of neurons, then the sums, by columns.
+    // Computes the hidden values of neurons that fire, group by group, then the sums, in pieces of
+    // columns.
     void run_many(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x,
                   int64_t T, float* out, NeuronBytes& read, Fired fired) {
         const int64_t groups = groups_of(block.num_neurons);
@@ -273,7 +275,7 @@ class Neurons {
 
     const int64_t D;
     RowSums sums_;
-    Coefficients hidden_;  // for one token, by candidate
+    Coefficients hidden_;  // for one token, indexed by candidate
     Operand hidden_x_;     // the same memory
     int32_t *position_, *candidate_, *open_, *open_position_;
     float *gate_, *up_, *up_many_ = nullptr;

@@ -20,7 +20,7 @@ struct Candidates {
 
 // Room for a block's candidates, and for the sums of its chunks.
 struct TokenRoom {
-    float *gate, *up;          // by candidate
+    float *gate, *up;          // indexed by candidate
     float* hidden;             // of neurons that contribute
     int32_t *open, *position;  // their rows and positions
     float* sum;                // [chunks, D]
@@ -59,7 +59,7 @@ class OneToken {
     // still in L1 when they are used.
     static constexpr int64_t FEW_NEURONS = 4, FEW_BYTES = 10 * 1024;
 
-    // Gate, up and down of a neuron are adjacent.
+    // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent.
     void run_together(int64_t a0, int64_t a1) {
         auto end_after = [&](int64_t a) { return end_of_few(a, a1, all.position); };
         int64_t g1 = end_after(a0), then = end_after(g1);
@@ -77,7 +77,8 @@ class OneToken {
         }
     }
 
-    // Gates are contiguous, or of another kind: those of a chunk are read first.
+    // Runs candidates a0 .. a1-1, of one chunk, of a block whose gates are contiguous: reads all
+    // their gates first.
     void run_after_gates(int64_t a0, int64_t a1) {
         Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
         if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);

@@ -9,11 +9,11 @@
 //   Ints                         int32_t, LANES of them, as a vector of gcc and clang
 //   load_ints(p) to_floats(v) to_ints(floats)          to_ints rounds to the nearest, ties to even
 //   load_some_ints(p, n)         n bytes from p, a multiple of 16, then zeros
-//   interleave_low(a, b)         of each 16 bytes: 16 bits of a, 16 of b, ... of the first 8 bytes
-//   interleave_high(a, b)        of the last 8 bytes
+//   interleave_low(a, b)         in each 16 bytes, 16 bits of a and of b in turn, from the first 8
+//   interleave_high(a, b)        the same from the last 8
 //   shift_words(v, n)            shifts each 16 bits right by n, filling with zeros
-//   low_bytes(v) high_bytes(v)   int8 of each 16 bits, as 16 bits: the lower one plus 128, the higher one
-//   add_pairs(sum, a, b)         sum + the products of int16, two of them in 32 bits
+//   low_bytes(v) high_bytes(v)   in each 16 bits, the lower int8 plus 128; the higher int8
+//   add_pairs(sum, a, b)         sum + a * b, for int16: the two products in each 32 bits are added
 //   spread<TIMES>(p, i)          p[i], p[i + 1], ..., each TIMES times
 //   larger(a, b)                 the larger value of each lane
 //   over_lanes(v, op)            op over all lanes; the result is in each lane
@@ -48,14 +48,16 @@ struct Interleaved {
     }
 };
 
-// Splits two interleaved units (16 bits of one row next to those of the other) into PARTS vectors of
-// 16-bit values, offset by ZERO where start() corrects it. A unit is a vector of quants.
+// Nibbles and Bytes: split() turns two interleaved units (16 bits of one row next to those of the
+// other) into PARTS vectors of 16-bit values, offset by ZERO where start() corrects it. A unit is a
+// vector of quants.
 
 struct Nibbles {
     static constexpr int64_t PARTS = 4, ZERO = 8, UNIT = 8 * LANES;
 
     static inline void unpack(const uint8_t* quants, Floats* w) { unpack_q4(quants, w); }
-    // Times 1, 16, 1 and 1: 64 rows of 16 * 15 times a factor are below 2^31.
+    // The parts are quants times 1, 16, 1 and 1. Sums of 64 rows, each at most 16 * 15 times a
+    // factor, are below 2^31.
     static inline void split(Ints words, Ints* part) {
         part[0] = words & 0x000f000f;
         part[1] = words & 0x00f000f0;
@@ -262,10 +264,11 @@ inline void add_part_of_unit(const uint8_t* const* quants, int64_t at, int64_t k
     add_in_order<Format>(sums, n, y);
 }
 
-// With more rows than this, each prefetches its own next chunk; fewer rows were prefetched by the caller.
+// If there are more rows than this, and they are planar, each one's next chunk is prefetched; fewer
+// rows should have been prefetched by the caller.
 constexpr int64_t ASKED_ROWS = 8;
 
-// add_group() for rows that are already in L2; meanwhile the next rows are prefetched.
+// add_group() for rows that should be in L2 already; meanwhile the rows of `then` are prefetched.
 template <class Format>
 inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t k, int64_t n,
                             const float* c, float* y, int64_t d0, int64_t d1) {
@@ -291,7 +294,7 @@ inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t 
 }
 
 // y[d0..d1) += the sum of c[r] * rows[r][d0..d1) over a group of k rows of n blocks, in the order of
-// add_unit(). Meanwhile the next four rows are prefetched.
+// add_unit(). Meanwhile the four rows `next` are prefetched.
 template <class Format>
 inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t k, int64_t n,
                       const float* c, float* y, int64_t d0, int64_t d1) {

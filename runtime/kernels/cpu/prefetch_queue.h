@@ -28,8 +28,8 @@ class PrefetchQueue {
     }
 
   private:
-    // More than OneToken pushes before they are taken. Rows that were overwritten would only be read without
-    // prefetching.
+    // More rows than OneToken ever has in a queue. If one were overwritten, it would only be read
+    // without prefetching.
     static constexpr uint64_t ROOM = 128;
     struct Row {
         const uint8_t* row;

@@ -27,8 +27,8 @@ bool are_close(const float* got, const float* want, int64_t n) {
     return true;
 }
 
-// Products with one vector and with several; bit-identical for kinds with the same arithmetic at all
-// levels.
+// Compares products with one vector and with several: bit by bit for kinds with the same arithmetic
+// at all levels, else up to rounding.
 bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
                     int64_t row_bytes) {
     const Kernels* both[] = {&tried, &reference};
@@ -47,7 +47,7 @@ bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind
     return true;
 }
 
-// Sums of rows for one vector, and for two that take most rows or few.
+// Compares sums of rows for one vector, and for two that take most rows or few.
 bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
     const Kernels* both[] = {&tried, &reference};
     const int64_t count = is_grouped(kind) ? GROUP_ROWS : ROWS;
@@ -101,7 +101,7 @@ bool unpack_alike(const Kernels& tried, const Kernels& reference, int32_t kind,
     return true;
 }
 
-// Attention of two queries over the rows as keys and as values; writes y.
+// Compares the attention of two queries over the rows, as keys and as values; writes y.
 bool attend_alike(const Kernels& tried, const Kernels& reference) {
     const Kernels* both[] = {&tried, &reference};
     constexpr int64_t W = 80, G = 2, PADDED = 96, ROOM = (ROWS + 15) / 16 * 16;
@@ -135,7 +135,7 @@ bool choose_alike(const Kernels& tried, const Kernels& reference) {
            std::memcmp(chosen[0], chosen[1], num_tried * sizeof(int32_t)) == 0;
 }
 
-// Integer arithmetic, so bit-identical.
+// Compares bits, because the arithmetic is in integers.
 bool dots_alike(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t N = 7, G = 2, WIDTH = 2 * SELECT_WIDTH;
     uint8_t row[N * WIDTH];
@@ -154,7 +154,7 @@ bool dots_alike(const Kernels& tried, const Kernels& reference) {
            std::memcmp(out[2], out[3], sizeof out[0]) == 0;
 }
 
-// Scores of keys, bit by bit; their masses, up to rounding; and the choice of the largest.
+// Compares scores of keys, bit by bit; their masses, up to rounding; and the choice of the largest.
 bool selection_alike(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t N = 67, G = 3, MOST = 40;
     int32_t dot[G * N], offset[G], bits[N];

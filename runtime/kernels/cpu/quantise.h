@@ -1,5 +1,5 @@
-// Quantises a vector, see Input in kernels.h. Included inside the anonymous namespace of each
-// rows_<level>.cpp, as rows_template.h is.
+// Quantises blocks of a vector, see Input in kernels.h. Included inside the anonymous namespace of
+// each rows_<level>.cpp, as rows_template.h is.
 
 // Plain loops that the compiler vectorises: the bits of non-negative floats, read as integers, have the
 // same order as the floats, and adding 1.5 * 2^23 rounds to the nearest integer.

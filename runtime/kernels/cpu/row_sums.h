@@ -3,9 +3,9 @@
 #pragma once
 #include "work.h"
 
-// Places of rows are divided into groups of SUM_ROWS, and groups into at most this many chunks, whose
-// sums are added in order. The division and the order depend only on the number of places, not on the
-// rows that are added, the threads or other vectors.
+// Places of rows are divided into groups of SUM_ROWS, and the groups into at most this many chunks,
+// whose sums are added in order. The division and the order depend only on the number of places,
+// not on the rows that are added, the threads or other vectors.
 constexpr int64_t MAX_CHUNKS = 16;
 
 inline int64_t groups_of(int64_t places) { return (places + SUM_ROWS - 1) / SUM_ROWS; }
@@ -44,7 +44,8 @@ class RowSums {
     RowSums(Arena& arena, int64_t D, int64_t T)
         : part(arena.take<float>(std::max(MAX_CHUNKS * std::min(T, MOST_TOGETHER), T) * D)), D(D) {}
 
-    // out [D] = the sum of the chunks' sums part + c * stride, in column order.
+    // Writes columns d0 .. d1-1 of out [D], the sum over chunks c of the sums at part + c * stride,
+    // and puts them in column order.
     static void join(const float* part, int64_t stride, int64_t chunks, int32_t kind, int64_t d0,
                      int64_t d1, float* out) {
         std::copy(part + d0, part + d1, out + d0);
@@ -80,18 +81,20 @@ class RowSums {
         return std::max(most, std::min<int64_t>(num_threads(), T / VECTORS_GRAIN));
     }
 
-    // The first vector of piece v, a multiple of VECTORS_GRAIN, so that pieces fill registers of factors.
+    // The first vector of piece v, a multiple of VECTORS_GRAIN, so that pieces fill registers of
+    // factors (for v == pieces: the end).
     static int64_t vector_of(int64_t v, int64_t pieces, int64_t T) {
         return v == pieces ? T : T * v / pieces / VECTORS_GRAIN * VECTORS_GRAIN;
     }
 
-    // Number of pieces of a sum's columns: enough for all threads, and for about 1,024 columns each.
+    // Number of pieces of a sum's columns: enough for all threads, with at most about 1,024 columns
+    // each, but none shorter than COLUMNS_GRAIN unless there is only one.
     static int64_t column_pieces(int64_t columns, int64_t across) {
         const int64_t most = std::max<int64_t>(1, columns / COLUMNS_GRAIN);
         return std::min(most, std::max<int64_t>((num_threads() + across - 1) / across, (columns + 1023) / 1024));
     }
 
-    // The first column of piece i, a multiple of every kind's block.
+    // The first column of piece i, a multiple of every kind's block (for i == pieces: the end).
     static int64_t column_of(int64_t i, int64_t pieces, int64_t columns) {
         return i == pieces ? columns : columns * i / pieces / COLUMNS_GRAIN * COLUMNS_GRAIN;
     }

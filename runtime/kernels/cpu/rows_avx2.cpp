@@ -64,8 +64,8 @@ inline float f16_to_float(const uint8_t* p) {
 }
 
 inline __m128 four_f16(const uint8_t* p) {
-    // Converts four, of which callers may use fewer. In assembly, because gcc 12 loads into a register
-    // first, which needs a second shuffle.
+    // Converts four values, of which callers may use fewer. In assembly, because gcc 12 would load
+    // them into a register first, and converting from a register takes another shuffle.
     __m128 four;
     asm("vcvtph2ps %1, %0" : "=x"(four) : "m"(*reinterpret_cast<const uint64_t*>(p)));
     return four;

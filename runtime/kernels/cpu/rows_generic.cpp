@@ -84,7 +84,7 @@ inline Ints load_ints(const uint8_t* p) {
     return v;
 }
 
-// Vectors have 16 bytes, the least that there can be.
+// Always 16 bytes: a whole vector, and the smallest number of bytes that callers pass.
 inline Ints load_some_ints(const uint8_t* p, int64_t) { return load_ints(p); }
 
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
@@ -122,7 +122,7 @@ inline Ints over_lanes(Ints v, const Op& op) {
 
 template <int TIMES>
 inline Ints spread(const int32_t* p, int64_t i) {
-    static_assert(TIMES >= LANES, "one number a vector");
+    static_assert(TIMES >= LANES, "one number per vector");
     return Ints{p[i], p[i], p[i], p[i]};
 }
 

@@ -11,10 +11,11 @@
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
 //   f16_to_float(p)                one f16
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
-//   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16
+//   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16; may set the other y[i],
+//                                  i < 16, to 0
 //   fused(a, b, c)                 a*b+c, rounded once
 //   add_floats(a, b)
-// and what k_quants_template.h, planar_template.h and blocks_template.h need.
+// and what k_quants_template.h, planar_template.h, blocks_template.h and attend_template.h need.
 
 constexpr int VECTORS = BLOCK / LANES;
 
@@ -84,9 +85,10 @@ struct Count {
     static constexpr int VALUE = N;
 };
 
-// Calls use(Count<ROWS>, a, row, next, also) for rows a .. a+ROWS-1, four at a time, which divides other reads
-// and writes by four and prefetches four rows in parallel. The next rows are prefetched because the
-// hardware prefetcher stops at the end of a page and cannot know which row of a list comes next.
+// Calls use(Count<ROWS>, a, row, next, also) for rows a .. a+ROWS-1: four at a time, so that
+// everything else is read and written once for four rows, which are also prefetched in parallel; at
+// the end two or one. The next rows are prefetched because the hardware prefetcher stops at
+// the end of a page and cannot know which row of a list comes next.
 template <class Use>
 inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     auto call = [&](auto count, int64_t a) {
@@ -151,7 +153,8 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
 }
 
-// add_rows() for rows that are already in L2; meanwhile the next rows are prefetched.
+// add_rows() for rows that should be in L2 already; meanwhile the rows of `rows.then` are
+// prefetched.
 template <class Format>
 inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                            int64_t d0, int64_t d1) {
@@ -264,7 +267,7 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 
 #include "k_tiled.h"
 
-// exp as 2^n * p(r), r the remainder below log(2) / 2, p a Taylor polynomial of degree 7.
+// exp as 2^n * p(r), with the remainder |r| <= log(2) / 2 and a Taylor polynomial p of degree 7.
 inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;  // NaN stays
     const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
