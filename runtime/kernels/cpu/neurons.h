@@ -29,7 +29,7 @@ class Neurons {
     }
 
     // Writes the output of a block's predicted neurons (all, if `named` is null) for T tokens to
-    // out [T, D]; sets in `fired` the bits of neurons that contribute to it (in mode dense, all).
+    // out [T, D]; sets in `fired` the bits of neurons whose row of `down` is used (dense: all).
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}) {
         if (block.is_by_output) return run_by_output(block, gate, x, T, out, read, fired);

@@ -11,8 +11,8 @@
 //   unpack_q4(p, w)                16 bytes of nibbles -> w[VECTORS], in the order of kernels.h
 //   f16_to_float(p)                one f16
 //   scale_f16(p)                   one f16, broadcast; may read 8 bytes
-//   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16; may set the other y[i],
-//                                  i < 16, to 0
+//   scale_many(p, m, c, y)         y[i] = c * f16 number i, for i < m <= 16; may set y[i] to 0
+//                                  for m <= i < 16
 //   fused(a, b, c)                 a*b+c, rounded once
 //   add_floats(a, b)
 // and what k_quants_template.h, planar_template.h, blocks_template.h and attend_template.h need.

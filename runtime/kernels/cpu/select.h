@@ -5,8 +5,8 @@
 //
 //   x -> whole(x / unit), unit = max |x| / LARGEST      a summary (LARGEST 63, + 64) or a query (127)
 //   summary of a block     the mean of its keys; or their largest and smallest values, 2 W of them
-//   code of a key          of r = H (key - center), H the Hadamard matrix, the center the block's mean or
-//                          the middle of its bounds, as summarised:
+//   code of a key          encodes r = H (key - center), with H the Hadamard matrix and the
+//                          center the block's mean or the middle of its bounds, as summarised:
 //                          c = clamp(floor(r / step), -2, 1), step = CODE_STEP * the root mean square, and
 //                          a factor f = |r|^2 / (r . (c + 1/2)), so that f (c + 1/2) . r = |r|^2
 //                          (after RaBitQ, Gao and Long 2024, arXiv 2405.12497)
@@ -163,12 +163,13 @@ class Selector {
         return unit;
     }
 
-    // Clamps to range; NaN becomes 0 (the unit of keys that are not finite is NaN).
+    // Clamps to -127 .. 127; NaN becomes 0 (the unit of keys that are not finite is NaN).
     static int to_whole(float value) {
         return value == value ? static_cast<int>(std::clamp(value, -127.0f, 127.0f)) : 0;
     }
 
-    // Rotates r [W] in place and stores its code; returns the factor.
+    // Rotates r [W] in place, unless the cache stores rotated keys, and stores its code; returns
+    // the factor.
     float store_code(float* r, uint8_t* to) const {
         if (!s.is_key_rotated) turn_by_hadamard(r, W);
         float squares = 0.0f, along = 0.0f;
@@ -242,7 +243,8 @@ class Selector {
             to[i] = static_cast<int32_t>((first + room.chosen[to[i] / size]) * B + to[i] % size);
     }
 
-    // Finds the `k` of n scores [G, n] that get the largest share of the softmax mass, ascending.
+    // Finds the `k` of n columns of the scores [G, n] that get the largest share of the softmax
+    // mass; `chosen` is ascending.
     void take_largest(int64_t n, int64_t k, Scratch& room, int32_t* chosen) const {
         room.share.resize(n), room.bits.resize(n);
         kernels().share_mass(room.score.data(), G, n, room.share.data());
@@ -274,8 +276,8 @@ class Selector {
         }
     }
 
-    // Computes attention scores [G, n] from the summaries of n blocks: those of their centers, or, if the
-    // query is split, upper bounds for all keys within the blocks' bounds.
+    // Computes attention scores [G, n] from the summaries of n blocks: those of their centers or,
+    // if queries are split, upper bounds (up to rounding) for all keys within the blocks' bounds.
     void score_blocks(int64_t n, bool is_split, const float* query, int64_t stride, Scratch& room,
                       std::vector<float>& score) const {
         room.query.resize(G * Ws), room.offset.resize(G), room.by.resize(G);

@@ -1,6 +1,6 @@
 // Products of transposed matrices (one row per input) with inputs of which many may be silent: y = the
-// sum of x_i * row i over the active inputs. Rows of silent inputs are not read. The reference is
-// Linear.apply in matrix.py.
+// sum of x_i * row i over the active inputs. For one token, rows of silent inputs are not read. The
+// reference is Linear.apply in matrix.py.
 #pragma once
 #include <cmath>
 
@@ -35,7 +35,8 @@ class SparseInputs {
     }
 
     // y [T, stride] of `count` matrices with equal numbers of rows, outputs concatenated; x [T, rows].
-    // Returns the weight bytes read.
+    // Adds each matrix's bias, if it has one. Returns the bytes of the rows that any token needs;
+    // several tokens may read further rows.
     int64_t run(const SparkMatrix* matrix, int count, const float* x, const InputLimits& limits, int64_t T,
                 float* y, int64_t stride) {
         return T == 1 ? run_one(matrix, count, x, limits.of(0), y)

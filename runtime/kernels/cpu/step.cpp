@@ -334,7 +334,7 @@ class Step {
         clock.ended(TIMED_ATTEND);
     }
 
-    // y [T, stride] of attention's matrices; silent inputs are left out.
+    // Multiplies x by attention's matrices, y [T, stride]; silent inputs are left out.
     void project(const SparkMatrix* matrix, int count, bool is_transposed, Operand& x,
                  const float* limit, float* y, int64_t stride) {
         if (is_transposed) {
@@ -352,7 +352,7 @@ class Step {
         return {s.mode == MODE_DENSE ? nullptr : limit, w.attention.is_first()};
     }
 
-    // The same vectors with zeros for silent inputs.
+    // The vectors x with zeros for silent inputs; x itself if there are no limits.
     Operand& without_silent(Operand& x, const float* limit) {
         const InputLimits limits = applied(limit);
         if (!limits.value) return x;
@@ -388,7 +388,7 @@ class Step {
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
-    // Adds the bytes that a block of neurons has read.
+    // Adds the bytes that a block of neurons needed to the step's, and ends the timed part.
     void count(NeuronBytes& read, Timed part) {
         s.gate_bytes += read.gate, s.up_bytes += read.up, s.down_bytes += read.down;
         read = {};

@@ -12,7 +12,8 @@
 constexpr int64_t MAX_ROWS = 128;
 // Maximum rows including those whose keys and values are only copied, see SparkRow.
 constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
-// A block of the cache holds the whole context, or a number of positions that divides PART.
+// A block of the cache holds the whole context, or at least this many positions, a number that
+// divides PART (attention.h).
 constexpr int64_t LEAST_BLOCK = 32;
 constexpr int64_t MAX_SHARED_HEADS = 256;  // queries that share a key-value head
 
@@ -44,8 +45,8 @@ struct SparkNorm {
 };
 
 // With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
-// the layer's threshold. A neuron's row of `down` is not read if |act(gate) * up| is at or below its hidden
-// limit. Mode dense has no limits.
+// the layer's threshold. A neuron's row of `down` is not used if |act(gate) * up| is at or below
+// its hidden limit. Mode dense has no limits.
 struct SparkBlock {
     SparkMatrix gate, up, down;
     const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
@@ -64,8 +65,9 @@ struct SparkTable {
 };
 
 // The positions that a token attends to, see select.h: the first `sinks` positions, `top` positions found
-// by search, and all from the key block of the `window`-th last position on. Lengths are multiples of
-// `block`, which divides the block length of the cache if a sequence has several cache blocks.
+// by search, and all from the key block of the `window`-th last position on. `sinks`, `top` and
+// `window` are multiples of `block`, which divides the block length of the cache if a sequence has
+// several cache blocks.
 enum Summary : int32_t { SUMMARY_MEAN, SUMMARY_BOUNDS };
 struct SparkSelect {
     int64_t block;  // 0: a token attends to all positions
@@ -152,12 +154,12 @@ struct SparkStep {
     // for parts outside the layers. Null: the clock is not read.
     int64_t* times;
     // [max_rows, num_layers, F / 32 rounded up] one bit per neuron, written for each computed row, in
-    // order: mode predicted, the predicted neurons; otherwise those whose row of `down` is read (dense:
-    // all). Null: nothing is written.
+    // order: in mode predicted, the predicted neurons; otherwise those whose row of `down` is used
+    // (dense: all). Null: nothing is written.
     uint32_t* fired;
     int64_t num_layers, num_ops, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
-    // Of the rows that all steps so far needed, see NeuronBytes.
+    // Bytes of the weight rows that all steps so far needed, see NeuronBytes.
     int64_t gate_bytes, up_bytes, down_bytes, predictor_bytes;
     int64_t attention_bytes;  // of query, key, value and output projection
     float epsilon;
@@ -193,7 +195,7 @@ struct SparkNeurons {
     const float* x;         // [T, D]
     const uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
     float* y;               // [T, D], written
-    uint32_t* fired;        // bits like `named`, written: neurons whose row of `down` is read; or null
+    uint32_t* fired;        // bits like `named`, written: those whose `down` row is used; or null
     uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
     int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens

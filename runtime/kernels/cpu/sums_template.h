@@ -1,14 +1,14 @@
 // Sums of rows for several vectors, a group of up to SUM_ROWS rows at a time. Each vector's sum is
-// bit-identical to that of accumulate_rows. Included by rows_template.h.
+// bit-identical to that of accumulate_rows if weights are finite. Included by rows_template.h.
 //
 // There are two ways. By lists: each vector adds only its own rows, while the group's rows are in cache.
 // Together: rows are unpacked once, and all vectors add all of them; a coefficient of 0 has no effect if
 // weights are finite.
 
-// The share of a group's rows that vectors need, and the number of vectors, from which on rows are added
-// together. By lists, a row costs three to four times as much. SmolLM2 on a Zen 4, all rows needed,
-// together and by lists: 2 vectors 10.3 and 8.6 ms (q4_0), 16.3 and 17.7 (f16); 5 vectors 12.5 and 13.7,
-// 19.5 and 21.3.
+// Rows are added together if vectors need, on average, more than 1 / TOGETHER of them, and if there
+// are at least LEAST_TOGETHER vectors. By lists, a row costs three to four times as much. SmolLM2
+// on a Zen 4, all rows needed, together and by lists: 2 vectors 10.3 and 8.6 ms (q4_0), 16.3 and
+// 17.7 (f16); 5 vectors 12.5 and 13.7, 19.5 and 21.3.
 constexpr int64_t TOGETHER = 3;  // a third
 constexpr int64_t LEAST_TOGETHER = 3;
 constexpr int64_t LEAST_USES = 3;  // of a row that is listed, on average

@@ -30,19 +30,20 @@ constexpr bool IS_TILED<Q8_0Tiled> = true;
 template <>
 constexpr bool IS_TILED<Q4_0Tiled> = true;
 
-// Number of vectors from which a product takes so long that the hardware prefetcher pauses, so tiles are
-// prefetched in software. Two Zen 4 cores, the head of SmolLM2 in q8_0 without and with: 2 vectors 0.89
-// and 1.30 ms, 4 vectors 0.88 and 1.1, 8 vectors 1.65 and 1.37, 16 vectors 3.3 and 2.75. On a Zen 5 all
-// products prefetch stream_ahead bytes ahead: two cores, GB/s of large matrices without any prefetching and
-// with this, q8_0 2 vectors 52 and 58, 3 vectors 38 and 51, 5 vectors 26 and 38; 8 vectors with 2304 bytes 30,
-// with 9216 36.
+// LEAST_ASKING is the number of vectors from which a product takes so long that the hardware
+// prefetcher pauses, so tiles are prefetched in software, TILED_AHEAD bytes ahead. Two Zen 4 cores,
+// the head of SmolLM2 in q8_0 without and with: 2 vectors 0.89 and 1.30 ms, 4 vectors 0.88 and 1.1,
+// 8 vectors 1.65 and 1.37, 16 vectors 3.3 and 2.75. On a Zen 5 all products prefetch stream_ahead
+// bytes ahead: two cores, GB/s of large matrices without any prefetching and with this, q8_0 2
+// vectors 52 and 58, 3 vectors 38 and 51, 5 vectors 26 and 38; 8 vectors with 2304 bytes 30, with
+// 9216 36.
 constexpr int64_t LEAST_ASKING = 6, TILED_AHEAD = 2304;
 
 // The memory to prefetch while a tile is read. For few vectors the next tile is left to the hardware
 // prefetcher (GB/s of a Zen 4 core from memory, q4_0 rows of 576 values and one vector: 26, and 7 with
 // software prefetching), unless stream_ahead is set for this processor.
 struct TiledAhead {
-    const uint8_t* after;        // a tile's bytes from here on, or null
+    const uint8_t* after;        // as many bytes from here on as a tile has; or null
     const uint8_t* const* also;  // for each row, the address of further row bytes; or null
     bool is_asking = false;      // whether the next tile is prefetched too
     // If not null, all tiles are prefetched, stream_ahead bytes ahead. `end` is where they end; beyond it,
@@ -50,8 +51,8 @@ struct TiledAhead {
     const uint8_t* end = nullptr;
     const uint8_t* then = nullptr;
 
-    // Prefetches `count` bytes for those read at `from` in the tile. gcc 12 drops calls of a function that
-    // only prefetches, unless it is inlined early.
+    // Prefetches what is due when `count` bytes from offset `from` of the tile are read. gcc 12
+    // drops calls of a function that only prefetches, unless it is inlined early.
     __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t from, int64_t count) const {
         if (end) {
             const uint8_t* at = tile + stream_ahead + from;
@@ -64,7 +65,7 @@ struct TiledAhead {
             for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(after + from + i);
     }
 
-    // The same for block b, with block_bytes per row.
+    // The same when block b of all rows is read, with block_bytes per row.
     __attribute__((always_inline)) inline void ask_block(const uint8_t* tile, int64_t b,
                                                          int64_t block_bytes) const {
         ask(tile, b * TILE_ROWS * block_bytes, TILE_ROWS * block_bytes);
@@ -124,7 +125,7 @@ inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, fl
     store_floats(y, add_floats(add_floats(acc[0], acc[1]), add_floats(acc[2], acc[3])));
 }
 
-// Rows a0 .. a1-1 of one tile, without a list; y[0] is the product of row a0.
+// Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
 template <class F>
 inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                            int64_t a1, const TiledAhead& ahead) {

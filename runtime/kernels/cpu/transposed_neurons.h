@@ -1,19 +1,19 @@
-// All neurons of a layer whose gate and up are stored with a row for each input: reads the rows of active
-// inputs, and the `down` rows of neurons that contribute. The reference is feed_forward.py.
+// All neurons of a layer whose gate and up are stored with a row for each input: sums the rows of
+// active inputs, then the `down` rows of neurons that contribute. The reference is feed_forward.py.
 #pragma once
 #include "neurons.h"
 #include "sparse_inputs.h"
 
 class TransposedNeurons {
   public:
-    // Allocates for F neurons, nothing if F is 0, and up to T tokens.
+    // Allocates for F neurons (nothing if F is 0) and up to T tokens.
     TransposedNeurons(Arena& arena, int64_t F, int64_t T) : F(F) {
         value_ = arena.take<float>(2 * T * F);
         no_limit_ = arena.take<float>(F);
     }
 
     // Writes the output of the predicted neurons (all, if `named` is null) for T tokens x [T, D] to out
-    // [T, D]; sets the bits of those whose row of `down` is read.
+    // [T, D]; sets in `fired` the bits of those whose row of `down` is used (dense: all).
     void run(SparseInputs& inputs, const SparkBlock& block, const Gate& gate, const Named* named,
              const float* x, const InputLimits& input_limits, int64_t T, float* out,
              NeuronBytes& read, Fired fired) {
@@ -38,8 +38,8 @@ class TransposedNeurons {
     }
 
   private:
-    // Computes hidden values `to` [F] of one token from its gates and the ups that follow them; 0
-    // for neurons that do not fire or are not predicted.
+    // Computes hidden values `to` [F] of one token from `values`, its gates and then its ups; 0 for
+    // neurons that do not fire or are not predicted.
     void hidden(const SparkBlock& block, const Gate& gate, const Named* named, float* values,
                 float* to) const {
         const NeuronLimits limits(block, gate);

@@ -1,5 +1,4 @@
-// Shared by the sources of a decode step: an arena for arrays, and vectors in the forms that kernels
-// need.
+// Shared by the sources of a step: an arena for arrays, and vectors in the forms that kernels need.
 #pragma once
 #include <algorithm>
 
@@ -91,6 +90,6 @@ inline bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
     return has_shape(m, num_rows, num_columns) && !is_grouped(m.kind);
 }
 
-// True if any subset of its rows can be summed. A grouped matrix allows only whole groups, a tiled
-// one no sums.
+// True if any subset of the matrix's rows can be summed. A grouped matrix allows only whole groups,
+// a tiled one no sums.
 inline bool has_sums(const SparkMatrix& m) { return !is_tiled(m.kind) && !is_grouped(m.kind); }
