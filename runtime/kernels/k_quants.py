@@ -1,6 +1,6 @@
 """Unpacks llama.cpp's K-quants with torch, where no kernel does it.
 
-Blocks of 256 values, laid out as in dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c;
+A block has 256 values, laid out as in dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c;
 runtime/kernels/cpu/k_quants_template.h describes the layout.
 
 A part is 32 values of a block."""
@@ -12,7 +12,7 @@ KINDS = ("q4_k", "q5_k", "q6_k")
 
 
 def unpack_blocks(blocks: Tensor, kind: str) -> Tensor:
-    """f32 [..., 256] of uint8 [..., 144], [..., 176] or [..., 210]."""
+    """Unpacks blocks, uint8 [..., 144], [..., 176] or [..., 210], to f32 [..., 256]."""
     return _unpack_q6_k(blocks) if kind == "q6_k" else _unpack_with_minima(blocks)
 
 

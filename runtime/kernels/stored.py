@@ -1,4 +1,5 @@
-"""A weight matrix in the type of its file, as kernels on CPU and GPU read it.
+"""A weight matrix in the type of its file or in a layout made from it, as kernels on CPU and GPU
+read it.
 
 Letters: N rows, D row width, A chosen rows."""
 

@@ -3,13 +3,13 @@
 Each lane of a vector is then a row, for one token and for several, and nothing has to be
 transposed. A tile has as many bytes as its rows in the file:
 
-    q4_0_tiled   for every two blocks (the last may be alone): the f16 scales of 16 rows for each
-                 block | for each block, every four bytes of nibbles of 16 rows
+    q4_0_tiled   for every two blocks (the last may be alone): for each block, the f16 scales of 16
+                 rows | for each block, its nibbles, four bytes of each of 16 rows in turn
     q8_0_tiled   the same with values
-    q4_k_tiled, q5_k_tiled, q6_k_tiled   for each block: the f16 numbers of 16 rows | every byte of
-                 scales | every four bytes of the bits above the nibbles | every four of nibbles;
-                 of q6_k every two blocks have their f16 numbers first, a single last one has them
-                 at its end
+    q4_k_tiled, q5_k_tiled, q6_k_tiled   for each block, interleaving 16 rows: the f16 numbers, one
+                 at a time | the scales, one byte at a time | the bits above the nibbles (not in
+                 q4_k) and the nibbles, four bytes at a time. In q6_k, two blocks have both their
+                 f16 numbers first, and a single last block has its f16 numbers at its end
 
 `library.pack_rows` makes tiles. A slice of such a matrix has whole tiles."""
 
@@ -26,15 +26,15 @@ _QUANT_BYTES = {"q4_0": 16, "q8_0": 32}  # of a block, without its scale
 
 
 class _Piece(NamedTuple):
-    """Bytes `start` .. `stop` - 1 of a block, of which a tile has `together` of one row and then of
-    the next."""
+    """Bytes `start` .. `stop` - 1 of a block. A tile has `together` of them from one row, then as
+    many from the next row, and so on."""
 
     start: int
     stop: int
     together: int
 
 
-# Of a block of a K-quant: its f16 numbers, and the other pieces in the order of a tile.
+# The pieces of a K-quant's block: its f16 numbers, and the others in the order of a tile.
 _FLOATS = {"q4_k": _Piece(0, 4, 2), "q5_k": _Piece(0, 4, 2), "q6_k": _Piece(208, 210, 2)}
 _PIECES = {
     "q4_k": (_Piece(4, 16, 1), _Piece(16, 144, 4)),
@@ -102,6 +102,7 @@ def _super_rows(tiles: Tensor, kind: str) -> Tensor:
 
 
 def _put(data: Tensor, piece: _Piece, to: Tensor) -> None:
-    """Writes a piece of all rows of a tile to their blocks; data [tile, block, bytes]."""
+    """Writes a piece of the blocks of all rows; data [tile, block, bytes], to [tile, block, row,
+    byte]."""
     items = data.unflatten(2, (-1, TILE_ROWS, piece.together))
     to[..., piece.start : piece.stop] = items.transpose(2, 3).flatten(3)

@@ -162,8 +162,8 @@ def _attend_part(
     BLOCK_LENGTH: tl.constexpr,
 ):
     """One program per key-value head, part of the context and row. For each of the head's queries
-    it computes the maximum score, the sum of e^(score - maximum), and the values weighted by
-    these."""
+    it computes the maximum score, the sum of e^(score - maximum), and the sum of the values
+    weighted by e^(score - maximum)."""
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     to = part
@@ -406,7 +406,8 @@ class _Cache:
 
     @property
     def block_length(self) -> int:
-        """1 without blocks, so that this constant of the kernels does not depend on the context."""
+        """Positions of a block; 1 if there are no blocks, so that this constant of the kernels does
+        not depend on the context."""
         return 1 if self.table_SN is None else self.key.shape[1]
 
     @property

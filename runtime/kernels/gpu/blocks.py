@@ -1,9 +1,9 @@
 """Triton: reads weights of every kind in units of 16 bytes of quants, or of 16 float values.
 
-A unit is one thread's load. In kinds with nibbles it holds 32 values in two parts, the low nibbles
-and the high ones; in others 16 values in one part. A tile is [rows, units, 16]. A value is scale
-times quant minus minimum, with scales and minima [rows, units], so a product multiplies by the
-scale once for 16 values. Sums over the last axis stay within a thread.
+One thread loads a whole unit. In kinds with nibbles it holds 32 values in two parts, the low
+nibbles and the high ones; in others 16 values in one part. A tile is [rows, units, 16]. A value is
+scale times quant minus minimum, with scales and minima [rows, units], so a product multiplies by
+the scale once for 16 values. Sums over the last axis stay within a thread.
 
 The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and,
 as stored in files, "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.kernels.planar, and for

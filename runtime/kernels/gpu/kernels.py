@@ -156,8 +156,8 @@ class GateUp(Protocol):
 
         It is 0 for neurons that are not predicted and, unless `is_dense`, for those that do not
         fire. With Triton, the rows of the former and the up rows of the latter are not read, unless
-        another row of the step needs them. `id_N`, int32: the neurons' ids in
-        the layer, which index `named_B`; None: 0, 1, ..."""
+        another row of the step needs them. `id_N`, int32: the neurons' ids in the layer, which
+        index `named_B`; None: 0, 1, ..."""
 
 
 class Down(Protocol):

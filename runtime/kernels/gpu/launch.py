@@ -101,7 +101,7 @@ def power_of_2(number: int) -> int:
 
 
 def rows_of_program(num_rows: int, most: int = 4) -> int:
-    """Rows per program: `most`, or fewer, down to 1, if that gives less than LEAST_PROGRAMS
+    """Rows per program: `most`, halved down to 1 while there would be fewer than LEAST_PROGRAMS
     programs."""
     rows = most
     while rows > 1 and num_rows < LEAST_PROGRAMS * rows:

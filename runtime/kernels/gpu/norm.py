@@ -11,8 +11,8 @@ from torch import Tensor
 
 from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
 
-# Values of several parts that are loaded together: loading parts one by one would cost a memory
-# latency for each. More values do not fit into the registers of a program.
+# Most values of several parts that are loaded together. Loading parts one by one would cost a
+# memory latency for each; more values do not fit into the registers of a program.
 _AT_ONCE = 1 << 16
 
 

@@ -175,7 +175,7 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
 
 
 def _positions(cache_BPKW: Tensor, block_N: Tensor, count: int) -> Tensor:
-    """[C, K, W]: the first positions of a sequence, which are in these blocks."""
+    """At least the first `count` positions [C, K, W] of a sequence with these blocks."""
     used = -(-count // cache_BPKW.shape[1])
     return cache_BPKW[block_N[:used].long()].flatten(0, 1)
 

@@ -12,8 +12,9 @@ _WORDS = 8  # per program
 
 @triton.jit
 def _moved(at_U, byte_U, num_blocks, block, first, start, size):
-    """Replaces the places of bytes `start` to `start + size` of each block of `block` bytes by
-    those in their plane, which follows planes with `first` bytes of each block."""
+    """Replaces, in the target places `at_U`, those of bytes `start` to `start + size` - 1 of each
+    block of `block` bytes by their places in a plane. The planes before it hold `first` bytes of
+    each block."""
     number_U = byte_U // block
     inner_U = byte_U % block
     is_in_U = (inner_U >= start) & (inner_U < start + size)

@@ -5,7 +5,7 @@ A copy is described by four numbers (`COPY`): offset in staging, target address,
 and form (`FORMS`): "" copies the bytes unchanged, the others rearrange a file's blocks to planar
 rows (runtime.kernels.planar). Sizes and addresses are multiples of 2.
 
-Letters: C copies, B bytes of staging, F neurons of a layer, N slots, W words of F bits."""
+Letters: C copies, B bytes of staging, F neurons of a layer, N slots, W words that hold F bits."""
 
 import ctypes
 from collections.abc import Callable
