@@ -44,7 +44,7 @@ class Signals:
         self.number = number
 
     def train(self, ranks: Ranks) -> None:
-        """From this call on, a signal ends the run after the current step."""
+        """A signal ends the run after the current step once this has been called."""
         self.is_training, self.num_processes = True, ranks.size
 
     def wants_stop(self, ranks: Ranks) -> bool:
