@@ -183,14 +183,15 @@ constexpr int64_t SUM_ROWS = GROUP_ROWS;
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                             int64_t d0, int64_t d1);
 // The same for several vectors and rows a0 .. a0 + k - 1, k <= WINDOW_ROWS, in groups of SUM_ROWS. Bit j of
-// mask[t * mask_stride + g] says whether vector t takes row j of group g; if not, c[t * c_stride + g *
-// SUM_ROWS + j] is 0.
+// mask[t * mask_stride + g * mask_group] says whether vector t takes row j of group g; if not, its coefficient
+// c[t * c_stride + g * c_group + j] is 0.
 constexpr int64_t WINDOW_ROWS = 4 * SUM_ROWS;
 struct ManySums {
     const float* c;
     const uint64_t* mask;
     float* y;
     int64_t c_stride, mask_stride, y_stride;  // from vector to vector
+    int64_t c_group, mask_group;              // from group to group
     int64_t count;                            // vectors
     int64_t d0, d1;
 };

@@ -43,12 +43,13 @@ struct WindowLists {
         const int64_t groups = (k + SUM_ROWS - 1) / SUM_ROWS;
         for (int64_t t = 0; t < s.count; ++t) {
             for (int64_t g = 0; g < groups; ++g) {
-                const uint64_t mask = s.mask[t * s.mask_stride + g];
+                const uint64_t mask = s.mask[t * s.mask_stride + g * s.mask_group];
+                const float* from = s.c + t * s.c_stride + g * s.c_group;
                 used[g] |= mask;
                 for (uint64_t left = mask; left; left &= left - 1) {
-                    const int64_t j = g * SUM_ROWS + __builtin_ctzll(left);
-                    place[begin[t + 1]] = static_cast<uint16_t>(j);
-                    c[begin[t + 1]++] = s.c[t * s.c_stride + j];
+                    const int64_t j = __builtin_ctzll(left);
+                    place[begin[t + 1]] = static_cast<uint16_t>(g * SUM_ROWS + j);
+                    c[begin[t + 1]++] = from[j];
                 }
             }
             begin[t + 2] = begin[t + 1];
@@ -89,7 +90,7 @@ void add_listed(const Rows& rows, int64_t a0, int64_t k, const ManySums& all) {
         s.d0 = whole;
         for (int64_t g = 0; s.d0 < s.d1 && g * SUM_ROWS < k; ++g) {
             accumulate_lists(Tile::ADD_ROWS, rows, a0 + g * SUM_ROWS, s);
-            s.c += SUM_ROWS, ++s.mask;
+            s.c += s.c_group, s.mask += s.mask_group;
         }
     }
 }

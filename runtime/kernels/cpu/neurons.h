@@ -20,7 +20,7 @@ class Neurons {
         open_ = arena.take<int32_t>(F);
         open_position_ = arena.take<int32_t>(F);
         const int64_t groups = groups_of(F);
-        hidden_ = {arena.take<float>(T * groups * SUM_ROWS), nullptr, groups};
+        hidden_ = {arena.take<float>(T * groups * SUM_ROWS), nullptr, groups, T};
         up_many_ = arena.take<float>(T * groups * SUM_ROWS);
         hidden_x_ = arena.operand(F, T, forms, hidden_.value);
         if (T == 1) return;
@@ -91,7 +91,8 @@ class Neurons {
         const int64_t chunks = (N + chunk - 1) / chunk;
         const Input gate_x = x.as(block.gate.kind, T);
         const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
-        const WholeNeurons whole = {block, gate, gate_x, up_x, T, hidden_, up_many_, sums_.part, chunk};
+        const WholeNeurons whole = {block, gate, gate_x, up_x, T, hidden_.value, up_many_, hidden_.mask,
+                                    groups_of(N) * SUM_ROWS, sums_.part, chunk};
         split(T * N * row_bytes(block.gate), chunks, 1, MAX_CHUNKS,
               [&](int64_t c0, int64_t c1) { whole.run(c0, c1); });
         auto join = [&](int64_t t, int64_t d0, int64_t d1) {
@@ -153,6 +154,7 @@ class Neurons {
     void run_many(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x,
                   int64_t T, float* out, NeuronBytes& read, Fired fired) {
         const int64_t groups = groups_of(block.num_neurons);
+        hidden_.groups = groups, hidden_.T = T;
         const Input gate_x = x.as(block.gate.kind, T);
         const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
         split(T * block.num_neurons * row_bytes(block.gate), groups, 1, 16,
@@ -168,7 +170,7 @@ class Neurons {
         }
         for (int64_t t = 0; fired.bits && t < T; ++t)
             for (int64_t g = 0; g < groups; ++g)
-                for (uint64_t left = hidden_.mask[t * hidden_.groups + g]; left; left &= left - 1)
+                for (uint64_t left = hidden_.used(g, t); left; left &= left - 1)
                     fired.set(t, id_of(block, g * SUM_ROWS + __builtin_ctzll(left)));
     }
 
@@ -199,9 +201,9 @@ class Neurons {
     void run_group(const SparkBlock& block, const Gate& gate, const Named* named,
                    const Input& gate_x, const Input& up_x, int64_t T, int64_t g) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
-        const int64_t stride = hidden_.stride();
+        const int64_t stride = SUM_ROWS;
         const NeuronLimits limits(block, gate);
-        float *hidden = hidden_.value + p0, *up = up_many_ + p0;
+        float *hidden = hidden_.values(g, 0), *up = up_many_ + (hidden - hidden_.value);
         uint64_t needed[MAX_ROWS], any_named = 0, any_fired = 0, any_open = 0;
         for (int64_t t = 0; t < T; ++t) {
             needed[t] = named ? names(block, named[t], p0, count)
@@ -229,7 +231,7 @@ class Neurons {
             for (int64_t i = 0; limits.has_hidden() && i < count; ++i)
                 if (limits.is_silent(of[i], p0 + i)) needed[t] &= ~(1ull << i);
             kernels().keep_only(of, needed[t]);
-            hidden_.mask[t * hidden_.groups + g] = needed[t];
+            hidden_.used(g, t) = needed[t];
             any_open |= needed[t];
         }
         num_read_[g] = {__builtin_popcountll(any_named), __builtin_popcountll(any_fired),

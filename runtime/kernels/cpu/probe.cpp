@@ -65,7 +65,7 @@ bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, in
                 both[which]->accumulate_rows[kind](rows, c, y[which], 0, count, 0, D);
             else
                 both[which]->accumulate_many[kind](rows, 0, count,
-                                                   {some, masks, y[which], count, 1, D, 2, 0, D});
+                                                   {some, masks, y[which], count, 1, D, 0, 0, 2, 0, D});
             OrderSums* order_sums = both[which]->order_sums[kind];
             for (int64_t t = 0; order_sums && t < 2; ++t) order_sums(y[which] + t * D, 0, D);
         }

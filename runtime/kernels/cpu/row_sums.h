@@ -13,13 +13,15 @@ inline int64_t groups_of_chunk(int64_t places) {
     return (groups_of(places) + MAX_CHUNKS - 1) / MAX_CHUNKS;
 }
 
-// Coefficients of T vectors and a mask of those in use, by place, padded to whole groups.
+// Coefficients of T vectors and a mask of those in use, padded to whole groups. Those of a group are
+// contiguous, so that all vectors' sums of a group read few lines.
 struct Coefficients {
-    float* value;    // [T, groups * SUM_ROWS], 0 if unused
-    uint64_t* mask;  // [T, groups]
-    int64_t groups;  // of a vector
+    float* value;    // [groups, T, SUM_ROWS], 0 if unused
+    uint64_t* mask;  // [groups, T]
+    int64_t groups, T;
 
-    int64_t stride() const { return groups * SUM_ROWS; }
+    float* values(int64_t g, int64_t t) const { return value + (g * T + t) * SUM_ROWS; }
+    uint64_t& used(int64_t g, int64_t t) const { return mask[g * T + t]; }
 };
 
 // The first `count` rows of a matrix, or those listed in `row`.
@@ -110,8 +112,8 @@ class RowSums {
             for (int64_t g = g0, end; g < g1; g = end) {
                 end = std::min(g + WINDOW_ROWS / SUM_ROWS, g1);
                 const int64_t p0 = g * SUM_ROWS, count = std::min(end * SUM_ROWS, places.count) - p0;
-                const ManySums sums = {c.value + t0 * c.stride() + p0, c.mask + t0 * c.groups + g,
-                                       part + t0 * D, c.stride(), c.groups, D, t1 - t0, d0, d1};
+                const ManySums sums = {c.values(g, t0), &c.used(g, t0), part + t0 * D, SUM_ROWS, 1, D,
+                                       c.T * SUM_ROWS, c.T, t1 - t0, d0, d1};
                 kernels().accumulate_many[kind](places.rows(p0, count), 0, count, sums);
             }
             for (int64_t t = t0; t < t1; ++t) {

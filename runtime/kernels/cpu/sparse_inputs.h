@@ -31,7 +31,7 @@ class SparseInputs {
         active_ = arena.take<int32_t>(I + SUM_ROWS);
         active_x_ = arena.take<float>(I);
         const int64_t groups = T > 1 ? groups_of(I) : 0;
-        many_ = {arena.take<float>(T * groups * SUM_ROWS), arena.take<uint64_t>(T * groups), groups};
+        many_ = {arena.take<float>(T * groups * SUM_ROWS), arena.take<uint64_t>(T * groups), groups, T};
     }
 
     // y [T, stride] of `count` matrices with equal numbers of rows, outputs concatenated; x [T, rows].
@@ -187,12 +187,11 @@ class SparseInputs {
     int64_t run_many(const SparkMatrix* matrix, int count, const float* x, const InputLimits& limits,
                      int64_t T, float* y, int64_t stride) {
         const int64_t inputs = matrix->num_rows;
-        const Coefficients c = {many_.value, many_.mask, groups_of(inputs)};
+        const Coefficients c = {many_.value, many_.mask, groups_of(inputs), T};
         split(T * inputs * 4, c.groups, 1, 4, [&](int64_t g0, int64_t g1) {
-            for (int64_t t = 0; t < T; ++t)
-                for (int64_t g = g0; g < g1; ++g)
-                    c.mask[t * c.groups + g] = mask(x + t * inputs, limits.of(t), g * SUM_ROWS, inputs,
-                                                    c.value + t * c.stride());
+            for (int64_t g = g0; g < g1; ++g)
+                for (int64_t t = 0; t < T; ++t)
+                    c.used(g, t) = mask(x + t * inputs, limits.of(t), g * SUM_ROWS, inputs, c.values(g, t));
         });
         int64_t row = 0;
         for (int m = 0; m < count; ++m) {
@@ -213,7 +212,7 @@ class SparseInputs {
         for (int64_t p = p0; p < std::min(p0 + SUM_ROWS, inputs); ++p) {
             const bool is_active = limits.pass(x[p], p);
             bits |= static_cast<uint64_t>(is_active) << (p - p0);
-            values[p] = is_active ? x[p] : 0.0f;
+            values[p - p0] = is_active ? x[p] : 0.0f;
         }
         return bits;
     }
@@ -223,7 +222,7 @@ class SparseInputs {
         int64_t count = 0;
         for (int64_t g = 0; g < c.groups; ++g) {
             uint64_t any = 0;
-            for (int64_t t = 0; t < T; ++t) any |= c.mask[t * c.groups + g];
+            for (int64_t t = 0; t < T; ++t) any |= c.used(g, t);
             count += __builtin_popcountll(any);
         }
         return count;

@@ -18,7 +18,7 @@ inline int64_t num_taken(int64_t k, const ManySums& s) {
     int64_t count = 0;
     for (int64_t t = 0; t < s.count; ++t)
         for (int64_t g = 0; g * SUM_ROWS < k; ++g)
-            count += __builtin_popcountll(s.mask[t * s.mask_stride + g]);
+            count += __builtin_popcountll(s.mask[t * s.mask_stride + g * s.mask_group]);
     return count;
 }
 
@@ -96,7 +96,7 @@ inline void add_floats_to_many(const Rows& rows, int64_t a0, int64_t k, const Ma
 template <AccumulateMany ADD_GROUP>
 void by_groups(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
     ManySums of_group = s;
-    for (int64_t j = 0; j < k; j += SUM_ROWS, of_group.c += SUM_ROWS, ++of_group.mask)
+    for (int64_t j = 0; j < k; j += SUM_ROWS, of_group.c += s.c_group, of_group.mask += s.mask_group)
         ADD_GROUP(rows, a0 + j, k - j < SUM_ROWS ? k - j : SUM_ROWS, of_group);
 }
 

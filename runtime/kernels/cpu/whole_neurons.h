@@ -21,8 +21,9 @@ struct WholeNeurons {
     const Gate& gate;
     const Input &gate_x, &up_x;
     int64_t T;
-    Coefficients hidden;
-    float* up_value;  // shaped like hidden.value
+    float *hidden, *up_value;  // [T, stride]
+    uint64_t* mask;            // [groups, T]
+    int64_t stride;            // neurons, padded to whole groups
     float* part;      // [chunks, T, D]
     int64_t chunk;    // neurons of a chunk
 
@@ -37,10 +38,10 @@ struct WholeNeurons {
         const int64_t a0 = c0 * chunk, a1 = std::min(c1 * chunk, block.num_neurons);
         const bool has_up = block.up.data;
         const uint8_t* down = is_grouped(block.down.kind) ? row(block.down, a0) : nullptr;
-        multiply(block.gate, gate_x, a0, a1, hidden.value, has_up ? row(block.up, a0) : down);
+        multiply(block.gate, gate_x, a0, a1, hidden, has_up ? row(block.up, a0) : down);
         if (has_up) multiply(block.up, up_x, a0, a1, up_value, down);
         for (int64_t t = 0; t < T; ++t)
-            activate(a0, a1, hidden.value + t * hidden.stride(), up_value + t * hidden.stride());
+            activate(a0, a1, hidden + t * stride, up_value + t * stride);
         for (int64_t c = c0; c < c1; ++c) add(c, a1);
     }
 
@@ -54,13 +55,13 @@ struct WholeNeurons {
         Rows rows = rows_of(m);
         const int64_t last = after ? a1 : a0 + (a1 - a0 - 1) / SUM_ROWS * SUM_ROWS;
         rows.after = after;
-        if (last > a0) kernels().dot_rows[m.kind](rows, x, y, hidden.stride(), a0, last);
+        if (last > a0) kernels().dot_rows[m.kind](rows, x, y, stride, a0, last);
         if (after) return;
         const uint8_t* also[SUM_ROWS];
         for (int64_t i = 0; i < SUM_ROWS; ++i)
             also[i] = row(block.down, std::min(a0 + i, block.num_neurons - 1));
         rows.also = also;
-        kernels().dot_rows[m.kind](rows, x, y, hidden.stride(), last, a1);
+        kernels().dot_rows[m.kind](rows, x, y, stride, last, a1);
     }
 
     void activate(int64_t a0, int64_t a1, float* value, float* by) const {
@@ -76,7 +77,7 @@ struct WholeNeurons {
         if (is_grouped(m.kind) && T == 1) {
             Rows rows = rows_of(m);
             if (a1 == end && end < block.num_neurons) rows.after = row(block.gate, end);
-            kernels().accumulate_rows[m.kind](rows, hidden.value, out, c * chunk, a1, 0, D);
+            kernels().accumulate_rows[m.kind](rows, hidden, out, c * chunk, a1, 0, D);
             return;
         }
         for (int64_t a = c * chunk; a < a1; a += SUM_ROWS) {
@@ -86,15 +87,13 @@ struct WholeNeurons {
             rows.then = &then, rows.num_then = left > 0;
             rows.then_bytes = std::min(SUM_ROWS, left) * m.stride;
             if (T == 1) {
-                kernels().accumulate_rows[m.kind](rows, hidden.value + a, out, 0, count, 0, D);
+                kernels().accumulate_rows[m.kind](rows, hidden + a, out, 0, count, 0, D);
                 continue;
             }
-            const int64_t group = a / SUM_ROWS;
-            for (int64_t t = 0; t < T; ++t)
-                hidden.mask[t * hidden.groups + group] = ~0ull >> (SUM_ROWS - count);
+            uint64_t* all = mask + a / SUM_ROWS * T;
+            std::fill_n(all, T, ~0ull >> (SUM_ROWS - count));
             kernels().accumulate_many[m.kind](rows, 0, count,
-                                              {hidden.value + a, hidden.mask + group, out,
-                                               hidden.stride(), hidden.groups, D, T, 0, D});
+                                              {hidden + a, all, out, stride, 1, D, 0, 0, T, 0, D});
         }
     }
 };
