@@ -132,7 +132,11 @@ class _Machine:
     def stack_global(self) -> None:
         self.pop_tuple(2)
         module, name = self.stack.pop()
-        self.push(Global(name=f"{module} {name}"[:200]))
+        # Formatting anything else could take time exponential in the pickle's size: nested tuples
+        # share their halves through the memo.
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise Broken("its pickle names a class or function by something other than strings")
+        self.push(Global(name=f"{module[:100]} {name[:100]}"))
 
     def build(self) -> None:
         """Ignores attributes of a dict, where torch keeps version numbers of modules."""

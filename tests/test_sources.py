@@ -4,6 +4,7 @@ tokenizers.
 Oracles: torch.load, the same weights as safetensors, transformers and sentencepiece."""
 
 import json
+import pickle
 import shutil
 import threading
 import time
@@ -28,6 +29,8 @@ from sparkinfer.convert.checkpoint import Checkpoint
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.convert.pickle_source import read_state_dict
+from sparkinfer.convert.torch_pickle import read_views
+from sparkinfer.convert.torch_zip import Broken
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.text.codec import TextCodec
@@ -173,6 +176,26 @@ def test_other_pickles_are_refused(tmp_path, words):
         read_state_dict(path)
     assert words in str(caught.value) and "\n" not in str(caught.value), caught.value
     assert not (tmp_path / "evil").exists()
+
+
+def nested_names(depth: int) -> bytes:
+    """A pickle that names a function by a string and by a tuple of 2^depth strings, stored as pairs
+    of the same half."""
+    pair = pickle.MEMOIZE + pickle.BINGET + b"%c" + pickle.TUPLE2
+    nested = b"".join(pair % key for key in range(depth))
+    return (pickle.PROTO + b"\4" + text_in_pickle("a") + nested + text_in_pickle("b")
+            + pickle.STACK_GLOBAL + pickle.STOP)  # fmt: skip
+
+
+def text_in_pickle(text: str) -> bytes:
+    return pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode()
+
+
+@pytest.mark.parametrize("depth", [1, 20])
+def test_a_function_named_by_nested_tuples_is_refused(depth):
+    """Writing out the tuple would take time and memory exponential in the pickle's size."""
+    with pytest.raises(Broken, match="names a class or function by something other than strings"):
+        read_views(nested_names(depth))
 
 
 def test_a_pickle_of_integers_is_refused_by_type(llama, tmp_path):
