@@ -19,19 +19,31 @@ def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
     """Returns (keys, notes). The default template gets GGUF's standard key, each other template a
     key derived from its name, and one more key lists those names.
 
-    Raises SparkinferError for a file that cannot be read, and for templates that are not
-    strings."""
+    Raises SparkinferError for a file that cannot be read, for templates that are not strings, and
+    for two names with the same key."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
     found = found or _of_json(folder / "chat_template.json")
     keys: dict[str, Value] = {}
     if DEFAULT in found:
         keys[TEMPLATE_KEY] = found.pop(DEFAULT)
-    named = {_key_name(name): text for name, text in found.items()}
+    named = _by_key_name(found, folder)
     if not named:
         return keys, []
     keys |= {f"{TEMPLATE_KEY}.{name}": text for name, text in named.items()}
     keys[TEMPLATES_KEY] = sorted(named)
     return keys, [f"chat templates besides the default one: {', '.join(sorted(named))}"]
+
+
+def _by_key_name(found: dict[str, str], folder: Path) -> dict[str, str]:
+    origin: dict[str, str] = {}
+    for name in found:
+        other = origin.setdefault(_key_name(name), name)
+        if other != name:
+            raise SparkinferError(
+                f"{folder}: the chat templates {other[:80]!r} and {name[:80]!r} would both be stored"
+                f" as {_key_name(name)[:80]!r}; rename one of them"
+            )
+    return {key_name: found[name] for key_name, name in origin.items()}
 
 
 def _key_name(name: str) -> str:

@@ -429,3 +429,11 @@ def test_a_template_that_is_not_text_is_refused(wrong, checkpoint, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
     with pytest.raises(SparkinferError, match="neither a string nor a list"):
         tokenizer_keys(folder, 320, "sparse")
+
+
+def test_two_templates_of_one_key_are_refused(checkpoint, tmp_path):
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
+    templates = [{"name": name, "template": name} for name in ("default", "a b", "c", "a-b")]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    with pytest.raises(SparkinferError, match="hf: .* 'a b' and 'a-b' .* as 'a_b'; rename one"):
+        tokenizer_keys(folder, 320, "sparse")
