@@ -350,14 +350,16 @@ def _gates(
         return gates_of(model, thresholds_for(histogram_LB, target)), None
     goal = Goal(perplexity_budget=budget, sparsity=1.0 if target is None else target)
     found = Found(len(zeros_L))
-    run.add("thresholds", found)
-    if not run.has("thresholds"):
-        run.save()  # a search takes long, and saves nothing before its end
+    is_found = run.has("thresholds")
+    if not is_found:
         run.ranks.first_only(
             lambda: found.set(*search(engine, histogram_LB, tune, check, goal, say))
         )
         for tensor in found.arrays().values():
             run.ranks.spread(tensor)
+    # Not earlier: a run interrupted in its search would resume with the zeros of `found`.
+    run.add("thresholds", found)
+    if not is_found:
         run.save()
     return gates_of(model, found.threshold_L), found.report
 

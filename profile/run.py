@@ -100,7 +100,8 @@ class Run:
         return {k: self.ranks.sum(a) for k, a in arrays.items()} if part.is_sum else arrays
 
     def phase(self, windows: Sequence[Tensor], lockstep: Lockstep | None = None) -> None:
-        """Runs the remaining windows. After a signal, saves everything and raises Interrupted."""
+        """Runs the remaining windows, and saves at their end, since what follows a phase may take
+        long. After a signal, saves everything and raises Interrupted."""
         self._phase, self._done = self._phase + 1, 0
         if self.position.phase > self._phase:
             self._done = len(windows)
@@ -110,8 +111,10 @@ class Run:
         self._in_phase = True
         while self._done < len(windows):
             self._round(windows[self._done : self._done + self.ranks.size], lockstep)
-            self._pause()
+            self._pause(ends_phase=self._done >= len(windows))
         self._in_phase = False
+        if self._signal is not None:  # it came while the end of the phase was saved
+            raise self._interrupted(self._signal)
 
     def _round(self, windows: Sequence[Tensor], lockstep: Lockstep | None) -> None:
         """Runs one window per process; at the end of a phase some processes may have none."""
@@ -125,10 +128,11 @@ class Run:
         self._done += len(windows)
         self.on_tokens(sum(lengths))
 
-    def _pause(self) -> None:
+    def _pause(self, *, ends_phase: bool) -> None:
         """Saves when a save is due, and stops after a signal: all processes together."""
         since = time.monotonic() - self._saved_at
-        is_due = self.ranks.is_first and since > max(self.save_every_s, self._save_s / SAVE_SHARE)
+        is_late = self.ranks.is_first and since > max(self.save_every_s, self._save_s / SAVE_SHARE)
+        is_due = is_late or ends_phase
         order = self.ranks.largest(_STOP if self._signal else _SAVE if is_due else 0)
         if order:
             self.save()
@@ -160,9 +164,11 @@ class Run:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """The first SIGINT, SIGTERM or SIGHUP ends the run after the current window, or at once
-        between phases. In a run of one process, a second one of the same kind is handled as before
-        the run; the command line counts signals within two seconds as one."""
+        """The first SIGINT, SIGTERM or SIGHUP ends the run after the current window, with all of
+        the work saved. Between phases it ends the run at once, and only what was done since the
+        last phase is lost, such as a part of a search. In a run of one process, a second one of the
+        same kind is handled as before the run; the command line counts signals within two seconds
+        as one."""
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread only
             return

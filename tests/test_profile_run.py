@@ -72,15 +72,15 @@ def same_predictors(a, b, rtol=0.0):
 
 
 def stopped_at(monkeypatch, window):
-    """Stops a run with SIGTERM after this many windows. Later runs are not stopped, but their
-    windows are counted too: the returned list holds the number of windows of all runs."""
+    """Stops a run with SIGTERM after this many windows; None: never. Later runs are not stopped, but
+    their windows are counted too: the returned list holds the number of windows of all runs."""
     original, seen = run_module.Run._pause, [0]
 
-    def pause(self):
+    def pause(self, *, ends_phase):
         seen[0] += 1
         if seen[0] == window:
             os.kill(os.getpid(), signal.SIGTERM)
-        original(self)
+        original(self, ends_phase=ends_phase)
 
     monkeypatch.setattr(run_module.Run, "_pause", pause)
     return seen
@@ -115,7 +115,7 @@ def test_a_killed_run_resumes(files):
         "from sparkinfer.profile.collect import profile\n"
         "from sparkinfer.profile.config import ProfileConfig\n"
         "original = run.Run._pause\n"
-        "run.Run._pause = lambda self: (time.sleep(0.01), original(self))\n"
+        "run.Run._pause = lambda self, **rest: (time.sleep(0.01), original(self, **rest))\n"
         "f = Path(sys.argv[1])\n"
         "profile(ProfileConfig(model=f / 'codec.gguf', corpora=(f / 't.txt',),"
         " output=f / 'cut', max_tokens=6000, save_every_s=0.05))\n"
@@ -245,21 +245,83 @@ def test_the_resume_file_of_other_thresholds_is_refused(tmp_path, codec_model, m
         profile(one)
 
 
-def test_a_signal_between_phases_ends_at_once_and_says_what_is_saved(files, monkeypatch):
+def killing(original, number=signal.SIGINT, when=lambda *args: True):
+    """The function, which first sends this process a signal when `when` holds for its arguments."""
+
+    def function(*args, **options):
+        if when(*args):
+            os.kill(os.getpid(), number)
+        return original(*args, **options)
+
+    return function
+
+
+def test_a_signal_between_phases_ends_at_once_and_loses_no_window(files, monkeypatch):
     from sparkinfer.profile import predictor_training
 
-    def enter(self, phase, *rest):
-        if phase == "train":
-            os.kill(os.getpid(), signal.SIGINT)
-        original(self, phase, *rest)
+    profile(config(files, "whole", **training(files, "whole")))
+    seen = stopped_at(monkeypatch, None)
+    with monkeypatch.context() as patched:
+        trainer = predictor_training.LayerTrainer
+        at_training = killing(trainer.enter, when=lambda self, phase, *rest: phase == "train")
+        patched.setattr(trainer, "enter", at_training)
+        with pytest.raises(Interrupted, match="cut.resume holds the work so far"):
+            profile(config(files, "cut", **training(files, "cut")))
+    assert seen[0] == 11
+    profile(config(files, "cut", **training(files, "cut")))
+    assert seen[0] == 94  # no window was run twice
+    assert same_profile(files / "whole", files / "cut")
+    assert same_predictors(files / "whole-pred", files / "cut-pred")
 
-    original = predictor_training.LayerTrainer.enter
-    monkeypatch.setattr(predictor_training.LayerTrainer, "enter", enter)
+
+def test_a_signal_before_anything_is_saved_says_so(files, monkeypatch):
+    from sparkinfer.profile import collect
+
+    monkeypatch.setattr(collect, "train_whole", killing(collect.train_whole))
     with pytest.raises(Interrupted, match="nothing was saved yet"):
         profile(config(files, "cut", **training(files, "cut")))
     assert not list(files.glob("cut*"))
-    with pytest.raises(Interrupted, match="cut.resume holds the work so far"):
-        profile(config(files, "cut", save_every_s=0.0, **training(files, "cut")))
+
+
+@pytest.mark.parametrize("step", ["search", "measure"])
+def test_a_signal_in_a_search_or_in_the_final_measurement_loses_only_that(files, monkeypatch, step):
+    """A resumed run must search again: the thresholds of an unfinished search are all 0."""
+    from sparkinfer.profile import collect
+
+    silu = dataclasses.replace(ModelFile.load(files / "codec.gguf"), activation="silu")
+    silu.save(files / "codec.gguf")
+    options = {"target_sparsity": 0.2, "perplexity_budget": 5.0}
+    want = profile(config(files, "whole", **options))
+    assert any(want.threshold_L)
+    seen = stopped_at(monkeypatch, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(collect, step, killing(getattr(collect, step)))
+        with pytest.raises(Interrupted, match="cut.resume holds the work so far"):
+            profile(config(files, "cut", **options))
+    before = seen[0]
+    assert before > 0
+    got = profile(config(files, "cut", **options))
+    assert (step == "measure") == (seen[0] == before)
+    assert same_profile(files / "whole", files / "cut")
+    assert got.search.sparsity_L == want.search.sparsity_L
+    assert not (files / "cut.resume").exists()
+
+
+def test_a_signal_while_the_end_of_the_last_phase_is_saved_is_not_lost(files, monkeypatch):
+    def is_end(path, settings, position):
+        return position.done == num_windows
+
+    seen = stopped_at(monkeypatch, None)
+    profile(config(files, "whole"))
+    num_windows = seen[0]
+    with monkeypatch.context() as patched:
+        saving = killing(run_module.save_position, when=is_end)
+        patched.setattr(run_module, "save_position", saving)
+        with pytest.raises(Interrupted, match="cut.resume holds the work so far"):
+            profile(config(files, "cut"))
+    profile(config(files, "cut"))
+    assert seen[0] == 2 * num_windows
+    assert same_profile(files / "whole", files / "cut")
 
 
 def test_two_processes_take_the_same_steps(monkeypatch):
