@@ -171,8 +171,13 @@ def choose(points: Sequence[Point], max_loss: float, times: Times) -> tuple[Poin
         best = _closest_of_fastest(paying, times)
         return best, _why_rule(best, whole[0], dense_of[best.type], limit, times)
     dense = _closest_of_fastest(whole, times)
-    rule = rules[0] if rules else None
-    return dense, _why_dense(dense, whole[0], rule, list(dense_of.values()), limit, times)
+    if rules:
+        why = _why_no_rule(rules[0], whole[0], dense_of[rules[0].type], limit, times)
+    elif any(point.rule != "dense" for point in points):
+        why = f"no rule pays off here: every rule costs more than {limit}"
+    else:
+        why = "no rule was measured"
+    return dense, _why_dense(dense, whole[0], why, list(dense_of.values()), times)
 
 
 def _gain(point: Point, over: Point, times: Times) -> Gain:
@@ -212,25 +217,23 @@ def _why_rule(rule: Point, dense: Point, own: Point, limit: str, times: Times) -
     )
 
 
+def _why_no_rule(rule: Point, fastest: Point, own: Point, limit: str, times: Times) -> str:
+    """`rule` is the fastest rule within the limit, `fastest` the fastest dense point within it, and
+    `own` the dense point of the rule's type."""
+    gain = _gain(rule, fastest, times)
+    is_small = gain.median > 0 and not gain.is_clear and rule.close.kl >= fastest.close.kl
+    small = ", not distinguishable from 0, so the smaller loss counts" if is_small else ""
+    over = f", and {_gain(rule, own, times).line} over {own.name}" if own is not fastest else ""
+    return (
+        f"no rule pays off here: the fastest rule within {limit}, {rule.name}, gains {gain.line}"
+        f" over {fastest.name}{small}{over}, where its bytes say {rule.gain_by_bytes(own):+.0%}"
+    )
+
+
 def _why_dense(
-    dense: Point,
-    fastest: Point,
-    rule: Point | None,
-    types: Sequence[Point],
-    limit: str,
-    times: Times,
+    dense: Point, fastest: Point, why_no_rule: str, types: Sequence[Point], times: Times
 ) -> str:
-    """`fastest` is the fastest dense point within the limit, and `rule` the fastest rule."""
-    said = f"every rule costs more than {limit}"
-    if rule is not None:
-        gain, own = _gain(rule, fastest, times), next(p for p in types if p.type == rule.type)
-        is_small = gain.median > 0 and not gain.is_clear and rule.close.kl >= fastest.close.kl
-        small = ", not distinguishable from 0, so the smaller loss counts" if is_small else ""
-        over = f", and {_gain(rule, own, times).line} over {own.name}" if own is not fastest else ""
-        said = (
-            f"the fastest rule within {limit}, {rule.name}, gains {gain.line} over"
-            f" {fastest.name}{small}{over}, where its bytes say {rule.gain_by_bytes(own):+.0%}"
-        )
+    """`fastest` is the fastest dense point within the limit."""
     more = ""
     if fastest is not dense:
         more = (
@@ -243,4 +246,4 @@ def _why_dense(
             f"; {smallest.name} would be {_gain(smallest, dense, times).line} faster for"
             f" {smallest.close.perplexity_increase:+.2%} of perplexity"
         )
-    return f"no rule pays off here: {said}; take {dense.name}{more}"
+    return f"{why_no_rule}; take {dense.name}{more}"

@@ -254,6 +254,15 @@ def test_a_smaller_type_that_beats_every_rule_is_advised() -> None:
     assert best.name == "f16 dense" and "q8_0 dense would be +82% faster" in why
 
 
+def test_the_reason_tells_costly_rules_from_rules_that_were_not_measured() -> None:
+    points = [point("f16", "dense", 0, 200, 0.0, 2.0), point("f16", "mixed", 0.2, 160, 0.02, 1.6)]
+    _, why = choose(points, 0.01, Timings())
+    assert why == (
+        "no rule pays off here: every rule costs more than 1.0% of perplexity; take f16 dense"
+    )
+    assert choose(points[:1], 0.01, Timings())[1] == "no rule was measured; take f16 dense"
+
+
 def test_a_gain_too_small_to_matter_is_not_advised() -> None:
     points = [point("q8_0", "dense", 0, 100, 0.0, 1.0), point("q8_0", "mixed", 0.02, 98, 0.0, 0.98)]
     assert choose(points, 0.01, Timings())[0].rule == "dense"
