@@ -4,8 +4,7 @@ The text is divided among five phases:
 
 - moments: collects the second moments from which the untrained predictors are computed
   (profile.moments).
-- keep: sets at least KEPT_TOKENS tokens aside, if the phase has as many, for early stopping and for
-  choosing the rank to train.
+- keep: sets up to KEPT_TOKENS tokens aside, for early stopping and for choosing the rank to train.
 - train: trains one low-rank predictor, of that rank (profile.training).
 - measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
   trained or not, and the whole gate in quantised types. The choice follows (profile.selection).
@@ -132,8 +131,10 @@ class LayerTrainer:
         self.moments.add(x_TD, gate_TF)
 
     def _keep(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        if sum(len(batch.x_TD) for batch in self.kept) < KEPT_TOKENS:
-            batch = self.batch(x_TD, gate_TF, hidden_TF)
+        left = KEPT_TOKENS - sum(len(batch.x_TD) for batch in self.kept)
+        if left > 0:
+            # Copied, since a slice would keep all of the window in memory.
+            batch = self.batch(x_TD[:left].clone(), gate_TF[:left], hidden_TF[:left])
             self.kept.append(replace(batch, given_TF=batch.given_TF.half()))
 
     def _begin_training(self, num_steps: int, agree: Agree) -> None:

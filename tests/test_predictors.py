@@ -23,7 +23,7 @@ from sparkinfer.model_file import ModelFile, PredictorInfo
 from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors, StoredMatrix
 from sparkinfer.profile.dejavu import save_dejavu
 from sparkinfer.profile.examine import Examiner
-from sparkinfer.profile.layer_trainer import Choices, LayerTrainer, phases
+from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
 from sparkinfer.profile.moments import Moments
 from sparkinfer.profile.predictor_options import PredictorOptions, Target, predictor_choices
 from sparkinfer.profile.rounding import rounded, values_of, with_feedback
@@ -243,6 +243,21 @@ def run_trainer(gate, gate_FD, forms=("low-rank", "whole"), windows=40):
             hidden_TF = gate.act(gate_TF, is_dense=True)[0] * (x_TD @ up_FD.T)
             trainer.add(x_TD, gate_TF, hidden_TF)
     return trainer.finish()
+
+
+def test_a_layer_keeps_no_more_tokens_than_its_memory_is_planned_for():
+    trainer = LayerTrainer(gate=RELU, gate_FD=weights(NEURONS, WIDTH), sizes=SIZES,
+                           down=matrix(weights(NEURONS, WIDTH, seed=3)),
+                           choices=Choices(ranks=(32,)))  # fmt: skip
+    trainer.enter("keep", 0)
+    x_TD, gate_TF = inputs(KEPT_TOKENS - 12), torch.rand(KEPT_TOKENS - 12, NEURONS)
+    for _ in range(3):
+        trainer.add(x_TD, gate_TF, gate_TF)
+    assert [len(batch.x_TD) for batch in trainer.kept] == [KEPT_TOKENS - 12, 12]
+    kept = trainer.kept[1]
+    assert torch.equal(kept.x_TD, x_TD[:12]) and torch.equal(kept.fires_TF, gate_TF[:12] > 0)
+    assert kept.x_TD.untyped_storage().nbytes() == 12 * WIDTH * 4
+    assert kept.given_TF.shape == (12, NEURONS)
 
 
 def test_every_phase_gets_windows_and_no_window_serves_two():
