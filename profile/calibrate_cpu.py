@@ -120,9 +120,11 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
 
 
 def _tenths(count: int) -> list[Tensor]:
-    """A random partition of the indices below `count` into tenths, each ascending."""
+    """Ten random sets of indices below `count`, each ascending, of one size and without any index in
+    common."""
     order = torch.rand(count, generator=torch.Generator().manual_seed(0)).argsort()
-    return [piece.sort().values for piece in order.chunk(round(1 / CHOSEN_SHARE))]
+    num_sets = round(1 / CHOSEN_SHARE)
+    return [order[n::num_sets][: count // num_sets].sort().values for n in range(num_sets)]
 
 
 def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:

@@ -17,6 +17,7 @@ from sparkinfer.machine_file import CpuCosts, Figure, Machine
 from sparkinfer.profile import calibrate as calibrating
 from sparkinfer.profile import calibrate_gpu
 from sparkinfer.profile.calibrate import CalibrateConfig, calibrate, report, thread_counts
+from sparkinfer.profile.calibrate_cpu import _tenths
 from sparkinfer.profile.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds
 
 RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
@@ -105,6 +106,15 @@ def test_thread_counts():
 
 
 # ---- rounds and figures --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [10, 19, 3413])
+def test_tenths_are_disjoint_and_equal(count):
+    """One number of bytes stands for all of them."""
+    tenths = _tenths(count)
+    assert [len(ids) for ids in tenths] == [count // 10] * 10
+    assert len(set(torch.cat(tenths).tolist())) == count // 10 * 10
+    assert all((ids.diff() > 0).all() and ids.max() < count for ids in tenths)
 
 
 def test_rounds_are_interleaved_and_the_first_is_not_counted():
