@@ -64,13 +64,14 @@ def read_windows(
     files that tokens came from are read through for their sha256.
 
     Raises SparkinferError for a file that is missing or unreadable, for a corpus without a stretch
-    of MIN_WINDOW tokens or, with `must_fill`, of fewer than `max_tokens` tokens, for tokens at or
-    above `vocab_size`, and for a context of one token."""
+    of MIN_WINDOW tokens (or of the context, if that is shorter) or, with `must_fill`, of fewer than
+    `max_tokens` tokens, for tokens at or above `vocab_size`, and for a context of one token."""
     if context_length < 2:
         raise SparkinferError("the model has a context of one token, which no text fits into")
     with stdin_as_file(files) as paths:
         sources = find_sources(paths, text_key)
         length = min(WINDOW, context_length)
+        least = min(MIN_WINDOW, length)
         chosen: list[Tensor] = []
         used, left = [0] * len(sources), max_tokens
         drawn = draw(sources, seed)
@@ -82,11 +83,11 @@ def read_windows(
                 for window in torch.tensor(ids, dtype=torch.int64).split(length):
                     if left == 1 and chosen:
                         left = 0  # a window of one token has no next token to compare
-                    if len(window) >= min(MIN_WINDOW, length) and left:
+                    if len(window) >= least and left:
                         chosen.append(window[:left].clone())
                         used[number] += len(chosen[-1])
                         left -= len(chosen[-1])
-        _check_enough(files, max_tokens - left, max_tokens, must_fill)
+        _check_enough(files, max_tokens - left, max_tokens, least, must_fill)
         corpora = tuple(
             Corpus(name=source.name, sha256=sha256_of_text(source), num_tokens=num_tokens)
             for source, num_tokens in zip(sources, used, strict=True)
@@ -157,10 +158,12 @@ def _check_ids(ids: list[int], vocab_size: int | None, codec: TextCodec, source:
         )
 
 
-def _check_enough(files: Sequence[Path], found: int, wanted: int, must_fill: bool) -> None:
+def _check_enough(
+    files: Sequence[Path], found: int, wanted: int, least: int, must_fill: bool
+) -> None:
     name = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     if not found:
-        raise SparkinferError(f"{name}: no text of {MIN_WINDOW} tokens or more; give a longer text")
+        raise SparkinferError(f"{name}: no text of {least} tokens or more; give a longer text")
     if must_fill and found < wanted:
         raise SparkinferError(
             f"{name}: {found:,} tokens in all, --tokens asks for {wanted:,};"

@@ -197,6 +197,18 @@ def test_fewer_tokens_than_asked_for_are_refused_and_nothing_is_written(tmp_path
     assert profile(ProfileConfig(**config, max_tokens=391, force=True)).num_tokens == 391
 
 
+@pytest.mark.parametrize("context, least", [(64, 16), (15, 15)])
+def test_too_short_a_text_is_refused_with_the_length_that_is_enough(
+    tmp_path, codec_model, context, least
+):
+    for length in (least - 1, least):
+        (tmp_path / f"{length}.txt").write_text("x" * length)
+    with pytest.raises(SparkinferError, match=f"no text of {least} tokens or more"):
+        windows_of(codec_model, tmp_path / f"{least - 1}.txt", context_length=context)
+    found = windows_of(codec_model, tmp_path / f"{least}.txt", context_length=context)
+    assert [len(ids) for ids in found.ids] == [least]
+
+
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path, codec_model):
     (tmp_path / "t.txt").write_text("fox " * 100)
     with pytest.raises(SparkinferError, match=r"token \d+ of the tokenizer \(256 tokens\).* of 50"):
