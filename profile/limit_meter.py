@@ -88,7 +88,7 @@ class LimitMeter:
         """Measures this engine, or another with the same vocabulary, with these limits (None: the
         current ones), on all windows or on the first ones until they have `most_tokens`.
 
-        Raises SparkinferError if the model gives NaN."""
+        Raises SparkinferError if the model gives NaN or infinity."""
         engine = engine or self.engine
         if limits_L is not None:
             set_limits(engine, limits_L)
@@ -100,7 +100,7 @@ class LimitMeter:
         found = _closeness(torch.tensor(sums, dtype=torch.float64))
         if not math.isfinite(found.kl):
             raise SparkinferError(
-                f"{engine.model.path}: the model gave NaN; convert its checkpoint again"
+                f"{engine.model.path}: the model gave NaN or infinity; convert its checkpoint again"
             )
         return found
 

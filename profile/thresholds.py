@@ -93,7 +93,7 @@ class Meter:
 
     def __call__(self, sparsity_L: Sequence[float]) -> Cost:
         """The cost of the thresholds for these shares. Raises SparkinferError if the model gives
-        NaN."""
+        NaN or infinity."""
         self.engine.set_thresholds(thresholds_for(self.histogram_LB, sparsity_L))
         return self.run()
 
@@ -124,7 +124,7 @@ class Meter:
             loss += F.nll_loss(got_TV, ids_T[1:], reduction="sum").item()
         if not math.isfinite(divergence + loss):
             raise SparkinferError(
-                f"{self.engine.model.path}: the model gave NaN; convert its checkpoint again"
+                f"{self.engine.model.path}: the model gave NaN or infinity; convert its checkpoint again"
             )
         return Cost(divergence=divergence / self.num_tokens, loss=loss / self.num_tokens)
 
@@ -226,7 +226,7 @@ def search(
     """Thresholds of a greedy search, and their cost; leaves the engine without thresholds.
 
     Raises SparkinferError if the goal is too small for any step, if the text is too short, and if
-    the model gives NaN."""
+    the model gives NaN or infinity."""
     began = time.perf_counter()
     num_layers = len(histogram_LB)
     meter = Meter(engine, histogram_LB, up_to(tune, TUNE_TOKENS))

@@ -221,6 +221,16 @@ def test_a_model_of_nan_is_refused(small, monkeypatch):
         Meter(engine, histogram_LB, windows)
 
 
+def test_a_model_of_infinities_is_refused(small, monkeypatch):
+    engine, _ = small
+    meter = Meter(engine, magnitudes(engine, [torch.tensor(IDS)]), [torch.tensor(IDS)])
+    logits_TV = torch.zeros(len(IDS), 50)
+    logits_TV[:, IDS[1]] = -math.inf
+    monkeypatch.setattr(engine, "logits", lambda ids: logits_TV)
+    with pytest.raises(SparkinferError, match="gave NaN or infinity; convert its checkpoint again"):
+        meter.run()
+
+
 @pytest.mark.parametrize("budget, sparsity", [(0.02, 1.0), (0.2, 1.0), (9.0, 0.5)])
 def test_a_search_keeps_to_its_goal(small, budget, sparsity):
     engine, _ = small
