@@ -18,7 +18,8 @@ class MergeConfig:
 
     def __post_init__(self) -> None:
         if len(self.profiles) < 2:
-            raise SparkinferError(f"{len(self.profiles)} profile to merge, wanted two or more")
+            found = "one profile" if self.profiles else "no profiles"
+            raise SparkinferError(f"{found} to merge, wanted two or more")
 
 
 @dataclass(frozen=True, kw_only=True)

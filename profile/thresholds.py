@@ -124,7 +124,8 @@ class Meter:
             loss += F.nll_loss(got_TV, ids_T[1:], reduction="sum").item()
         if not math.isfinite(divergence + loss):
             raise SparkinferError(
-                f"{self.engine.model.path}: the model gave NaN or infinity; convert its checkpoint again"
+                f"{self.engine.model.path}: the model gave NaN or infinity; convert its checkpoint"
+                " again"
             )
         return Cost(divergence=divergence / self.num_tokens, loss=loss / self.num_tokens)
 

@@ -451,8 +451,9 @@ def test_profiles_that_do_not_add_up_are_refused(tmp_path):
         with pytest.raises(SparkinferError, match=words):
             merge(MergeConfig(profiles=(a, second), output=tmp_path / "out"))
         assert not (tmp_path / "out").exists()
-    with pytest.raises(SparkinferError, match="wanted two or more"):
-        MergeConfig(profiles=(a,), output=tmp_path / "out")
+    for profiles, words in (((), "^no profiles to merge"), ((a,), "^one profile to merge")):
+        with pytest.raises(SparkinferError, match=f"{words}, wanted two or more"):
+            MergeConfig(profiles=profiles, output=tmp_path / "out")
     report = merge(MergeConfig(profiles=(a, alike), output=tmp_path / "out", force=True))
     assert "counted twice" in report.notes[0]
 
