@@ -6,7 +6,7 @@ contains its inputs and the options that its content depends on, except the devi
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,19 +153,31 @@ def make_look(job: Job, model: Path, folder: Path) -> Mapping[str, Any]:
         model=model, corpora=texts, output=folder / LOOK, max_tokens=tokens,
         device=job.choice.device, force=True,
     )  # fmt: skip
-    heard: list[float] = []  # times: when counting began (not if streamed), and after each window
+    heard: list[tuple[float, float]] = []  # (time, tokens counted since the last call)
 
     with reading(model, *texts), progress("looking", tokens, "tokens") as advance:
 
         def on_tokens(count: float) -> None:
-            heard.append(time.perf_counter())
+            heard.append((time.perf_counter(), count))
             advance(count)
 
         report = profile(config, on_tokens, job.say)
     density = sum(report.density_L) / len(report.density_L)
-    per_s = report.num_tokens / (heard[-1] - heard[0])
+    per_s = counted_per_s(heard, report.seconds)
     job.rates.note("count", per_s * flop_per_token(job.choice.model))
     return {"density": density, "tokens_per_s": per_s}
+
+
+def counted_per_s(heard: Sequence[tuple[float, float]], seconds: float) -> float:
+    """Tokens per second, from (time, tokens counted since the last call).
+
+    The first call's tokens do not count: their time is unknown. A model in memory makes it before
+    the first window, with none; a streamed one after its first window and layer. If that was all,
+    `seconds` is taken, the whole profile's time."""
+    (first, tokens), (last, _) = heard[0], heard[-1]
+    if len(heard) == 1:
+        return tokens / seconds
+    return sum(count for _, count in heard[1:]) / (last - first)
 
 
 def make_profile(job: Job, tokens: int, model: Path, folder: Path) -> Mapping[str, Any]:

@@ -261,6 +261,18 @@ def test_a_profile_continues_where_it_stopped(monkeypatch, capsys, relu, text, c
     assert not list(cache.rglob("*.resume"))
 
 
+@pytest.mark.parametrize(
+    "heard",
+    [
+        [(5.0, 0.0), (6.0, 100.0), (7.0, 100.0)],
+        [(6.0, 50.0), (6.5, 50.0), (7.0, 50.0), (7.5, 50.0)],  # streamed: two layers, two windows
+        [(6.0, 200.0)],
+    ],
+)
+def test_the_rate_of_counting_leaves_out_what_was_not_timed(heard):
+    assert stages.counted_per_s(heard, seconds=2.0) == pytest.approx(100.0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [3.0, 5.0, 7.0, 9.0, 11.0])
 def test_after_ctrl_c_at_any_time_the_same_command_completes(capsys, cache, delay_s):
