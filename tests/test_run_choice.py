@@ -1,5 +1,8 @@
 """The choices of `sparkinfer run`, its estimates of time, and its bundled text."""
 
+from pathlib import Path
+from runpy import run_path
+
 import pytest
 from checkpoints import random_dejavu
 from models import make_model, make_shape
@@ -206,3 +209,14 @@ def test_the_packages_text_has_its_notice(cache):
     assert corpora.PACKED.stat().st_size < 300_000
     notice = corpora.PACKED.with_name("NOTICE.md").read_text()
     assert "PSF License Version 2" in notice and f"{len(found):,} characters" in notice
+
+
+def test_text_in_tables_is_left_out_of_the_default_corpus_behind_links_too():
+    page = run_path(str(Path(__file__).parent.parent / "run" / "corpus" / "build.py"))["Page"]()
+    prose = "a paragraph that is long enough to be kept, since it has over forty letters"
+    page.feed(
+        f"<nav>n <a href=x>link</a> {prose}</nav><h1>{prose}<a class=headerlink href=x>#</a></h1>"
+        f"<table><tr><td><a href=x>link</a> {prose}<a class=headerlink href=x>#</a> {prose}"
+        f"</td></tr></table><p>{prose} <a href=x>with a link</a></p>"
+    )
+    assert page.paragraphs == [prose, f"{prose} with a link"]

@@ -32,6 +32,7 @@ class Page(HTMLParser):
         self.paragraphs: list[str] = []
         self._pieces: list[str] = []
         self._depth = self._skipped = self._code = 0
+        self._is_in_headerlink = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._skipped += tag in SKIPPED
@@ -39,8 +40,8 @@ class Page(HTMLParser):
         if tag == "div" and (self._depth or classes.startswith(("sphinxsidebar", "related",
                                                                "footer"))):  # fmt: skip
             self._depth += 1
-        if tag == "a" and "headerlink" in classes:
-            self._skipped += 1
+        if tag == "a":  # links do not nest
+            self._is_in_headerlink = "headerlink" in classes
         if tag in BLOCKS:
             self._end()
         self._code += tag == "pre"
@@ -48,14 +49,14 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         self._skipped = max(0, self._skipped - (tag in SKIPPED))
         self._depth = max(0, self._depth - (tag == "div"))
-        if tag == "a" and self._skipped:
-            self._skipped -= 1
+        if tag == "a":
+            self._is_in_headerlink = False
         if tag in BLOCKS:
             self._end()
         self._code = max(0, self._code - (tag == "pre"))
 
     def handle_data(self, data: str) -> None:
-        if not self._depth and not self._skipped:
+        if not (self._depth or self._skipped or self._is_in_headerlink):
             self._pieces.append(data)
 
     def _end(self) -> None:
