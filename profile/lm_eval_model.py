@@ -5,6 +5,7 @@ numbers are comparable. This imports lm_eval, so import it only where tasks are 
 
 Letters: T tokens, V vocabulary."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,7 +124,12 @@ class EngineModel(TemplateLM):
         """The end of the context that fits together with `more`, whose last token is not run.
 
         Raises SparkinferError if either is empty, and if `more` does not fit."""
-        if not context or not 0 < len(more) <= self.max_length:
+        if not context:
+            raise SparkinferError(
+                f"a continuation of {len(more)} tokens after none; wanted one or more tokens before"
+                " it: the task must not leave the context empty"
+            )
+        if not 0 < len(more) <= self.max_length:
             raise SparkinferError(
                 f"a continuation of {len(more)} tokens after {len(context)}; wanted 1 to"
                 f" {self.max_length}, which is the context"
@@ -184,8 +190,8 @@ def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
 
 
 def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, GenerationOptions]:
-    """A task's generation_kwargs as our options. Raises SparkinferError for unknown options and for
-    a temperature that is not a number."""
+    """A task's generation_kwargs as our options. Raises SparkinferError for unknown options, and for
+    a temperature or a limit that is not a number."""
     unknown = sorted(set(asked) - KNOWN)
     if unknown:
         raise SparkinferError(
@@ -194,17 +200,26 @@ def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, Gener
         )
     until = asked.get("until") or []
     stops = (until,) if isinstance(until, str) else tuple(until)
-    limit = next((asked[name] for name in LIMITS if asked.get(name) is not None), MAX_TOKENS)
-    given = asked.get("temperature") or 0.0
-    try:
-        temperature = float(given)  # YAML reads 1e-3 as text
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SparkinferError(
-            f"the task asks for the temperature {shown(given)}; wanted a number"
-        ) from error
+    limit = next((name for name in LIMITS if asked.get(name) is not None), None)
+    max_tokens = float(MAX_TOKENS) if limit is None else _number(limit, asked[limit])
+    if max_tokens % 1:
+        raise SparkinferError(f"the task asks for {limit} {max_tokens:g}; wanted a whole number")
+    temperature = _number("temperature", asked.get("temperature") or 0.0)
     is_greedy = asked.get("do_sample") is False or temperature <= 0
     own = {name: asked[name] for name in ("top_k", "top_p", "min_p") if name in asked}
     # Samplers that a task does not name are off; the defaults of SamplingOptions are llama.cpp's.
     chosen = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **own}
     sampling = SamplingOptions(temperature=0.0 if is_greedy else temperature, seed=seed, **chosen)
-    return sampling, GenerationOptions(max_tokens=int(limit), stops=tuple(s for s in stops if s))
+    return sampling, GenerationOptions(
+        max_tokens=int(max_tokens), stops=tuple(s for s in stops if s)
+    )
+
+
+def _number(name: str, given: Any) -> float:
+    try:
+        number = float(given)  # YAML reads 1e-3 as text
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise SparkinferError(f"the task asks for {name} {shown(given)}; wanted a number")
+    return number

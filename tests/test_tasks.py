@@ -7,6 +7,7 @@ that need it are skipped (pip install lm-eval)."""
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -163,6 +164,33 @@ def test_whole_texts_and_continuations_equal_those_of_transformers(ours, theirs)
 
 
 @needs_lm_eval
+@pytest.mark.parametrize(
+    "asked_for, words",
+    [({"max_gen_toks": "abc"}, "max_gen_toks 'abc'; wanted a number"),
+     ({"max_tokens": [3]}, "max_tokens .*; wanted a number"),
+     ({"max_new_tokens": math.inf}, "max_new_tokens .*; wanted a number"),
+     ({"max_gen_toks": 2.5}, "max_gen_toks 2.5; wanted a whole number"),
+     ({"temperature": "warm"}, "temperature 'warm'; wanted a number")],
+)  # fmt: skip
+def test_options_that_are_no_numbers_are_refused(asked_for, words):
+    from sparkinfer.profile.lm_eval_model import MAX_TOKENS, options_of
+
+    with pytest.raises(SparkinferError, match=f"the task asks for {words}"):
+        options_of(asked_for, 0)
+    assert options_of({"max_gen_toks": "40"}, 0)[1].max_tokens == 40
+    assert options_of({}, 0)[1].max_tokens == MAX_TOKENS
+
+
+@needs_lm_eval
+def test_a_context_without_tokens_and_too_long_a_continuation_are_refused(ours):
+    with pytest.raises(SparkinferError, match="of 2 tokens after none; wanted one or more tokens"):
+        ours._loglikelihood_tokens([(("", "ab"), [], [1, 2])])
+    too_long = [1] * (ours.max_length + 1)
+    with pytest.raises(SparkinferError, match="of 129 tokens after 1; wanted 1 to 128, which is"):
+        ours._loglikelihood_tokens([(("a", "b"), [1], too_long)])
+
+
+@needs_lm_eval
 def test_a_task_scores_as_with_transformers(here, theirs, capsys):
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -199,7 +227,7 @@ def test_unavailable_tasks_give_one_line(here, capsys, monkeypatch):
         (["--tasks", "none"], "no task is called 'none'"),
         (["--tasks", "choice", "--task-folder", here / "nowhere"], "no such folder"),
         (["--tasks", "far", "--task-folder", here / "far"], "data is unavailable"),
-        (["--tasks", "odd", "--task-folder", here / "far"], "asks for 'num_beams'"),
+        (["--tasks", "odd", "--task-folder", here / "far"], "option 'num_beams'"),
         (["--tasks", "choice,,", "--task-folder", own], "wanted different names"),
         (["--tasks", "choice", "--limit", 0], "limit is 0"),
     ):
