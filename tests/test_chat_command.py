@@ -113,6 +113,8 @@ def test_wrong_lines_are_reported_and_the_conversation_continues(
     assert len(errors) == 9 and "8 of the lines" in errors[-1] and "UTF-8 at byte 0" in err
     code, out, err = piped(monkeypatch, capsys, model, "x" * 600 + "\nHello\n/reset\nHi\n")
     assert code == 1 and len(out.splitlines()) == 2 and "/reset" in err
+    code, out, err = piped(monkeypatch, capsys, model, b"\xff\n\xfe\n")
+    assert code == 1 and not out and "2 of the lines failed" in err.splitlines()[-1]
 
 
 def test_options(monkeypatch, capsys, model, tmp_path):

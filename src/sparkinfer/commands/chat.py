@@ -156,13 +156,13 @@ def talk(
             conversed.run()
         if engine.neuron_cache is not None:
             note(f"[{engine.neuron_cache.line}]")
+    if conversed.num_errors and not is_typed:
+        raise SparkinferError(f"{conversed.num_errors} of the lines failed; see above")
     if not conversed.num_lines and not is_typed:
         raise SparkinferError(
             "stdin has no message, so there was nothing to answer; write one on each line, or type"
             " at a terminal"
         )
-    if conversed.num_errors and not is_typed:
-        raise SparkinferError(f"{conversed.num_errors} of the lines failed; see above")
 
 
 class Talk:
