@@ -13,13 +13,14 @@ from test_runtime import make_split
 from sparkinfer import Engine
 from sparkinfer.budget import kv_bytes_per_layer, kv_positions
 from sparkinfer.cli import main
-from sparkinfer.commands.serve import _places_of
+from sparkinfer.commands.serve import _places_of, _say_loaded
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import read_gguf, write_gguf
 from sparkinfer.inspection.inspect_file import inspect_file
 from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.serve.config import ServeConfig
 from sparkinfer.solver.solve import SolveConfig, check, solve
 from sparkinfer.split_file import Split
 
@@ -185,14 +186,28 @@ def test_sequences_of_a_plan_have_the_same_bits_as_alone(tmp_path):
 def test_a_server_takes_its_places_from_the_plan(tmp_path, given, parallel, kept, found):
     _, plan = small_plan(tmp_path, 6)
     with asked(given):
-        assert _places_of(plan, parallel, kept) == found
+        assert _places_of(plan, 6, parallel, kept) == found
 
 
 @pytest.mark.parametrize(("parallel", "kept", "wanted"), [(7, None, 7), (6, 1, 7)])
 def test_a_server_refuses_more_places_than_a_plan_has(tmp_path, parallel, kept, wanted):
     _, plan = small_plan(tmp_path, 6)
     with asked(("parallel",)), pytest.raises(SparkinferError, match=f"--sequences {wanted}$"):
-        _places_of(plan, parallel, kept)
+        _places_of(plan, 6, parallel, kept)
+
+
+@pytest.mark.parametrize(("plan_places", "is_said"), [(1, True), (6, False), (None, False)])
+def test_a_server_advises_more_sequences_only_for_a_plan_of_one(
+    tmp_path, capsys, plan_places, is_said
+):
+    """One text at a time is also what --parallel 1 --kept 0 asks for."""
+    path, plan = small_plan(tmp_path, plan_places or 1)
+    config = ServeConfig(model=path, parallel=1, kept=0)
+    with Engine.load(path, plan, device="cpu", num_sequences=1) as engine:
+        _say_loaded(engine, config, plan_places)
+    said = capsys.readouterr().err
+    assert "1 texts of" in said
+    assert ("sparkinfer solve with --sequences" in said) == is_said
 
 
 def asked(names):

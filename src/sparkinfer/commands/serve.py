@@ -106,11 +106,14 @@ def serve(
     Sampling options are the defaults for requests. With --json, one line on stdout gives the
     address as soon as the server is ready."""
     from sparkinfer.serve.config import ServeConfig
+    from sparkinfer.split_file import Split
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     sampling = take_sampling_options(options)
+    plan_places = None
     if split is not None:
-        options |= _places_of(split, options["parallel"], options["kept"])
+        plan_places = Split.load(split).num_sequences
+        options |= _places_of(split, plan_places, options["parallel"], options["kept"])
     config = ServeConfig(model=model, sampling=sampling, **options)
     _check_packages()
     from sparkinfer.runtime.engine import Engine
@@ -136,7 +139,7 @@ def serve(
             max_loss=max_loss, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
             kv_offload=kv_offload, rope_scaling=rope_scaling, rope_scale=rope_scale,
         )  # fmt: skip
-        _say_loaded(engine, config, has_plan=split is not None)
+        _say_loaded(engine, config, plan_places)
         return engine
 
     def on_ready(url: str, served: "ServedModel") -> None:
@@ -161,13 +164,10 @@ def _check_packages() -> None:
             ) from error
 
 
-def _places_of(split: Path, parallel: int, kept: int | None) -> dict[str, int]:
-    """--parallel and --kept, within the number of texts that a plan budgets. If not given, the
-    default of --parallel is lowered to fit, and --kept takes what is left. Raises SparkinferError
-    if more are given."""
-    from sparkinfer.split_file import Split
-
-    places = Split.load(split).num_sequences
+def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> dict[str, int]:
+    """--parallel and --kept, within the number of texts that a plan budgets, `places`. If not given,
+    the default of --parallel is lowered to fit, and --kept takes what is left. Raises
+    SparkinferError if more are given."""
     source = click.get_current_context().get_parameter_source("parallel")
     if source == click.core.ParameterSource.DEFAULT:
         parallel = max(1, min(parallel, places - (kept or 0)))
@@ -216,18 +216,18 @@ def _cache_bytes(engine: "Engine") -> int:
     return sum(items.get("kv_cache", 0) for items in engine.bytes_by_role.values())
 
 
-def _say_loaded(engine: "Engine", config: "ServeConfig", *, has_plan: bool) -> None:
+def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None) -> None:
     """Reports the memory that the server holds, and why requests may be slow or may differ in their
-    last bits."""
+    last bits. `plan_places` is the number of texts that the plan budgets; None without a plan."""
     total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
     places = config.parallel + config.num_kept
     say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
         f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache for"
         f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)")  # fmt: skip
-    if has_plan and places == 1:
-        say("note: with one text, requests are answered one at a time; sparkinfer solve with"
-            " --sequences budgets KV cache for more")  # fmt: skip
+    if plan_places == 1:
+        say("note: the plan is for one text, so requests are answered one at a time; sparkinfer solve"
+            " with --sequences budgets KV cache for more")  # fmt: skip
     elif not engine.has_row_steps:
         say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
             " are answered one at a time")  # fmt: skip
