@@ -1,6 +1,7 @@
 """Random faults in commands that write, and two writers of one artifact; see faults.py and
 two_writers.py."""
 
+import errno
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ import faults
 import pytest
 import two_writers
 from fault_commands import COMMANDS
+
+from sparkinfer import exchange
 
 HERE = Path(__file__).parent
 
@@ -117,6 +120,40 @@ def test_a_writer_with_a_fixed_temporary_name_is_found(tmp_path, monkeypatch):
     monkeypatch.setitem(two_writers.KINDS, "json", write)
     with pytest.raises(AssertionError):
         two_writers.run_rounds("json", 200, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["json", "folder"])
+def test_of_two_writers_one_is_refused_where_the_system_has_no_links(tmp_path, monkeypatch, kind):
+    """And no renaming that refuses to replace."""
+    no_links(monkeypatch)
+    assert sum(two_writers.run_new_rounds(kind, 200, tmp_path).values()) == 200
+
+
+def test_where_the_system_has_no_links_a_failed_renaming_leaves_no_empty_file(
+    tmp_path, monkeypatch
+):
+    def fail(self, target):
+        assert target.exists()
+        raise OSError(errno.EIO, "broken", str(self))
+
+    no_links(monkeypatch)
+    partial, path = tmp_path / "partial", tmp_path / "new"
+    partial.write_text("whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="broken"):
+            exchange.put_new(partial, path)
+    assert [*tmp_path.iterdir()] == [partial]
+    exchange.put_new(partial, path)
+    assert [*tmp_path.iterdir()] == [path] and path.read_text() == "whole"
+
+
+def no_links(monkeypatch) -> None:
+    def link(source, target):
+        raise OSError(errno.EPERM, "no links here", str(source))
+
+    monkeypatch.setattr(exchange, "_renamed", lambda one, other, how: False)
+    monkeypatch.setattr(os, "link", link)
 
 
 def test_a_writer_that_replaces_a_new_file_is_found(tmp_path, monkeypatch):

@@ -38,20 +38,44 @@ def put_new(partial: Path, path: Path) -> None:
     """Renames `partial` to `path`; raises FileExistsError if something has that name.
 
     Of two runs that do this at the same time, one fails. Without renameat2, a file is linked to its
-    name instead. A folder, or a file on a file system without links, is then renamed after a check,
-    and may replace an empty folder, or a file, that appeared in between."""
+    name instead, or, on a file system without links, replaces an empty file that was made under
+    that name; a run that is killed in between leaves the empty one. A folder is then renamed after
+    a check, and may replace an empty folder that appeared in between."""
     if _renamed(partial, path, _NO_REPLACE):
         return
+    if partial.is_dir():
+        return _put_new_folder(partial, path)
     try:
         os.link(partial, path)
     except FileExistsError:
         raise
-    except OSError:  # a folder, or a file system without links
-        if os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        partial.rename(path)
+    except OSError:  # a file system without links
+        _put_over_empty(partial, path)
     else:
         partial.unlink()
+
+
+def _put_new_folder(partial: Path, path: Path) -> None:
+    try:
+        if os.path.lexists(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        partial.rename(path)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+
+
+def _put_over_empty(partial: Path, path: Path) -> None:
+    """Makes an empty file, which fails if something has the name, and renames `partial` to it. If
+    that fails, the empty file is removed."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    try:
+        partial.replace(path)
+    except BaseException:
+        if partial.exists():  # a signal may also come after the renaming
+            path.unlink()
+        raise
 
 
 def _exchange(one: Path, other: Path) -> bool:
