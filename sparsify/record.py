@@ -17,7 +17,7 @@ class Point:
     tokens: int
     seconds: float
     wanted_share: float
-    trained_kl: float  # mean of the steps since the previous point, or since the run was resumed
+    trained_kl: float  # mean of the steps since the previous point
     quality: Quality
 
 

@@ -72,13 +72,14 @@ class Run:
         self.student = load_student(plan.source, plan.config.rule, plan.dtype, plan.device)
         self.trainer = Trainer(plan.config, self.student, plan.schedule, ranks)
         self.best, self.record = Best(), Record()
+        self.losses: list[float] = []  # of the steps since the last point of the curve
         self.saved_at, self.save_s = time.monotonic(), 0.0
 
     def begin(self, position: Position) -> None:
         """Continues from the position of an earlier run; without one, starts from a trained
         checkpoint if one is given, or else sets the first limits."""
         if position.arrays:
-            self.best, self.record = state.restore(self.trainer, position)
+            self.best, self.record, self.losses = state.restore(self.trainer, position)
             self._set_first_share()
             self.say(f"continues at step {self.trainer.step:,} of {self.schedule.num_steps:,}")
             return
@@ -133,14 +134,13 @@ class Run:
         windows = islice(self.texts.training, self.trainer.step * size * self.ranks.size, None)
         self.on_tokens(self.trainer.step * self.plan.step_tokens)
         every = max(1, schedule.steps_of_share // self.config.checks)
-        losses: list[float] = []
         while self.trainer.step < schedule.num_steps:
             batch = list(islice(windows, size * self.ranks.size))
-            losses.append(self._step(batch[self.ranks.rank * size :][:size]))
+            self.losses.append(self._step(batch[self.ranks.rank * size :][:size]))
             step = self.trainer.step - 1
             if schedule.ends_stage(step) or (step + 1) % every == 0:
-                self._note(step, sum(losses) / len(losses))
-                losses = []
+                self._note(step, sum(self.losses) / len(self.losses))
+                self.losses = []
             if schedule.ends_stage(step):
                 self._finish_share(self.config.targets[schedule.stage(step)])
             self._pause(signals, must_save=schedule.ends_stage(step))
@@ -217,7 +217,7 @@ class Run:
             lambda: state.save(
                 self.plan.state_path,
                 self.plan.settings,
-                state.position_of(self.trainer, self.best, self.record),
+                state.position_of(self.trainer, self.best, self.record, self.losses),
             )
         )
         self.saved_at = time.monotonic()

@@ -1,9 +1,9 @@
-"""The state of a training run: trained parameters, limits, optimizer, best state and record, as
-arrays in one file of profile.resume's format.
+"""The state of a training run: trained parameters, limits, optimizer, best state, record, and the
+losses since the record's last point, as arrays in one file of profile.resume's format.
 
 No random state is needed: the order of the corpus follows from the seed and the step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,19 +55,21 @@ def load_model_arrays(trainer: Trainer, arrays: Mapping[str, Tensor]) -> None:
         parameter.copy_(arrays[name])
 
 
-def position_of(trainer: Trainer, best: Best, record: Record) -> Position:
-    """The whole state, for `restore`."""
+def position_of(trainer: Trainer, best: Best, record: Record, losses: Sequence[float]) -> Position:
+    """The whole state, for `restore`; `losses` are those of the steps since the last point of the
+    curve."""
     arrays = {f"model/{name}": _numpy(t) for name, t in model_arrays(trainer).items()}
     for name, parameter in trainer.parameters.items():
         for key, value in trainer.optimizer.state[parameter].items():
             arrays[f"optimizer/{name}/{key}"] = _numpy(value)
     arrays |= {f"best/{name}": _numpy(t) for name, t in best.arrays.items()}
     arrays |= {"best_kl": np.array(best.kl), "best_step": np.array(best.step, np.int64)}
-    return Position(done=trainer.step, arrays=arrays | {"record": record.to_array()})
+    arrays |= {"record": record.to_array(), "losses": np.array(losses, np.float64)}
+    return Position(done=trainer.step, arrays=arrays)
 
 
-def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
-    """Restores the trainer from a position; returns the best state and the record."""
+def restore(trainer: Trainer, position: Position) -> tuple[Best, Record, list[float]]:
+    """Restores the trainer from a position; returns the best state, the record and the losses."""
     tensors = {n: torch.from_numpy(a) for n, a in position.arrays.items() if "/" in n}
     load_model_arrays(trainer, _part(tensors, "model/"))
     for name, parameter in trainer.parameters.items():
@@ -82,7 +84,8 @@ def restore(trainer: Trainer, position: Position) -> tuple[Best, Record]:
         step=int(position.arrays["best_step"]),
         arrays={name: tensor.clone() for name, tensor in _part(tensors, "best/").items()},
     )
-    return best, Record.from_array(position.arrays["record"])
+    record = Record.from_array(position.arrays["record"])
+    return best, record, position.arrays["losses"].tolist()
 
 
 def save(path: Path, settings: Settings, position: Position) -> None:

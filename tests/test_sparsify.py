@@ -87,7 +87,7 @@ def interrupted_after(num_steps: int):
 
 
 def test_a_stopped_and_resumed_run_gives_the_same_result_bit_for_bit(config, tmp_path):
-    config = replace(config, tokens=128 * 8, shares=(0.5, 0.6))
+    config = replace(config, tokens=128 * 8, shares=(0.5, 0.6), checks=1)
     other = replace(config, output=tmp_path / "b.gguf", save_checkpoint=tmp_path / "b")
     whole = sparsify(config)
     for num_steps in (3, 7):
@@ -96,6 +96,8 @@ def test_a_stopped_and_resumed_run_gives_the_same_result_bit_for_bit(config, tmp
     stopped = sparsify(other)
     assert [m.quality for m in stopped.record.made] == [m.quality for m in whole.record.made]
     assert [p.quality for p in stopped.record.curve] == [p.quality for p in whole.record.curve]
+    losses = [[point.trained_kl for point in run.record.curve] for run in (whole, stopped)]
+    assert losses[0] == losses[1] and len(losses[0]) < 8  # a run is stopped between two points
     for a, b in zip(whole.record.made, stopped.record.made, strict=True):
         for name in ("model.safetensors", FILE_NAME):
             want, found = (load_file(made.checkpoint / name) for made in (a, b))
