@@ -78,14 +78,16 @@ class StepBytes:
 
 def step_bytes(engine: Engine, plan: Split | None, steps: Steps) -> StepBytes:
     """Average bytes per token of these steps."""
-    sides = Sides.of(engine, plan)
+    is_by_layer = steps.counts_LP2 is None and engine.device.type == "cpu"
+    # Steps that run layer by layer on the CPU count no sides of a plan.
+    sides = Sides.of(engine, None if is_by_layer else plan)
     found: Bytes = defaultdict(float)
     _add_outside_layers(found, engine, sides)
     _add_vectors(found, engine, sides)
     unknown = _add_cache(found, engine, sides, steps)
     if steps.counts_LP2 is not None:
         _add_counted(found, sides, steps, plan)
-    elif engine.device.type == "cpu":
+    elif is_by_layer:
         _add_traffic(found, steps)
     else:
         _add_projections(found, engine, sides)

@@ -92,6 +92,19 @@ def test_a_plan_divides_the_bytes(bench_files):
 
 
 @needs_kernels
+def test_steps_layer_by_layer_on_the_cpu_are_not_divided_by_a_plan(bench_files):
+    """Their counters do not say which side of the plan a neuron is on."""
+    plan = Split.load(bench_files / "plan.gguf")
+    with Engine.load(
+        bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
+    ) as engine:
+        sample = sample_of(engine, BenchTest(kind="tg", length=6))
+        read = step_bytes(engine, plan, replace(sample.steps, counts_LP2=None))
+    assert read.by_role == {"cpu": read.total}
+    assert read.total == by_hand(bench_files / "predicted.gguf", 0, 6)
+
+
+@needs_kernels
 def test_a_sparse_step_reads_fewer_neurons_and_the_predictors(bench_files):
     with Engine.load(bench_files / "predicted.gguf", mode="predicted", device="cpu") as engine:
         sample = sample_of(engine, BenchTest(kind="tg", length=6))
