@@ -34,7 +34,7 @@ import gpu_timeline
 import torch
 from gpu_cases import Amount, Case
 from gpu_model import Planted, write_planted, write_stock
-from gpu_rival import RivalModel, best_rival
+from gpu_rival import Rival, RivalModel, best_rival
 from machine import machine as this_machine
 from processes import Process, ProcessError
 
@@ -283,21 +283,26 @@ class Bench:
             gpu_cases.close(cases)
 
     def _add_rivals(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
-        """Starts one rival per budget; modes with the same budget share it."""
+        """Starts one rival per budget; modes with the same budget share it, or why there is none."""
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
             folder=self.asked.rival, model=folder / "stock.gguf",
             context_length=scale.context_length, num_layers=scale.shape.num_layers,
             layer_bytes=sizes.attention + scale.shape.num_neurons * sizes.neuron,
         )  # fmt: skip
+        found: dict[int, Rival | str] = {}  # by budget
         for case in cases:
-            log = self.folder / f"rival-{case.budget_bytes}.log"
-            try:
-                known = [c.rival for c in cases if c.rival and c.budget_bytes == case.budget_bytes]
-                case.rival = known[0] if known else best_rival(rival, case.budget_bytes, log)
-            except ProcessError as error:
-                case.rival_error = str(error)
-                self.note(str(error))
+            budget = case.budget_bytes
+            if budget not in found:
+                try:
+                    found[budget] = best_rival(rival, budget, self.folder / f"rival-{budget}.log")
+                except ProcessError as error:
+                    found[budget] = str(error)
+                    self.note(str(error))
+            if isinstance(known := found[budget], str):
+                case.rival_error = known
+            else:
+                case.rival = known
 
     def _timeline(self, cases: list[Case], amount: Amount) -> None:
         """Draws one timeline per run: of the middle measured plan that splits a model."""

@@ -176,8 +176,8 @@ def _beside(case: Case) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A table: one line per case, then the targets."""
     lines = [
-        f"{'case':22} {'tok/s':>8} {'limit':>6} {'pred.':>6} {'rival':>7} {'prefill':>8}"
-        f" {'rival':>7}  VRAM of budget"
+        f"{'case':22} {'tok/s':>8} {'limit':>6} {'pred.':>6} {'rival':>8} {'prefill':>8}"
+        f" {'rival':>8}  VRAM of budget"
     ]
     for found in rows:
         name = f"{found['name']} {found['mode']}"
@@ -204,7 +204,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def _times(value: float | None) -> str:
-    return f"{'no rival' if value is None else f'{value:.2f}x':>7}"
+    return f"{'no rival' if value is None else f'{value:.2f}x':>8}"
 
 
 def _memory(found: dict[str, Any]) -> str:

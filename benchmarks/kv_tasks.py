@@ -363,6 +363,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.facts < 2:
+        parser.error(f"--facts is {arguments.facts}, wanted 2 or more: one has no standard error")
     chosen = arguments.ways or list(WAYS)
     arguments.ways = {name: WAYS[name] for name in dict.fromkeys(["full attention", *chosen])}
     if arguments.kept is not None:

@@ -40,7 +40,7 @@ PIECE = 8192  # random rows, repeated to fill the cache
 
 @contextmanager
 def text_of(model: Path, depth: int, offload: str | None) -> Iterator[tuple[Engine, Sequence]]:
-    """An engine with a text of `depth` tokens, a multiple of PIECE if it is longer."""
+    """An engine with a text of `depth` tokens, which `_depths` has checked."""
     file = ModelFile.load(model)
     file = replace(file, shape=replace(file.shape, context_length=depth + ROOM))
     options = {"mode": "dense", "device": "cpu", "context_length": depth + ROOM}
@@ -83,6 +83,16 @@ def compare(arguments: argparse.Namespace, rival: Rival, depth: int, offload: st
     }  # fmt: skip
 
 
+def _depths(text: str) -> list[int]:
+    depths = [int(depth) for depth in text.split(",")]
+    for depth in depths:
+        if depth < 1 or (depth > PIECE and depth % PIECE):
+            raise argparse.ArgumentTypeError(
+                f"a depth is {depth}, wanted 1 to {PIECE}, or a multiple of {PIECE}"
+            )
+    return depths
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -91,13 +101,14 @@ def main() -> None:
     parser.add_argument("stock", type=Path, help="the same in llama.cpp's layout")
     parser.add_argument("--rival", required=True, help="Python that has llama-cpp-python")
     parser.add_argument("--offload", default="on", help="sizes, as of --kv-offload")
-    parser.add_argument("--depths", default=",".join(map(str, DEPTHS)))
+    parser.add_argument("--depths", type=_depths, default=",".join(map(str, DEPTHS)),
+                        help=f"in tokens, each up to {PIECE} or a multiple of it")  # fmt: skip
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    depths = arguments.depths
     library.set_threads(arguments.threads)
-    depths = [int(depth) for depth in arguments.depths.split(",")]
     load = os.getloadavg()
     rival = Rival(arguments.rival, arguments.stock, max(depths) + ROOM)
     found: dict[str, Any] = {}

@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import processor, slug
 
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
@@ -43,9 +43,7 @@ def main() -> None:
         shape = engine.model.shape
         result = {
             "benchmark": "profile_overhead",
-            "machine": _processor()
-            if engine.device.type == "cpu"
-            else torch.cuda.get_device_name(),
+            "machine": processor() if engine.device.type == "cpu" else torch.cuda.get_device_name(),
             "system": platform.system() + " " + platform.release(),
             "torch": torch.__version__,
             "threads": arguments.threads,
@@ -91,22 +89,13 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="model file")
-    default = Path(__file__).parent / "results" / f"profile-overhead-{_slug(_processor())}.json"
+    default = Path(__file__).parent / "results" / f"profile-overhead-{slug(processor())}.json"
     parser.add_argument("--output", type=Path, default=default)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--windows", type=int, default=2, help="windows of 512 tokens per round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device")
     return parser.parse_args()
-
-
-def _processor() -> str:
-    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return found[1].strip() if found else "unknown"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", re.sub(r"\(R\)|\(TM\)", "", name).lower()).strip("-")
 
 
 if __name__ == "__main__":
