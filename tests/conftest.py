@@ -36,15 +36,17 @@ os.environ.setdefault("SPARKINFER_CACHE", _cache.name)
 os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
 
 
-def here_only(method):
-    """Wraps a socket's method whose last argument is an address, which must be this machine's."""
+def here_only(method, position=-1):
+    """Wraps a socket's method whose argument at `position` is an address, which must be this
+    machine's; it may be missing if the position is not the last."""
 
     @functools.wraps(method)
     def use(self, *arguments):
-        if self.family in (socket.AF_INET, socket.AF_INET6):
-            host = arguments[-1][0]
+        address = arguments[position] if position < len(arguments) else None
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address is not None:
+            host = address[0]
             assert host in ("localhost", "::1") or host.startswith("127."), (
-                f"a test uses the network: {arguments[-1]}"
+                f"a test uses the network: {address}"
             )
         return method(self, *arguments)
 
@@ -53,6 +55,7 @@ def here_only(method):
 
 for _name in ("connect", "connect_ex", "sendto"):
     setattr(socket.socket, _name, here_only(getattr(socket.socket, _name)))
+socket.socket.sendmsg = here_only(socket.socket.sendmsg, 3)
 
 unexpected: list[str] = []  # commands of the running test
 started: list[subprocess.Popen] = []

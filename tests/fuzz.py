@@ -120,11 +120,22 @@ def misbehave(inputs: Path, kind: str, number: int, work: Path, before: Chain = 
             (work / "output" / "out.gguf.partial").touch()
         if kind == "lines":
             raise SparkinferError("two\nlines")
+        if kind == "surrogate":
+            raise SparkinferError("\udcff")
         if kind == "length":
             raise SparkinferError("x" * MAX_LINE)
         if kind == "accepted":
             return "done where it must be refused"
     raise SparkinferError("refused")
+
+
+def _is_unicode(message: str) -> bool:
+    """False if it has surrogates, which cannot be printed."""
+    try:
+        message.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def outcome_of(case: Callable[[], str], work: Path) -> str:
@@ -134,8 +145,7 @@ def outcome_of(case: Callable[[], str], work: Path) -> str:
         outcome = case()
     except SparkinferError as error:
         message = str(error)
-        message.encode()  # must be printable
-        is_line = "\n" not in message and len(message) < MAX_LINE
+        is_line = "\n" not in message and len(message) < MAX_LINE and _is_unicode(message)
         outcome = "refused" if is_line else f"refused in no line: {message[:200]!r}"
     except BaseException as error:  # a harness reports everything
         at = error.__traceback__

@@ -146,28 +146,42 @@ def export_split(case: Case) -> None:
 def list_entry(case: Case) -> None:
     """Lists a cache folder with a damaged entry: it is `ready` if and only if `run` would use
     it."""
-    from sparkinfer.run.cache_folder import read_entry
+    from sparkinfer.run.cache_folder import LOCK, read_entry
     from sparkinfer.run.housekeeping import list_cache
 
     cache = case.output.parent
     folder = Path(shutil.copytree(case.folder, cache / KEPT))
+    (folder / LOCK).touch()  # as `run` leaves it; without it a damaged entry is not known as ours
     with stdout_of_a_pipe():
         shown = list_cache(cache)
         json.dumps([vars(each) for each in shown], allow_nan=False)
         print(*(each.state for each in shown))
     entry = read_entry(folder)
     is_used = entry is not None and entry.is_current and entry.is_whole
+    assert [each.name for each in shown] == [KEPT], "a damaged entry could not be cleared"
     assert [each.name for each in shown if each.state == "ready"] == [KEPT] * is_used
 
 
 def remember_rates(case: Case) -> None:
-    """Loads damaged rates, which must be positive or dropped, and stores a new one."""
+    """Loads damaged rates, which must be positive or dropped, and stores a new one. Those of other
+    machines stay as they are."""
     from sparkinfer.run.rates import Rates
 
+    others = _rates_of_others(case.path)
     rates = Rates.load(case.folder, "m")
     assert all(rate > 0 for rate in rates.stored.values())
     rates.note("new", 2.0)
     assert Rates.load(case.folder, "m").stored["new"] == 2.0
+    assert _rates_of_others(case.path) == others
+
+
+def _rates_of_others(path: Path) -> str:
+    """As JSON, in which NaN equals itself; "{}" if the file cannot be read."""
+    found = {}
+    with contextlib.suppress(ValueError, OverflowError, RecursionError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    others = found if isinstance(found, dict) else {}
+    return json.dumps({name: rates for name, rates in others.items() if name != "m"})
 
 
 def read_verdicts(case: Case) -> None:

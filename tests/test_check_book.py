@@ -91,13 +91,11 @@ def test_two_processes_do_not_check_at_once():
 # ---- kernels by torch, launches, bounds ---------------------------------------------------------
 
 
-def launches(planned_model, hot, **options):
+def launches(planned_model, hot):
     path = planned_model.path
-    with Engine.load(path, device="cpu", **options) as engine:
-        weights = engine._live.weights
-        split = make_split(planned_model, hot)
-        placement = Placement.of_split(split, (CPU,))
-        split.save(path.with_name("s.gguf"))
+    split = make_split(planned_model, hot)
+    placement = Placement.of_split(split, (CPU,))
+    split.save(path.with_name("s.gguf"))
     # Weights that are not resident keep the layout of the file, as on a GPU.
     options = {"split": path.with_name("s.gguf"), "is_resident": False}
     with Engine.load(path, device="cpu", **options) as engine:

@@ -4,6 +4,7 @@ fuzz.py, fuzz_readers, fuzz_odd, fuzz_meaning and fuzz_pairs; fuzz_long.py runs 
 
 import argparse
 import dataclasses
+import json
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +136,7 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
         "crash": "died (-11)", "hang": "died (-14)", "allocation": "MemoryError",
         "traceback": "ValueError at ", "leftover": "left ['out.gguf.partial']",
         "lines": "refused in no line", "length": "refused in no line",
+        "surrogate": "refused in no line",
         "accepted": "done where it must be refused",
     }  # fmt: skip
     outcomes = run_cases(tmp_path, tmp_path / "work", dict.fromkeys(words, range(1, 4)), limit_s=1)
@@ -142,6 +144,28 @@ def test_the_harness_catches_wrong_outcomes(tmp_path):
     wrong = wrong_outcomes(outcomes)
     assert wrong.keys() == {(kind, 2) for kind in words}
     assert all(words[kind] in text for (kind, _), text in wrong.items()), wrong
+
+
+def test_the_readers_of_a_cache_reject_entries_that_are_dropped_and_rates_that_are_lost(
+    inputs, tmp_path, monkeypatch
+):
+    def case_of(kind: str) -> fuzz.Case:
+        target = KINDS[kind].target
+        folder = Path(shutil.copytree(inputs / kind, tmp_path / kind))
+        (tmp_path / f"{kind} output").mkdir()
+        output = tmp_path / f"{kind} output" / "out.gguf"
+        return fuzz.Case(number=0, path=folder / target, inputs=inputs, output=output)
+
+    monkeypatch.setattr("sparkinfer.run.housekeeping._folders", lambda cache: iter(()))
+    with pytest.raises(AssertionError, match="could not be cleared"):
+        KINDS["entry"].read(case_of("entry"))
+    case = case_of("rates")
+    monkeypatch.setattr(
+        "sparkinfer.run.rates.Rates.note",
+        lambda rates, name, rate: case.path.write_text(json.dumps({rates.machine: {name: rate}})),
+    )
+    with pytest.raises(AssertionError):
+        KINDS["rates"].read(case)
 
 
 def test_undamaged_inputs_are_accepted(inputs, tmp_path, monkeypatch):

@@ -168,9 +168,9 @@ def test_the_archives_hold_what_they_should(tmp_path):
     assert "0.1.0" in said.stdout
 
 
-@pytest.mark.parametrize("method", ["connect", "connect_ex", "sendto"])
+@pytest.mark.parametrize("method", ["connect", "connect_ex", "sendto", "sendmsg"])
 def test_connections_to_other_machines_fail(method):
-    data = [b"x"] if method == "sendto" else []
+    data = {"sendto": [b"x"], "sendmsg": [[b"x"], [], 0]}.get(method, [])
     with socket.socket(type=socket.SOCK_DGRAM) as one:
         with pytest.raises(AssertionError, match="uses the network"):
             getattr(one, method)(*data, ("192.0.2.1", 80))
