@@ -283,7 +283,7 @@ class Bench:
             gpu_cases.close(cases)
 
     def _add_rivals(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
-        """Starts one rival per budget; modes with the same budget share it, or why there is none."""
+        """Starts one rival per budget; modes with the same budget share it, or its error."""
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
             folder=self.asked.rival, model=folder / "stock.gguf",

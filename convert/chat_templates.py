@@ -40,8 +40,8 @@ def _by_key_name(found: dict[str, str], folder: Path) -> dict[str, str]:
         other = origin.setdefault(_key_name(name), name)
         if other != name:
             raise SparkinferError(
-                f"{folder}: the chat templates {other[:80]!r} and {name[:80]!r} would both be stored"
-                f" as {_key_name(name)[:80]!r}; rename one of them"
+                f"{folder}: the chat templates {other[:80]!r} and {name[:80]!r} would both be"
+                f" stored as {_key_name(name)[:80]!r}; rename one of them"
             )
     return {key_name: found[name] for key_name, name in origin.items()}
 

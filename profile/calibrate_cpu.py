@@ -120,8 +120,8 @@ def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
 
 
 def _tenths(count: int) -> list[Tensor]:
-    """Ten random sets of indices below `count`, each ascending, of one size and without any index in
-    common."""
+    """Ten random sets of indices below `count`, each ascending, of one size and without a common
+    index."""
     order = torch.rand(count, generator=torch.Generator().manual_seed(0)).argsort()
     num_sets = round(1 / CHOSEN_SHARE)
     return [order[n::num_sets][: count // num_sets].sort().values for n in range(num_sets)]

@@ -190,8 +190,8 @@ def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
 
 
 def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, GenerationOptions]:
-    """A task's generation_kwargs as our options. Raises SparkinferError for unknown options, and for
-    a temperature or a limit that is not a number."""
+    """A task's generation_kwargs as our options. Raises SparkinferError for unknown options, and
+    for a temperature or a limit that is not a number."""
     unknown = sorted(set(asked) - KNOWN)
     if unknown:
         raise SparkinferError(

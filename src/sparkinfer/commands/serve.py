@@ -165,8 +165,8 @@ def _check_packages() -> None:
 
 
 def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> dict[str, int]:
-    """--parallel and --kept, within the number of texts that a plan budgets, `places`. If not given,
-    the default of --parallel is lowered to fit, and --kept takes what is left. Raises
+    """--parallel and --kept, within the number of texts that a plan budgets, `places`. If not
+    given, the default of --parallel is lowered to fit, and --kept takes what is left. Raises
     SparkinferError if more are given."""
     source = click.get_current_context().get_parameter_source("parallel")
     if source == click.core.ParameterSource.DEFAULT:
@@ -226,8 +226,8 @@ def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None
         f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
         f" {config.num_kept} kept)")  # fmt: skip
     if plan_places == 1:
-        say("note: the plan is for one text, so requests are answered one at a time; sparkinfer solve"
-            " with --sequences budgets KV cache for more")  # fmt: skip
+        say("note: the plan is for one text, so requests are answered one at a time; sparkinfer"
+            " solve with --sequences budgets KV cache for more")  # fmt: skip
     elif not engine.has_row_steps:
         say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
             " are answered one at a time")  # fmt: skip
