@@ -50,7 +50,8 @@ NUM_NEURONS = 40  # per layer, in the small model on disk
 def tiny(seed: int, num_neurons: int | None = None):
     """A random model, profile, machine and budget, with two or three layers of a few neurons.
 
-    The CPU reads a whole neuron in 0.1 to 2 ms; a launch or a round trip takes 1 ns to 4 us."""
+    The CPU reads a whole neuron in 0.5 to 80 us, a launch or a round trip takes 1 ns to 4 us, and
+    the link copies at a fifth or twice the CPU's rate, so that each of these decides some plans."""
     random = np.random.default_rng(seed)
     num_layers = int(random.integers(2, 4))
     num_neurons = num_neurons or int(random.integers(2, 7 if num_layers == 2 else 5))
@@ -71,10 +72,11 @@ def tiny(seed: int, num_neurons: int | None = None):
         predictor_rank=2 * has_predictor,
         predictor_density=0.4 if seed % 2 else None,
     )
-    cpu = 4e-4 * random.uniform(0.5, 2)
+    cpu = 10 ** random.uniform(-2.3, -0.7)
     machine = make_machine(
         cpu_gb_per_s=cpu,
         gpu_gb_per_s=cpu * random.choice([0.7, 1.5, 3, 20]),
+        link_gb_per_s=cpu * random.choice([0.2, 2]),
         launch_s=random.choice([1e-9, 5e-7, 2e-6]),
         round_trip_s=random.choice([1e-9, 1e-6, 4e-6]),
         copy_latency_s=random.choice([1e-9, 5e-7, 2e-6]),

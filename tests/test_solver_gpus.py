@@ -58,7 +58,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
         context_length=CONTEXT,
     )
     model = make_model(shape=shape, kind=["f32", "f16"][seed % 2])
-    cpu = 4e-4 * random.uniform(0.5, 2)
+    cpu = 10 ** random.uniform(-2.3, -0.7)
     one = make_machine(
         cpu_gb_per_s=cpu,
         chosen_share=random.choice([1.0, 0.7]),
@@ -68,6 +68,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
     for _ in range(num_gpus):
         other = make_machine(
             gpu_gb_per_s=cpu * random.choice([0.7, 1.5, 3, 20]),
+            link_gb_per_s=cpu * random.choice([0.2, 2]),
             launch_s=random.choice([1e-9, 5e-7, 2e-6]),
             round_trip_s=random.choice([1e-9, 1e-6, 4e-6]),
             copy_latency_s=random.choice([1e-9, 5e-7, 2e-6]),
