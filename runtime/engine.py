@@ -38,7 +38,9 @@ class Engine(TextEngine):
     """A loaded model, created by `Engine.load`. Not thread-safe."""
 
     def __init__(self, loaded: Loaded) -> None:
-        super().__init__(loaded.model, loaded.decoder, loaded.mode, loaded.traffic)
+        super().__init__(
+            loaded.model, loaded.decoder, loaded.mode, loaded.traffic, loaded.placement
+        )
         self.bytes_by_role, self.device = loaded.bytes_by_role, loaded.device
         self.load_s = loaded.load_s  # seconds of loading, after the file was opened
         self.memories = loaded.memories  # by GPU

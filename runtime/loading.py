@@ -46,6 +46,7 @@ from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.neuron_loader import runs_by_output
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
 from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
 from sparkinfer.runtime.prefill.pass_bytes import step_rows
@@ -70,6 +71,7 @@ class Loaded:
     mode: Mode
     device: torch.device
     decoder: Decoder
+    placement: Placement
     traffic: Traffic
     bytes_by_role: dict[str, Items]
     memories: Memories  # per GPU, for memory reports
@@ -154,6 +156,7 @@ class _Load:
             mode=self.mode,
             device=self.gpu,
             decoder=decoder,
+            placement=self.placement,
             traffic=self.traffic,
             bytes_by_role=self.bytes_by_role,
             memories=self.memories,

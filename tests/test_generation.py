@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from forked import run_command
+from hybrid_plans import F, L, make, planned
 from models import make_shape
 from test_runtime import saved
 
@@ -255,6 +256,52 @@ def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
     with Engine.load(files[1].path) as engine, engine.sequence() as text:
         with pytest.raises(SparkinferError, match="other weights"):
             restore_prompt(text, tmp_path / "p", engine.prompt_key())
+
+
+def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(tmp_path):
+    """The weights are the same, and so is the model's id, but the state differs."""
+    model = saved(tmp_path, shape=make_shape(context_length=64), predictor_rank=8)
+    higher = replace(model.predictor, threshold_L=tuple(t + 2 for t in model.predictor.threshold_L))
+    states, path = [], tmp_path / "p"
+    for changes, message in (
+        ({}, None),
+        ({"predictor": higher}, "made with other predictors: .*thresholds 0, 0.*, this is .*2, 2"),
+        ({"activation": "silu"}, "made with another activation: 'relu', this is 'silu'"),
+    ):
+        other = replace(model, **changes)
+        with Engine.of(other, mode="predicted", device="cpu") as engine:
+            with engine.sequence() as text:
+                text.extend([1, 2, 3])
+                states.append(text.read_state()[-1][0].clone())
+                if message is None:
+                    save_prompt(text, path, engine.prompt_key())
+            with engine.sequence() as text:
+                if message is None:
+                    assert restore_prompt(text, path, engine.prompt_key()) == 3
+                    continue
+                assert not torch.equal(states[0], states[-1])
+                with pytest.raises(SparkinferError, match=message):
+                    restore_prompt(text, path, engine.prompt_key())
+
+
+def test_a_state_of_another_plan_is_refused(tmp_path):
+    """Divided layers add the same numbers in another order."""
+    model = make(tmp_path, shape=make_shape(num_layers=L, num_neurons=F, context_length=64))
+    model.save(model.path)
+    path, options = tmp_path / "p", {"mode": "exact", "device": "cpu"}
+    plans = []
+    for name in ("random", "mixed"):
+        plans.append(planned(tmp_path, model, name, context_length=64))
+    with Engine.of(model, plans[0], **options) as engine, engine.sequence() as text:
+        text.extend([1, 2, 3])
+        save_prompt(text, path, engine.prompt_key())
+    with Engine.of(model, plans[0], **options) as engine, engine.sequence() as text:
+        assert restore_prompt(text, path, engine.prompt_key()) == 3
+    for plan, this in ((plans[1], "[0-9a-f]{16} on CPU"), (None, "CPU")):
+        with Engine.of(model, plan, **options) as engine, engine.sequence() as text:
+            message = f"made with another plan or on another device: .* on CPU', this is '{this}'"
+            with pytest.raises(SparkinferError, match=message):
+                restore_prompt(text, path, engine.prompt_key())
 
 
 def test_a_state_of_something_else_is_refused(tmp_path):

@@ -209,6 +209,12 @@ def test_texts_fork_roll_back_and_come_from_files_on_a_device(tmp_path):
             with engine.sequence() as text:
                 text.extend([*IDS[:77], 7, 8], "none")
                 alone = text.extend([9])
+        with (
+            Engine.load(model.path, split=tmp_path / "s.gguf", device="cpu") as engine,
+            engine.sequence() as text,
+            pytest.raises(SparkinferError, match="another plan or on another device: .*, this is"),
+        ):
+            restore_prompt(text, tmp_path / "state", engine.prompt_key())
     check_the_runtime()
     assert torch.equal(trunk, again) and torch.equal(trunk, restored)
     assert rel_error(branch, alone) < 10 * BOUNDS["f32"]

@@ -1,8 +1,8 @@
 """Saves the state of a text to a file: its tokens, and the keys and values of every layer.
 
-A text with the same prefix then need not compute it again. The state depends on the model, the mode
-and the arithmetic of the processor; a file made under other conditions is refused, because its
-numbers may differ from those computed here."""
+A text with the same prefix then need not compute it again. The state depends on the model, the
+mode, the arithmetic of the processor and the plan; a file made under other conditions is refused,
+because its numbers may differ from those computed here."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.step.sequences import Sequence
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 
-FORMAT, VERSION = "sparkinfer.prompt", 3
+FORMAT, VERSION = "sparkinfer.prompt", 4
 MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name
 SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values in errors
 
@@ -25,7 +25,11 @@ SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values i
 @dataclass(frozen=True, kw_only=True)
 class PromptKey:
     """The conditions under which a state was computed; a restored state must have the same ones.
-    `arithmetic`: the kernels' level, or "torch"."""
+    `arithmetic`: the kernels' level, or "torch".
+
+    The key leaves out what is measured at load (the prompt length from which cold weights are
+    streamed to a GPU) and what changes with every token (the swaps of a neuron cache); on a GPU
+    they affect the rounding."""
 
     model_id: str
     weights: str  # weights_digest of the model
@@ -35,6 +39,9 @@ class PromptKey:
     cache: str  # storage types of keys and values
     thresholds: tuple[float, ...] = ()
     rope_scaling: str = ""  # in words: the user's, or else the model's own
+    activation: str
+    predictors: str  # predictor_words of the model; "" unless the mode is predicted
+    placement: str  # Placement.words
 
 
 def weights_digest(model: ModelFile) -> str:
@@ -48,6 +55,14 @@ def weights_digest(model: ModelFile) -> str:
         is_whole = name.endswith(".limit")
         digest.update(np.ascontiguousarray(rows if is_whole else rows[:1]).tobytes())
     return digest.hexdigest()
+
+
+def predictor_words(model: ModelFile) -> str:
+    """The predictors' arithmetic besides their weights: form, input layer and thresholds."""
+    info = model.predictor
+    assert info is not None
+    thresholds = ", ".join(f"{threshold:.9g}" for threshold in info.threshold_L)
+    return f"{info.kind}, offset {info.input_layer_offset}, thresholds {thresholds}"
 
 
 def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
@@ -113,6 +128,9 @@ _OTHER = {
     "cache": "another cache type",
     "thresholds": "other thresholds",
     "rope_scaling": "another rope scaling",
+    "activation": "another activation",
+    "predictors": "other predictors",
+    "placement": "another plan or on another device",
 }
 
 

@@ -23,11 +23,12 @@ from sparkinfer.runtime.generate.generation import (
     Token,
     together,
 )
-from sparkinfer.runtime.generate.prompt_cache import PromptKey, weights_digest
+from sparkinfer.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.generate.speculation import check_rows, has_equal_rows
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
+from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.batch import Wanted
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.step.hybrid_step import HybridStep
@@ -42,8 +43,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class TextEngine:
     """Engine's base class. Not thread-safe."""
 
-    def __init__(self, model: ModelFile, decoder: Decoder, mode: Mode, traffic: Traffic) -> None:
-        self.model, self.mode, self.traffic = model, mode, traffic
+    def __init__(
+        self,
+        model: ModelFile,
+        decoder: Decoder,
+        mode: Mode,
+        traffic: Traffic,
+        placement: Placement,
+    ) -> None:
+        self.model, self.mode, self.traffic, self.placement = model, mode, traffic, placement
         self.context_length = decoder.weights.cache.table.context_length
         self.last_run = Run()
         self.last_runs: list[Run] = []
@@ -214,6 +222,9 @@ class TextEngine:
             cache=str(self._live.weights.cache.layers[0].types),
             thresholds=tuple(self.model.threshold_L),
             rope_scaling=self.model.shape.rope_scaling.words,
+            activation=self.model.activation,
+            predictors=predictor_words(self.model) if self.mode == "predicted" else "",
+            placement=self.placement.words,
         )
 
     @property

@@ -1,5 +1,6 @@
 """The device of each part of a model."""
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,6 +61,23 @@ class Placement:
     def gpu(self, number: int) -> torch.device:
         """The device for the plan's GPU with this index."""
         return self.homes[self.numbers.index(number)]
+
+    @property
+    def words(self) -> str:
+        """Names the devices and, unless one of them has everything, a digest of what is where.
+        Placements with other words add up the same numbers in another order."""
+        names = dict.fromkeys(
+            "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+            for device in dict(zip(self.numbers, self.homes, strict=True)).values()
+        )
+        shown = " and ".join(names)
+        if self.hot is None and not self.is_cache_on_host:
+            return shown
+        sides = (self.dense_on_gpu, self.head_on_gpu, self.numbers, self.is_cache_on_host)
+        digest = hashlib.sha256(repr(sides).encode())
+        for ids in self.hot or ():
+            digest.update(f"{len(ids)};".encode() + ids.astype("<i8").tobytes())
+        return f"{digest.hexdigest()[:16]} on {shown}"
 
     @property
     def head_device(self) -> torch.device:
