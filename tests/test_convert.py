@@ -637,7 +637,7 @@ def test_predictors_that_do_not_fit_are_refused(relu, tmp_path, monkeypatch):
         },
         "info.kind is 'cubic', wanted one of": {"info": {"kind": "cubic"}},
         "input_layer_offset is 3, wanted": {"info": {"input_layer_offset": 3}},
-        "1 densities": {"info": {"density_L": (0.5,)}},
+        "densities for 1 of 3 layers": {"info": {"density_L": (0.5,)}},
         "threshold_L[1] is nan, wanted": {"info": {"threshold_L": (0.0, np.nan, 0.0)}},
     }
     for number, (words, changes) in enumerate(wrong.items()):

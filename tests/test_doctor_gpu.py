@@ -148,7 +148,7 @@ def test_parts_that_failed_a_check_are_named(light):  # noqa: F811
     found = Doctor()
     assert found.code == 1 and len(found.wrong()) == 3
     texts = [each["text"] for each in found.of("check of Fake GPU, number 0")]
-    assert texts[0].startswith("1 parts work") and len(texts) == 3
+    assert texts[0].startswith("1 part works with ") and len(texts) == 3
     assert texts[1:] == ["kernels attend, dot: out is off by 1", "graph: RuntimeError: no"]
     assert not Doctor("--again").of("check of Fake GPU, number 0")
 

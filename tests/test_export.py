@@ -215,7 +215,7 @@ def test_groups_have_sixteen_neurons_and_partial_ones_are_noted(tmp_path, make):
     assert "of 3 layers on the CPU" in notes
     make(hot=[range(16), range(0), range(32)])
     notes = " ".join(export(plan(tmp_path, "sparkinfer-split", "m-4.gguf", force=True)).notes)
-    assert "1 layers have no hot neuron" in notes
+    assert "in 1 of 3 layers no neuron is hot" in notes
     assert "whole groups" not in notes
 
 

@@ -208,7 +208,7 @@ REFUSALS = [
     ("few words", {"pre": "default"}, "is 'default'; known are gpt-2, smollm, llama-bpe, qwen2"),
     ("few words", {"pre": None}, "is None; known are"),
     ("few words", {"tokens": None}, "tokenizer.ggml.tokens is missing"),
-    ("few words", {"tokens": ["a", "a"], "token_type": None}, "1 tokens have the text of another"),
+    ("few words", {"tokens": ["a", "a"], "token_type": None}, "of another one (1 of 2)"),
     ("few words", {"token_type": [1]}, "token_type does not have"),
     ("few words", {"merges": None}, "tokenizer.ggml.merges is missing"),
     ("few words", {"merges": ["a bb"]}, "the merge 'a bb' does not join two tokens to a third"),

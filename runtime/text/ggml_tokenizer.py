@@ -78,8 +78,9 @@ class _Vocabulary:
             )
         if len(set(tokens)) != len(tokens):
             raise SparkinferError(
-                f"{path}: {len(tokens) - len(set(tokens))} tokens have the text of another one"
-                " and are ambiguous; download the file again"
+                f"{path}: tokens repeat the text of another one"
+                f" ({len(tokens) - len(set(tokens))} of {len(tokens)}) and are ambiguous; download"
+                " the file again"
             )
         read = cls(path=path, keys=keys, tokens=tokens, types=[TokenType.NORMAL] * len(tokens))
         if Keys.Tokenizer.TOKEN_TYPE not in keys:

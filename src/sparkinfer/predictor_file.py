@@ -234,7 +234,10 @@ class Predictors:
         if np.isnan(self.info.threshold_L).any():
             raise SparkinferError("a threshold is NaN")
         if len(self.info.density_L) not in (0, len(self.layers)):
-            raise SparkinferError(f"{len(self.info.density_L)} densities, wanted none or all")
+            raise SparkinferError(
+                f"densities for {len(self.info.density_L)} of {len(self.layers)} layers, wanted"
+                " none or all"
+            )
         if not all(0 <= density <= 1 for density in self.info.density_L):
             raise SparkinferError("a density is not between 0 and 1")
         for layer, (predictor, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):

@@ -198,7 +198,8 @@ def _check(stored: Checks, now: Mapping[int, Mapping[str, Any]]) -> list[Finding
             *lines,
         ]
     count = len(stored.verdicts) - len(failed)
-    return [ok(about, f"{count} parts work with {with_}"), *lines]
+    work = "part works" if count == 1 else "parts work"
+    return [ok(about, f"{count} {work} with {with_}"), *lines]
 
 
 def _parts(failed: Sequence[Verdict], why: str) -> str:

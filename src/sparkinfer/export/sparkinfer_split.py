@@ -99,8 +99,8 @@ def model_split_notes(split: Split, on_cpu: str, group_size: int) -> list[str]:
         )
     if 0 in num_hot:
         notes.append(
-            f"{num_hot.count(0)} layers have no hot neuron and a share of 0: SparkInfer gives them"
-            " what is left over"
+            f"in {num_hot.count(0)} of {len(num_hot)} layers no neuron is hot, so the share is 0:"
+            " SparkInfer gives such layers what is left over"
         )
     if on_cpu:
         notes.append(
