@@ -12,6 +12,7 @@ from forked import run_command
 
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
+from sparkinfer.files import CHUNK_BYTES
 from sparkinfer.profile import sources
 from sparkinfer.profile.collect import profile
 from sparkinfer.profile.config import ProfileConfig
@@ -155,12 +156,15 @@ def test_a_huge_file_is_not_read_whole(tmp_path, codec_model, monkeypatch):
 
 
 def test_not_utf8_says_which_byte(tmp_path, codec_model):
-    data = ("ü" * (1 << 20)).encode()
-    at = (1 << 20) + 1  # the second byte of the second chunk's first character
-    (tmp_path / "t.txt").write_bytes(data[:at] + b"\xff" + data[at + 1 :])
-    (source,) = find_sources([tmp_path / "t.txt"], "text")
-    with pytest.raises(SparkinferError, match=rf"not UTF-8 text \(byte {at - 1}\)"):
-        sha256_of_text(source)
+    """With a byte in front, the first chunk ends in the middle of a character."""
+    for front in (b"", b"a"):
+        data = front + ("ü" * (1 << 20)).encode()
+        for character in (CHUNK_BYTES // 2, CHUNK_BYTES // 2 - 1, CHUNK_BYTES // 2 + 5):
+            at = len(front) + 2 * character
+            (tmp_path / "t.txt").write_bytes(data[: at + 1] + b"\xff" + data[at + 2 :])
+            (source,) = find_sources([tmp_path / "t.txt"], "text")
+            with pytest.raises(SparkinferError, match=rf"not UTF-8 text \(byte {at}\)"):
+                sha256_of_text(source)
     (tmp_path / "u.txt").write_bytes(b"good\n" * 5 + b"\xe2\x82")
     with pytest.raises(SparkinferError, match=r"byte 25\)"):
         windows_of(codec_model, tmp_path / "u.txt")
