@@ -270,11 +270,13 @@ def test_every_phase_gets_windows_and_no_window_serves_two():
 def test_a_trained_layer_meets_its_target_and_its_start_is_reported():
     weights_, quality = run_trainer(RELU, weights(NEURONS, WIDTH))
     assert quality.chosen.contribution > 0.98 and quality.chosen.precision > 0.75
-    assert quality.chosen.bytes_per_token == pytest.approx(
-        math.prod(weights_.up.shape) * {"q8_0": 34, "q4_0": 18}[weights_.matrix_kind] / 32
-        + NEURONS * 128 * quality.chosen.predicted_density
-        + NEURONS * 256 * quality.chosen.recall * quality.chosen.density,
-    ) or weights_.down is not None  # fmt: skip
+    assert (weights_.down is None) == (quality.chosen.form == "whole")
+    for q in (quality.chosen, *quality.candidates):
+        values = NEURONS * WIDTH if q.form == "whole" else 32 * (WIDTH + NEURONS)
+        stored = values * {"q8_0": 34, "q4_0": 18}[q.matrix_kind] / 32
+        stored += 4 * NEURONS * q.is_trained  # training adds a bias, which is in f32
+        opened = NEURONS * (128 * q.predicted_density + 256 * q.recall * q.density)
+        assert q.bytes_per_token == pytest.approx(stored + opened)
     kinds = {(q.form, q.matrix_kind) for q in quality.candidates}
     assert kinds == {(f, k) for f in ("low-rank", "whole") for k in ("q8_0", "q4_0")}
     assert not quality.start.is_trained and quality.start.rank == quality.chosen.rank
@@ -297,8 +299,9 @@ def test_silu_neurons_are_named_on_both_sides_of_zero(form):
     named_TF = predictor.scores(x_TD) > 0.15
     assert (named_TF & below_TF).sum() > 0.9 * below_TF.sum()
     assert (named_TF & fires_TF).sum() > 0.9 * named_TF.sum()
-    line_TF = gate_TF > 0.25  # a positive threshold on the gate names none of them
-    assert not (line_TF & below_TF).any()
+    # The logit itself, without its activation, names those above zero only.
+    logit_TF = dataclasses.replace(predictor, kind="linear").scores(x_TD)
+    assert ((logit_TF > 0.15) & below_TF).sum() < 0.1 * below_TF.sum()
 
 
 # ---- files -----------------------------------------------------------------------------------
