@@ -201,19 +201,22 @@ def test_lanes_diverge_at_a_branch_and_reconverge():
     assert record.num_lane_instructions["shfl.sync.bfly.b32"] == THREADS
 
 
-def test_matrices_through_shared_memory():
-    """After a store and a transposed load, the second register of each lane of the first warp holds
-    what PTX defines."""
+@pytest.mark.parametrize("number", [0, 1])
+def test_matrices_through_shared_memory(number):
+    """After a store and a transposed load of two matrices, each lane of both warps holds two values
+    of the transposed matrix in the register of its number."""
     rows = "and.b32 %r9, %r1, 15; shl.b32 %r9, %r9, 4; add.s32 %r10, %r5, %r9;"
     body = f"""shr.u32 %r20, %r1, 5; shl.b32 %r20, %r20, 8; add.s32 %r5, %r5, %r20; {rows}
     ld.global.b32 %r11, [%rd5]; add.s32 %r12, %r11, 1000;
     stmatrix.sync.aligned.m8n8.x2.shared.b16 [%r10], {{%r11, %r12}}; bar.warp.sync -1;
     ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{%r13, %r14}}, [%r10];
-    st.global.b32 [%rd4], %r14;"""
-    out, _ = run(body, shared=512)
-    warp = (torch.arange(32, dtype=torch.int32) + 1000).numpy().view(np.uint16).reshape(8, 8)
-    want = np.ascontiguousarray(warp.T).view(np.uint32).reshape(-1)
-    assert np.array_equal(out.numpy()[:32].view(np.uint32), want)
+    st.global.b32 [%rd4], %r{13 + number};"""
+    source = torch.arange(THREADS, dtype=torch.int32) + (7 << 16)
+    out, _ = run(body, source=source, shared=512)
+    for first in (0, 32):
+        matrix = (source[first : first + 32] + 1000 * number).numpy().view(np.uint16).reshape(8, 8)
+        want = np.ascontiguousarray(matrix.T).view(np.uint32).reshape(-1)
+        assert np.array_equal(out.numpy()[first : first + 32].view(np.uint32), want)
 
 
 def test_votes_and_sums_of_a_warp():
