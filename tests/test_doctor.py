@@ -94,14 +94,22 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
     assert str(Path.home()) not in text and "/" not in text.replace("with/without", "")
 
 
-def test_missing_torch_triton_and_compiler_are_reported(light):
-    """Like a container without a compiler, from which torch and Triton were removed."""
-    found = Doctor(PATH="/nonexistent", CC="")
+def test_missing_torch_and_triton_are_reported(light):
+    found = Doctor()
     assert found.code == 1 and found.wrong() == ["torch"]
     assert "is not installed" in found.of("torch")[0]["text"]
     assert "pip install torch" in found.of("torch")[0]["advice"]
     assert "is not installed: torch replaces its kernels" in found.of("triton")[0]["text"]
     assert "agree with numpy" in found.of("kernels")[0]["text"]
+
+
+def test_a_missing_compiler_is_reported():
+    pytest.importorskip("triton")
+    found = Doctor(PATH="/nonexistent", CC="")
+    assert found.code == 0 and not found.wrong()
+    (finding,) = found.of("compiler")
+    assert finding["state"] == "note" and "a C compiler" in finding["text"]
+    assert "apt install gcc" in finding["advice"]
 
 
 @pytest.mark.parametrize(
