@@ -224,9 +224,9 @@ def test_groups_have_sixteen_neurons_and_partial_ones_are_noted(tmp_path, make):
     [
         ("m.gguf", 16, "use .*m-4.gguf"),
         ("m-8.gguf", 16, "use .*m-4.gguf"),
-        ("m-14.gguf", 16, "use .*m-14-4.gguf|use .*m-4.gguf"),
+        ("m-14.gguf", 16, "use .*/m-4.gguf$"),
         ("m-4.bin", 16, "use .*m-4.gguf"),
-        ("m-4.gguf", 12, "use --group-size 8|use --group-size 16"),
+        ("m-4.gguf", 12, "use --group-size 8$"),
         ("m-4.gguf", 0, "use --group-size 1"),
         ("m-4.gguf", 128, "use --group-size 64"),
     ],
