@@ -13,6 +13,7 @@ from sparkinfer.runtime.device.bits import pack_bits
 from sparkinfer.runtime.kernels.gpu import launch, ranges
 from sparkinfer.runtime.kernels.gpu.kernels import ROWS, reference_kernels, triton_kernels
 from sparkinfer.runtime.kernels.gpu.step_rows import AXES
+from sparkinfer.runtime.kernels.gpu.torch_kernels import ROWS as PIECE_ROWS
 from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
 
 REFERENCE = reference_kernels()
@@ -353,9 +354,10 @@ def test_a_repeated_row_appends_once_and_attends(kernels):
 
 def test_the_torch_kernels_take_rows():
     """The fallback agrees with the reference: `dot` bit for bit, `down` and `attend` up to
-    rounding."""
-    plain, matrix = torch_kernels(), make_matrix("f16", 300, 64)
-    x, got, want = vectors(4, 64), empty(4, 300), empty(4, 300)
+    rounding. The neurons of each part of `down` are more than it reads in one piece."""
+    num_rows = 2 * (PIECE_ROWS + 44)
+    plain, matrix = torch_kernels(), make_matrix("f16", num_rows, 64)
+    x, got, want = vectors(4, 64), empty(4, num_rows), empty(4, num_rows)
     for which, out in ((plain, got), (REFERENCE, want)):
         which.dot(matrix, None, x, out)
     assert torch.equal(got, want)
