@@ -40,7 +40,6 @@ UNUSED = {"use_sliding_window": False}
 )
 def test_the_context_ends_where_a_window_would_slide(tmp_path, config, context):
     folder = random_model(tmp_path / "hf", config)
-    edit_config(folder, lambda c: c.update({} if config.sliding_window is None else WINDOW))
     # Old files state the window even if it is not used, for which transformers' class writes null.
     if isinstance(config, Qwen2Config) and not config.use_sliding_window:
         edit_config(folder, lambda c: c.update(WINDOW))
