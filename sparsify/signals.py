@@ -44,7 +44,7 @@ class Signals:
         self.number = number
 
     def train(self, ranks: Ranks) -> None:
-        """A signal ends the run after the current step once this has been called."""
+        """Lets signals end the run after the current step from now on."""
         self.is_training, self.num_processes = True, ranks.size
 
     def wants_stop(self, ranks: Ranks) -> bool:

@@ -368,7 +368,8 @@ def test_a_note_says_which_budget_is_enforced_instead_of_a_small_one(card):
 
 
 def test_the_rest_of_the_budget_is_set_aside(card, monkeypatch):
-    """Torch places large tensors like this: each in a segment of exactly the requested size."""
+    """It is taken as tensors large enough to get segments of their own, of exactly the requested
+    size."""
     taken, was = [], torch.empty
 
     def empty(size, *arguments, device=None, **options):

@@ -178,7 +178,8 @@ def test_the_rival_gets_as_many_layers_as_fit(monkeypatch, tmp_path, budget, wan
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_rival_that_fits_best_stays_open_and_no_other(monkeypatch, tmp_path, fails):
-    """There are 1,000 bytes: 4 layers take 500, 6 would take 1,600 and 3 take 900, or fail to load."""
+    """There are 1,000 bytes: 4 layers take 500, 6 would take 1,600 and 3 take 900, or loading 3
+    fails."""
     needed, is_open = {4: 500, 6: 1600, 3: 900}, dict[int, bool]()
 
     class Loaded:
