@@ -172,7 +172,7 @@ def decode_planted() -> str:
 def prefill_planted() -> str:
     rows = []
     for name, processor in (
-        (f"prefill-avx512vnni-{ZEN_5}", "Zen 5, AVX-512 VNNI"),
+        (f"prefill-avx512bf16-{ZEN_5}", "Zen 5, AVX-512 VNNI and BF16"),
         (f"prefill-avx512vnni-{ZEN_4}", "Zen 4, AVX-512 VNNI"),
         ("prefill-avx2-intel-xeon-processor-2.50ghz", "Xeon, AVX2 forced on both"),
     ):

@@ -270,7 +270,7 @@ struct Kernels {
     AccumulateRows* accumulate_rows[NUM_KINDS];  // null for the tiled kinds
     AccumulateMany* accumulate_many[NUM_KINDS];  // likewise
     UnpackRows* unpack_rows[NUM_KINDS];
-    Quantise* quantise[NUM_KINDS];  // null for the float and grouped kinds
+    Quantise* quantise[NUM_KINDS];  // null for grouped kinds, f32 and f16; bf16: HAS_BF16_PAIRS only
     Attend *weigh_keys[NUM_CACHE_KINDS], *mix_values[NUM_CACHE_KINDS];
     OrderSums* order_sums[NUM_KINDS];  // null if they are in order
     Choose* choose;

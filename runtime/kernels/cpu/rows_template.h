@@ -2,8 +2,8 @@
 // rows_<level>.cpp, inside its anonymous namespace, so that every level has copies of its own;
 // otherwise the linker could keep the AVX-512 copy for all levels.
 //
-// The including file defines LEVEL_AVX512 or LEVEL_AVX2 if it is that level (the compiler's macros do
-// not tell, because flags for all files may allow more), and
+// The including file defines LEVEL_AVX512 on all levels with AVX-512 and LEVEL_AVX2 on avx2 and avxvnni (the
+// compiler's macros do not tell, because flags for all files may allow more), and
 //   LANES, Floats                  a vector of LANES floats, LANES divides 32
 //   zero() broadcast(f) mul(a, b) multiply_add(a, b, c) = a*b+c  sum(v)
 //   load_f32(p) load_f16(p) load_bf16(p) load_i8(p)     LANES values from an unaligned address
@@ -15,12 +15,12 @@
 //                                  for m <= i < 16
 //   fused(a, b, c)                 a*b+c, rounded once
 //   add_floats(a, b)
-// and what k_quants_template.h, planar_template.h, blocks_template.h and attend_template.h need.
+// and what the headers included below need.
 
 constexpr int VECTORS = BLOCK / LANES;
 
-// A format unpacks BLOCK values into w; if it is SCALED, they must still be multiplied by scale().
-// VALUE_BYTES is for the remainder if D % 32 != 0, which only float kinds allow.
+// A format unpacks BLOCK values into w. Those of a SCALED format other than a K-quant must still be multiplied
+// by scale(). VALUE_BYTES is the size of a value, 0 or absent if SCALED: only float kinds allow D % 32 != 0.
 
 struct F32 {
     static constexpr int64_t BLOCK_BYTES = 128, VALUE_BYTES = 4;
@@ -85,10 +85,10 @@ struct Count {
     static constexpr int VALUE = N;
 };
 
-// Calls use(Count<ROWS>, a, row, next, also) for rows a .. a+ROWS-1: four at a time, so that
-// everything else is read and written once for four rows, which are also prefetched in parallel; at
-// the end two or one. The next rows are prefetched because the hardware prefetcher stops at
-// the end of a page and cannot know which row of a list comes next.
+// Calls use(Count<ROWS>, a, row, next, also) for rows a .. a+ROWS-1: for four rows at a time, then for two,
+// then for one, so that x or y is read and written once for four rows. `use` prefetches the rows `next` and,
+// unless it is null, `also`, because the hardware prefetcher stops at the end of a page and cannot know which
+// row of a list comes next.
 template <class Use>
 inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     auto call = [&](auto count, int64_t a) {
@@ -153,8 +153,7 @@ inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, con
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
 }
 
-// add_rows() for rows that should be in L2 already; meanwhile the rows of `rows.then` are
-// prefetched.
+// add_rows() for rows of a float kind that were prefetched into L2; meanwhile prefetches `rows.then`.
 template <class Format>
 inline void add_close_rows(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
                            int64_t d0, int64_t d1) {
@@ -267,7 +266,8 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 
 #include "k_tiled.h"
 
-// exp as 2^n * p(r), with the remainder |r| <= log(2) / 2 and a Taylor polynomial p of degree 7.
+// exp as 2^n * p(r), with the remainder |r| <= log(2) / 2 and a Taylor polynomial p of degree 7. Below -87, x
+// counts as -87.
 inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;  // NaN stays
     const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
@@ -386,7 +386,7 @@ int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
 #include "bf16_pairs.h"
 #endif
 
-// Those of bf16.
+// The bf16 kernels of this level.
 #ifdef HAS_BF16_PAIRS
 constexpr DotRows* DOT_BF16 = dot_bf16;
 constexpr AccumulateRows *ACCUMULATE_BF16 = accumulate_bf16, *ACCUMULATE_GROUPED_BF16 = accumulate_grouped_bf16;

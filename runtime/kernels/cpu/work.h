@@ -15,7 +15,8 @@ struct Operand {
     float* row(int64_t t) const { return f32 + t * size; }
     void changed() { std::fill_n(num_packed, NUM_FORMS, 0); }
 
-    // The first T vectors in the form for products with a kind.
+    // The first T vectors in the form that products with matrices of `kind` read; packs them unless they are
+    // packed already.
     Input as(int32_t kind, int64_t T) {
         Input input{f32, nullptr, size, T, 0, T};
         Quantise* quantise = kernels().quantise[kind];
@@ -59,7 +60,7 @@ class Arena {
     int64_t used_ = 0;
 };
 
-// The packed form for products with a matrix, as a bit mask; 0 if none is needed.
+// The packed form that some level needs for products with a matrix, as a bit mask; 0 if none does.
 inline uint32_t form_bit(const SparkMatrix& m) {
     return m.data && form_of(m.kind) ? 1u << form_of(m.kind) : 0;
 }
