@@ -176,7 +176,7 @@ def remember_rates(case: Case) -> None:
 
 
 def _rates_of_others(path: Path) -> str:
-    """As JSON, in which NaN equals itself; "{}" if the file cannot be read."""
+    """The rates as JSON text, so that NaN equals NaN; "{}" if the file cannot be read."""
     found = {}
     with contextlib.suppress(ValueError, OverflowError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))
