@@ -22,7 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
     """A chat, ready to be submitted. `form`: the syntax of tool calls in the answer; None if they
-    are not parsed. `begins_reasoning`: whether the prompt ends inside a reasoning block. `marks`:
+    are not parsed. `begins_reasoning`: whether the answer starts inside a reasoning block. `marks`:
     special tokens that delimit calls and reasoning, by id."""
 
     wanted: Wanted
@@ -36,7 +36,10 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
+    """A prompt. `continued`: the message that the answer continues; "" if it begins one."""
+
     text: str
+    continued: str
     has_tools: bool
 
 
@@ -63,7 +66,7 @@ def chat_request(fields: Fields, served: ServedModel, timeout_s: float) -> ChatR
         form=form,
         most_calls=128 if is_parallel else 1,
         splits_reasoning=reasoning != "none",
-        begins_reasoning=opens_reasoning(rendering.text),
+        begins_reasoning=opens_reasoning(rendering.text, rendering.continued),
         marks=served.hidden_marks([*(form.marks if form else ()), BEGIN, END]),
     )
 
@@ -101,7 +104,8 @@ def take_rendering(fields: Fields, served: ServedModel) -> Rendering:
         messages, tools=tools or None, variables=variables, continues=continues,
         add_generation_prompt=begins,
     )  # fmt: skip
-    return Rendering(text=text, has_tools=bool(tools))
+    continued = str(messages[-1]["content"]) if continues else ""
+    return Rendering(text=text, continued=continued, has_tools=bool(tools))
 
 
 def messages_of(items: list[object]) -> list[dict[str, object]]:

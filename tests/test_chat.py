@@ -374,6 +374,23 @@ def test_an_interrupted_reasoning_is_closed():
     assert opens_reasoning("<|Assistant|><think>\n") and not opens_reasoning("<think></think>")
 
 
+@pytest.mark.parametrize(
+    "continued, is_open",
+    [
+        ("<think>Let me see, ", True),
+        ("\n<think>", True),
+        ("<think>So.</think>Four", False),
+        ("The tag <think>", False),  # reasoning only begins an answer
+        ("Well,", False),
+        (" ", False),
+    ],
+)
+def test_a_continued_message_decides_whether_reasoning_is_open(continued, is_open):
+    prompt = "user: What is <think>?\nassistant: "
+    assert opens_reasoning(prompt + continued, continued) == is_open
+    assert not opens_reasoning(prompt)
+
+
 @pytest.mark.parametrize(("template", "is_open"), [(DEEPSEEK, True), (QWEN_REASONING, False)])
 def test_reasoning_is_left_out_of_the_next_prompt(engine, template, is_open):
     with talk(engine, template) as chat:

@@ -248,6 +248,13 @@ def test_reasoning_is_separated_from_the_answer(served):
     assert plain["content"] == "<think>hm</think>ok" and "reasoning_content" not in plain
 
 
+def test_reasoning_in_a_continued_message_goes_on_in_the_answer(served):
+    messages = [*SAID, {"role": "assistant", "content": "<think>Let me see, "}]
+    grammar = {"grammar": 'root ::= "hm</think>ok"', "max_tokens": 50}
+    message = served.chat(messages=messages, **grammar)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "ok")
+
+
 def test_messages_that_end_with_the_assistant_are_continued(served):
     messages = [*SAID, {"role": "assistant", "content": "Well,"}]
     _, answer = served.ask("/apply-template", {"messages": messages})

@@ -6,8 +6,13 @@ Place = Literal["before", "inside", "after"]
 BEGIN, END = "<think>", "</think>"
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """True if the chat template has opened the reasoning, so that the answer starts inside it."""
+def opens_reasoning(prompt: str, continued: str = "") -> bool:
+    """True if the answer starts inside the reasoning: the chat template has opened it or, where the
+    answer continues a message, that message has, without closing it.
+
+    Tags elsewhere, such as in a question, open nothing."""
+    if continued.strip():
+        return continued.lstrip().startswith(BEGIN) and END not in continued
     return prompt.rstrip().endswith(BEGIN)
 
 
