@@ -332,6 +332,25 @@ def test_outputs_may_lie_among_the_texts_that_are_read(tmp_path):
                 partial.write_text("new")
 
 
+def test_an_output_folder_may_replace_one_among_the_texts_that_are_read(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "old.json").write_text("of an earlier run")
+    with reading(tmp_path):
+        with partial_folder(tmp_path / "d") as partial:
+            (partial / "new.json").write_text("new")
+        with partial_file(tmp_path / "out") as file:
+            file.write_text("made")
+    assert (tmp_path / "out").exists()
+
+
+def test_reading_refuses_to_be_nested(tmp_path):
+    with reading(tmp_path), pytest.raises(AssertionError, match="within"):
+        with reading(tmp_path):
+            pass
+    with reading(tmp_path):
+        pass
+
+
 # ---- all inputs and all outputs at once ---------------------------------------------------------
 
 

@@ -64,12 +64,17 @@ def check_apart(outputs: Sequence[Path], inputs: Sequence[Path]) -> None:
 
 
 def check_output_folder(
-    path: Path, *, force: bool, is_ours: Callable[[str], bool], inputs: Iterable[Path] = ()
+    path: Path,
+    *,
+    force: bool,
+    is_ours: Callable[[str], bool],
+    inputs: Iterable[Path] = (),
+    outputs: Sequence[Path] = (),
 ) -> None:
     """Raises SparkinferError for an output that is not a folder, for one that is not empty (unless
-    `force`), and for one with files that this command reads or has not written, since replacing it
-    would delete them."""
-    check_outputs([], force=force, inputs=inputs, output_folders=[path])
+    `force`), and for one with files that this command reads or has not written, or where it writes
+    other `outputs`, since replacing it would delete them."""
+    check_outputs(outputs, force=force, inputs=inputs, output_folders=[path])
     try:
         if path.name in ("", "..") or path.is_symlink() or (path.exists() and not path.is_dir()):
             raise SparkinferError(

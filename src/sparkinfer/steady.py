@@ -18,14 +18,16 @@ _new: ContextVar[set[Path]] = ContextVar("new")
 @contextmanager
 def reading(*paths: Path | None, new: Sequence[Path] = ()) -> Iterator[None]:
     """Within the block, `partial_file` and `partial_folder` refuse to write if an input has changed
-    since the block began, or if another run has written an output of `new`, which did not exist
-    then. In an input folder, files with the suffixes in READ count.
+    since the block began, or if another run has written one of `new`, outputs that did not exist
+    when the block began. Of an input folder, only files with a suffix in READ are checked, and only
+    those that were there at the beginning. Blocks cannot be nested.
 
-    Without this, truncation could pass unnoticed: a mapped file then reads as zeros up to the end
-    of its last page."""
+    Without this, truncation could pass unnoticed: in a mapping, the bytes from the new end to the
+    end of that page read as zeros."""
+    assert _inputs.get(None) is None, "reading() within reading()"
     files = [file for path in paths if path is not None for file in _files_of(path)]
     stamps = {(real := _real(file)): _stamp(real) for file in files}
-    tokens = _inputs.set(_inputs.get({}) | stamps), _new.set({_real(path) for path in new})
+    tokens = _inputs.set(stamps), _new.set({_real(path) for path in new})
     try:
         yield
     finally:
@@ -56,9 +58,12 @@ def changed_inputs() -> list[Path]:
 
 
 def wrote(path: Path) -> None:
-    """Called when an output has received its name; it may be in an input folder."""
-    _inputs.get({}).pop(_real(path), None)
-    _new.get(set()).discard(_real(path))
+    """Called after an output was renamed into place. Stops checking that path, and all within it,
+    which may be in an input folder."""
+    real, inputs = _real(path), _inputs.get({})
+    for file in [file for file in inputs if file == real or real in file.parents]:
+        del inputs[file]
+    _new.get(set()).discard(real)
 
 
 def is_new(path: Path) -> bool:
