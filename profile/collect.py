@@ -129,11 +129,12 @@ def profile(
 def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
     """Raises SparkinferError for errors that can be found before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
-    for path in (config.output, *report_paths(config.output)):
+    outputs = (config.output, *report_paths(config.output))
+    for path in outputs:
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
     if files:
-        files.check(model.shape.num_layers, inputs)
+        files.check(model.shape.num_layers, inputs, outputs)
 
 
 def _stream_plan(

@@ -68,8 +68,8 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
     if config.chooses_thresholds and model.activation not in SMOOTH:
         raise SparkinferError(
             f"{model.path}: thresholds are for SiLU and GELU models; the activation here is"
-            f" {model.activation}, whose neurons are silent by themselves; leave --target-sparsity"
-            " and --perplexity-budget out"
+            f" {model.activation}, which silences neurons without thresholds; leave"
+            " --target-sparsity and --perplexity-budget out"
         )
     if config.chooses_thresholds and model.has_limits:
         raise SparkinferError(

@@ -86,9 +86,11 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     # q8_0 is as good as f16 at about half the bytes.
     kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
     if options.form == "whole" and width % BLOCK:
+        is_blocks = options.type not in ("auto", "f16")
         raise SparkinferError(
             f"a whole predictor needs a type smaller than f16, whose rows are whole blocks of {BLOCK};"
             f" the model's width is {width}: give --predictor-form low-rank"
+            + (" and --predictor-type f16" if is_blocks else "")
         )
     rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
                                        or options.rank % BLOCK == 0)  # fmt: skip
@@ -102,8 +104,8 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
         forms = ("low-rank",)
     if options.form == "whole" and options.type == "f16":
         raise SparkinferError(
-            "a whole predictor in f16 reads as much as the gate it replaces; give"
-            " --predictor-type q4_0 or another form"
+            "a whole predictor has as many values as the gate matrix, so that it pays only in a"
+            " type smaller than f16; give --predictor-type q4_0 or --predictor-form low-rank"
         )
     if options.format == "dejavu":
         if model.activation in SMOOTH:

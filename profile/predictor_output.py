@@ -12,9 +12,9 @@ from torch import Tensor
 from sparkinfer.architecture import SMOOTH
 from sparkinfer.mode_quality import ModeQuality, SparseMode
 from sparkinfer.model_file import ModelFile
-from sparkinfer.outputs import check_outputs
+from sparkinfer.outputs import check_output_folder, check_outputs
 from sparkinfer.predictor_file import FILE_NAME, Predictors
-from sparkinfer.profile.dejavu import check_dejavu_output, dejavu_paths, save_dejavu
+from sparkinfer.profile.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
 from sparkinfer.profile.predictor_options import PredictorFormat
 from sparkinfer.profile.quality import EvalReport, ShareCounter, bytes_read, compare_all
 from sparkinfer.profile_file import Corpus
@@ -38,12 +38,16 @@ class PredictorOutput:
     def path(self) -> Path:
         return self.folder if self.format == "dejavu" else self.folder / FILE_NAME
 
-    def check(self, num_layers: int, inputs: Sequence[Path]) -> None:
-        """Raises SparkinferError if an output exists already (unless `force`) or is one of
-        `inputs`, and for foreign files in a folder of DejaVu's form."""
-        if self.format == "dejavu":
-            check_dejavu_output(self.folder, num_layers)
+    def check(self, num_layers: int, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
+        """Raises SparkinferError if the predictors' files exist already (unless `force`) or are
+        among `inputs`, and if a folder of DejaVu's form, which is replaced as a whole, holds other
+        files, or `outputs` are to be written into it."""
         check_outputs(self.paths(num_layers), force=self.force, inputs=inputs)
+        if self.format == "dejavu":
+            check_output_folder(
+                self.folder, force=self.force, is_ours=is_dejavu_file, inputs=inputs,
+                outputs=outputs,
+            )  # fmt: skip
 
     def paths(self, num_layers: int) -> list[Path]:
         """All files of a model with `num_layers` layers."""

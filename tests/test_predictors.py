@@ -4,6 +4,7 @@ gguf.quants and brute force."""
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from sparkinfer.profile.examine import Examiner
 from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
 from sparkinfer.profile.moments import Moments
 from sparkinfer.profile.predictor_options import PredictorOptions, Target, predictor_choices
+from sparkinfer.profile.predictor_output import PredictorOutput
 from sparkinfer.profile.rounding import rounded, values_of, with_feedback
 from sparkinfer.profile.selection import Candidate, Tally, choose
 from sparkinfer.profile.training import Batch, LowRank, whole
@@ -487,12 +489,55 @@ def test_dejavus_format_names_the_same_neurons(tmp_path):
     [
         ((-1.0, 1.0), {}, "of one sign"),
         ((-1.0, -math.inf), {}, "finite"),
+        ((-2e-6, -9.0), {}, "layer 0 has a value of .*, wanted at most 65504"),
         ((-1.0, -1.0), {"up_bias_F": np.ones(192, np.float32)}, "with biases"),
     ],
 )
-def test_what_dejavus_format_cannot_hold_is_refused(tmp_path, thresholds, changes, words):
+def test_predictors_that_dejavus_format_cannot_hold_are_refused(
+    tmp_path, thresholds, changes, words
+):
     with pytest.raises(SparkinferError, match=words):
         save_dejavu(linear_predictors(small_model(tmp_path), thresholds, **changes), tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_dejavus_folder_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    """A failure midway leaves the old predictors with their old threshold."""
+    plain, folder = small_model(tmp_path), tmp_path / "d"
+    save_dejavu(linear_predictors(plain, (-2.0, -0.5)), folder)
+    (folder / "model_7.pt").touch()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    write, written = Path.write_bytes, []
+
+    def fails_at_the_second(path, data):
+        written.append(path)
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(SparkinferError, match="cannot be written"):
+        patch.setattr(Path, "write_bytes", fails_at_the_second)
+        save_dejavu(linear_predictors(plain, (3.0, 1.0)), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save_dejavu(linear_predictors(plain, (3.0, 1.0)), folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "model_0.pt", "model_1.pt"]  # fmt: skip
+    assert json.loads((folder / "config.json").read_text())["sparse_threshold"] == 3.0
+
+
+def test_dejavus_folder_must_hold_nothing_else(tmp_path):
+    folder, model = tmp_path / "d", tmp_path / "m.gguf"
+    output = PredictorOutput(folder=folder, format="dejavu", force=True)
+    output.check(2, [model], [tmp_path / "p.safetensors"])
+    with pytest.raises(SparkinferError, match="written by this command; give another folder"):
+        output.check(2, [model], [folder / "p.safetensors"])
+    save_dejavu(linear_predictors(small_model(tmp_path), (-2.0, -0.5)), folder)
+    output.check(2, [model], [])
+    with pytest.raises(SparkinferError, match="give another name or --force"):
+        dataclasses.replace(output, force=False).check(2, [model], [])
+    (folder / "notes.txt").touch()
+    with pytest.raises(SparkinferError, match="holds 'notes.txt', which this command has not"):
+        output.check(2, [model], [])
 
 
 @pytest.mark.parametrize(
@@ -504,7 +549,7 @@ def test_what_dejavus_format_cannot_hold_is_refused(tmp_path, thresholds, change
         ({"format": "dejavu", "type": "q4_0"}, "DejaVu's form"),
         ({"rank": 65}, "wanted at most 64"),
         ({"rank": 40, "type": "q4_0"}, "whole blocks"),
-        ({"form": "whole", "type": "f16"}, "as much as the gate"),
+        ({"form": "whole", "type": "f16"}, "as many values as the gate"),
     ],
 )
 def test_wrong_options_are_refused(options, words):
@@ -513,15 +558,26 @@ def test_wrong_options_are_refused(options, words):
         predictor_choices(PredictorOptions(**options), model)
 
 
-@pytest.mark.parametrize("kind", ["auto", "f16", "q8_0", "q4_0"])
-def test_what_is_said_instead_of_a_whole_predictor_is_not_refused_itself(kind):
-    """q8_0 and q4_0 need rows of whole blocks, and f16 is no smaller than a gate."""
+@pytest.mark.parametrize(
+    "kind, advice",
+    [
+        ("auto", {"form": "low-rank"}),
+        ("f16", {"form": "low-rank"}),
+        ("q8_0", {"form": "low-rank", "type": "f16"}),
+        ("q4_0", {"form": "low-rank", "type": "f16"}),
+    ],
+)
+def test_the_options_that_the_error_suggests_are_accepted(kind, advice):
+    """A whole predictor in q8_0 or q4_0 needs rows of whole blocks, as any in these types does."""
+    given = {"form": "whole", "type": kind}
     narrow = make_model(shape=make_shape(width=48))
-    with pytest.raises(
-        SparkinferError, match="the model's width is 48: .* --predictor-form low-rank$"
-    ):
-        predictor_choices(PredictorOptions(form="whole", type=kind), narrow)
-    predictor_choices(PredictorOptions(form="low-rank"), narrow)
+    words = " and ".join(f"--predictor-{name} {value}" for name, value in advice.items())
+    with pytest.raises(SparkinferError, match=f"the model's width is 48: give {words}$"):
+        predictor_choices(PredictorOptions(**given), narrow)
+    predictor_choices(PredictorOptions(**given | advice), narrow)
+    if kind in ("q8_0", "q4_0"):
+        with pytest.raises(SparkinferError, match="whole blocks"):
+            predictor_choices(PredictorOptions(**given | {"form": "low-rank"}), narrow)
     wide = make_model(shape=make_shape(width=64))
     assert predictor_choices(PredictorOptions(form="whole", type="q4_0"), wide).kinds == ("q4_0",)
 
