@@ -24,6 +24,7 @@ from sampler_formulas import (
     xtc_ref,
 )  # fmt: skip
 
+from sparkinfer.runtime.generate import dry as dry_module
 from sparkinfer.runtime.generate import mirostat, samplers
 from sparkinfer.runtime.generate.candidates import Candidates, largest
 from sparkinfer.runtime.generate.dry import dry, tokens_since_breaker
@@ -178,6 +179,22 @@ class CountedTokens(list):
         found = super().__getitem__(index)
         self.copied += len(found) if isinstance(index, slice) else 0
         return found
+
+
+def test_base_1_needs_no_lengths_beyond_the_allowed_one(monkeypatch):
+    """Lengths do not change its penalty, and finding them is quadratic in a text that repeats."""
+    caps, find = [], dry_module.repeats
+
+    def watched(tokens_N, allowed_length, max_exponent, breakers):
+        caps.append(max_exponent)
+        return find(tokens_N, allowed_length, max_exponent, breakers)
+
+    monkeypatch.setattr(dry_module, "repeats", watched)
+    tokens = [(5, 1.0), (6, 2.0), (7, 3.0)]
+    for allowed in (0, 1, 2, 3):
+        given = [5, 6, 5, 6, 7, 5, 6, 5, 6], 0.5, 1.0, allowed, -1, set()
+        check(ours_dry(candidates_of(tokens), *given), dry_ref(tokens, *given))
+    assert caps == [0] * 4
 
 
 def test_looking_for_a_breaker_does_not_copy_the_history():

@@ -252,4 +252,5 @@ def test_repetitions_end_at_breakers():
     assert repeats(text, 1, 100, {1: ((),)}) == {3: 2, 2: 1, 9: 2}
     assert repeats(text, 1, 100, {2: ((3,),)}) == {}
     assert repeats(text, 1, 1, {}) == {3: 2, 2: 1, 9: 2}
+    assert repeats(text, 2, 0, {}) == {3: 2, 9: 2} and repeats(text, 1, None, {})[3] == 3
     assert repeats(np.array([], np.int64), 0, 100, {}) == {}
