@@ -2,14 +2,14 @@
 twin for engines without ReLU. Everything in it is synthetic: it answers nonsense.
 
 Every token's embedding contains one common direction u, which stays in the hidden state because
-attention and feed-forward layers add little. With A [256, D], whose rows are orthonormal and the
-first is u,
+attention and feed-forward layers add little. Let A [256, D] have orthonormal rows, the first of
+which is u. The gates are
 
-    gate_j = b_j A + rest_j,      gate_j . x normal with mean -t_j and variance 1
+    gate_j = b_j A + rest_j,      scaled so that gate_j . x is normal with mean -t_j and variance 1
 
-over normed hidden states x, so neuron j fires with probability P(normal > t_j), which falls as a
-power of the neuron's rank by frequency; a predictor of rank 256 (b and A) cannot see `rest_j`.
-Neurons are shuffled within their layer.
+over normed hidden states x. Neuron j fires with probability P(normal > t_j), which falls as a power
+of the neuron's rank by frequency; a predictor of rank 256 (b and A) cannot see `rest_j`. Neurons
+are shuffled within their layer.
 
     python planted_checkpoint.py FOLDER [NUM_LAYERS]
 
@@ -35,7 +35,7 @@ RANK = 256
 DENSITY = 0.1  # mean share of the neurons that fire
 EXPONENT = 0.8  # of the power law
 COMMON = 0.5  # size of the common direction in an embedding, relative to the rest
-UNSEEN = 0.15  # standard deviation of the part of a gate that the predictor cannot see; of 1
+UNSEEN = 0.15  # standard deviation of rest_j . x, unseen by the predictor; that of gate_j . x is 1
 MARGIN = 0.3  # a neuron is named if its score is above minus this
 
 
@@ -92,8 +92,8 @@ def _gate(
     down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
     down_RD[0] = common_D
     up_FR = torch.randn(shape.num_neurons, RANK, generator=generator)
-    # A normed hidden state has COMMON / sqrt(1 + COMMON^2) sqrt(D) along u and 1 / sqrt(1 +
-    # COMMON^2) along any other direction.
+    # Normed hidden states have a mean of COMMON / sqrt(1 + COMMON^2) sqrt(D) along u, and a standard
+    # deviation of 1 / sqrt(1 + COMMON^2) along any direction.
     whole = (1 + COMMON**2) ** 0.5
     up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
     firing_F = torch.from_numpy(planted_frequencies(shape.num_neurons, generator))

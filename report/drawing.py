@@ -62,7 +62,8 @@ def gridded(axes: Axes, which: Literal["both", "x", "y"] = "y") -> None:
 
 
 def plot_of(name: str, figure: Figure, *, alt: str, caption: str) -> Plot:
-    """Renders a figure as a Plot; the same figure always gives the same SVG."""
+    """Renders a figure as a Plot. Call it within `style()`; the same figure then always gives the
+    same SVG."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
     return Plot(name=name, svg=Markup(_inline(written.getvalue(), name)), alt=alt, caption=caption)
@@ -70,8 +71,8 @@ def plot_of(name: str, figure: Figure, *, alt: str, caption: str) -> Plot:
 
 def _inline(text: str, name: str) -> str:
     """The bare svg element with the page's font and colours and without a fixed size. Ids contain
-    the plot's name, so that plots do not clash. It is hidden from screen readers, which get
-    `alt`."""
+    the plot's name, so that plots do not clash. The element is hidden from screen readers, which
+    get `alt`."""
     start = text.index("<svg")
     view = re.search(r'viewBox="[^"]+"', text)
     assert view is not None

@@ -1,4 +1,5 @@
-"""Damages to a file: to its bytes, mostly where it describes itself, or to values of JSON."""
+"""Damages a file for the fuzzer: its bytes, mostly in headers and metadata, or the values of its
+JSON."""
 
 import copy
 import json
@@ -15,7 +16,7 @@ NUMBERS = (b"-1", b"0", b"1", b"7", b"1e308", b"0.5", b"4294967296", b"9" * 20, 
 ODD = (None, True, False, 0, 1, -1, 2, 3, 7, 0.5, -0.5, 1e308, 1e-308, 10**9, 2**53, 2**63, 10**30,
        "", "x", "llama", "0", "x" * 5000, "\0", "a\nb", [], [0], ["x"], [[]], {}, {"": 0},
        {"type": "linear", "factor": 2.0}, {"rope_type": "default"})  # fmt: skip
-# Families that share Llama's names of tensors, and others.
+# Architectures: some with Llama's tensor names, some with others.
 CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
            "SparseLlamaForCausalLM", "BambooForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM",
            "FalconForCausalLM")  # fmt: skip
@@ -27,7 +28,8 @@ ABSENT = ("sliding_window", "layer_types", "is_causal", "rope_scaling", "eos_tok
 
 
 def mutated(raw: bytes, spots: list[tuple[int, int]], rng: random.Random) -> bytes:
-    """Damages a file one to three times, each time in a random one of the spots (start, stop)."""
+    """Tries one to three damages, each in a random one of the spots (start, stop); some find nothing
+    to change there."""
     data = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         start, stop = rng.choice(spots)
@@ -59,7 +61,7 @@ def change_field(data: bytearray, start: int, stop: int, rng: random.Random) -> 
 
 
 def change_number(data: bytearray, start: int, stop: int, rng: random.Random) -> None:
-    """Changes a number written in digits, as in JSON."""
+    """Replaces one run of digits, as JSON's numbers have, by another value."""
     found = list(re.finditer(rb"\d+", data[start:stop]))
     if found:
         match = rng.choice(found)
@@ -82,8 +84,8 @@ DAMAGES = (flip_bits, set_integer, change_field, change_number, truncate, splice
 
 
 def spots_of(path: Path) -> list[tuple[int, int]]:
-    """The spots (start, stop) where a file describes itself, the likelier ones repeated; the last
-    is the whole file."""
+    """Byte ranges (start, stop) to damage: a file's header and metadata, some repeated so that they
+    are drawn more often, and last the whole file."""
     raw = path.read_bytes()
     whole = (0, len(raw))
     if path.suffix in (".safetensors", ".resume"):
@@ -108,7 +110,8 @@ def spots_of(path: Path) -> list[tuple[int, int]]:
 
 
 def another_value(raw: bytes, rng: random.Random) -> bytes:
-    """A JSON object with one or two values at any depth changed, removed or added."""
+    """A JSON object with one or two values changed or removed at any depth, or set at its top level;
+    by chance they may be what they were."""
     values = json.loads(raw)
     if "architectures" in values and rng.random() < 0.05:
         values["architectures"] = [rng.choice(CLASSES)]

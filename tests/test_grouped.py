@@ -71,7 +71,7 @@ def test_the_bytes_of_a_small_group():
 
 @pytest.mark.parametrize("kind", GROUPED_KIND)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_sums_have_the_bits_of_the_rows_in_the_file(level, kind, width):
+def test_sums_are_bit_identical_to_those_of_the_rows_in_the_file(level, kind, width):
     rows = file_rows(kind, 192, width)
     groups = grouped(rows, kind)
     for seed in range(3):
@@ -87,7 +87,7 @@ def test_sums_have_the_bits_of_the_rows_in_the_file(level, kind, width):
 
 @pytest.mark.parametrize("kind", GROUPED_KIND)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 3e38, 1e-40])
-def test_strange_coefficients_have_the_bits_of_the_rows_in_the_file(level, kind, bad):
+def test_sums_with_unusual_coefficients_are_bit_identical(level, kind, bad):
     rows = file_rows(kind, 128, 96)
     c_A = torch.randn(128)
     c_A[70] = bad
@@ -107,7 +107,7 @@ def test_threads_do_not_change_the_bits(restore_library, kind):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_rows_that_are_no_whole_groups_become_planar():
+def test_incomplete_groups_are_not_grouped():
     rows = rows_of("q4_0", 80, 64)
     assert library.pack_rows(rows, "q4_0", None, torch.zeros_like(rows), "grouped") == "q4_0_planar"
     for shape in ((80, 64), (64, 72)):  # a part of a group; a part of a block

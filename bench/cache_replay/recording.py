@@ -50,8 +50,9 @@ class Trace:
 def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
     """Runs the model over the tokens in windows of at most `window`, each a separate text.
 
-    In mode predicted a neuron is read if the predictor names it; in mode exact, if it fires. Raises
-    SparkinferError in mode dense, which reads every neuron."""
+    In mode predicted a neuron is read if the predictor names it; in mode exact, if its hidden value
+    is not 0, so that its `down` row is read. Raises SparkinferError in mode dense, which reads every
+    neuron."""
     if engine.mode == "dense":
         raise SparkinferError(
             f"{engine.model.path}: runs in mode dense, which reads every neuron for every token: there is"

@@ -1,12 +1,12 @@
-// Products of a row of a K-quant with one vector, in vectors of 32 bytes: for the levels avx2,
-// avxvnni and avx512. See k_products.h.
+// Products of one K-quant row with one input, in 32-byte vectors (level avx512 multiplies in 64-byte
+// ones). For the levels avx2, avxvnni and avx512; see k_products.h.
 
 constexpr int SUPER_ROWS = 1;
 typedef __m256 SuperSums;
 
 inline __m256i masked(__m256i v, char mask) { return _mm256_and_si256(v, _mm256_set1_epi8(mask)); }
 
-// Parts of a block as bytes, without an offset, in the order of the parts.
+// part[p] = the 32 unsigned quants of part p; q6_K's 32 is not yet subtracted.
 template <class F>
 inline void parts_of(const uint8_t* block, __m256i* part) {
 #pragma GCC unroll 4
@@ -30,15 +30,16 @@ inline void parts_of(const uint8_t* block, __m256i* part) {
 inline __m256i lower_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x20); }
 inline __m256i upper_lanes(__m256i a, __m256i b) { return _mm256_permute2x128_si256(a, b, 0x31); }
 
-// Adds up the lower and the upper four lanes of each v[i]: out[0] has the sums of v[0 .. 3], out[1]
-// those of v[4 .. 7], each the four lower sums first.
+// Sums the four 32-bit values in each half of v[i]: out[0] has the sums of v[0 .. 3], out[1] those of
+// v[4 .. 7], in each the four of the lower halves first.
 inline void sums_in_lanes(const __m256i* v, __m256i* out) {
     for (int i = 0; i < 2; ++i)
         out[i] = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4 * i], v[4 * i + 1]),
                                    _mm256_hadd_epi32(v[4 * i + 2], v[4 * i + 3]));
 }
 
-// The products of the first and the last sixteen values of the parts with x.
+// Eight integer products with x each: `first` of the parts' first sixteen values, `last` of their last
+// sixteen.
 inline void products_of_halves(const __m256i* part, const SuperX& x, __m256i* first, __m256i* last) {
     __m256i sums[2];
 #if defined(__AVXVNNI__)
@@ -78,7 +79,7 @@ inline void products_of_halves(const __m256i* part, const SuperX& x, __m256i* fi
 #endif
 }
 
-// The products of the parts with x.
+// Eight integer products, of the parts with x.
 inline __m256i products_of_parts(const __m256i* part, const SuperX& x) {
 #if defined(__AVXVNNI__) || defined(LEVEL_AVX512)
     __m256i first, last;
