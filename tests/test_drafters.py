@@ -112,5 +112,7 @@ def test_the_length_of_a_common_beginning():
         ([1, 2], [1, 2, 3], 2),
         ([1, 2, 4], [1, 2, 3], 2),
         ([0], [1], 0),
+        ([1, 2], (1, 2, 3), 2),
+        ((1, 2), [1, 3], 1),
     ):
         assert num_common(first, second) == num_common(second, first) == want

@@ -25,6 +25,7 @@ from sparkinfer.commands.speculation_options import (
 from sparkinfer.convert.convert import convert
 from sparkinfer.convert.options import ConvertConfig
 from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import array_entry
 from sparkinfer.runtime.cache.block_table import NO_BLOCK
 from sparkinfer.runtime.generate.chain import SamplerChain
 from sparkinfer.runtime.generate.draft_model import DraftModel
@@ -454,12 +455,39 @@ def test_every_type_of_drafter_can_be_chosen(tmp_path):
 
 
 @native
+@pytest.mark.parametrize("target_pad, draft_pad", [(0, 7), (7, 0)])
+def test_a_draft_model_may_have_another_number_of_padded_logits(tmp_path, target_pad, draft_pad):
+    """Ids of the padding are neither drafted nor read."""
+    keys, vocab_size = byte_level_keys()
+    paths = []
+    for name, pad in (("m", target_pad), ("draft", draft_pad)):
+        shape = make_shape(vocab_size=vocab_size + pad, context_length=CONTEXT)
+        model = make_model(shape=shape, extra_keys=keys)
+        head = model.tensors["output.weight"].read().copy()
+        head[vocab_size:] = 10 * head[3]  # a padded logit is the largest whenever that of 3 is
+        tensors = model.tensors | {"output.weight": array_entry(head, "f32")}
+        paths.append(tmp_path / f"{name}.gguf")
+        dataclasses.replace(model, tensors=tensors, path=paths[-1]).save(paths[-1])
+    options = SpeculationOptions(type="draft", min_probability=0.0)
+    with Engine.load(paths[0], mode="dense") as engine:
+        want = text_of(engine, 100)
+        with speculating(engine, options, paths[1]) as drafts:
+            assert text_of(engine, 100, Eager(drafts._drafter)) == want
+            drafter = drafts._drafter
+            for last in range(vocab_size):
+                assert max(drafter.propose([*PROMPT, last], 8).tokens) < vocab_size
+            if target_pad:
+                assert drafter.propose([*PROMPT, vocab_size], 8).tokens == []
+                assert len(drafter.propose([*PROMPT, 1], 8).tokens) == 8
+
+
+@native
 def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     path = model_path(tmp_path, "q8_0")
     keys, vocab_size = byte_level_keys()
     for more, swapped, match in (
-        (1, False, f"draft.gguf: the draft model has {vocab_size + 1} tokens, the model {vocab_size}"),
-        (0, True, "draft.gguf: the draft model's tokens differ from the model's, first at 0"),
+        (-1, False, f"draft.gguf: the draft model has {vocab_size - 1} logits, the model {vocab_size}"),
+        (0, True, "draft.gguf: the draft model's tokens differ from the model's, first at token id 0"),
     ):  # fmt: skip
         other = dict(keys)
         if swapped:

@@ -1,8 +1,11 @@
-"""Drafts by a second, smaller model with the same vocabulary.
+"""Drafts by a second, smaller model with the same tokens.
 
 It keeps a sequence of its own in sync with the text: the common prefix stays, the rest is rolled
-back, and missing tokens are computed. A draft is its most probable tokens, up to but not including
-the first whose probability is too low (llama.cpp's --draft-p-min)."""
+back, and missing tokens are computed. A draft consists of the model's most probable token at each
+step, up to but not including the first whose probability is too low (llama.cpp's --draft-p-min).
+
+Models of one family may pad their logits to different sizes: Qwen2.5-0.5B has 151,936 for the same
+tokens for which the 7B has 152,064. Ids that only one of them has are neither drafted nor read."""
 
 import time
 from collections.abc import Sequence
@@ -18,33 +21,41 @@ from sparkinfer.typed import shown
 
 
 class DraftModel:
-    """Drafts by a model. `sequence` belongs to the draft model's engine; the caller closes it."""
+    """A drafter that uses a second model. `sequence` belongs to that model's engine; the caller
+    closes it."""
 
     name = "draft"
     is_free = False
 
-    def __init__(self, sequence: TextSequence, min_probability: float) -> None:
-        """Runs a few steps to measure the seconds per token."""
+    def __init__(
+        self, sequence: TextSequence, min_probability: float, num_ids: int | None = None
+    ) -> None:
+        """Runs a few steps to measure the seconds per token. `num_ids`: the number of ids that both
+        models have; None: all of the draft model's."""
         self._sequence, self._min_probability = sequence, min_probability
+        self._num_ids = num_ids
         self.token_s = _step_s(sequence)
         self._logits_V: Tensor | None = None  # after the last of the sequence's tokens
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """Computes the text. If it does not fit into the draft model's context, guesses stop."""
+        """Brings the sequence up to date with the text. If the text does not fit into the draft
+        model's context, or has an id that the draft model lacks, propose() returns no tokens."""
         sequence = self._sequence
         if self._logits_V is not None and sequence.ids == ids:
             return
         common = min(num_common(sequence.ids, ids), len(ids) - 1)
         sequence.rollback(common)
         missing = ids[common:]
-        fits = len(missing) <= sequence.room
+        fits = len(missing) <= sequence.room and (
+            self._num_ids is None or max(missing) < self._num_ids
+        )
         self._logits_V = sequence.extend(missing)[0] if fits else None
 
     def propose(self, ids: Sequence[int], most: int) -> Guess:
         self.prepare(ids)
         sequence, logits_V, tokens = self._sequence, self._logits_V, list[int]()
         while logits_V is not None and len(tokens) < most:
-            token, probability = most_probable(logits_V)
+            token, probability = most_probable(logits_V[: self._num_ids])
             if probability < self._min_probability:
                 break
             tokens.append(token)
@@ -75,26 +86,29 @@ def most_probable(logits_V: Tensor) -> tuple[int, float]:
 def num_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix."""
     shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:
+    if first[:shorter] == second[:shorter]:  # fast; a list never equals a tuple
         return shorter
-    return next(i for i in range(shorter) if first[i] != second[i])
+    return next((i for i in range(shorter) if first[i] != second[i]), shorter)
 
 
 def check_vocabulary(
     target: Tokenizer, target_size: int, draft: Tokenizer, draft_size: int
 ) -> None:
-    """Raises SparkinferError unless the draft model has the same tokens under the same ids.
+    """Raises SparkinferError unless the draft model has the same tokens under the same ids, and
+    both models have logits for all of them.
 
-    The sizes are those of the models' logits."""
-    if target_size != draft_size:
-        raise SparkinferError(
-            f"the draft model has {draft_size} tokens, the model {target_size};"
-            " take one with the same vocabulary, usually a smaller one of the same family"
-        )
+    The sizes are those of the models' logits, which may differ by padding."""
     of_target, of_draft = target.get_vocab(), draft.get_vocab()
     if of_target != of_draft:
         token, number = min(of_target.items() ^ of_draft.items(), key=lambda item: item[1])
         raise SparkinferError(
-            f"the draft model's tokens differ from the model's, first at {number} ({shown(token)});"
-            " take one with the same vocabulary, usually a smaller one of the same family"
+            f"the draft model's tokens differ from the model's, first at token id {number}"
+            f" ({shown(token)}); take one with the same vocabulary, usually a smaller one of the same"
+            " family"
+        )
+    last = max(of_target.values(), default=0)
+    if target_size != draft_size and last >= min(target_size, draft_size):
+        raise SparkinferError(
+            f"the draft model has {draft_size} logits, the model {target_size}, wanted one for each"
+            f" token id up to {last} in both; take another draft model of the same family"
         )

@@ -103,7 +103,8 @@ def speculating(
     else:
         assert model_draft is not None
         with _draft_engine(engine, model_draft) as draft, draft.sequence() as sequence:
-            yield Speculation(DraftModel(sequence, options.min_probability), options)
+            num_ids = min(e.model.shape.vocab_size for e in (engine, draft))
+            yield Speculation(DraftModel(sequence, options.min_probability, num_ids), options)
 
 
 def _draft_engine(engine: "Engine", path: Path) -> "Engine":
