@@ -1,7 +1,8 @@
 """Measures what counting adds to the forward pass: the same windows with and without.
 
-Each round runs both, in turn, on the same tokens; the overhead is the median of the rounds' ratios
-minus one, in processor time and in elapsed time. No predictors are trained."""
+Each round runs both on the same tokens, in an order that alternates, after one round that is
+discarded; the overhead is the median of the rounds' ratios minus one, in processor time and in
+elapsed time. No predictors are trained."""
 
 import argparse
 import json
@@ -10,7 +11,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,11 +40,15 @@ def main() -> None:
             with engine.observe(counter.observe, counter.wants):
                 plain()
 
-        rounds = [_round(engine, plain, counted) for _ in range(arguments.rounds + 1)][1:]
+        runs = (plain, counted)
+        rounds = [
+            _round(engine, plain, counted, order=runs[:: -1 if number % 2 else 1])
+            for number in range(arguments.rounds + 1)
+        ][1:]
         shape = engine.model.shape
         result = {
             "benchmark": "profile_overhead",
-            "machine": processor() if engine.device.type == "cpu" else torch.cuda.get_device_name(),
+            "machine": _machine(engine),
             "system": platform.system() + " " + platform.release(),
             "torch": torch.__version__,
             "threads": arguments.threads,
@@ -56,8 +61,10 @@ def main() -> None:
             "overhead_processor": round(statistics.median(r[0] for r in rounds) - 1, 4),
             "overhead_clock": round(statistics.median(r[1] for r in rounds) - 1, 4),
         }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with partial_file(arguments.output) as unfinished:
+    name = f"profile-overhead-{slug(str(result['machine']))}.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with partial_file(output) as unfinished:
         unfinished.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
 
@@ -69,10 +76,15 @@ def _counter(engine: Engine) -> Counter:
 
 
 def _round(
-    engine: Engine, plain: Callable[[], None], counted: Callable[[], None]
+    engine: Engine,
+    plain: Callable[[], None],
+    counted: Callable[[], None],
+    *,
+    order: Sequence[Callable[[], None]],
 ) -> tuple[float, float]:
-    """(processor time, elapsed time) with counting, over the same without."""
-    without, with_counts = _timed(engine, plain), _timed(engine, counted)
+    """(ratio of processor times, ratio of elapsed times): with counting over without."""
+    took = {run: _timed(engine, run) for run in order}
+    without, with_counts = took[plain], took[counted]
     return with_counts[0] / without[0], with_counts[1] / without[1]
 
 
@@ -89,13 +101,21 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="model file")
-    default = Path(__file__).parent / "results" / f"profile-overhead-{slug(processor())}.json"
-    parser.add_argument("--output", type=Path, default=default)
+    parser.add_argument(
+        "--output", type=Path, help="[default: results/profile-overhead-MACHINE.json]"
+    )
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--windows", type=int, default=2, help="windows of 512 tokens per round")
+    parser.add_argument("--windows", type=int, default=2, help="windows of 512 tokens per pass")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device")
     return parser.parse_args()
+
+
+def _machine(engine: Engine) -> str:
+    """The name of the device that computed."""
+    if engine.device.type == "cuda":
+        return torch.cuda.get_device_name(engine.device)
+    return processor()
 
 
 if __name__ == "__main__":

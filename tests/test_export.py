@@ -1,6 +1,7 @@
 """Exports: GGUF containers, read back by a byte reader that shares no code with the writers, and
 PowerInfer's activations, read with torch."""
 
+import dataclasses
 import json
 import math
 import struct
@@ -15,7 +16,7 @@ from test_runtime import make_split
 from sparkinfer import exchange
 from sparkinfer.cli import main
 from sparkinfer.errors import SparkinferError
-from sparkinfer.export.export import ExportConfig, export
+from sparkinfer.export.export import ExportConfig, check_belongs, dense_on_cpu, export
 from sparkinfer.export.powerinfer_index import write_index
 from sparkinfer.files import partial_folder
 
@@ -175,6 +176,9 @@ def test_notes_say_what_the_index_cannot_hold(tmp_path, make):
     notes = " ".join(export(plan(tmp_path, "gpuidx", "x")).notes)
     assert "attention, norms and predictors of 3 layers and the output head on the CPU" in notes
     assert ".generated.gpuidx" in notes and "mode exact" in notes
+    assert dense_on_cpu(make(1, hot=[np.arange(3)], dense_on_gpu=False)[0]) == (
+        "the attention, norms and predictors of 1 layer"
+    )
     make()
     notes = " ".join(export(plan(tmp_path, "gpuidx", "m.generated.gpuidx")).notes)
     assert "on the CPU" not in notes and ".generated.gpuidx" not in notes
@@ -357,10 +361,18 @@ def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
         num_neurons = changed["active_count_LF"].shape[1]
         changed["gate_histogram_LB"] = wrong.gate_histogram_LB * num_neurons // NEURONS
         type(wrong)(**changed).save(tmp_path / "p.safetensors")
-        with pytest.raises(SparkinferError, match="made for model|missing in") as error:
+        with pytest.raises(SparkinferError, match="made for model|not among the 9 of") as error:
             export(plan(tmp_path, form, "m-4.gguf"))
         assert "\n" not in str(error.value)
     assert not (tmp_path / "m-4.gguf").exists()
+
+
+def test_a_plan_of_another_number_of_layers_is_refused(make):
+    split, profile = make()
+    check_belongs(split, Path("plan"), profile, Path("profile"))
+    fewer = dataclasses.replace(split, hot=split.hot[:2])
+    with pytest.raises(SparkinferError, match="^plan: has 2 layers, but profile 3; run"):
+        check_belongs(fewer, Path("plan"), profile, Path("profile"))
 
 
 @pytest.mark.parametrize(
@@ -369,7 +381,7 @@ def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
         ({"format": "gpuidx"}, "needs --profile"),
         ({"format": "sparkinfer-split"}, "needs --profile"),
         ({"format": "onnx"}, "unknown; known: powerinfer-activations"),
-        ({"format": "powerinfer-activations", "profile": Path("p")}, "given first"),
+        ({"format": "powerinfer-activations", "profile": Path("p")}, "given as SOURCE"),
         ({"format": "gpuidx", "profile": Path("p"), "group_size": 16}, "--group-size is for"),
     ],
 )

@@ -1,16 +1,16 @@
-"""Grouped rows: groups of 64 rows in the order in which the CPU adds them, for down projections
-whose rows are all added for every token.
+"""Grouped rows: 64 rows stored together, in the order in which the CPU reads them as it sums, for
+down projections whose rows are all added for every token.
 
-In q4_0 and q8_0, the 64 neurons of a group share one scale for their coefficients in each block of
-32 columns (kernels/cpu/grouped_template.h). The lanes of a vector are columns, so nothing is
-rearranged while a group is read. A group has as many bytes as its rows in the file:
+In q4_0 and q8_0, the products of coefficient and weight scale of the 64 neurons share one scale in
+each block of 32 columns (kernels/cpu/grouped_template.h). The lanes of a vector are columns, so
+quants and f16 values need not be interleaved. A group has as many bytes as its rows in the file:
 
     q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15 and each byte of
                    a row's nibbles, that byte of rows p, p + 16, p + 32 and p + 48
     q8_0_grouped   the same with values
     f16_grouped, bf16_grouped   for each block of columns: the values of each row, 64 bytes
 
-`library.pack_rows` makes groups. A slice of such a matrix has whole groups."""
+`library.pack_rows` makes groups. A slice of such a matrix must consist of whole groups."""
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def from_grouped(data: Tensor, kind: str) -> tuple[Tensor, str]:
 
 
 def _blocks(data: Tensor, size: int) -> Tensor:
-    """The rows of groups whose blocks have `size` bytes of quants, as in the file."""
+    """The rows as in the file; each block has `size` bytes of quants."""
     count = data.shape[1] // (2 + size)
     tiles = data.contiguous().view(-1, count, GROUP_ROWS * (2 + size))
     blocks = data.new_empty(len(tiles), GROUP_ROWS, count, 2 + size)

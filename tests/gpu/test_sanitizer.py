@@ -1,14 +1,17 @@
-"""Runs kernels under NVIDIA's compute-sanitizer, where it works, which finds accesses out of bounds
-and races.
+"""Runs kernels under NVIDIA's compute-sanitizer, which finds out-of-bounds accesses and races in
+shared memory.
 
-Kernels are much slower under it, so only a few tests of SELECTION run. If the tool is missing,
-or does not work on this machine (it needs the driver's debugging interface), the test is skipped
-with the reason, which `run.py` repeats above its table."""
+Kernels are much slower under it, so only a few tests of SELECTION run. Where the tool is missing or
+does not work (it needs the driver's debugging interface), the test is skipped with the reason,
+which `run.py` repeats above its table."""
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -36,20 +39,56 @@ GOOD = "import torch; torch.ones(8, device='cuda').add_(1).sum().item()"
 def sanitized(*arguments, tool="memcheck"):
     """(exit code, output) of a Python under the tool; the code is None if it took too long."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(ERROR), sys.executable]
+    tool_process = subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=ROOT,
+        # Each tensor gets an allocation of its own; otherwise memory past its end would be torch's.
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
-            # Each tensor gets an allocation; otherwise memory past its end would be torch's, too.
-            env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        )  # fmt: skip
+        output, _ = tool_process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
+        kill_with_children(tool_process.pid)
+        tool_process.communicate()
         return None, f"compute-sanitizer took more than {SECONDS} s"
-    return done.returncode, done.stdout + done.stderr
+    return tool_process.returncode, output
+
+
+def kill_with_children(pid):
+    """Kills a process and all below it, since the tool leaves its Python running. They stay in the
+    process group of this test, which `run.py` kills when its time is over."""
+    children = [
+        int(child)
+        for listed in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in listed.read_text().split()
+    ]
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_with_children(child)
+
+
+def test_a_killed_process_leaves_no_children():
+    sleeps = "import time; time.sleep(100)"
+    starts = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {sleeps!r}]);"
+    starts += "print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    os.kill(child, 0)
+    kill_with_children(parent.pid)
+    assert parent.wait(10) == -signal.SIGKILL
+    for _ in range(100):
+        status = Path(f"/proc/{child}/status")
+        if not status.exists() or "zombie" in status.read_text():
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError(f"process {child} still runs")
 
 
 @pytest.fixture(scope="module")
 def working(tmp_path_factory):
-    """Skips unless memcheck passes a right program and finds the error of a wrong one here."""
+    """Skips unless memcheck passes a correct program and finds the error of a faulty one here."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("no compute-sanitizer on the PATH")
     bad = tmp_path_factory.mktemp("bad") / "bad.py"  # Triton reads a kernel's source from its file
@@ -58,6 +97,8 @@ def working(tmp_path_factory):
     if code != 0:
         pytest.skip(f"compute-sanitizer does not work here: {output.strip()[-150:]}")
     code, output = sanitized(bad)
+    if code is None:
+        pytest.skip(output)
     if code != ERROR:
         pytest.skip(f"compute-sanitizer misses an error made on purpose (exit code {code})")
 

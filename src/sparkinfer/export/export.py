@@ -46,7 +46,7 @@ class ExportConfig:
         if self.format == "powerinfer-activations" and self.profile is not None:
             raise SparkinferError(
                 "--profile belongs to the export of a plan; powerinfer-activations are made"
-                " from the profile that is given first"
+                " from the profile given as SOURCE: leave --profile out"
             )
         if self.format != "powerinfer-activations" and self.profile is None:
             raise SparkinferError(
@@ -59,7 +59,7 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """`notes` tell the user what the other format or engine cannot do."""
+    """`notes` tell the user what the other format or engine cannot do, or does with the file."""
 
     output: Path
     format: Format
@@ -126,7 +126,8 @@ def _export_plan(config: ExportConfig) -> ExportReport:
 
 
 def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path: Path) -> None:
-    """Raises SparkinferError unless plan and profile are of one model and one shape."""
+    """Raises SparkinferError unless plan and profile are of one model, with as many layers, and the
+    profile has all neurons that the plan names."""
     if split.model_id != profile.model_id:
         raise SparkinferError(
             f"{split_path}: made for model {split.model_id[:12]}, but {profile_path} is of"
@@ -134,17 +135,24 @@ def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path
         )
     num_layers, num_neurons = profile.active_count_LF.shape
     is_known = [((ids >= 0) & (ids < num_neurons)).all() for ids in split.hot]
-    if len(split.hot) != num_layers or not all(is_known):
+    if len(split.hot) != num_layers:
         raise SparkinferError(
-            f"{split_path}: names layers or neurons missing in {profile_path}; run sparkinfer"
-            " solve again"
+            f"{split_path}: has {len(split.hot)} layers, but {profile_path} {num_layers}; run"
+            " sparkinfer solve again with this profile"
+        )
+    if not all(is_known):
+        layer = is_known.index(False)
+        raise SparkinferError(
+            f"{split_path}: names neurons of layer {layer} that are not among the {num_neurons} of"
+            f" {profile_path}; run sparkinfer solve again with this profile"
         )
 
 
 def dense_on_cpu(split: Split) -> str:
     """Describes the dense blocks, and the head, that the plan keeps on the CPU; "" for none."""
     layers = split.dense_on_gpu.count(False)
-    names = [f"the attention, norms and predictors of {layers} layers"] if layers else []
+    plural = "s" if layers > 1 else ""
+    names = [f"the attention, norms and predictors of {layers} layer{plural}"] if layers else []
     return " and ".join(names + ([] if split.head_on_gpu else ["the output head"]))
 
 
