@@ -41,7 +41,7 @@ from sparkinfer.runtime.model import attention
 from sparkinfer.runtime.step.sequences import Sequence
 
 F16 = 2  # bytes
-LEAST = "block=16,sinks=0,window=16,top=16"  # with it, attention in torch calls attend_to_chosen
+LEAST = "block=16,sinks=0,window=16,top=16"  # so that attention in torch calls attend_to_chosen
 NORMAL_95 = 1.96
 Line = tuple[list[int], list[int]]
 Scores = dict[str, dict[str, list[float]]]  # by case and way, one for each fact
@@ -67,8 +67,8 @@ class Way:
 
 
 ALL = 1_000_000
-# A share in a name is what a token reads of the bytes of all keys and values, after some 7,000 tokens
-# and with heads of 64 values. It includes tables, except with "of the keys".
+# A share in a name is about what a token reads of the bytes of all keys and values, after some
+# 7,000 tokens and with heads of 64 values. It includes tables, except with "of the keys".
 WAYS = {
     "full attention": Way(num_documents=ALL),
     "full attention, lines in another order": Way(is_shuffled=True),
@@ -351,7 +351,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("model", type=Path)
-    parser.add_argument("text", type=Path, help="text whose words name the facts")
+    parser.add_argument("text", type=Path, help="text from which the facts take their words")
     parser.add_argument("--tokens", type=int, default=7000)
     parser.add_argument("--facts", type=int, default=20, help="of each document")
     parser.add_argument("--documents", type=int, default=10)

@@ -7,10 +7,11 @@ from table_contents import TYPES, markdown, percent, result, signed, times
 
 RIVALS = ("llama.cpp", "llama.cpp, flash")
 
-# ---- a real chat model, dense -------------------------------------------------------------------
+# ---- prompts, generation, batches and speculation -----------------------------------------------
 
 
-# A cloud calls both processors "AMD EPYC". Zen 4 is family 25, Zen 5 is family 26.
+# Processors in the names of result files. A cloud calls both "AMD EPYC"; the family tells them
+# apart (25: Zen 4, 26: Zen 5). The results without a family are a Zen 4's.
 ZEN_4, ZEN_5 = "amd-epyc", "amd-epyc-family-26"
 SMOLLM2 = "SmolLM2-135M-Instruct"
 
@@ -20,7 +21,7 @@ def chat(kind: str, name: str = f"chat-model-{ZEN_4}", threads: int = 2) -> Any:
 
 
 def chat_model_of(columns: list[tuple[str, Any]], model: str = SMOLLM2) -> str:
-    """`columns`: (header, the measurements of a type)."""
+    """A model's speeds against llama.cpp's. `columns`: (header, the measurements of a type)."""
     decode = [found["decode"] for _, found in columns]
     rows = [
         ["decode, tokens/s, ours and theirs",
@@ -73,7 +74,8 @@ def chat_model_forced() -> str:
 
 
 def batch(model: str, label: str, mode: str, processors: dict[str, str]) -> str:
-    """`processors` maps the table's name of a processor to the one in the results' file names."""
+    """Tokens per second by number of texts in a batch. `processors` maps the table's name of a
+    processor to the one in the results' file names."""
     rows = []
     for processor, name in processors.items():
         rates = result(f"batch-{model}-{name}")["tokens_per_s"]
@@ -151,7 +153,7 @@ def serve_load() -> str:
     return markdown(["", ""], rows)
 
 
-# ---- the planted 1.1 B model ----------------------------------------------------------------------
+# ---- planted sparsity: the 1.1 B model, and the small bundled one -------------------------------
 
 
 def decode_planted() -> str:

@@ -1,4 +1,5 @@
-"""Reads the output of `sparkinfer eval --json`: a comparison of one mode with the dense model."""
+"""Builds and reads the output of `sparkinfer eval --json`: a comparison of one mode with the
+dense model."""
 
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ from sparkinfer.profile.quality import EvalReport
 from sparkinfer.typed import Fields, shown
 
 FORMAT, VERSION = "sparkinfer.eval", 3
-MOST = 1e12  # the largest number that is accepted
+MOST = 1e12  # the largest float that is accepted
 _WHAT = "comparison (sparkinfer eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 

@@ -3,14 +3,15 @@
 Every layer has a home, the GPU that holds whatever of it is not on the CPU: its dense block, its
 hot neurons, or both. Homes never decrease from layer to layer, and the output head's is not before
 the last layer's, so a token's hidden state goes from each GPU to the next at most once, and no
-layer waits for two GPUs. A plan is then a row of cuts, and between two cuts lies the problem of one
-GPU (`problem`), so that bounds and placements of single GPUs add up:
+layer waits for two GPUs. A plan is then a row of cuts and, for each run between two, a placement
+on one GPU (`problem`), so that bounds and placements of single GPUs add up:
 
     T = sum_k T of the items cut_k .. cut_(k+1) - 1 on GPU k
 
-(a visit begins and ends on one GPU: between two, the hidden state is copied out of one and into the
-other). With one GPU there is one run and nothing to cut. A cheap bound for all cuts at once prices
-every layer on every GPU once: for any prices p_k and any reward r >= 0 with p_k + r >= 0
+(no visit spans two GPUs: from one to the next, the hidden state is copied out, which ends a visit,
+and in, which begins another). With one GPU there is one run and nothing to cut. A cheap bound for
+all cuts at once prices every layer on every GPU once: for any prices p_k and any reward r >= 0 with
+p_k + r >= 0
 
     T >= sum_k [least T + p_k * bytes over the placements of run k  -  (p_k + r) * room_k]
          + r * need
@@ -43,7 +44,7 @@ from sparkinfer.solver.problem import (
 NUM_REWARDS = 60
 # The sums behind a bound have up to a few thousand terms in f64.
 ROUNDING = 1e-12
-MAX_CUTS = 3_000_000  # rows of cuts that are compared: 4 GPUs for 80 layers are 95,284
+MAX_CUTS = 3_000_000  # most rows of cuts to compare; 4 GPUs and 80 layers have 95,284
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +96,13 @@ class Pipeline:
         return np.append(0.0, rising[:: max(1, len(rising) // NUM_REWARDS)])
 
     def cut_rows(self) -> np.ndarray:
-        """Every row of cuts from 0 to I, int [C, K + 1]. Raises SparkinferError for too many."""
+        """Every row of cuts from 0 to I, int [C, K + 1]. Raises SparkinferError for more than
+        MAX_CUTS."""
         num_items, inner = self.model.num_layers + 1, self.num_gpus - 1
         if comb(num_items + inner, inner) > MAX_CUTS:
             raise SparkinferError(
                 f"{self.num_gpus} GPUs and {self.model.num_layers} layers have more than"
-                f" {MAX_CUTS:,} ways to cut; give budgets for fewer GPUs"
+                f" {MAX_CUTS:,} ways to divide the layers; give budgets for fewer GPUs"
             )
         rows = list(combinations_with_replacement(range(num_items + 1), inner))
         cut_CK = np.array(rows, np.int64).reshape(len(rows), inner)

@@ -3,8 +3,8 @@
 Silencing a value v costs about v² E[g²] / 2 nats, where g is the gradient of -log p(y) with respect
 to v, and y is a token drawn from the model's own prediction. E[g²] is a diagonal entry of the
 Fisher information (Kunstner et al. 2019, arXiv 1905.12558, explain why y is drawn and not taken
-from the text). So the root mean square of g weighs values of all layers on one scale. One backward pass per
-window measures all neurons; it needs no weight gradients.
+from the text). So the root mean square of g weighs values of all layers on one scale. One backward
+pass per window measures all neurons; it needs no weight gradients.
 
 Letters: L layers, T tokens, D model width, V vocabulary, F neurons."""
 
@@ -24,7 +24,7 @@ def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, see
     """f64 [L, F]: the root mean square of g = d(-log p(y)) / d act(gate) over the tokens of the
     windows, which are divided among the processes. The model is used with its current limits.
 
-    Raises SparkinferError if its hidden states are not finite."""
+    Raises SparkinferError if the model's hidden states are not finite."""
     generator = torch.Generator(student.device)
     layers = student.layers
     square_LF = torch.zeros(len(layers), len(layers[0].limit_F), dtype=torch.float64)
@@ -39,7 +39,7 @@ def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, see
         if not hidden_TD.isfinite().all():
             raise SparkinferError(
                 "the model's hidden states are NaN or infinite on the first windows of the corpus;"
-                " its weights are damaged, or too large for these products (--precision f32)"
+                " the model's weights are damaged, or so large that products overflow"
             )
         error_TD = drawn_error(hidden_TD.detach(), student.head_VD, generator)
         values = [layer.value for layer in layers]

@@ -27,7 +27,7 @@ class KeyTables:
 
     summary_BKNS: Tensor  # uint8
     unit_BKN: Tensor
-    code_BKNPC: Tensor  # uint8; empty where there are no codes
+    code_BKNPC: Tensor  # uint8; empty if the rule has no codes
     factor_BKNP: Tensor
     rule: KeySelection
     table: BlockTable
@@ -155,7 +155,7 @@ def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
     along = _in_order(rest * (level.float() + 0.5))
     factor = torch.where(along > 0, squares / along, 0.0)
     bits = F.pad(level + 2, (0, padded(width) - width)).to(torch.uint8)
-    part = bits.unflatten(-1, (-1, 4, 16))  # the four values of a byte
+    part = bits.unflatten(-1, (-1, 4, 16))  # axis -2: the four values of a byte
     code = part[..., 0, :]
     for number in range(1, 4):
         code = code | part[..., number, :] << 2 * number
@@ -163,7 +163,7 @@ def encode_keys(rest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_keys(code_MC: Tensor) -> Tensor:
-    """The levels of codes plus 2, from 0 to 3, int32 [M, W padded]."""
+    """The levels that codes stand for, each plus 2 and so from 0 to 3; int32 [M, W padded]."""
     part_MNB = code_MC.unflatten(-1, (-1, 16))
     parts = [part_MNB >> 2 * number & 3 for number in range(4)]
     return torch.stack(parts, dim=-2).flatten(1).int()
@@ -186,7 +186,7 @@ def _mass(score_GN: Tensor) -> Tensor:
 
 
 def _largest(score_N: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest values, ascending; of equal values the first win, NaN counts
+    """Indices of the `count` largest values, ascending. Of equal values the first win; NaN counts
     as infinite."""
     order_N = torch.where(score_N.isnan(), math.inf, score_N).argsort(descending=True, stable=True)
     return order_N[:count].sort().values

@@ -1,10 +1,11 @@
 """One GPU's operations of a decode step: their kernels, and the buffers that they share.
 
 Every buffer has a fixed address, so that a captured step can be replayed. hybrid_lowering.py calls
-the operations in the order of program.py.
+the operations as the step program (program.py) requires them.
 
-A step of T rows uses the beginning of each buffer's memory. Vectors become [T, ...], without the T
-axis for one row; `sum_PD` becomes [P, T, D].
+A step of T rows uses the beginning of each buffer's memory (of all but `table_SN`). Vectors become
+[T, ...], `sum_PD` becomes [P, T, D] and `ffn_in_2D` [2, T, D]. For one row there is no T axis,
+except in `token_T`, `position_T` and `sequence_T`.
 
 Letters: T rows, D model width, F neurons of a layer, N hot ones, H heads, K key-value heads, W head
 width, or words of F bits, S partial sums, P summands, V vocabulary; in table_SN, S sequences and N
@@ -105,7 +106,7 @@ class DeviceBuffers:
         max_rows: int = 1,
     ) -> "DeviceBuffers":
         """Allocates the buffers; `take` returns zeros on the device. `has_cache`: keys and values
-        are on the GPU, which needs scratch to attend."""
+        are on the GPU, so attention there needs scratch."""
         width = weights.embedding.width
         first = weights.layers[0]
         cache = first.attention.cache
@@ -181,8 +182,8 @@ class DeviceKernels:
     slot_kernels: SlotKernels | None = None
 
     def value(self, name: str, divided: DividedLayer | None) -> Tensor:
-        """The buffer of a value in the program. For the terms of a layer's sums it depends on the
-        layer."""
+        """The buffer of a value in the program; for the terms of a layer's sums, its place depends
+        on the layer. Of several partial sums, the first."""
         b = self.buffers
         base, _, number = name.partition(".")
         if base == "ffn_in":
@@ -194,7 +195,8 @@ class DeviceKernels:
         return self.sums([name], divided)[0]
 
     def sums(self, names: Sequence[str], divided: DividedLayer) -> Tensor:
-        """The adjacent rows of some outputs of a layer, [P, D]."""
+        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]; they must be
+        adjacent."""
         first, last = (divided.rows(name) for name in (names[0], names[-1]))
         count = sum(len(range(*divided.rows(name))) for name in names)
         assert count == last[1] - first[0], (names, first, last)
@@ -289,8 +291,8 @@ class DeviceKernels:
         )  # fmt: skip
 
     def hot(self, divided: DividedLayer, x_D: Tensor) -> None:
-        """Writes the partial sums of a layer's hot neurons to sum_PD, and their bits if `divided`
-        has `hot_bits`."""
+        """Writes the partial sums of a layer's hot neurons to sum_PD and, if `divided` has
+        `hot_bits`, the bits of those that fired."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert hot is not None
         gate, up, down = hot.gate, hot.up, hot.down

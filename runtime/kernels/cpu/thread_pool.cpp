@@ -42,7 +42,7 @@ bool spin_until(const Ready& ready) {
     return ready();
 }
 
-// std::condition_variable's own wait, as gcc 12 compiles it, is missing in older C++ libraries.
+// gcc 12 compiles std::condition_variable::wait to a symbol that older C++ libraries lack.
 template <class Ready>
 void sleep_until(std::condition_variable& news, std::unique_lock<std::mutex>& lock, const Ready& ready) {
     while (!ready()) pthread_cond_wait(news.native_handle(), lock.mutex()->native_handle());
@@ -84,7 +84,7 @@ class Pool {
 
     int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-    // `least`: the length of the shortest pieces, in grains.
+    // `least`: the shortest length of a piece in grains, unless less is left of its range.
     void run(int64_t n, int64_t grain, int64_t least, RangeBody* body, const void* context) {
         // No worker reads these: the last job is closed and no worker is inside it.
         body_ = body, context_ = context, n_ = n, grain_ = grain, least_ = static_cast<uint32_t>(least);
@@ -108,14 +108,15 @@ class Pool {
     void announce() {
         ++round_;
         if (num_asleep_ == 0) return;
-        { std::lock_guard<std::mutex> lock(mutex_); }  // workers about to sleep are asleep after it
+        // After this, every worker either is asleep or sees the new round.
+        { std::lock_guard<std::mutex> lock(mutex_); }
         start_.notify_all();
     }
 
-    // Each thread starts with an equal range and takes half of what is left of it at a time, so it reads
-    // memory in order and prefetches across pieces. A thread whose range is empty takes half of the
-    // longest range of another (work stealing), or all of a short one, so all finish at about the same
-    // time.
+    // Each thread starts with an equal range and takes half of what is left of it at a time, but at
+    // least `least_` grains, so it reads memory in order and prefetches across pieces. A thread whose
+    // range is empty takes half of the longest range of another (work stealing), or all of a short one,
+    // so all finish at about the same time.
     void take_pieces(int self) {
         do {
             std::atomic<uint64_t>& own = ranges_[self].packed;
@@ -190,7 +191,8 @@ class Pool {
 // Held by the one caller whose job the pool is running, and while the pool is created or replaced.
 std::mutex caller_mutex;
 
-// Created at the first use; replaced only by set_threads, so threads may run until the process ends.
+// Created at the first use. Only set_threads destroys it, so its threads may run until the process
+// ends.
 Pool* pool = nullptr;
 int wanted_threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 
