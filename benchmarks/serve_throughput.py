@@ -1,19 +1,22 @@
 """Benchmarks `sparkinfer serve` against llama-server, alternating in one run.
 
-It measures tokens per second with 1, 4 and 16 clients, and the time to the first token with and
-without a known prefix.
+It measures tokens per second and the time to the first token with 1, 4 and 16 clients, and the time
+to the first token with and without a cached prefix.
 
     python benchmarks/serve_throughput.py MODEL STOCK --rival path/to/llama-server
 
 MODEL is our model file, STOCK the same for llama.cpp (`make smollm2`). All servers stay up, and one
-is queried at a time; llama-server runs with and without its flash attention, and the faster counts.
-In a round all clients request --tokens tokens at the same moment, each after a text of about 100
-tokens of its own: greedy, end tokens ignored, no kept prompts. A figure is all tokens over the time
-from the first request to the last answer, prompts included. Texts are the same on both sides and
-new in each round.
+is queried at a time. llama-server runs with and without its flash attention; the better of the two
+counts, figure by figure.
 
-Prefix: the time to the first token of a prompt that begins with about 1,000 new tokens, and of a
-second prompt that begins with the same ones. Ratios are medians of the rounds' ratios.
+In a round, all clients send a prompt at the same moment, each its own of about 100 tokens, and
+request --tokens tokens; decoding is greedy, end tokens are ignored and no prompt is cached. Tokens
+per second are the generated tokens over the time from the first request to the last answer, which
+includes the processing of the prompts. Texts are the same on both sides and new in each round.
+
+The prefix test takes the time to the first token of a prompt that begins with about 1,000 new
+tokens, and of a second prompt that begins with the same ones. Ratios are medians of the rounds'
+ratios.
 
 llama-server is built from the llama.cpp that llama-cpp-python (tests/llamacpp/requirements.txt)
 ships, patched by tests/llamacpp/mend.sh: cmake with Release, GGML_NATIVE=ON,
@@ -136,7 +139,7 @@ async def measure(arguments: argparse.Namespace, ports: dict[str, int]) -> Sampl
             texts = [_words(draw, PROMPT_WORDS) for _ in range(count)]
             for side in _turn(ports, number):
                 found = await _together(ports[side], texts, arguments.tokens)
-                if number:  # the first warms up
+                if number:  # round 0 is a warm-up
                     for name, value in found.items():
                         samples[side][f"{name}, {count} clients"].append(value)
         beginning = _words(draw, PREFIX_WORDS)

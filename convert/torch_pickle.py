@@ -2,7 +2,7 @@
 
 A pickle is a program for a stack machine. torch writes state dicts with few of its instructions and
 three functions; those are understood here and all others refused. No instruction allocates more
-than a small object or its own argument, so that memory is bounded by the size of the pickle.
+than a small object or its own argument, so memory is bounded by the size of the pickle.
 (torch.load with weights_only=True runs no foreign code either, but it calls functions that allocate
 what the file asks for, bytearray and tensors among them.)"""
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from sparkinfer.convert.torch_zip import Broken
 
-# Storage classes: safetensors' names of their types, and bytes per value.
+# By storage class: the name of its type in safetensors, and bytes per value.
 DTYPES = {
     "FloatStorage": ("F32", 4), "HalfStorage": ("F16", 2), "BFloat16Storage": ("BF16", 2),
     "DoubleStorage": ("F64", 8), "LongStorage": ("I64", 8), "IntStorage": ("I32", 4),
@@ -177,7 +177,7 @@ class _Machine:
 
 
 def _view(storage: Storage, offset: Any, shape: Any, stride: Any) -> View:
-    """Raises Broken unless the view is inside its storage and no larger."""
+    """Raises Broken unless the view lies inside its storage and has no more values than it."""
     sizes = [offset, *shape, *stride] if _is_tuple(shape) and _is_tuple(stride) else [None]
     if not all(type(n) is int and 0 <= n < 1 << 62 for n in sizes) or len(shape) != len(stride):
         raise Broken("a tensor's shape is damaged")

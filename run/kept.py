@@ -23,8 +23,9 @@ _PROFILES = ("profile", "look")  # the better kind first
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Files for one model. `model` is a copy of the given one: with predictors, or converted from a
-    source; None if there is none. `machine` comes only with a plan."""
+    """Files for one model. `model` is a copy of the given one, with predictors or converted from a
+    source (the given file itself, if it is such a copy); None if there is none. `machine` comes
+    only with a plan."""
 
     model: Path | None = None
     profile: Path | None = None
@@ -33,7 +34,10 @@ class Kept:
 
 
 def kept_for(model: Path) -> Kept:
-    """The files cached for a model file, or for a source of `run`. Damaged ones are left out."""
+    """The files cached for a model file, or for a source of `run`.
+
+    Unfinished and stale artifacts are left out, and so are plans, profiles and models with
+    predictors that cannot be loaded."""
     try:
         cache = Cache(cache_folder())
         ready = [each for each in list_cache(cache.folder) if each.state == "ready"]

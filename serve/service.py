@@ -33,7 +33,7 @@ class Service:
         self._served: ServedModel | None = None
         self._scheduler: Scheduler | None = None
         self._preparing = ThreadPoolExecutor(NUM_PREPARING, thread_name_prefix="prepare")
-        self._text_s = 1.0  # recent seconds per text
+        self._text_s = 1.0  # moving average of seconds per text
 
     def begin(self, served: ServedModel, scheduler: Scheduler) -> None:
         """Called when the model is loaded."""
@@ -118,7 +118,7 @@ class Service:
         return Exchange(self.scheduler, jobs, retry_s, is_stream=is_stream)
 
     def report(self, request: Request, reports: Sequence[Report]) -> None:
-        """Adds the texts of a request, all ended, to its log line and to the metrics."""
+        """Adds a request's texts, all of which have ended, to its log line and to the metrics."""
         line: RequestLine = request.scope["state"]["line"]
         for report in reports:
             self.metrics.text(report)

@@ -1,4 +1,5 @@
-"""The model in training: a transformers model whose feed-forward layers are ours."""
+"""The model in training: a transformers model with FeedForward in place of its feed-forward
+layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, install
 
 @dataclass(frozen=True, kw_only=True)
 class Student:
-    """`dtype` is that of the products; trained matrices and sums are f32."""
+    """`dtype` is that of matrix products; trained matrices and the residual stream are f32."""
 
     model: nn.Module
     layers: list[FeedForward]
@@ -27,7 +28,8 @@ class Student:
 
 
 def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> Student:
-    """Loads a checkpoint folder. Frozen matrices are in `dtype`, everything else is f32.
+    """Loads a checkpoint folder. Frozen matrices, and biases outside the feed-forward layers, are
+    in `dtype`; everything else is f32.
 
     Raises SparkinferError for weights that are not finite, and for a model that `install`
     refuses."""
@@ -55,8 +57,8 @@ def _check_finite(folder: Path, model: nn.Module) -> None:
 
 
 def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype) -> None:
-    """Converts matrices outside the feed-forward layers to `dtype`; the residual stream stays
-    f32."""
+    """Converts the embedding, and matrices and biases outside the feed-forward layers, to `dtype`;
+    the residual stream stays f32."""
     if dtype == torch.float32:
         return
     ours = {id(part) for layer in layers for part in layer.modules()}
@@ -69,7 +71,7 @@ def _freeze(model: nn.Module, layers: Sequence[FeedForward], dtype: torch.dtype)
 
 
 def dtype_of(precision: Precision, device: str) -> torch.dtype:
-    """The type of products; "auto" is bf16 if the device supports it (a CPU does if it has
+    """The type of matrix products; "auto" is bf16 if the device supports it (a CPU does if it has
     AVX512-BF16), else f32."""
     if precision != "auto":
         return torch.bfloat16 if precision == "bf16" else torch.float32

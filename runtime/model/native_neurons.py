@@ -2,8 +2,8 @@
 tokens per native call: the CPU's part of a divided layer in hybrid steps, and blocks on the CPU in
 passes through torch.
 
-In mode "predicted", a call reads one bit per neuron, in the layout that a GPU's predictor writes.
-It may be made from any thread and by a node of a CUDA graph (`node`). The reference is
+In mode "predicted", a call reads one bit per neuron and token, in the layout that a predictor on a
+GPU writes. Any thread may make a call, and so may a node of a CUDA graph (`node`). The reference is
 feed_forward.py.
 
 Letters: T tokens, D model width, F neurons of the layer, N of the block, W words of F bits."""
@@ -66,7 +66,7 @@ class NativeNeurons:
     named_W: Tensor | None  # int32 [ceil(F / 32)], bit j % 32 of word j / 32 for neuron j
     y_D: Tensor
     kept: tuple[Any, ...]  # keeps alive what the struct points to
-    fired_W: Tensor | None = None  # int32, written: bits of the neurons whose row of `down` is read
+    fired_W: Tensor | None = None  # int32, written: bits of the neurons whose row of `down` is used
 
     @classmethod
     def of(
@@ -83,9 +83,11 @@ class NativeNeurons:
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
         """Prepares a call. `num_neurons` is the layer's F. If not given, `x_D` and `y_D`, and in
-        mode "predicted" `named_W`, are allocated. With a `room`, the call can run after its
-        `allocate`. Raises NotNative if the kernels do not support the block, and ImportError if
-        they are not built."""
+        mode "predicted" `named_W`, are allocated. Raises NotNative if the kernels do not support
+        the block, and ImportError if they are not built.
+
+        With a `room`, the call can run only after `room.allocate()`, which then checks the block's
+        sizes and that the kernels are built."""
         structs = Structs()
         width = block.width
         x_D = torch.zeros(width) if x_D is None else x_D
@@ -125,7 +127,7 @@ class NativeNeurons:
 
     @property
     def bytes_read(self) -> int:
-        """Weight bytes of the rows that tokens of all calls so far needed, each counted once per call."""
+        """Weight bytes of the rows needed in all calls so far; a row counts once per call."""
         return self.struct.gate_bytes + self.struct.up_bytes + self.struct.down_bytes
 
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-# The relative error that the PTX manual allows each approximate instruction. `lg2.approx` is exact
-# here: near 1 its error is stated as an absolute one.
+# The relative error that the PTX manual allows each approximate instruction. `lg2.approx` is
+# rounded correctly here: near 1 the manual bounds its absolute error, not its relative one.
 APPROXIMATE = {
     "ex2": 2.0**-22,
     "rcp": 2.0**-23,
     "sqrt": 2.0**-23,
     "rsqrt": 2.0**-22.9,
-    "div.full": 2.0**-22,  # stated as 2 units of the last place
+    "div.full": 2.0**-22,  # stated as 2 ulp
     "div.approx": 2.0**-22,  # the same
     "tanh": 2.0**-11,
 }
@@ -31,8 +31,8 @@ def flushed(x: np.ndarray) -> np.ndarray:
 def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a b + c with one rounding to f32.
 
-    The product is exact in f64. Rounding the sum to f64 first matters only where the result lies
-    halfway between two f32 numbers or is denormal: there an inexact f64 sum is rounded to odd."""
+    The product is exact in f64. Rounding the sum to f64 first matters only where that sum lies
+    halfway between two f32 numbers or is denormal in f32: there it is rounded to odd if inexact."""
     product = a.astype(np.float64) * b
     total = product + c
     bits = np.asarray(total).view(np.int64)
@@ -98,15 +98,15 @@ def of_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def approximate(name: str, exact: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """An f32 function whose results are exact or off by the stated error, up or down, depending on
-    a hash of the first operand; zeros, infinities and NaN are exact."""
+    """An f32 function whose results are correctly rounded or off by nearly the stated error, up or
+    down, depending on a hash of the first operand; zeros, infinities and NaN are exact."""
     error = APPROXIMATE[name]
 
     def run(*operands: np.ndarray) -> np.ndarray:
         bits = operands[0].view(np.uint32) * np.uint32(2654435761)
         side = (bits >> 16) % np.uint32(3)
         value = exact(*(operand.astype(np.float64) for operand in operands))
-        # Rounded to f32 toward the exact value: to nearest, rounding could add to the error.
+        # Rounded to f32 toward the exact value: rounding to nearest could add to the error.
         return _toward(value, value * (1.0 + error * (side.astype(np.float64) - 1.0)))
 
     return run
@@ -123,7 +123,8 @@ def _toward(exact: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts integral floats to an integer type; saturates, and NaN becomes 0."""
+    """Converts integral floats to an integer type; saturates, and NaN becomes 0, as PTX defines it
+    unless either type has 64 bits."""
     least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     value = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
     inside = np.clip(value, float(least), np.nextafter(float(most), 0) if most > 2**53 else most)

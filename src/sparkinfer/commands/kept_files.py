@@ -27,8 +27,8 @@ def with_copy(error: SparkinferError, command: str, model: Path) -> SparkinferEr
 
 
 def report_line(model: Path, output: Path, given: set[str]) -> str | None:
-    """The command for a page that also has the files cached by `run`; None if there are none to
-    add."""
+    """A line with the command for a page with those files cached by `run` that were not given; None
+    if there are none. Inputs that were given are not in the command."""
     from sparkinfer.run.kept import kept_for
 
     kept = kept_for(model)

@@ -41,7 +41,7 @@ def write_model_split(split: Split, profile: Profile, group_size: int, path: Pat
 def hot_pattern(split: Split) -> np.ndarray:
     """Each layer's share of the hot neurons, f64 [L].
 
-    Raises SparkinferError if there are none: every share would be 0 of 0."""
+    Raises SparkinferError if no neuron is hot: every share would be 0/0."""
     num_hot_L = np.array([len(ids) for ids in split.hot])
     if not num_hot_L.any():
         raise SparkinferError(
@@ -63,7 +63,7 @@ def hot_to_cold(ids_H: np.ndarray, count_F: np.ndarray) -> np.ndarray:
 
 def check_groups(num_neurons: int, group_size: int, path: Path) -> None:
     """Raises SparkinferError for groups that SparkInfer refuses, and for a file name that does not
-    end in their number."""
+    end in the number of groups."""
     if group_size < 1 or num_neurons % group_size or num_neurons // group_size > MAX_GROUPS:
         fitting = [size for size in range(1, num_neurons + 1)
                    if num_neurons % size == 0 and num_neurons // size <= MAX_GROUPS]  # fmt: skip
