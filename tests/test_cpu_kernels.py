@@ -516,6 +516,15 @@ def test_results_do_not_depend_on_the_thread_count(level, kind, restore_threads)
     assert is_right(seen[0][2], *accumulate_terms(W, c_F))
 
 
+@pytest.mark.parametrize("kind", FLOAT_DTYPES)
+@pytest.mark.parametrize("num_vectors", [1, 2, 7])
+def test_products_of_rows_without_columns_are_zero(level, kind, num_vectors):
+    weight = torch.zeros(3, 0, dtype=FLOAT_DTYPES[kind])
+    assert torch.equal(
+        library.dot_rows(weight, kind, torch.zeros(num_vectors, 0)), torch.zeros(num_vectors, 3)
+    )
+
+
 @pytest.mark.parametrize("num_threads", [0, -1, 1025, 2**40])
 def test_an_impossible_thread_count_is_refused(num_threads):
     with pytest.raises(ValueError, match="1 to 1024"):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -66,14 +67,24 @@ def test_rows_at_once_equal_single_steps(tmp_path, restore_library, kind, mode, 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize(
+    "kind, width",
+    [*product(("f32", "f16", "bf16"), (96, 112)), ("q8_0", 96), ("q4_0", 96)],
+)
 def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
-    tmp_path, restore_library, kind, level
+    tmp_path, restore_library, kind, width, level
 ):
-    """Some 15 % of 2,600 neurons fire, so sums of several rows list them, window by window; two
-    thirds of the columns are copied, and the rest is added by one row after another."""
+    """Some 15 % of 2,600 neurons fire, so sums of several rows list them, window by window. Of the
+    columns, as many as fill whole tiles are copied, and the rest is added row after row."""
     library.set_level(level)
-    shape = dataclasses.replace(SHAPE, num_neurons=2600)
+    shape = make_shape(
+        width=width,
+        num_neurons=2600,
+        num_heads=6,
+        head_width=16,
+        vocab_size=90,
+        context_length=CONTEXT,
+    )
     model = make_model(shape=shape, kind=kind, activation="fatrelu")
     model = dataclasses.replace(model, threshold_L=(1.0,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)

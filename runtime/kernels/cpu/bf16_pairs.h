@@ -2,8 +2,9 @@
 // products in one instruction. Included by rows_template.h.
 //
 // vdpbf16ps adds to each f32 lane the product of the pair's second values, then that of the first ones, each
-// fused and rounded once (Intel's manual; probe.cpp checks that rows are added in order). Results below 2^-126 count as 0. Vectors and
-// coefficients are rounded to bf16 here, by at most 2^-9 of each value; the other levels take them in f32.
+// fused and rounded once (Intel's manual; probe.cpp checks that rows are added in order). Numbers below 2^-126 count as 0 (a
+// sum that ends there may be -0). Vectors and coefficients are rounded to bf16 here, by at most 2^-9 of each
+// value, and to infinity from 3.39e38 on; the other levels take them in f32.
 //
 // Products are bit-identical for any number of rows and vectors: a lane adds two products of each block of
 // columns, block after block, and then lanes are added as by four_sums(). So are sums: each column adds its
@@ -169,7 +170,8 @@ inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_strid
             constexpr int ROWS = decltype(count)::VALUE;
             dot_pairs_of_one<ROWS>(row, next, also, D, bf16_vector(x, D, 0), y + a);
         });
-    const int64_t chunk = PAIR_CHUNK / bytes < QUAD_ROWS ? QUAD_ROWS : PAIR_CHUNK / bytes / QUAD_ROWS * QUAD_ROWS;
+    const int64_t fitting = bytes ? PAIR_CHUNK / bytes / QUAD_ROWS * QUAD_ROWS : QUAD_ROWS;
+    const int64_t chunk = fitting < QUAD_ROWS ? QUAD_ROWS : fitting;
     for (int64_t c0 = a0; c0 < a1; c0 += chunk) {
         const int64_t c1 = c0 + chunk < a1 ? c0 + chunk : a1;
         for (int64_t t = 0, count; t < x.count; t += count) {

@@ -6,8 +6,9 @@
 // x, c and y are f32, index is int32; null: all rows, A = num_rows (or A = 0). Weights are unpacked in
 // registers. Each operation reads A * row_bytes bytes of W, or more if tiled rows are listed; x, c and y
 // stay in cache. For block kinds, dot_rows reads x in blocks of 16-bit integers, see Input; for q8_0 and
-// q4_0, accumulate_rows rounds c times scale to 16 bits. All other arithmetic is f32 or exact. Rows may be
-// strided, except those of tiled and grouped kinds.
+// q4_0, accumulate_rows rounds c times scale to 16 bits; for bf16, both round x and c to bf16 at levels with
+// AVX512_BF16 (bf16_pairs.h). All other arithmetic is f32 or exact. Rows may be strided, except those of tiled
+// and grouped kinds.
 #pragma once
 #include <stdint.h>
 
@@ -92,7 +93,7 @@ enum Status : int32_t {
 // llama.cpp's 8, because the rounding (1.5e-5 of the largest of 32) is then below that of an f16,
 // and a prompt on AMX's int8 tiles can have the same arithmetic as a step.
 struct Input {
-    const float* f32;  // vector t begins at f32 + t * stride; for float kinds and quantise()
+    const float* f32;  // vector t begins at f32 + t * stride; for f32, f16 and quantise(); bf16 without pairs
     uint8_t* packed;   // capacity * packed_bytes(D), 64-aligned; output of quantise()
     int64_t stride, capacity;
     int64_t first, count;  // vectors first .. first + count - 1 are used
@@ -176,8 +177,8 @@ using DotRows = void(const Rows& rows, const Input& x, float* y, int64_t y_strid
                      int64_t a1);
 // y[d] += sum over a0 <= a < a1 of c[a] * row a[d], for d0 <= d < d1, d0 % 128 == 0 (K-quants: 256);
 // rows in order. For q8_0 and q4_0, c times scale is rounded to 16 bits for SUM_ROWS rows at a time, see
-// planar_template.h, and y is in a permuted order until order_sums. Rows of the grouped kinds are summed
-// in whole groups, without a list, and their y is in order. rows.next: at most SUM_ROWS pointers, as many
+// planar_template.h. For these and where bf16_pairs.h is used, y is in a permuted order until order_sums.
+// Rows of the grouped kinds are summed in whole groups, without a list, and their y is in order. rows.next: at most SUM_ROWS pointers, as many
 // as rows but at least four.
 constexpr int64_t SUM_ROWS = GROUP_ROWS;
 using AccumulateRows = void(const Rows& rows, const float* c, float* y, int64_t a0, int64_t a1,
@@ -200,7 +201,7 @@ using AccumulateMany = void(const Rows& rows, int64_t a0, int64_t k, const ManyS
 using OrderSums = void(float* y, int64_t d0, int64_t d1);
 // Writes rows a0 <= a < a1 of out, D values each.
 using UnpackRows = void(const Rows& rows, float* out, int64_t a0, int64_t a1);
-// Fills x.packed from x.f32, for the vectors in use. D % 32 == 0.
+// Fills x.packed from x.f32, for the vectors in use. Block kinds: D % 32 == 0.
 using Quantise = void(const Input& x, int64_t D);
 // Queries that share a key-value head, over n positions of the cache; each attends to the first
 // `count`.

@@ -4,9 +4,10 @@ A weight matrix is stored row by row as in a GGUF file: `kind` "f32", "f16" and 
 [F, D] of that dtype; "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes per 32 values;
 "q4_k", "q5_k" and "q6_k" have 144, 176 and 210 bytes per 256 values. Kinds that end in "_planar",
 "_tiled" and "_grouped" are the layouts that `pack_rows` makes (runtime.kernels.planar, tiled and
-grouped). Weights are unpacked in registers and all arithmetic is f32, with two exceptions: if the
-weights are in blocks, `dot_rows` quantises x to blocks of 16-bit integers (kernels.h, Input), and
-for q8_0 and q4_0 `accumulate_rows` rounds coefficients times scales to 16 bits (planar_template.h).
+grouped). Weights are unpacked in registers and all arithmetic is f32, with three exceptions: if the
+weights are in blocks, `dot_rows` quantises x to blocks of 16-bit integers (kernels.h, Input); for
+q8_0 and q4_0 `accumulate_rows` rounds coefficients times scales to 16 bits (planar_template.h); and
+for bf16, levels for which `rounds_to_bf16` is true round x and coefficients (bf16_pairs.h).
 Results do not depend on the number of threads.
 
 If the C++ is not built, `is_available()` is False, and callers use torch.

@@ -16,8 +16,10 @@ struct Listed {
 // Adds listed rows of a tile of COLUMNS columns to y, in f32.
 template <class Format>
 struct FloatTile {
-    static constexpr int VALUES = Format::VALUE_BYTES == 4 ? 2 : 4;
+    // Whole blocks: the columns of a row after its last block are added without a fused multiply-add.
+    static constexpr int VALUES = Format::VALUE_BYTES == 4 || VECTORS > 4 ? VECTORS : 4;
     static constexpr int64_t COLUMNS = VALUES * LANES, VALUE_BYTES = Format::VALUE_BYTES;
+    static_assert(COLUMNS % BLOCK == 0);
     static constexpr AccumulateRows* ADD_ROWS = accumulate_rows<Format>;
 
     static inline void prepare(const Listed&) {}

@@ -40,7 +40,7 @@ bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind
             both[which]->dot_rows[kind]({weight, row_bytes, D, nullptr, ROWS}, input, y[which],
                                         ROWS, 0, ROWS);
         }
-        if (form_of(kind) ? std::memcmp(y[0], y[1], T * ROWS * sizeof(float)) != 0
+        if (form_of(kind) && kind != KIND_BF16 ? std::memcmp(y[0], y[1], T * ROWS * sizeof(float)) != 0
                           : !are_close(y[0], y[1], T * ROWS))
             return false;
     }
@@ -226,7 +226,8 @@ bool agree(const Kernels& tried, const Kernels& reference) {
             !(is_tiled(kind) || sums_alike(tried, reference, kind, row_bytes[kind])) ||
             !unpack_alike(tried, reference, kind, row_bytes[kind]))
             return false;
-    for (int64_t i = 0; i < ROWS; ++i) x[i] *= 1.0f + 0.0101f * static_cast<float>(i);  // sums must be rounded
+    for (int64_t i = 0; i < ROWS; ++i)  // so different in size, also in bf16, that sums are rounded
+        x[i] = (1.0f + static_cast<float>(i)) * static_cast<float>(1 << i * 5 % 13) * (i % 3 == 1 ? -1.0f : 1.0f);
     for (int32_t kind : {KIND_F32, KIND_F16, KIND_BF16})
         if (!adds_in_order(tried, kind, row_bytes[kind])) return false;
     return attend_alike(tried, reference) && choose_alike(tried, reference) &&
