@@ -51,7 +51,7 @@ class TextEngine:
         traffic: Traffic,
         placement: Placement,
     ) -> None:
-        self.model, self.mode, self.traffic, self.placement = model, mode, traffic, placement
+        self.model, self.mode, self.traffic, self._placement = model, mode, traffic, placement
         self.context_length = decoder.weights.cache.table.context_length
         self.last_run = Run()
         self.last_runs: list[Run] = []
@@ -224,7 +224,7 @@ class TextEngine:
             rope_scaling=self.model.shape.rope_scaling.words,
             activation=self.model.activation,
             predictors=predictor_words(self.model) if self.mode == "predicted" else "",
-            placement=self.placement.words,
+            placement=self._placement.words,
         )
 
     @property
