@@ -83,7 +83,7 @@ def test_bench_compares_itself_with_another_program(
 @pytest.mark.parametrize("text, first, words", [
     (FAKE_PYTHON, "print(json.dumps({'error': 'it has no llama_cpp (x)'})); sys.exit()",
      "it has no llama_cpp .*pip install"),
-    (FAKE_PYTHON, "print(json.dumps({'error': 'it cannot load the model', 'log': ['bad magic']}))",
+    (FAKE_PYTHON, "print(json.dumps({'error': 'it cannot load the model', 'log': ['bad magic']}), flush=True)",
      r"cannot load the model .*\(bad magic\).*--compare-model"),
     (FAKE_PYTHON, "sys.exit('ended')", r"ended unexpectedly \(code 1\): ended"),
     (FAKE_PYTHON, ABOUT % 299, "has 299 tokens in llama.cpp.*another model"),

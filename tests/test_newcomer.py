@@ -194,7 +194,7 @@ def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
 @pytest.mark.parametrize("context", [0, -1])
 def test_a_context_of_nothing_is_refused_with_the_models_own(tmp_path, context):
     make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
-    with pytest.raises(SparkinferError, match=f"context of {context} .*, wanted 1 to 16, which is"):
+    with pytest.raises(SparkinferError, match=f"context of {context} .*, wanted 1 to 16"):
         sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=context)
 
 
