@@ -113,19 +113,17 @@ inline void dot_pairs_of_list(const Rows& rows, const uint8_t* x, float* y, int6
     }
 }
 
-// y[t * y_stride + r] = rows[r] . x[t] for `valid` rows and COUNT vectors.
-template <int ROWS, int COUNT>
-inline void dot_pairs(const uint8_t* const* rows, const uint8_t* const* next, const uint8_t* const* also,
-                      int64_t D, const Input& x, int64_t t0, float* y, int64_t y_stride, int64_t valid) {
+// y[t * y_stride + r] = rows[r] . x[t] for the first `valid` of four rows and COUNT vectors from t0 on.
+template <int COUNT>
+inline void dot_pairs(const uint8_t* const* rows, const uint8_t* const* next, int64_t D, const Input& x, int64_t t0,
+                      float* y, int64_t y_stride, int64_t valid) {
     const uint8_t* vectors[COUNT];
     for (int t = 0; t < COUNT; ++t) vectors[t] = bf16_vector(x, D, t0 + t);
-    Floats sums[COUNT][ROWS];
-    multiply_pairs<ROWS, COUNT>(rows, next, also, D, vectors, sums);
+    Floats sums[COUNT][QUAD_ROWS];
+    multiply_pairs<QUAD_ROWS, COUNT>(rows, next, nullptr, D, vectors, sums);
     for (int t = 0; t < COUNT; ++t) {
-        Floats four[QUAD_ROWS];
-        for (int r = 0; r < QUAD_ROWS; ++r) four[r] = r < ROWS ? sums[t][r] : zero();
         float products[QUAD_ROWS];
-        four_sums(four, products);
+        four_sums(sums[t], products);
         float* to = y + (t0 + t) * y_stride;
         if (valid == QUAD_ROWS)
             __builtin_memcpy(to, products, sizeof products);
@@ -186,8 +184,7 @@ inline void dot_bf16(const Rows& rows, const Input& x, float* y, int64_t y_strid
                 }
                 const uint8_t* const* next = t == 0 ? then : nullptr;
                 auto dot = [&](auto vectors) {
-                    dot_pairs<QUAD_ROWS, decltype(vectors)::VALUE>(row, next, nullptr, D, x, t, y + a,
-                                                                   y_stride, valid);
+                    dot_pairs<decltype(vectors)::VALUE>(row, next, D, x, t, y + a, y_stride, valid);
                 };
                 switch (count) {
                     case 1: dot(Count<1>{}); break;
