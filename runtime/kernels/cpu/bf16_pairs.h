@@ -399,36 +399,42 @@ void accumulate_bf16_many(const Rows& rows, int64_t a0, int64_t k, const ManySum
 }
 
 struct Bf16Tile {
-    static constexpr int64_t COLUMNS = PAIR_COLUMNS, VALUE_BYTES = 2;
+    static constexpr int64_t COLUMNS = PAIR_COLUMNS, ROW_BYTES = 2 * COLUMNS, PADDED = 1;
     static constexpr AccumulateRows* ADD_ROWS = accumulate_bf16;
 
     // Joins coefficients in pairs; the first one of a pair is then its word.
     static inline void prepare(const Listed& list) {
-        for (int64_t i = 0; i < list.count; i += 2) {
-            const Pairs both = both_coefficients(list.c[i], i + 1 < list.count ? list.c[i + 1] : 0.0f);
+        for (int64_t i = list.first(); i < list.end(); i += 2) {
+            const Pairs both = both_coefficients(list.c[i], i + 1 < list.end() ? list.c[i + 1] : 0.0f);
             list.c[i] = _mm512_cvtss_f32(reinterpret_cast<Floats>(both));
         }
     }
 
-    static inline void add(const uint8_t* tile, const Listed& list, float* y) {
+    void copy(const uint8_t* row, int64_t, int64_t d, int64_t place) {
+        copy_and_ask<ROW_BYTES>(row + 2 * d, bytes + place * ROW_BYTES);
+    }
+
+    void add(const Listed& list, float* y) const {
         constexpr int BLOCKS = COLUMNS / BLOCK;
         Floats sum[BLOCKS][2];
         for (int b = 0; b < BLOCKS; ++b)
             for (int v = 0; v < 2; ++v) sum[b][v] = load_floats(y + b * BLOCK + v * LANES);
-        int64_t i = 0;
-        for (; i + 2 <= list.count; i += 2) {
-            const uint8_t* row[2] = {tile + list.place[i] * 2 * COLUMNS, tile + list.place[i + 1] * 2 * COLUMNS};
+        int64_t i = list.first();
+        for (; i + 2 <= list.end(); i += 2) {
+            const uint8_t* row[2] = {bytes + list.place[i] * ROW_BYTES, bytes + list.place[i + 1] * ROW_BYTES};
             const Pairs c = reinterpret_cast<Pairs>(broadcast(list.c[i]));
             for (int b = 0; b < BLOCKS; ++b) add_rows_to<2>(sum[b], row, 2 * BLOCK * b, &c, load_pairs);
         }
-        if (i < list.count) {
-            const uint8_t* row = tile + list.place[i] * 2 * COLUMNS;
+        if (i < list.end()) {
+            const uint8_t* row = bytes + list.place[i] * ROW_BYTES;
             const Pairs c = reinterpret_cast<Pairs>(broadcast(list.c[i]));
             for (int b = 0; b < BLOCKS; ++b) add_rows_to<1>(sum[b], &row, 2 * BLOCK * b, &c, load_pairs);
         }
         for (int b = 0; b < BLOCKS; ++b)
             for (int v = 0; v < 2; ++v) store_floats(y + b * BLOCK + v * LANES, sum[b][v]);
     }
+
+    alignas(64) uint8_t bytes[WINDOW_ROWS * ROW_BYTES];
 };
 
 // ---- grouped ------------------------------------------------------------------------------------------

@@ -404,6 +404,14 @@ constexpr Quantise* QUANTISE_BF16 = nullptr;
 constexpr OrderSums* ORDER_BF16 = nullptr;
 #endif
 
+#ifdef LEVEL_AVX512
+constexpr AccumulateMany *MANY_Q4_0 = by_window<BlockTile<Q4_0Planar>, accumulate_many<Q4_0Planar>>,
+                         *MANY_Q8_0 = by_window<BlockTile<Q8_0Planar>, accumulate_many<Q8_0Planar>>;
+#else
+constexpr AccumulateMany *MANY_Q4_0 = by_groups<accumulate_many<Q4_0Planar>>,
+                         *MANY_Q8_0 = by_groups<accumulate_many<Q8_0Planar>>;
+#endif
+
 // In the order of enum Kind.
 constexpr Kernels ALL_KERNELS = {
     {dot_float_rows<F32>, dot_float_rows<F16>, DOT_BF16, dot_blocks<Q8_0>, dot_blocks<Q4_0>,
@@ -419,7 +427,7 @@ constexpr Kernels ALL_KERNELS = {
     {by_window<FloatTile<F32>, accumulate_many<F32>>, by_window<FloatTile<F16>, accumulate_many<F16>>,
      MANY_BF16, by_groups<accumulate_many<Q8_0>>, by_groups<accumulate_many<Q4_0>>,
      by_groups<accumulate_many<Q4_K>>, by_groups<accumulate_many<Q5_K>>, by_groups<accumulate_many<Q6_K>>,
-     by_groups<accumulate_many<Q4_0Planar>>, by_groups<accumulate_many<Q8_0Planar>>, nullptr, nullptr,
+     MANY_Q4_0, MANY_Q8_0, nullptr, nullptr,
      by_groups<accumulate_grouped_many<Q4_0Grouped>>, by_groups<accumulate_grouped_many<Q8_0Grouped>>,
      by_groups<accumulate_grouped_floats_many<GroupedFloats<F16>>>, MANY_GROUPED_BF16},
     {unpack_rows<F32>, unpack_rows<F16>, unpack_rows<BF16>,
