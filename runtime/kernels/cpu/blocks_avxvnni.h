@@ -58,6 +58,8 @@ inline __m256i four_bytes(const uint8_t* p) {
     return _mm256_set1_epi32(four);
 }
 
+constexpr int TILES_AT_ONCE = 1;
+
 template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t, Ints start) {
     __m256i high = _mm256_setzero_si256(), low = bits(start);

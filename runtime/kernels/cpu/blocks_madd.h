@@ -61,6 +61,8 @@ inline void byte_weights(const Ints* bytes, Ints* w) {
     tile_weights<F>(bytes, w);
 }
 
+constexpr int TILES_AT_ONCE = 1;
+
 template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t, Ints start) {
     Ints even = start, odd = {};

@@ -160,37 +160,53 @@ class RowsTile {
     alignas(64) float scales_[16][LANES];
 };
 
-// Multiplies rows begin .. end-1 of LANES rows by up to TILE_TOKENS vectors.
-template <class F, class Tile>
-inline void dot_tile(Tile&& tile, int64_t n, const Input& input, float* y, int64_t y_stride,
+// Levels with TILES_AT_ONCE 2 define it, see blocks_vnni.h.
+template <class F>
+inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start, Ints* out);
+
+// Multiplies rows begin .. end-1 of N tiles of LANES rows each by up to TILE_TOKENS vectors.
+template <class F, int N, class Tile>
+inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride,
                      int64_t begin, int64_t end) {
     const PackedBlocks<F> x(input, n);
     const int64_t T = input.count;
-    alignas(64) float acc[TILE_TOKENS][4][LANES];
+    alignas(64) float acc[TILE_TOKENS][4][N][LANES];
     __builtin_memset(acc, 0, T * sizeof acc[0]);
     for (int64_t b = 0; b < n; ++b) {
         // Keeps gcc from holding the row pointers in vector registers, which are needed for sums.
         asm volatile("" ::: "memory");
-        Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
-        const Floats scale = tile.load(b, quarter);
-        tile_weights<F>(quarter, w);
+        Ints w[N][TILE_WEIGHTS<F>];
+        Floats scale[N];
+        for (int i = 0; i < N; ++i) {
+            Ints quarter[F::QUANT_BYTES / 4];
+            scale[i] = tile[i].load(b, quarter);
+            tile_weights<F>(quarter, w[i]);
+        }
         const uint8_t* values = x.values + b / unit<F>() * x.stride;
         const float* x_scale = x.scale + b;
         const int32_t* x_sum = x.sum + b;
         const int64_t p = b % 4;
         for (int64_t t = 0; t < T; ++t) {
             const Ints start = Ints{} - OFFSET<F> * x_sum[t * x.next_scale];
-            const Ints products = tile_products<F>(w, values + t * x.next_vector, b, start);
-            const Floats factor = mul(scale, broadcast(x_scale[t * x.next_scale]));
-            store_floats(acc[t][p], fused(to_floats(products), factor, load_floats(acc[t][p])));
+            const Floats by = broadcast(x_scale[t * x.next_scale]);
+            Ints products[N];
+            if constexpr (N == 1)
+                products[0] = tile_products<F>(w[0], values + t * x.next_vector, b, start);
+            else
+                two_tile_products<F>(w[0], w[1], values + t * x.next_vector, b, start, products);
+            for (int i = 0; i < N; ++i) {
+                float* sum = acc[t][p][i];
+                store_floats(sum, fused(to_floats(products[i]), mul(scale[i], by), load_floats(sum)));
+            }
         }
     }
     for (int64_t t = 0; t < T; ++t) {
-        const Floats total = add_floats(add_floats(load_floats(acc[t][0]), load_floats(acc[t][1])),
-                                        add_floats(load_floats(acc[t][2]), load_floats(acc[t][3])));
-        alignas(64) float sums[LANES];
-        store_floats(sums, total);
-        __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
+        alignas(64) float sums[N][LANES];
+        for (int i = 0; i < N; ++i) {
+            auto part = [&](int p) { return load_floats(acc[t][p][i]); };
+            store_floats(sums[i], add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
+        }
+        __builtin_memcpy(y + t * y_stride, sums[0] + begin, (end - begin) * sizeof(float));
     }
 }
 
@@ -241,8 +257,8 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
         const uint8_t* next = a + LANES < rows.A ? row_of(rows, a + LANES) : row[0];
         for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
             const int64_t end = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-            dot_tile<F>(RowsTile<F>(row, t == 0 ? next : row[0], n), n, x.part(t, end),
-                        y + t * y_stride + a, y_stride, 0, valid);
+            RowsTile<F> tile(row, t == 0 ? next : row[0], n);
+            dot_tile<F, 1>(&tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
         }
     }
     // In contiguous rows, memory beyond the FEW rows that are being read is prefetched.

@@ -95,6 +95,8 @@ inline __m512i four_bytes(const uint8_t* p) {
     return _mm512_set1_epi32(four);
 }
 
+constexpr int TILES_AT_ONCE = 2;
+
 template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start) {
     const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
@@ -106,4 +108,30 @@ inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start
         low = _mm512_dpbusd_epi32(low, bits(w[v]), four_bytes(at + PLANE<F> + place));
     }
     return ints(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+}
+
+// tile_products() of two tiles, which share what is read of x. Each sum has two halves, because a chain of
+// eight products takes longer than the next vector's products can be begun in the meantime.
+template <class F>
+inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start, Ints* out) {
+    const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
+    __m512i high[2][2], low[2][2];
+    for (int i = 0; i < 2; ++i) {
+        low[i][0] = bits(start), low[i][1] = _mm512_setzero_si512();
+        high[i][0] = high[i][1] = _mm512_setzero_si512();
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+        const int64_t place = F::QUANT_BYTES == 16 ? v / 4 * 64 + v % 4 * 4 : 4 * v;
+        const __m512i upper = four_bytes(at + place), lower = four_bytes(at + PLANE<F> + place);
+        const int half = v % 2;
+        high[0][half] = _mm512_dpbusd_epi32(high[0][half], bits(w[v]), upper);
+        high[1][half] = _mm512_dpbusd_epi32(high[1][half], bits(w2[v]), upper);
+        low[0][half] = _mm512_dpbusd_epi32(low[0][half], bits(w[v]), lower);
+        low[1][half] = _mm512_dpbusd_epi32(low[1][half], bits(w2[v]), lower);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const __m512i upper = _mm512_slli_epi32(_mm512_add_epi32(high[i][0], high[i][1]), 8);
+        out[i] = ints(_mm512_add_epi32(upper, _mm512_add_epi32(low[i][0], low[i][1])));
+    }
 }

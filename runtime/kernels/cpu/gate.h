@@ -39,6 +39,15 @@ struct NeuronLimits {
 
     float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
     bool has_hidden() const { return hidden != nullptr; }
+    // Bit i says whether the smooth gate at position p + i fires in a sparse mode, for i < n <= 64.
+    uint64_t open_gates(const float* value, int64_t p, int64_t n) const {
+        if (gate) return kernels().beyond(value, n, gate + p);
+        float same[64];
+        std::fill_n(same, n, threshold);
+        return kernels().beyond(value, n, same);
+    }
+    // Bit i says whether the hidden value at position p + i is not silenced.
+    uint64_t loud(const float* value, int64_t p, int64_t n) const { return kernels().beyond(value, n, hidden + p); }
     // True if a hidden value is silenced; NaN never is.
     bool is_silent(float value, int64_t p) const { return std::fabs(value) <= hidden[p]; }
 
@@ -54,6 +63,13 @@ struct Named {
 
     bool has(int64_t j) const {
         return bits ? bits[j / 32] >> (j % 32) & 1 : !(score[j] <= threshold);
+    }
+
+    // Bit i says whether neuron j + i is predicted, for i < n <= 64. j % 32 == 0.
+    uint64_t which(int64_t j, int64_t n) const {
+        if (!bits) return kernels().above(score + j, n, threshold);
+        const uint64_t word = bits[j / 32] | static_cast<uint64_t>(n > 32 ? bits[j / 32 + 1] : 0) << 32;
+        return word & ~0ull >> (64 - n);
     }
 
     // Writes the predicted neurons below n to `chosen` [n], ascending; returns their number.

@@ -228,9 +228,10 @@ inline int64_t padded_part(int64_t n) { return (n + 15) / 16 * 16; }
 
 // SiLU or GELU of n values, in place; NaN stays NaN. `activation` is one of these.
 using Smooth = void(float* x, int64_t n, int32_t activation);
-// Sets values that are not above the limit to 0, in place; bit i of the result says whether value i is above
-// it or NaN. n <= 64.
-using OpenGates = uint64_t(float* x, int64_t n, float limit);
+// Bit i says whether x[i] is above the limit or NaN. n <= 64.
+using Above = uint64_t(const float* x, int64_t n, float limit);
+// Bit i says whether the magnitude of x[i] is above limit[i] or NaN. n <= 64.
+using Beyond = uint64_t(const float* x, int64_t n, const float* limit);
 // Sets values i < 64 whose bit is not set to 0.
 using KeepOnly = void(float* x, uint64_t mask);
 // y[i] += x[i]
@@ -276,7 +277,8 @@ struct Kernels {
     OrderSums* order_sums[NUM_KINDS];  // null if they are in order
     Choose* choose;
     Smooth* smooth;
-    OpenGates* open_gates;
+    Above* above;
+    Beyond* beyond;
     KeepOnly* keep_only;
     AddTo* add_to;
     SelectRows *dot_bytes, *dot_codes;

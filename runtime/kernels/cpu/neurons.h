@@ -41,7 +41,7 @@ class Neurons {
     }
 
   private:
-    // Numbers of rows that any token needs; dot_group() and the sums may read further rows of the group.
+    // Numbers of rows that any token needs; dot_groups() and the sums may read further rows of the group.
     struct NumRead {
         int32_t gate, up, down;
     };
@@ -157,10 +157,13 @@ class Neurons {
         hidden_.groups = groups, hidden_.T = T;
         const Input gate_x = x.as(block.gate.kind, T);
         const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
-        split(T * block.num_neurons * row_bytes(block.gate), groups, 1, 16,
+        const int64_t at_once = groups_at_once(groups);
+        split(T * block.num_neurons * row_bytes(block.gate), groups, at_once, 16,
               [&](int64_t g0, int64_t g1) {
-                  for (int64_t g = g0; g < g1; ++g)
-                      run_group(block, gate, named, gate_x, up_x, T, g);
+                  for (int64_t g = g0, end; g < g1; g = end) {
+                      end = std::min(g + at_once, g1);
+                      run_groups(block, gate, named, gate_x, up_x, T, g, end);
+                  }
               });
         sums_.add_many({block.down, block.row, block.num_neurons}, hidden_, T, out, D);
         for (int64_t g = 0; g < groups; ++g) {
@@ -174,80 +177,109 @@ class Neurons {
                     fired.set(t, id_of(block, g * SUM_ROWS + __builtin_ctzll(left)));
     }
 
-    // Multiplies the rows of a group for the tokens that need them; y [T, stride].
-    static void dot_group(const Rows& rows, int32_t kind, const Input& x, int64_t T,
-                          const uint64_t* needed, int64_t count, float* y, int64_t stride) {
+    // Groups whose rows a token multiplies in one list, so that few calls multiply less than four rows. Many
+    // threads take fewer at a time.
+    static constexpr int64_t LISTED_GROUPS = 4;
+    static int64_t groups_at_once(int64_t groups) {
+        return std::clamp<int64_t>(groups / (4 * num_threads()), 1, LISTED_GROUPS);
+    }
+
+    // For each of a few groups, the bits of the neurons that a token needs.
+    struct Needed {
+        uint64_t bits[LISTED_GROUPS][MAX_ROWS];
+    };
+
+    // Multiplies the rows of groups g0 .. g1-1 for the tokens that need them; y [groups, T, SUM_ROWS].
+    static void dot_groups(const SparkMatrix& m, const SparkBlock& block, const Input& x, int64_t T,
+                           int64_t g0, int64_t g1, const Needed& needed, float* y) {
+        const int64_t first = g0 * SUM_ROWS, end = std::min(g1 * SUM_ROWS, block.num_neurons);
         int64_t all = 0;
-        for (int64_t t = 0; t < T; ++t) all += __builtin_popcountll(needed[t]);
-        if (all * TOGETHER > T * count) {
-            kernels().dot_rows[kind](rows, x, y, stride, 0, count);
+        for (int64_t g = g0; g < g1; ++g)
+            for (int64_t t = 0; t < T; ++t) all += __builtin_popcountll(needed.bits[g - g0][t]);
+        if (all * TOGETHER > T * (end - first)) {
+            for (int64_t p = first; p < end; p += SUM_ROWS) {
+                const int64_t count = std::min(SUM_ROWS, end - p);
+                kernels().dot_rows[m.kind](rows_of(m, block, p, count), x, y + p * T, SUM_ROWS, 0, count);
+            }
             return;
         }
         for (int64_t t = 0; t < T; ++t) {
-            int32_t index[SUM_ROWS], place[SUM_ROWS];
-            float values[SUM_ROWS];
+            int32_t index[LISTED_GROUPS * SUM_ROWS], place[LISTED_GROUPS * SUM_ROWS];
+            float values[LISTED_GROUPS * SUM_ROWS];
             int32_t n = 0;
-            for (uint64_t left = needed[t]; left; left &= left - 1, ++n) {
-                place[n] = __builtin_ctzll(left);
-                index[n] = rows.index ? rows.index[place[n]] : place[n];
-            }
+            for (int64_t g = g0; g < g1; ++g)
+                for (uint64_t left = needed.bits[g - g0][t]; left; left &= left - 1, ++n) {
+                    const int32_t j = __builtin_ctzll(left), p = static_cast<int32_t>(g * SUM_ROWS) + j;
+                    index[n] = block.row ? block.row[p] : p;
+                    place[n] = static_cast<int32_t>((g * T + t) * SUM_ROWS) + j;
+                }
             if (!n) continue;
-            kernels().dot_rows[kind]({rows.weight, rows.stride, rows.D, index, n}, x.part(t, t + 1),
-                                     values, 0, 0, n);
-            for (int32_t i = 0; i < n; ++i) y[t * stride + place[i]] = values[i];
+            kernels().dot_rows[m.kind]({m.data, m.stride, m.num_columns, index, n}, x.part(t, t + 1),
+                                       values, 0, 0, n);
+            for (int32_t i = 0; i < n; ++i) y[place[i]] = values[i];
         }
     }
 
-    void run_group(const SparkBlock& block, const Gate& gate, const Named* named,
-                   const Input& gate_x, const Input& up_x, int64_t T, int64_t g) {
+    // Computes the hidden values of groups g0 .. g1-1.
+    void run_groups(const SparkBlock& block, const Gate& gate, const Named* named, const Input& gate_x,
+                    const Input& up_x, int64_t T, int64_t g0, int64_t g1) {
+        Needed needed;
+        for (int64_t g = g0; g < g1; ++g) {
+            const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
+            num_read_[g] = {};
+            uint64_t any = 0;
+            for (int64_t t = 0; t < T; ++t)
+                any |= needed.bits[g - g0][t] = named ? names(block, named[t], p0, count)
+                                                      : ~0ull >> (SUM_ROWS - count);
+            num_read_[g].gate = __builtin_popcountll(any);
+        }
+        dot_groups(block.gate, block, gate_x, T, g0, g1, needed, hidden_.value);
+        for (int64_t g = g0; g < g1; ++g) open_group(block, gate, T, g, needed.bits[g - g0]);
+        if (block.up.data) dot_groups(block.up, block, up_x, T, g0, g1, needed, up_many_);
+        for (int64_t g = g0; g < g1; ++g) finish_group(block, gate, T, g, needed.bits[g - g0]);
+    }
+
+    // Activates the gates of a group; clears the bits of those that do not fire.
+    void open_group(const SparkBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
-        const int64_t stride = SUM_ROWS;
         const NeuronLimits limits(block, gate);
-        float *hidden = hidden_.values(g, 0), *up = up_many_ + (hidden - hidden_.value);
-        uint64_t needed[MAX_ROWS], any_named = 0, any_fired = 0, any_open = 0;
+        const Biases bias{block.gate.bias, block.row, p0};
+        uint64_t any = 0;
         for (int64_t t = 0; t < T; ++t) {
-            needed[t] = named ? names(block, named[t], p0, count)
-                              : ~0ull >> (SUM_ROWS - count);
-            any_named |= needed[t];
-        }
-        dot_group(rows_of(block.gate, block, p0, count), block.gate.kind, gate_x, T, needed, count,
-                  hidden, stride);
-        const Biases gate_bias{block.gate.bias, block.row, p0}, up_bias{block.up.bias, block.row, p0};
-        for (int64_t t = 0; t < T; ++t) {
-            float* of = hidden + t * stride;
-            for (int64_t i = 0; gate_bias.data && i < count; ++i) of[i] += gate_bias[i];
+            float* of = hidden_.values(g, t);
+            for (int64_t i = 0; bias.data && i < count; ++i) of[i] += bias[i];
             gate.smooth(of, count);
-            any_fired |= needed[t] &= act(gate, limits, p0, of, count);
+            any |= needed[t] &= act(gate, limits, p0, of, count);
         }
-        if (block.up.data)
-            dot_group(rows_of(block.up, block, p0, count), block.up.kind, up_x, T, needed, count, up,
-                      stride);
+        num_read_[g].up = __builtin_popcountll(any);
+    }
+
+    // Multiplies the activated gates of a group by its ups, and stores which of them are not silent.
+    void finish_group(const SparkBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
+        const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
+        const NeuronLimits limits(block, gate);
+        const Biases bias{block.up.bias, block.row, p0};
         const bool is_drelu = gate.activation == ACTIVATION_DRELU;
+        uint64_t any = 0;
         for (int64_t t = 0; t < T; ++t) {
-            float *of = hidden + t * stride, *by = up + t * stride;
-            for (int64_t i = 0; up_bias.data && i < count; ++i) by[i] += up_bias[i];
+            float *of = hidden_.values(g, t), *by = up_many_ + (of - hidden_.value);
+            for (int64_t i = 0; bias.data && i < count; ++i) by[i] += bias[i];
             for (int64_t i = 0; is_drelu && i < count; ++i) by[i] = by[i] < 0.0f ? 0.0f : by[i];
             for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
-            for (int64_t i = 0; limits.has_hidden() && i < count; ++i)
-                if (limits.is_silent(of[i], p0 + i)) needed[t] &= ~(1ull << i);
+            if (limits.has_hidden()) needed[t] &= limits.loud(of, p0, count);
             kernels().keep_only(of, needed[t]);
-            hidden_.used(g, t) = needed[t];
-            any_open |= needed[t];
+            any |= hidden_.used(g, t) = needed[t];
         }
-        num_read_[g] = {__builtin_popcountll(any_named), __builtin_popcountll(any_fired),
-                        __builtin_popcountll(any_open)};
+        num_read_[g].down = __builtin_popcountll(any);
     }
 
     // Activates gates of the group at position p0; the mask of those that fire.
     static uint64_t act(const Gate& gate, const NeuronLimits& limits, int64_t p0, float* value, int64_t count) {
-        uint64_t fired = 0;
-        if (!gate.is_smooth()) {
-            fired = kernels().open_gates(value, count, gate.least());
-            return gate.mode == MODE_DENSE ? ~0ull : fired;
-        }
-        for (int64_t i = 0; i < count; ++i)
-            fired |= static_cast<uint64_t>(gate.act(value[i], limits.of_gate(p0 + i))) << i;
-        return fired;
+        const bool is_dense = gate.mode == MODE_DENSE;
+        if (gate.is_smooth()) return is_dense ? ~0ull : limits.open_gates(value, p0, count);
+        const uint64_t fired = kernels().above(value, count, gate.least());
+        if (is_dense) kernels().keep_only(value, fired);
+        return is_dense ? ~0ull : fired;
     }
 
     static Rows rows_of(const SparkMatrix& m, const SparkBlock& block, int64_t p0, int64_t count) {
@@ -265,11 +297,7 @@ class Neurons {
 
     static uint64_t names(const SparkBlock& block, const Named& named, int64_t p0, int64_t count) {
         uint64_t mask = 0;
-        if (named.bits && !block.id) {
-            const uint32_t* word = named.bits + p0 / 32;
-            mask = word[0] | static_cast<uint64_t>(count > 32 ? word[1] : 0) << 32;
-            return mask & ~0ull >> (SUM_ROWS - count);
-        }
+        if (!block.id) return named.which(p0, count);
         for (int64_t i = 0; i < count; ++i)
             mask |= static_cast<uint64_t>(named.has(id_of(block, p0 + i))) << i;
         return mask;

@@ -300,19 +300,31 @@ void smooth(float* x, int64_t n, int32_t activation) {
             x[i] = 0.5f * x[i] * (1.0f + __builtin_erff(x[i] * 0.70710678f));
 }
 
-uint64_t open_gates(float* x, int64_t n, float limit) {
+uint64_t above(const float* x, int64_t n, float limit) {
     uint64_t open = 0;
 #ifdef LEVEL_AVX512
     for (int64_t i = 0; i < n; i += 16) {
         const __mmask16 there = first_of_16(n - i);
         const __m512 values = _mm512_maskz_loadu_ps(there, x + i);
-        const __mmask16 above = _mm512_mask_cmp_ps_mask(there, values, broadcast(limit), _CMP_NLE_UQ);
-        _mm512_mask_storeu_ps(x + i, there, _mm512_maskz_mov_ps(above, values));
-        open |= static_cast<uint64_t>(above) << i;
+        open |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, broadcast(limit), _CMP_NLE_UQ)) << i;
     }
 #else
     for (int64_t i = 0; i < n; ++i) open |= static_cast<uint64_t>(!(x[i] <= limit)) << i;
-    for (int64_t i = 0; i < n; ++i) x[i] = x[i] <= limit ? 0.0f : x[i];
+#endif
+    return open;
+}
+
+uint64_t beyond(const float* x, int64_t n, const float* limit) {
+    uint64_t open = 0;
+#ifdef LEVEL_AVX512
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 there = first_of_16(n - i);
+        const __m512 values = _mm512_abs_ps(_mm512_maskz_loadu_ps(there, x + i));
+        const __m512 limits = _mm512_maskz_loadu_ps(there, limit + i);
+        open |= static_cast<uint64_t>(_mm512_mask_cmp_ps_mask(there, values, limits, _CMP_NLE_UQ)) << i;
+    }
+#else
+    for (int64_t i = 0; i < n; ++i) open |= static_cast<uint64_t>(!(__builtin_fabsf(x[i]) <= limit[i])) << i;
 #endif
     return open;
 }
@@ -448,7 +460,8 @@ constexpr Kernels ALL_KERNELS = {
      order_sums<Q4_0Planar>, order_sums<Q8_0Planar>},
     choose,
     smooth,
-    open_gates,
+    above,
+    beyond,
     keep_only,
     add_to,
     dot_bytes,

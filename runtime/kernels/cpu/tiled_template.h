@@ -38,6 +38,7 @@ constexpr bool IS_TILED<Q4_0Tiled> = true;
 // vectors 52 and 58, 3 vectors 38 and 51, 5 vectors 26 and 38; 8 vectors with 2304 bytes 30, with
 // 9216 36.
 constexpr int64_t LEAST_ASKING = 6, TILED_AHEAD = 2304;
+constexpr int64_t LEAST_TOGETHER_TILES = 8;
 
 // The memory to prefetch while a tile is read. For few vectors the next tile is left to the hardware
 // prefetcher (GB/s of a Zen 4 core from memory, q4_0 rows of 576 values and one vector: 26, and 7 with
@@ -145,8 +146,22 @@ inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y
         for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
             const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
             const TiledTile<F> again = {at, lane, n, t == 0 ? tile.ahead : nullptr};
-            dot_tile<F>(again, n, x.part(t, t1), to + t * y_stride, y_stride, begin, end);
+            dot_tile<F, 1>(&again, n, x.part(t, t1), to + t * y_stride, y_stride, begin, end);
         }
+    }
+}
+
+// Multiplies the two tiles of rows a0 .. a0 + 2 * TILE_ROWS - 1 together.
+template <class F>
+inline void dot_two_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
+                          const TiledAhead& ahead) {
+    const int64_t n = rows.D / BLOCK;
+    const uint8_t* at = rows.weight + a0 * rows.stride;
+    for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
+        const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
+        const TiledAhead* asked = t == 0 ? &ahead : nullptr;
+        const TiledTile<F> tiles[2] = {{at, 0, n, asked}, {at + TILE_ROWS * rows.stride, 0, n, asked}};
+        dot_tile<F, 2>(tiles, n, x.part(t, t1), y + t * y_stride, y_stride, 0, 2 * TILE_ROWS);
     }
 }
 
@@ -182,6 +197,16 @@ void dot_tiled(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
             dot_tiled_rows<F>(whole, x, y + a, y_stride, row, row + 1, {nullptr, nullptr});
         }
         return;
+    }
+    if constexpr (TILES_AT_ONCE == 2) {
+        const int64_t first = (a0 + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+        if (x.count >= LEAST_TOGETHER_TILES && a1 - first >= 2 * TILE_ROWS) {
+            const uint8_t* last = end_of_run(rows, a1);
+            const TiledAhead ahead = {nullptr, nullptr, stream_ahead == 0, stream_ahead > 0 ? last : nullptr, rows.after};
+            if (first > a0) dot_tiled_rows<F>(rows, x, y + a0, y_stride, a0, first, ahead);
+            for (a0 = first; a1 - a0 >= 2 * TILE_ROWS; a0 += 2 * TILE_ROWS)
+                dot_two_tiles<F>(rows, x, y + a0, y_stride, a0, ahead);
+        }
     }
     for_tiles(rows, a0, a1, x.count >= LEAST_ASKING, [&](int64_t a, int64_t end, const TiledAhead& ahead) {
         dot_tiled_rows<F>(rows, x, y + a, y_stride, a, end, ahead);
