@@ -69,7 +69,7 @@ def test_rows_at_once_equal_single_steps(tmp_path, restore_library, kind, mode, 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "kind, width",
-    [*product(("f32", "f16", "bf16"), (96, 112)), ("q8_0", 96), ("q4_0", 96)],
+    [*product(("f32", "f16", "bf16"), (96, 112)), *product(("q8_0", "q4_0"), (96, 160, 256))],
 )
 def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
     tmp_path, restore_library, kind, width, level

@@ -97,21 +97,26 @@ inline __m512i four_bytes(const uint8_t* p) {
 
 constexpr int TILES_AT_ONCE = 2;
 
+// Sums of eight products have two halves, because a chain of eight takes longer than it is until the next
+// vector's products begin.
 template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start) {
+    constexpr int HALVES = (END - FIRST) / 4;
     const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
-    __m512i high = _mm512_setzero_si512(), low = bits(start);
+    __m512i high[HALVES] = {}, low[HALVES] = {bits(start)};
 #pragma GCC unroll 8
     for (int v = FIRST; v < END; ++v) {
         const int64_t place = F::QUANT_BYTES == 16 ? v / 4 * 64 + v % 4 * 4 : 4 * v;
-        high = _mm512_dpbusd_epi32(high, bits(w[v]), four_bytes(at + place));
-        low = _mm512_dpbusd_epi32(low, bits(w[v]), four_bytes(at + PLANE<F> + place));
+        const int half = v % HALVES;
+        high[half] = _mm512_dpbusd_epi32(high[half], bits(w[v]), four_bytes(at + place));
+        low[half] = _mm512_dpbusd_epi32(low[half], bits(w[v]), four_bytes(at + PLANE<F> + place));
     }
-    return ints(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+    Ints upper = ints(high[0]), lower = ints(low[0]);
+    for (int half = 1; half < HALVES; ++half) upper += ints(high[half]), lower += ints(low[half]);
+    return (upper << 8) + lower;
 }
 
-// tile_products() of two tiles, which share what is read of x. Each sum has two halves, because a chain of
-// eight products takes longer than the next vector's products can be begun in the meantime.
+// tile_products() of two tiles, which share what is read of x.
 template <class F>
 inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, int64_t b, Ints start, Ints* out) {
     const uint8_t* at = x + b % unit<F>() * (F::QUANT_BYTES == 16 ? 16 : 32);
@@ -130,8 +135,6 @@ inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, i
         low[0][half] = _mm512_dpbusd_epi32(low[0][half], bits(w[v]), lower);
         low[1][half] = _mm512_dpbusd_epi32(low[1][half], bits(w2[v]), lower);
     }
-    for (int i = 0; i < 2; ++i) {
-        const __m512i upper = _mm512_slli_epi32(_mm512_add_epi32(high[i][0], high[i][1]), 8);
-        out[i] = ints(_mm512_add_epi32(upper, _mm512_add_epi32(low[i][0], low[i][1])));
-    }
+    for (int i = 0; i < 2; ++i)
+        out[i] = (ints(high[i][0]) + ints(high[i][1]) << 8) + (ints(low[i][0]) + ints(low[i][1]));
 }
