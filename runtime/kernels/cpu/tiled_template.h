@@ -52,26 +52,32 @@ struct TiledAhead {
     const uint8_t* end = nullptr;
     const uint8_t* then = nullptr;
 
+    // The address to prefetch instead of which offset `from` of the tile is read; or null.
+    __attribute__((always_inline)) inline const uint8_t* address(const uint8_t* tile, int64_t from) const {
+        if (!end) return after ? after + from : nullptr;
+        const uint8_t* at = tile + stream_ahead + from;
+        return at >= end && then ? then + (at - end) : at;
+    }
+
     // Prefetches what is due when `count` bytes from offset `from` of the tile are read. gcc 12
     // drops calls of a function that only prefetches, unless it is inlined early.
     __attribute__((always_inline)) inline void ask(const uint8_t* tile, int64_t from, int64_t count) const {
-        if (end) {
-            const uint8_t* at = tile + stream_ahead + from;
-            if (at >= end && then) at = then + (at - end);
+        if (const uint8_t* at = address(tile, from))
             for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(at + i);
-        }
-        for (int64_t i = 0; is_asking && i < count; i += 64)
-            __builtin_prefetch(tile + TILED_AHEAD + from + i);
-        if (after)
-            for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(after + from + i);
+        ask_next(tile, from, count);
     }
 
-    // The same when block b of all rows is read, with block_bytes per row.
-    __attribute__((always_inline)) inline void ask_block(const uint8_t* tile, int64_t b,
-                                                         int64_t block_bytes) const {
-        ask(tile, b * TILE_ROWS * block_bytes, TILE_ROWS * block_bytes);
+    // The same for block b of all rows, with block_bytes per row, but for the lines at address().
+    __attribute__((always_inline)) inline void ask_others(const uint8_t* tile, int64_t b,
+                                                          int64_t block_bytes) const {
+        ask_next(tile, b * TILE_ROWS * block_bytes, TILE_ROWS * block_bytes);
         if (also && b * block_bytes % 64 < block_bytes)
             for (int64_t r = 0; r < TILE_ROWS; ++r) __builtin_prefetch(also[r] + b * block_bytes);
+    }
+
+  private:
+    __attribute__((always_inline)) inline void ask_next(const uint8_t* tile, int64_t from, int64_t count) const {
+        for (int64_t i = 0; is_asking && i < count; i += 64) __builtin_prefetch(tile + TILED_AHEAD + from + i);
     }
 };
 
@@ -94,36 +100,45 @@ struct TiledTile {
 
     // gcc 12 would otherwise call it for each block, with the quants on the stack.
     __attribute__((always_inline)) inline Floats load(int64_t b, Ints* quarter) const {
-        if (ahead) ahead->ask_block(tile, b, F::BLOCK_BYTES);
+        const int64_t from = b * TILE_ROWS * F::BLOCK_BYTES;
+        const uint8_t* next = ahead ? ahead->address(tile, from) : nullptr;
+        if (ahead) ahead->ask_others(tile, b, F::BLOCK_BYTES);
+        if (!next) next = tile + from;  // is being read
         const Floats scale = in_register(load_f16(F::scale_of(tile, b, lane)));
-        for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v)
+        for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v) {
+            __builtin_prefetch(next + 64 * v);
             quarter[v] = load_in_order(F::quants_of(tile, n, b, lane) + 4 * TILE_ROWS * v);
+        }
+        __builtin_prefetch(next + 16 * F::QUANT_BYTES);
         return scale;
     }
 };
 
 // One vector: y[0 .. LANES-1].
+//
+// Blocks are not unrolled: the hardware prefetcher follows a load instruction whose addresses are less than
+// 2,048 bytes apart, and four blocks of q8_0 are 2,176 bytes. GB/s of q8_0 from memory, two Zen 5 cores,
+// rows of 2,048 values, four blocks unrolled and none: without software prefetching 25 and 43, with it 50
+// and 60.
 template <class F>
 inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, float* y) {
-    Floats acc[4] = {zero(), zero(), zero(), zero()};
-    auto add = [&](int64_t b, Floats& sum) __attribute__((always_inline)) {
+    Floats next[4] = {zero(), zero(), zero(), zero()};  // the sums of blocks b, b + 1, b + 2 and b + 3
+    auto rotate = [&]() __attribute__((always_inline)) {
+        const Floats first = next[0];
+        next[0] = next[1], next[1] = next[2], next[2] = next[3], next[3] = first;
+    };
+#pragma GCC unroll 1
+    for (int64_t b = 0; b < tile.n; ++b) {
         Ints quarter[F::QUANT_BYTES / 4], w[TILE_WEIGHTS<F>];
         const Floats scale = tile.load(b, quarter);
         tile_weights<F>(quarter, w);
         const Ints products = tile_products<F>(w, x.values + b / unit<F>() * x.stride, b,
                                                Ints{} - OFFSET<F> * x.sum[b]);
-        sum = fused(to_floats(products), mul(scale, broadcast(x.scale[b])), sum);
-    };
-    int64_t b = 0;
-    for (; b + 4 <= tile.n; b += 4) {
-        add(b, acc[0]);
-        add(b + 1, acc[1]);
-        add(b + 2, acc[2]);
-        add(b + 3, acc[3]);
+        next[0] = fused(to_floats(products), mul(scale, broadcast(x.scale[b])), next[0]);
+        rotate();
     }
-    for (int p = 0; p < 3; ++p)
-        if (b + p < tile.n) add(b + p, acc[p]);
-    store_floats(y, add_floats(add_floats(acc[0], acc[1]), add_floats(acc[2], acc[3])));
+    for (int64_t b = tile.n; b % 4; ++b) rotate();
+    store_floats(y, add_floats(add_floats(next[0], next[1]), add_floats(next[2], next[3])));
 }
 
 // Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
