@@ -1,21 +1,24 @@
 // Listed sums of planar q8_0 and q4_0 rows, four blocks of columns at a time, bit-identical to add_group().
 // Included by listed_sums.h.
 //
-// The lanes of factors are four rows times four blocks, and those of a window's largest products are its
-// groups times these blocks. Each row's scales are converted once for all vectors.
+// Lanes of factors are four rows times four blocks, and those of the largest products four groups times four
+// blocks. A row's scales are converted once for all vectors.
 
-// v's lanes i .. i + 3, each 16 / 4 times, or for `TIMES` 8 two lanes.
+// Lanes first, first + 1, ... of v, each TIMES times.
 template <int TIMES>
-inline __m512i lanes_from(int i) {
+inline Ints spread_lanes(Ints v, int first) {
     const __m512i fours = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
-    return _mm512_add_epi32(TIMES == 4 ? fours : _mm512_srli_epi32(fours, 1), _mm512_set1_epi32(i));
+    const __m512i lanes = TIMES == 4 ? fours : _mm512_srli_epi32(fours, 1);
+    return ints(_mm512_permutexvar_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(first)), bits(v)));
 }
 
-inline Ints quarter_of(Ints v, int64_t q) {
-    const __m512i ones = _mm512_set_epi32(3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0);
-    return ints(_mm512_permutexvar_epi32(_mm512_add_epi32(ones, _mm512_set1_epi32(static_cast<int>(4 * q))), bits(v)));
+// Lanes first .. first + 3 of v, four times.
+inline Ints repeat_lanes(Ints v, int first) {
+    const __m512i lanes = _mm512_broadcast_i32x4(_mm_set_epi32(3, 2, 1, 0));
+    return ints(_mm512_permutexvar_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(first)), bits(v)));
 }
 
+// op over the four quarters of v; the result is in each of them.
 template <class Op>
 inline Ints over_quarters(Ints v, const Op& op) {
     v = op(v, ints(_mm512_shuffle_i32x4(bits(v), bits(v), 0x4e)));
@@ -25,11 +28,12 @@ inline Ints over_quarters(Ints v, const Op& op) {
 template <class Format>
 struct BlockTile {
     static constexpr int64_t BLOCKS = 4, COLUMNS = BLOCKS * BLOCK, ROW_BYTES = BLOCKS * Format::QUANT_BYTES;
-    static constexpr int64_t PADDED = 4, PARTS = Format::PARTS, UNITS = COLUMNS / Format::UNIT;
-    static constexpr int TIMES = Format::QUANT_BYTES / 4;
+    static constexpr int64_t PADDED = 4;  // rows in the lanes of factors
+    static constexpr int PARTS = Format::PARTS, UNITS = COLUMNS / Format::UNIT, BLOCKS_OF_UNIT = BLOCKS / UNITS;
     static constexpr AccumulateRows* ADD_ROWS = accumulate_rows<Format>;
+    typedef Ints UnitSums[2][PARTS];
 
-    BlockTile() { _mm_store_ps(scale[WINDOW_ROWS], _mm_setzero_ps()); }
+    BlockTile() { _mm_store_ps(scale[WINDOW_ROWS], _mm_setzero_ps()); }  // of rows that pad a list
 
     static inline void prepare(const Listed&) {}
 
@@ -40,75 +44,88 @@ struct BlockTile {
     }
 
     void add(const Listed& list, float* y) const {
-        alignas(64) float exact[WINDOW_ROWS][BLOCKS];  // coefficients times scales
-        Ints largest = {};
-        for (int g = 0; g < WINDOW_GROUPS; ++g) {
-            Ints most = {};
-            for (int64_t i = list.begin[g]; i < list.begin[g + 1]; i += 4) {
-                const Floats product = products(list, i);
-                store_floats(exact[i - list.first()], product);
-                most = larger(most, reinterpret_cast<Ints>(product) & 0x7fffffff);
-            }
-            most = over_quarters(most, larger);
-            largest = ints(_mm512_mask_mov_epi32(bits(largest), static_cast<__mmask16>(15 << 4 * g), bits(most)));
-        }
-        const FactorScale by = factor_scale(largest);
+        alignas(64) float product[WINDOW_ROWS][BLOCKS];  // coefficients times scales
+        const FactorScale by = factor_scale(largest_products(list, product));
         Floats out[UNITS][2][PARTS];
-        for (int v = 0; v < 8; ++v) (&out[0][0][0])[v] = load_floats(y + v * LANES);
+        for (int u = 0; u < UNITS; ++u)
+            for (int v = 0; v < 2 * PARTS; ++v) out[u][v / PARTS][v % PARTS] = load_floats(y + u * Format::UNIT + v * LANES);
         for (int g = 0; g < WINDOW_GROUPS; ++g) {
             if (list.begin[g] == list.begin[g + 1]) continue;
-            const Floats up = reinterpret_cast<Floats>(quarter_of(reinterpret_cast<Ints>(by.up), g));
-            Ints sum[UNITS][2][PARTS] = {}, zeros = {};
+            const Floats up = reinterpret_cast<Floats>(repeat_lanes(reinterpret_cast<Ints>(by.up), 4 * g));
+            UnitSums sum[UNITS] = {};
+            Ints zeros = {};
             for (int64_t i = list.begin[g]; i < list.begin[g + 1]; i += 4) {
-                const Ints factor = to_ints(mul(load_floats(exact[i - list.first()]), up));
-                const Ints pairs = paired(factor);
-                zeros = add_pairs(zeros, pairs, Ints{} + MINUS_ZEROS<Format>);
-                add_two(sum, pairs, 0, list.place[i], list.place[i + 1]);
-                add_two(sum, pairs, 8, list.place[i + 2], list.place[i + 3]);
+                const Ints factors = paired(to_ints(mul(load_floats(product[i - list.first()]), up)));
+                zeros = add_pairs(zeros, factors, Ints{} + MINUS_ZEROS<Format>);
+                add_two(sum, factors, 0, list.place + i);
+                add_two(sum, factors, 8, list.place + i + 2);
             }
             zeros = over_quarters(zeros, [](Ints a, Ints b) { return a + b; });
             for (int u = 0; u < UNITS; ++u) {
+                const int first = u * BLOCKS_OF_UNIT;
                 Ints start[PARTS];
-                Floats scale[PARTS];
-                Format::start(spread_from(zeros, 2 * u), start);
-                Format::scales(reinterpret_cast<Floats>(spread_from(reinterpret_cast<Ints>(by.scale), 4 * g + 2 * u)), scale);
+                Floats scales[PARTS];
+                Format::start(of_unit(zeros, first), start);
+                const Ints of_group = of_unit(reinterpret_cast<Ints>(by.scale), 4 * g + first);
+                Format::scales(reinterpret_cast<Floats>(of_group), scales);
                 for (int half = 0; half < 2; ++half)
-                    for (int p = 0; p < PARTS; ++p)
-                        out[u][half][p] = multiply_add(to_floats(sum[u][half][p] + start[p]), scale[p], out[u][half][p]);
+                    for (int p = 0; p < PARTS; ++p) {
+                        Floats& to = out[u][half][p];
+                        to = multiply_add(to_floats(sum[u][half][p] + start[p]), scales[p], to);
+                    }
             }
         }
-        for (int v = 0; v < 8; ++v) store_floats(y + v * LANES, (&out[0][0][0])[v]);
+        for (int u = 0; u < UNITS; ++u)
+            for (int v = 0; v < 2 * PARTS; ++v) store_floats(y + u * Format::UNIT + v * LANES, out[u][v / PARTS][v % PARTS]);
     }
 
   private:
-    // Of four rows, each times its four scales.
-    Floats products(const Listed& list, int64_t i) const {
-        __m512 four = _mm512_castps128_ps512(_mm_load_ps(scale[list.place[i]]));
-        four = _mm512_insertf32x4(four, _mm_load_ps(scale[list.place[i + 1]]), 1);
-        four = _mm512_insertf32x4(four, _mm_load_ps(scale[list.place[i + 2]]), 2);
-        four = _mm512_insertf32x4(four, _mm_load_ps(scale[list.place[i + 3]]), 3);
-        const __m512 c = _mm512_broadcast_f32x4(_mm_loadu_ps(list.c + i));
-        return mul(four, _mm512_permutexvar_ps(lanes_from<4>(0), c));
+    // Writes each listed row's coefficient times its scales; returns the largest magnitude for each group
+    // and block.
+    Ints largest_products(const Listed& list, float (*product)[BLOCKS]) const {
+        Ints largest = {};
+        for (int g = 0; g < WINDOW_GROUPS; ++g) {
+            Ints of_group = {};
+            for (int64_t i = list.begin[g]; i < list.begin[g + 1]; i += 4) {
+                const uint16_t* place = list.place + i;
+                __m512 scales = _mm512_castps128_ps512(_mm_load_ps(scale[place[0]]));
+                scales = _mm512_insertf32x4(scales, _mm_load_ps(scale[place[1]]), 1);
+                scales = _mm512_insertf32x4(scales, _mm_load_ps(scale[place[2]]), 2);
+                scales = _mm512_insertf32x4(scales, _mm_load_ps(scale[place[3]]), 3);
+                const __m512 c = _mm512_broadcast_f32x4(_mm_loadu_ps(list.c + i));
+                const Ints spread = spread_lanes<4>(reinterpret_cast<Ints>(c), 0);
+                const Floats exact = mul(scales, reinterpret_cast<Floats>(spread));
+                store_floats(product[i - list.first()], exact);
+                of_group = larger(of_group, reinterpret_cast<Ints>(exact) & 0x7fffffff);
+            }
+            of_group = over_quarters(of_group, larger);
+            largest = ints(_mm512_mask_mov_epi32(bits(largest), static_cast<__mmask16>(15 << 4 * g), bits(of_group)));
+        }
+        return largest;
     }
 
-    // 16-bit factors of rows 0 and 1 in the first quarter, of rows 2 and 3 in the third.
+    // 16-bit factors of rows 0 and 1 in the first quarter, of rows 2 and 3 in the third, else 0.
     static Ints paired(Ints factor) {
-        const __m512i other = _mm512_maskz_shuffle_i32x4(0x0f0f, bits(factor), bits(factor), 0xf5);
-        const __m512i low = _mm512_maskz_mov_epi16(0x00550055, bits(factor));
-        return ints(_mm512_or_si512(low, _mm512_slli_epi32(other, 16)));
+        const __m512i odd = _mm512_maskz_shuffle_i32x4(0x0f0f, bits(factor), bits(factor), 0xf5);
+        const __m512i even = _mm512_maskz_mov_epi16(0x00550055, bits(factor));
+        return ints(_mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
     }
 
-    static Ints spread_from(Ints v, int i) { return ints(_mm512_permutexvar_epi32(lanes_from<TIMES>(i), bits(v))); }
+    // The lanes of a unit's blocks, from lane `first` of v on, each in the lanes of its columns.
+    static Ints of_unit(Ints v, int first) { return spread_lanes<Format::QUANT_BYTES / 4>(v, first); }
 
-    void add_two(Ints (*sum)[2][PARTS], Ints pairs, int at, int64_t a, int64_t b) const {
+    // Adds two rows, whose factors are in lanes first .. first + 3.
+    void add_two(UnitSums* sum, Ints factors, int first, const uint16_t* place) const {
         for (int u = 0; u < UNITS; ++u) {
-            const Ints factor = spread_from(pairs, at + 2 * u);
-            const Ints x = load_ints(bytes + a * ROW_BYTES + 64 * u), y = load_ints(bytes + b * ROW_BYTES + 64 * u);
+            const Ints factor = of_unit(factors, first + u * BLOCKS_OF_UNIT);
+            const Ints a = load_ints(bytes + place[0] * ROW_BYTES + 64 * u);
+            const Ints b = load_ints(bytes + place[1] * ROW_BYTES + 64 * u);
             Ints part[2][PARTS];
-            Format::split(interleave_low(x, y), part[0]);
-            Format::split(interleave_high(x, y), part[1]);
+            Format::split(interleave_low(a, b), part[0]);
+            Format::split(interleave_high(a, b), part[1]);
             for (int half = 0; half < 2; ++half)
-                for (int p = 0; p < PARTS; ++p) sum[u][half][p] = add_pairs(sum[u][half][p], part[half][p], factor);
+                for (int p = 0; p < PARTS; ++p)
+                    sum[u][half][p] = add_pairs(sum[u][half][p], part[half][p], factor);
         }
     }
 
