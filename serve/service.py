@@ -86,23 +86,22 @@ class Service:
             shown = f"the body's type is {kind[:60]!r}" if kind else "the body has no type"
             raise ApiError(415, f"{shown}; with curl, add -H 'Content-Type: application/json'",
                            code="wrong_content_type")  # fmt: skip
-        pieces, length = [], 0
+        pieces, length, most = [], 0, self.config.max_body_bytes
         try:
             async with asyncio.timeout(self.config.read_s):
                 async for piece in request.stream():
-                    length += len(piece)
-                    if length > self.config.max_body_bytes:
-                        await drop_body(request.receive)
-                        raise ApiError(
-                            413, f"the body is longer than {self.config.max_body_bytes} bytes",
-                            code="request_too_large",
-                        )  # fmt: skip
                     pieces.append(piece)
+                    length += len(piece)
+                    if length > most:
+                        break
         except TimeoutError:
             raise ApiError(408, f"the body took longer than {self.config.read_s:g} s",
                            code="request_timeout", headers={"Connection": "close"}) from None  # fmt: skip
         except ClientDisconnect:
             raise Gone from None
+        if length > most:  # after the deadline's block: the rest may arrive later
+            await drop_body(request.receive)
+            raise ApiError(413, f"the body is longer than {most} bytes", code="request_too_large")
         return await self.prepared(lambda: fields_of(b"".join(pieces)))
 
     async def prepared(self, make: Callable[[], Result]) -> Result:

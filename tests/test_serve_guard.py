@@ -194,6 +194,13 @@ def test_a_slow_body_is_refused():
     assert status == 408 and content["error"]["code"] == "request_timeout"
 
 
+def test_a_long_body_that_stops_arriving_is_refused_as_too_long():
+    """Its length is known, although its rest is awaited beyond the deadline."""
+    service = service_of(read_s=0.1, max_body_bytes=2000)
+    status, _, content = ask(service, "POST", "/v1/completions", JSON, [b" " * 3000, None])
+    assert status == 413 and content["error"]["code"] == "request_too_large"
+
+
 def test_requests_while_loading_and_stopping_are_refused():
     service = service_of()
     status, headers, content = ask(service, "GET", "/v1/models")
