@@ -17,8 +17,9 @@ from test_runtime import make_split
 
 from sparkinfer import Engine
 from sparkinfer.device_checks import FOLDER, CheckBook, Verdict, read_checks, stored_checks
-from sparkinfer.runtime.check.kernels import check_launch, difference
+from sparkinfer.runtime.check.kernels import Wrong, check_launch, difference
 from sparkinfer.runtime.check.launches import launches_of
+from sparkinfer.runtime.check.step_check import captured
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu import torch_kernels as module
 from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
@@ -142,3 +143,26 @@ def test_the_measure_rejects_wrong_results(wrong):
     bits = torch.arange(100, dtype=torch.int32)
     assert not difference(bits ^ (bits == 5), bits, 1e-4)
     assert difference(bits ^ 1, bits, 1e-4)
+
+
+class Fixed:
+    """A step that gives these logits, one row for each position."""
+
+    def __init__(self, logits_TV):
+        self.logits_TV = torch.tensor(logits_TV)
+
+    def run(self, token, at):
+        return self.logits_TV[at]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1.0])
+def test_a_captured_step_that_differs_in_one_logit_is_rejected(value):
+    """Also one with NaN where the submitted step has 0, or the largest float where that has inf."""
+    right = Fixed([[0.0, 2.0, torch.nan], [torch.finfo(torch.float32).max, 1.0, -torch.inf]])
+    captured({"submitted": right, "captured": right}.get, "submitted", "captured")
+    for at in (0, 1):
+        wrong = Fixed(right.logits_TV.tolist())
+        wrong.logits_TV[at, 0] = value
+        for steps in ((wrong, right), (right, wrong)):
+            with pytest.raises(Wrong, match="^1 of 6 logits differ"):
+                captured(dict(enumerate(steps)).get, 0, 1)

@@ -239,22 +239,26 @@ def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
             check_rows(engine._live)
 
 
-@pytest.mark.parametrize("wrong", ["raises", "writes zeros", "mixes rows"])
+@pytest.mark.parametrize(
+    "wrong", ["raises", "writes zeros", "mixes rows", "makes a small logit NaN"]
+)
 def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
     """Steps then have fewer rows, and a line says so for each number that fails."""
-    right = reference_kernels()
+    right, model = reference_kernels(), saved(tmp_path)
 
     def dot(matrix, bias_N, x_D, out_N, *, has_relu=False):
         if x_D.dim() == 2 and len(x_D) > 2 and wrong == "raises":
             raise RuntimeError("no such kernel\nand more")
         right.dot(matrix, bias_N, x_D, out_N, has_relu=has_relu)
         if x_D.dim() == 2 and len(x_D) > 2:
-            out_N.copy_(torch.zeros_like(out_N) if wrong == "writes zeros" else out_N.flip(0))
+            if wrong != "makes a small logit NaN":
+                out_N.copy_(torch.zeros_like(out_N) if wrong == "writes zeros" else out_N.flip(0))
+            elif out_N.shape[-1] == model.shape.vocab_size:
+                out_N[0, out_N[0].abs().argmin()] = torch.nan
 
     kernels = Kernels(
         **{f.name: getattr(right, f.name) for f in dataclasses.fields(right)} | {"dot": dot}
     )
-    model = saved(tmp_path)
     backend = plain_backend(kernels)
     with loaded(tmp_path, model, "random", 1, backend=backend) as engine:
         native = engine._live.native

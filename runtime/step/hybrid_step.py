@@ -159,7 +159,10 @@ class HybridStep:
         alone = torch.stack([self._single(row) for row in rows])
         self._prepare(rows, num_rows)
         self._run(rows, num_rows)
-        got, want = self.host.logits_TV[: len(rows)].nan_to_num(), alone.nan_to_num()
+        got, want = self.host.logits_TV[: len(rows)], alone
+        if not torch.equal(got.isnan(), want.isnan()):
+            raise SparkinferError("logits are NaN in the wrong places")
+        got, want = got.nan_to_num(), want.nan_to_num()
         error, size = float((got - want).norm()), float(want.norm())
         if error > ROWS_BOUND * size:
             raise SparkinferError(f"logits are off by {error / size if size else float('inf'):.2g}")
