@@ -108,11 +108,11 @@ class DeviceBuffers:
         """Allocates the buffers; `take` returns zeros on the device. `has_cache`: keys and values
         are on the GPU, so attention there needs scratch."""
         width = weights.embedding.width
-        first = weights.layers[0]
-        cache = first.attention.cache
+        attention, ffn = weights.layers[0].attention, weights.layers[0].ffn
+        cache = attention.cache
         table = cache.table
         num_kv, head_width = cache.num_kv_heads, cache.head_width
-        num_heads, num_neurons = first.attention.num_heads, first.ffn.num_neurons
+        num_heads, num_neurons = attention.num_heads, ffn.num_neurons
         scratch = attend_scratch(table.context_length, num_heads, head_width) if has_cache else 0
         has_table = has_cache and not table.is_whole
         ranks = [
@@ -197,10 +197,10 @@ class DeviceKernels:
     def sums(self, names: Sequence[str], divided: DividedLayer) -> Tensor:
         """The rows of `sum_PD` that hold these outputs of a layer, [P, D]; they must be
         adjacent."""
-        first, last = (divided.rows(name) for name in (names[0], names[-1]))
+        begin, end = divided.rows(names[0])[0], divided.rows(names[-1])[1]
         count = sum(len(range(*divided.rows(name))) for name in names)
-        assert count == last[1] - first[0], (names, first, last)
-        return self.buffers.sum_PD[first[0] : last[1]]
+        assert count == end - begin, (names, begin, end)
+        return self.buffers.sum_PD[begin:end]
 
     def embed(self, embedding: Matrix, *, has_positions: bool) -> None:
         """Writes the embedding to the hidden state, or adds it to the learned positions there."""
