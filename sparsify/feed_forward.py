@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
         device = self.dense[0].device
         self.limit_F = torch.zeros(self.dense[0].shape[0], device=device)
         self.watch: Watch | None = None
-        self.keeps_values, self.value = False, torch.empty(0)  # act(gate), with its graph
+        self.keeps_values, self.value = False, torch.empty(0)  # act(gate), in `keeping_values`
         self.differences: list[Tensor] | None = None  # of the outputs, inside `differences`
         self.dense_output = torch.empty(0)
 
@@ -206,6 +206,19 @@ def watched(layers: Sequence[FeedForward], watch: Watch | None) -> Iterator[None
     finally:
         for layer in layers:
             layer.watch = None
+
+
+@contextmanager
+def keeping_values(layers: Sequence[FeedForward]) -> Iterator[None]:
+    """Inside the block, each layer keeps the activated gates of its last pass in `value`, with
+    their graph for autograd."""
+    for layer in layers:
+        layer.keeps_values = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.keeps_values, layer.value = False, torch.empty(0)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.sparsify.distillation import chunks, log_words
+from sparkinfer.sparsify.feed_forward import keeping_values
 from sparkinfer.sparsify.quality import autocast, hidden_states
 from sparkinfer.sparsify.student import Student
 
@@ -29,26 +30,23 @@ def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, see
     layers = student.layers
     square_LF = torch.zeros(len(layers), len(layers[0].limit_F), dtype=torch.float64)
     num_tokens = torch.zeros((), dtype=torch.float64)
-    for layer in layers:
-        layer.keeps_values = True
-    for number in range(ranks.rank, len(windows), ranks.size):
-        ids_T = windows[number]
-        generator.manual_seed(seed + number)  # the same draws for any number of processes
-        with autocast(student.device.type, student.dtype):
-            hidden_TD = hidden_states(student.model, ids_T[None].to(student.device))[0]
-        if not hidden_TD.isfinite().all():
-            raise SparkinferError(
-                "the model's hidden states are NaN or infinite on the first windows of the corpus;"
-                " the model's weights are damaged, or so large that products overflow"
-            )
-        error_TD = drawn_error(hidden_TD.detach(), student.head_VD, generator)
-        values = [layer.value for layer in layers]
-        found = torch.autograd.grad(hidden_TD, values, grad_outputs=error_TD)
-        for square_F, gradient in zip(square_LF, found, strict=True):
-            square_F += gradient.flatten(0, -2).float().square().sum(dim=0).double().cpu()
-        num_tokens += len(ids_T)
-    for layer in layers:
-        layer.keeps_values, layer.value = False, torch.empty(0)
+    with keeping_values(layers):
+        for number in range(ranks.rank, len(windows), ranks.size):
+            ids_T = windows[number]
+            generator.manual_seed(seed + number)  # the same draws for any number of processes
+            with autocast(student.device.type, student.dtype):
+                hidden_TD = hidden_states(student.model, ids_T[None].to(student.device))[0]
+            if not hidden_TD.isfinite().all():
+                raise SparkinferError(
+                    "the model's hidden states are NaN or infinite on the first windows of the"
+                    " corpus; the model's weights are damaged, or so large that products overflow"
+                )
+            error_TD = drawn_error(hidden_TD.detach(), student.head_VD, generator)
+            values = [layer.value for layer in layers]
+            found = torch.autograd.grad(hidden_TD, values, grad_outputs=error_TD)
+            for square_F, gradient in zip(square_LF, found, strict=True):
+                square_F += gradient.flatten(0, -2).float().square().sum(dim=0).double().cpu()
+            num_tokens += len(ids_T)
     return (ranks.sum(square_LF) / ranks.sum(num_tokens)).sqrt()
 
 

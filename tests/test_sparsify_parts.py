@@ -8,6 +8,7 @@ import pytest
 import torch
 from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
 
+from sparkinfer.errors import SparkinferError
 from sparkinfer.profile.ranks import Ranks
 from sparkinfer.profile.sources import find_sources
 from sparkinfer.sparsify import state
@@ -108,6 +109,15 @@ def test_weights_are_recovered_from_limits(allocation):
     again = Limits.from_limits(limits.limit_LF, allocation)
     assert torch.allclose(again.weight_LF, weight_LF, rtol=1e-5)
     assert torch.allclose(again.threshold_L, limits.threshold_L, rtol=1e-5)
+
+
+def test_a_refused_measurement_leaves_no_values_in_the_layers(config):
+    trainer = trainer_of(config)
+    student = trainer.student
+    next(iter(student.model.parameters())).data.fill_(torch.nan)
+    with pytest.raises(SparkinferError, match="NaN or infinite"):
+        sensitivities(student, windows_of(1), trainer.ranks, seed=0)
+    assert not any(layer.keeps_values or layer.value.numel() for layer in student.layers)
 
 
 def test_sensitivities_foretell_what_silencing_costs(config):
