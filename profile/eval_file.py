@@ -1,6 +1,7 @@
 """Builds and reads the output of `sparkinfer eval --json`: a comparison of one mode with the
 dense model."""
 
+import json
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import cast, get_args
@@ -18,8 +19,17 @@ _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 
 
 def eval_content(report: EvalReport) -> dict[str, object]:
-    """The object to print."""
-    return {"format": FORMAT, "version": VERSION, **asdict(report)}
+    """The object to print. Raises SparkinferError if `load_eval` would refuse it: for figures that
+    are not finite or above MOST, such as the perplexity of a broken mode."""
+    content = {"format": FORMAT, "version": VERSION, **asdict(report)}
+    try:
+        _report(Fields(json.loads(json.dumps(content)), keys=_NAMES))
+    except SparkinferError as error:
+        raise SparkinferError(
+            f"mode {report.mode}: {error}, so the comparison cannot be stored; without --json, all"
+            " its figures are shown"
+        ) from error
+    return content
 
 
 def load_eval(path: Path) -> EvalReport:

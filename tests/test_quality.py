@@ -30,7 +30,7 @@ from sparkinfer.profile.comparison import (
     student_t,
 )
 from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.eval_file import load_eval
+from sparkinfer.profile.eval_file import eval_content, load_eval
 from sparkinfer.profile.predictor_options import PredictorOptions
 from sparkinfer.profile.quality import EvalConfig, ShareCounter, bytes_read, compare_all, evaluate
 from sparkinfer.profile.report import warnings
@@ -154,6 +154,12 @@ def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
         key: tuple(value) if isinstance(value, list) else value
         for key, value in values.items() if key not in ("format", "version")
     }  # fmt: skip
+    for wrong in (1.1e12, math.inf, math.nan):  # refused when written as when read
+        with pytest.raises(SparkinferError, match="^mode predicted: perplexity is "):
+            eval_content(dataclasses.replace(found, perplexity=wrong))
+        (tmp_path / "w.json").write_text(json.dumps(values | {"perplexity": wrong}))
+        with pytest.raises(SparkinferError, match="perplexity is "):
+            load_eval(tmp_path / "w.json")
     (note,) = found.notes  # in the text output, the first line
     assert note.endswith("tokens of text, fewer than the 16,384 of --tokens")
     for wrong in ("a note", ["two\nlines"], [1]):

@@ -127,7 +127,7 @@ def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> Non
     lines = [*(f"note: {note}" for note in notes), f"{report.mode}: {report.line}",
              report.neurons_line, "± is half of the 95 % confidence interval",
              *_scaling_lines(config)]  # fmt: skip
-    finish(eval_content(report), as_json, lines)
+    finish(eval_content(report) if as_json else {}, as_json, lines)
 
 
 def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[str]:
