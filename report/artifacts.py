@@ -1,6 +1,7 @@
 """The files of a report, loaded and checked to belong to one model."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from sparkinfer.errors import SparkinferError
@@ -44,7 +45,12 @@ class Artifacts:
     predictors: Predictors | None
     quality_L: tuple[LayerQuality, ...]
     evals: tuple[EvalReport, ...]
-    files: tuple[SourceFile, ...]
+    paths: tuple[tuple[str, Path], ...]  # what each file is, and where
+
+    @cached_property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files with their hashes; reads all of them."""
+        return tuple(_source(what, path) for what, path in self.paths)
 
 
 def load_artifacts(config: ReportConfig) -> Artifacts:
@@ -87,7 +93,7 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
         predictors=predictors,
         quality_L=quality_L,
         evals=evals,
-        files=tuple(_source(what, path) for what, path in named if path is not None),
+        paths=tuple((what, path) for what, path in named if path is not None),
     )
 
 

@@ -18,6 +18,7 @@ from models import byte_level_keys, make_machine, make_model, make_profile, make
 from page_actions import needs_browser
 
 from sparkinfer.cli import main
+from sparkinfer.commands.kept_files import report_line
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.eval_file import load_eval
@@ -29,6 +30,7 @@ from sparkinfer.report.config import MAX_BYTES, ReportConfig
 from sparkinfer.report.plots import firing_curves, plot_map
 from sparkinfer.report.report import report
 from sparkinfer.report.speeds import speeds_of
+from sparkinfer.run.kept import Kept
 from sparkinfer.solver.plots import device_of_ranks
 from sparkinfer.solver.solve import SolveConfig, solve
 from sparkinfer.solver.verify import plan_seconds
@@ -86,6 +88,24 @@ def config_of(folder, output, **changes) -> ReportConfig:
         evals=(folder / "eval.json",), output=output,
     )  # fmt: skip
     return dataclasses.replace(config, **changes)
+
+
+def test_the_command_for_cached_files_has_only_those_that_go_together(
+    folder, tmp_path, monkeypatch
+):
+    """A plan that was made for another machine than the one given is left out: the page would
+    refuse it."""
+    kept = Kept(profile=folder / "p.safetensors", split=folder / "plan.gguf",
+                machine=folder / "machine.json")  # fmt: skip
+    monkeypatch.setattr("sparkinfer.run.kept.kept_for", lambda model: kept)
+    config = ReportConfig(model=folder / "model.gguf", output=tmp_path / "page.html")
+    words = str(report_line(config)).split()
+    assert words[-6::2] == ["--profile", "--split", "--machine"]
+    other = tmp_path / "other.json"
+    dataclasses.replace(make_machine(**SLOW), cpu_name="other").save(other)
+    words = str(report_line(dataclasses.replace(config, machine=other))).split()
+    assert words[-4:] == ["--profile", str(kept.profile), "--machine", str(other)]
+    assert report_line(config_of(folder, tmp_path / "page.html", evals=())) is None
 
 
 def test_a_file_name_that_is_not_utf8_is_shown_escaped(folder, tmp_path):

@@ -2,9 +2,14 @@
 uses them."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparkinfer.errors import SparkinferError
+
+if TYPE_CHECKING:
+    from sparkinfer.report.config import ReportConfig
 
 
 def with_copy(error: SparkinferError, command: str, model: Path) -> SparkinferError:
@@ -26,18 +31,30 @@ def with_copy(error: SparkinferError, command: str, model: Path) -> SparkinferEr
     return error
 
 
-def report_line(model: Path, output: Path, given: set[str]) -> str | None:
-    """A line with the command for a page with those files cached by `run` that were not given; None
-    if there are none. Inputs that were given are not in the command."""
+def report_line(config: "ReportConfig") -> str | None:
+    """A line with the command for a page with the files that were given and those cached by `run`
+    that go with them; None if there are none of the latter."""
+    from sparkinfer.report.artifacts import load_artifacts
     from sparkinfer.run.kept import kept_for
 
-    kept = kept_for(model)
-    found = {"profile": kept.profile, "split": kept.split, "machine": kept.machine}
-    more = [f"--{name} {_quoted(path)}" for name, path in found.items()
-            if path is not None and name not in given]  # fmt: skip
-    if not more:
+    kept, whole = kept_for(config.model), config
+    for name in ("profile", "split", "machine"):
+        if getattr(kept, name) is None or getattr(config, name) is not None:
+            continue
+        more = replace(whole, **{name: getattr(kept, name)})
+        try:
+            load_artifacts(more)
+        except SparkinferError:  # e.g. a plan that was made from another profile than the one given
+            continue
+        whole = more
+    if whole == config:
         return None
-    command = f"sparkinfer report {_quoted(model)} -o {_quoted(output)} --force {' '.join(more)}"
+    named = {"--profile": whole.profile, "--split": whole.split, "--machine": whole.machine,
+             "--predictors": whole.predictors}  # fmt: skip
+    options = [(option, path) for option, path in named.items() if path is not None]
+    options += [("--eval-json", path) for path in whole.evals]
+    words = " ".join(f"{option} {_quoted(path)}" for option, path in options)
+    command = f"sparkinfer report {_quoted(whole.model)} -o {_quoted(whole.output)} --force {words}"
     return f"run has more files for this model: {command}"
 
 

@@ -51,7 +51,7 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
         absent = [f"--{name}" for name in ("profile", "machine", "split") if not options[name]]
         wanted = f" (give {', '.join(absent)}; the page says which command makes each)"
         lines.append(f"no input for: {', '.join(summary.missing)}{wanted if absent else ''}")
-        kept = report_line(options["model"], config.output, {n for n in options if options[n]})
+        kept = report_line(config)
         lines += [kept] if kept else []
     lines.append(
         f"wrote {summary.output}: {summary.num_plots} plots, {format_bytes(summary.num_bytes)}"
