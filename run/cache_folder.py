@@ -96,6 +96,8 @@ class Cache:
     folder: Path
     say: Say = lambda line: None
     _held: dict[Path, int] = field(default_factory=dict)
+    _read: dict[Path, int] = field(default_factory=dict)  # files accepted, with their times
+    _refused: set[Path] = field(default_factory=set)
 
     @classmethod
     def open(cls, say: Say = lambda line: None) -> "Cache":
@@ -122,9 +124,29 @@ class Cache:
         return self.folder / f"{kind}-{digest([kind, current_version(kind), key])}"
 
     def find(self, kind: str, key: Mapping[str, Any]) -> Entry | None:
-        """An artifact if it exists, without locking it."""
+        """An artifact if it exists, without locking it. One that its reader refuses counts as
+        missing, and a line says so."""
         found = read_entry(self.place(kind, key))
-        return found if found is not None and found.is_current and found.is_whole else None
+        if found is None or not (found.is_current and found.is_whole and self._can_be_read(found)):
+            return None
+        return found
+
+    def _can_be_read(self, entry: Entry) -> bool:
+        stage = STAGES[entry.kind]
+        path = entry.path(stage.file)
+        if stage.load is None:
+            return True
+        try:
+            changed = path.stat().st_mtime_ns
+            if self._read.get(path) != changed:
+                stage.load(path)
+                self._read[path] = changed
+        except (SparkinferError, OSError) as error:
+            if path not in self._refused:
+                self._refused.add(path)
+                self.say(f"{stage.what} in the cache must be made again: {error}")
+            return False
+        return True
 
     def obtain(self, kind: str, key: Mapping[str, Any], source: str, make: Make) -> Entry:
         """The artifact, made if it does not exist, and locked until the cache is closed.
@@ -160,6 +182,9 @@ class Cache:
             if error.errno in NO_ROOM and error.filename is None:
                 raise unwritable(folder, error) from error
             raise
+        stage = STAGES[kind]
+        if stage.load is not None:
+            stage.load(folder / stage.file)  # no entry for a file that its reader refuses
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         sizes = {
             path.relative_to(folder).as_posix(): path.stat().st_size

@@ -7,7 +7,7 @@ changes its modification time."""
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,6 +19,10 @@ from sparkinfer.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
 from sparkinfer.convert.options import Outtype
 from sparkinfer.errors import SparkinferError
 from sparkinfer.limits import FILE_NAME as LIMITS_NAME
+from sparkinfer.machine_file import Machine
+from sparkinfer.model_file import ModelFile
+from sparkinfer.profile_file import Profile
+from sparkinfer.split_file import Split
 
 SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
@@ -34,6 +38,8 @@ class Stage:
     files: tuple[str, ...]  # patterns of file names that it may write
     file: str  # the one that other commands take
     facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and their minimum
+    # Reads `file`. Raises SparkinferError if it is damaged; None if any content is accepted.
+    load: Callable[[Path], object] | None = None
 
 
 STAGES = {
@@ -43,6 +49,7 @@ STAGES = {
         version=(1, model_keys.VERSION),
         files=("model.gguf",),
         file="model.gguf",
+        load=ModelFile.load,
     ),
     "look": Stage(
         what="a first look at the model",
@@ -50,30 +57,35 @@ STAGES = {
         files=("look.*",),
         file="look.safetensors",
         facts=(("density", 0.0), ("tokens_per_s", 1e-9)),
+        load=Profile.load,
     ),
     "profile": Stage(
         what="the profile and the predictors",
         version=(1, profile_file.VERSION, predictor_file.VERSION),
         files=("model.profile.*", "predictors", "predictors/*"),
         file="model.profile.safetensors",
+        load=Profile.load,
     ),
     "full": Stage(
         what="the model with its predictors",
         version=(1, model_keys.VERSION, predictor_file.VERSION),
         files=("model.gguf",),
         file="model.gguf",
+        load=ModelFile.load,
     ),
     "machine": Stage(
         what="the figures of this machine",
         version=(1, machine_file.VERSION),
         files=("machine.json",),
         file="machine.json",
+        load=Machine.load,
     ),
     "plan": Stage(
         what="the plan",
         version=(1, split_file.VERSION),
         files=("model.split.gguf",),
         file="model.split.gguf",
+        load=Split.load,
     ),
 }
 

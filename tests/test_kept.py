@@ -55,6 +55,39 @@ def test_a_changed_source_has_no_copy(relu, tmp_path, capsys):
     assert kept_for(own).model is None and kept_for(tmp_path / "none").model is None
 
 
+def test_a_damaged_copy_is_not_named_and_is_made_again(silu, capsys):
+    run(silu, "--outtype", "f16")
+    copy = kept_for(silu).model
+    whole = copy.read_bytes()
+    copy.write_bytes(b"DAMAGED!" + whole[8:])
+    assert kept_for(silu) == Kept()
+    run(silu, "--outtype", "q8_0")
+    assert kept_for(silu).model not in (None, copy)  # another copy, which can be loaded
+    capsys.readouterr()
+    run(silu, "--outtype", "f16")
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if "in the cache must be made again" in line]
+    assert line.startswith("the converted model in the cache") and str(copy) in line
+    assert any(line.startswith("stage 1 of 1: convert") for line in lines)
+    assert copy.read_bytes() == whole
+
+
+def test_a_damaged_profile_is_made_again(relu, text, capsys):
+    words = ["--mode", "predicted", "--tokens", 1408, "--corpus", text]
+    run(relu, *words)
+    profile = kept_for(relu).profile
+    whole = profile.read_bytes()
+    profile.write_bytes(b"\xff" * 8 + whole[8:])
+    full = kept_for(relu).model
+    full.write_bytes(b"DAMAGED!" + full.read_bytes()[8:])
+    capsys.readouterr()
+    run(relu, *words)
+    said = capsys.readouterr().err
+    for what in ("the profile and the predictors", "the model with its predictors"):
+        assert said.count(f"{what} in the cache must be made again: ") == 1
+    assert profile.read_bytes() == whole and kept_for(relu).model == full
+
+
 def test_a_profile_that_run_made_goes_into_the_page(relu, text, tmp_path, capsys):
     model = tmp_path / "m.gguf"
     assert main(["convert", str(relu), "-o", str(model), "--no-verify"]) == 0
@@ -68,10 +101,30 @@ def test_a_profile_that_run_made_goes_into_the_page(relu, text, tmp_path, capsys
     assert main(found) == 0
     assert not commands_in(capsys.readouterr().err)
     assert len(page.read_bytes()) > len(before)
+    _check_that_given_files_stay(model, page, kept_for(model).profile, text, capsys)
     words = ["-p", "8", "-n", "2", "-r", "1", "-t", "1"]
     assert main(["bench", str(model), *words]) == 0
     (found,) = commands_in(capsys.readouterr().err)
     assert main([*found, *words]) == 0
+    assert not commands_in(capsys.readouterr().err)
+
+
+def _check_that_given_files_stay(model, page, profile, text, capsys):
+    """The command for a page has the inputs that were given, each as often as it was."""
+    evals = [page.with_name(f"{mode}.json") for mode in ("dense", "exact")]
+    for path in evals:
+        words = ["--corpus", str(text), "--tokens", "300", "--mode", path.stem, "--json"]
+        assert main(["eval", str(model), *words]) == 0
+        path.write_text(capsys.readouterr().out)
+    predictors = profile.parent / stages.PREDICTORS
+    given = ["--predictors", str(predictors)]
+    for path in evals:
+        given += ["--eval-json", str(path)]
+    assert main(["report", str(model), "-o", str(page), "--force", *given]) == 0
+    (found,) = commands_in(capsys.readouterr().err)
+    assert found[found.index("--profile") + 1] == str(profile)
+    assert found[-len(given) :] == given
+    assert main(found) == 0
     assert not commands_in(capsys.readouterr().err)
 
 

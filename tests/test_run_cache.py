@@ -22,6 +22,14 @@ from sparkinfer.run.rates import Rates
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
 
+
+@pytest.fixture(autouse=True)
+def without_readers(monkeypatch):
+    """The artifacts of these tests have any content."""
+    for kind, stage in keys.STAGES.items():
+        monkeypatch.setitem(keys.STAGES, kind, dataclasses.replace(stage, load=None))
+
+
 # ---- two at once --------------------------------------------------------------------------------
 
 
