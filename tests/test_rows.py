@@ -68,18 +68,24 @@ def test_rows_at_once_equal_single_steps(tmp_path, restore_library, kind, mode, 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    "kind, width",
-    [*product(("f32", "f16", "bf16"), (96, 112)), *product(("q8_0", "q4_0"), (96, 160, 256))],
+    "kind, width, num_neurons",
+    [
+        *product(("f32", "f16", "bf16"), (96, 112), (2600,)),
+        *product(("q8_0", "q4_0"), (96, 160, 256), (2600,)),
+        *product(("f32", "f16", "bf16", "q8_0", "q4_0"), (160,), (4200,)),
+    ],
 )
 def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
-    tmp_path, restore_library, kind, width, level
+    tmp_path, restore_library, kind, width, num_neurons, level
 ):
-    """Some 15 % of 2,600 neurons fire, so sums of several rows list them, window by window. Of the
-    columns, as many as fill whole tiles are copied, and the rest is added row after row."""
+    """Some 15 % of the neurons fire, so sums of several rows list them, window by window: chunks
+    of 2,600 neurons are one window of three groups, those of 4,200 have four groups and a second
+    window. Of the columns, as many as fill whole tiles are copied, and the rest is added row after
+    row."""
     library.set_level(level)
     shape = make_shape(
         width=width,
-        num_neurons=2600,
+        num_neurons=num_neurons,
         num_heads=6,
         head_width=16,
         vocab_size=90,
