@@ -14,10 +14,10 @@
 
 namespace {
 
-// More rows and vectors than the 16 of a tile, and not a multiple of 16.
-constexpr int64_t D = 512, ROWS = 20, VECTORS = 19, MOST_ROWS = GROUP_ROWS;
+// More rows than two tiles of 16 and more vectors than 16, neither a multiple of 16.
+constexpr int64_t D = 512, ROWS = 36, VECTORS = 19, MOST_ROWS = GROUP_ROWS;
 alignas(64) uint8_t weight[MOST_ROWS * D * 4];  // a whole group of rows of any kind
-alignas(64) float x[VECTORS * D], c[2 * MOST_ROWS], y[2][2 * D];
+alignas(64) float x[VECTORS * D], c[2 * MOST_ROWS], y[2][VECTORS * D];
 alignas(64) uint8_t packed[2][VECTORS * packed_bytes(D)];
 alignas(64) float unpacked[2][ROWS * D];
 
@@ -47,16 +47,17 @@ bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind
     return true;
 }
 
-// Compares sums of rows for one vector, and for two that take most rows or few.
+// Compares sums of rows for one vector, and for several that take all rows, two, or a quarter of them.
 bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
+    constexpr int64_t T = 16;  // enough for a quarter of the rows to be listed: see by_window()
     const Kernels* both[] = {&tried, &reference};
     const int64_t count = is_grouped(kind) ? GROUP_ROWS : ROWS;
     const Rows rows = {weight, row_bytes, D, nullptr, count};
-    for (uint64_t mask : {uint64_t{0}, ~uint64_t{0}, uint64_t{0x18}}) {
-        float some[2 * MOST_ROWS];
-        uint64_t masks[2] = {};
-        for (int64_t i = 0; i < 2 * count; ++i) {
-            some[i] = mask >> i % count & 1 ? c[i] : 0.0f;
+    for (uint64_t mask : {uint64_t{0}, ~uint64_t{0}, uint64_t{0x18}, uint64_t{0x1111111111111111}}) {
+        float some[T * MOST_ROWS];
+        uint64_t masks[T] = {};
+        for (int64_t i = 0; i < T * count; ++i) {
+            some[i] = mask >> i % count & 1 ? c[i % (2 * MOST_ROWS)] : 0.0f;
             masks[i / count] |= static_cast<uint64_t>(some[i] != 0.0f) << i % count;
         }
         for (int which = 0; which < 2; ++which) {
@@ -65,11 +66,11 @@ bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, in
                 both[which]->accumulate_rows[kind](rows, c, y[which], 0, count, 0, D);
             else
                 both[which]->accumulate_many[kind](rows, 0, count,
-                                                   {some, masks, y[which], count, 1, D, 0, 0, 2, 0, D});
+                                                   {some, masks, y[which], count, 1, D, 0, 0, T, 0, D});
             OrderSums* order_sums = both[which]->order_sums[kind];
-            for (int64_t t = 0; order_sums && t < 2; ++t) order_sums(y[which] + t * D, 0, D);
+            for (int64_t t = 0; order_sums && t < T; ++t) order_sums(y[which] + t * D, 0, D);
         }
-        if (!are_close(y[0], y[1], 2 * D)) return false;
+        if (!are_close(y[0], y[1], T * D)) return false;
     }
     return true;
 }
