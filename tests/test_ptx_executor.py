@@ -152,6 +152,27 @@ def test_instructions_on_words(opcode, operands, want):
 
 
 @pytest.mark.parametrize(
+    ("of", "to", "want"),
+    [("f4", "i4", 0), ("f4", "u4", 0), ("f2", "i2", 0), ("f4", "i8", 1 << 63), ("f4", "u8", 1 << 63),
+     ("f2", "u8", 1 << 63), ("f8", "i4", 1 << 31), ("f8", "u2", 1 << 15), ("f8", "i8", 1 << 63)],
+)  # fmt: skip
+def test_nan_as_an_integer(of, to, want):
+    """Its highest bit alone if either type has 64 bits; infinities and numbers are unaffected."""
+    dtype = np.dtype(to)
+    found = arithmetic.to_integer(np.array([np.nan, np.inf, -np.inf, 3], of), dtype)
+    assert found.dtype == dtype and found[:1].view(f"u{dtype.itemsize}") == want
+    assert found[1:].tolist() == [np.iinfo(dtype).max, np.iinfo(dtype).min, 3]
+
+
+@pytest.mark.parametrize(("number", "want"), [("7FC00000", 0x80000000), ("C0400000", 0xFFFFFFFF)])
+def test_conversion_to_64_bits(number, want):
+    """The upper halves of NaN and of -3."""
+    out, _ = run(f"""cvt.rni.s64.f32 %rd9, 0f{number}; shr.u64 %rd9, %rd9, 32;
+        cvt.u32.u64 %r9, %rd9; st.global.b32 [%rd4], %r9;""")
+    assert (out.numpy().view(np.uint32) == want).all()
+
+
+@pytest.mark.parametrize(
     ("order", "want"), [("lt", [1, 0, 0]), ("ltu", [1, 0, 1]), ("ne", [1, 0, 0]), ("neu", [1, 0, 1]),
                         ("num", [1, 1, 0]), ("nan", [0, 0, 1])]
 )  # fmt: skip

@@ -123,10 +123,13 @@ def _toward(exact: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def to_integer(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Converts integral floats to an integer type; saturates, and NaN becomes 0, as PTX defines it
-    unless either type has 64 bits."""
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    """Converts integral floats to an integer type and saturates. NaN becomes 0, or only the highest
+    bit if the source is f64 or the result has 64 bits (PTX ISA 9.0, cvt)."""
+    bits, least, most = 8 * dtype.itemsize, np.iinfo(dtype).min, np.iinfo(dtype).max
+    is_wide = x.dtype == np.float64 or bits == 64
+    of_nan = np.array(1 << (bits - 1) if is_wide else 0, f"u{dtype.itemsize}").view(dtype)
     value = np.nan_to_num(x.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
     inside = np.clip(value, float(least), np.nextafter(float(most), 0) if most > 2**53 else most)
     whole = inside.astype(dtype)
-    return np.where(value >= float(most), dtype.type(most), whole).astype(dtype)
+    whole = np.where(value >= float(most), dtype.type(most), whole)
+    return np.where(np.isnan(x), of_nan, whole).astype(dtype)
