@@ -24,7 +24,7 @@ import random
 import re
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,10 @@ from torch import Tensor
 from sparkinfer import Engine
 from sparkinfer.files import partial_file
 from sparkinfer.key_selection import KeySelection
+from sparkinfer.runtime.generate.prompt_cache import PromptKey
 from sparkinfer.runtime.model import attention
 from sparkinfer.runtime.step.sequences import Sequence
+from sparkinfer.runtime.text.codec import TextCodec
 
 F16 = 2  # bytes
 LEAST = "block=16,sinks=0,window=16,top=16"  # so that attention in torch calls attend_to_chosen
@@ -103,14 +105,17 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A document, and the lines to be completed."""
+    """A document, the lines to be completed, and the model that reads them."""
 
     ids: list[int]
     asked: list[Line]
+    model: PromptKey
 
     @property
     def name(self) -> str:
-        return hashlib.sha256(json.dumps([self.ids, self.asked]).encode()).hexdigest()[:16]
+        """A digest of all that scores depend on, except the way of attending."""
+        content = [self.ids, self.asked, asdict(self.model)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def bytes_of(rule: KeySelection | None, tokens: int, width: int) -> float:
@@ -122,13 +127,20 @@ def bytes_of(rule: KeySelection | None, tokens: int, width: int) -> float:
     return positions * row + rule.searched_bytes(tokens, width)
 
 
-def lines_of(engine: Engine, words: list[str], tokens: int, chance: random.Random) -> list[Line]:
+def start_of(codec: TextCodec) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    ids, (first, *_) = codec.encode("\nThe"), codec.encode_rendered("\nThe")
+    return ids[: ids.index(first)]
+
+
+def lines_of(codec: TextCodec, words: list[str], tokens: int, chance: random.Random) -> list[Line]:
     """A document's lines as (beginning, rest), up to `tokens` tokens together."""
     lines: list[Line] = []
     count = 0
     for word in chance.sample(words, len(words)):
         begun, rest = f"\nThe code of {word} is", f" {chance.randrange(10_000, 100_000)}."
-        first, whole = engine.codec.encode(begun), engine.codec.encode(begun + rest)
+        # Without special tokens, which belong to the beginning of the document only.
+        first, whole = codec.encode_rendered(begun), codec.encode_rendered(begun + rest)
         if whole[: len(first)] != first:
             continue
         count += len(whole)
@@ -141,14 +153,21 @@ def lines_of(engine: Engine, words: list[str], tokens: int, chance: random.Rando
 def documents(arguments: argparse.Namespace) -> Iterator[tuple[Document, Document]]:
     """Pairs of a document and the same lines in another order."""
     words = sorted(set(re.findall(r"\b[a-z]{5,9}\b", arguments.text.read_text())))
+    with load(arguments, None) as engine:
+        codec, model = engine.codec, engine.prompt_key()
+    start = start_of(codec)
     for number in range(1, arguments.documents + 1):
         chance = random.Random(number)
-        with load(arguments, None) as engine:
-            lines = lines_of(engine, words, arguments.tokens, chance)
+        lines = lines_of(codec, words, arguments.tokens - len(start), chance)
         asked = chance.sample(lines, arguments.facts)
         orders = lines, chance.sample(lines, len(lines))
-        first, second = ([i for line in order for part in line for i in part] for order in orders)
-        yield Document(ids=first, asked=asked), Document(ids=second, asked=asked)
+        first, second = (
+            [*start, *(i for line in order for part in line for i in part)] for order in orders
+        )
+        yield (
+            Document(ids=first, asked=asked, model=model),
+            Document(ids=second, asked=asked, model=model),
+        )
 
 
 def tell(text: Sequence, begun: list[int], answer: list[int]) -> float:
@@ -305,7 +324,8 @@ def of_document(
     arguments: argparse.Namespace, case: str, document: Document, other: Document,
     ways: dict[str, Way],
 ) -> dict[str, list[float]]:  # fmt: skip
-    """A document's scores by way; those that an earlier run has kept are not measured again."""
+    """A document's scores by way; those that an earlier run of the model has kept are not measured
+    again."""
     kept = None if arguments.kept is None else arguments.kept / f"{document.name}.json"
     known: Scores = {"after_full": {}, "under_rule": {}}
     if kept is not None and kept.exists():
