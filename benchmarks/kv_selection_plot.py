@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from table_contents import ZEN_4, path_of
 
 from sparkinfer.files import partial_file
 
@@ -60,7 +61,4 @@ def draw(results: Path, path: Path) -> None:
 
 if __name__ == "__main__":
     picture = FOLDER.parent / "docs" / "images" / "kv-selection.png"
-    draw(
-        FOLDER / "results" / "kv-selection-amd-epyc.json",
-        Path(sys.argv[1]) if len(sys.argv) > 1 else picture,
-    )
+    draw(path_of(f"kv-selection-{ZEN_4}"), Path(sys.argv[1]) if len(sys.argv) > 1 else picture)

@@ -2,9 +2,9 @@
 
 from math import exp
 
-from table_contents import markdown, percent, result, signed, times
+from table_contents import ZEN_5, markdown, percent, result, signed, times
 
-FILE = "cache-types-amd-epyc-family-26"
+FILE = f"cache-types-{ZEN_5}"
 DEPTHS = ("512", "4096", "8000")
 
 

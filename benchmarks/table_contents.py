@@ -13,16 +13,26 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("q8_0", "q4_0", "f16")
-RULES = "rules-amd-epyc-family-26"
-SPARSIFY = "sparsify-smollm2-amd-epyc-family-26"
-TRAINED_SPEED = "trained-speed-smollm2-amd-epyc-family-26"
-TRAINED_SPEED_WIDE = "trained-speed-wide-smollm2-amd-epyc-family-26"
-SPARSIFY_CONTINUED = "sparsify-smollm2-continued-amd-epyc-family-26"
+# Processors in the names of result files. A cloud calls both "AMD EPYC"; the family tells them
+# apart (25: Zen 4, 26: Zen 5).
+ZEN_4, ZEN_5 = "amd-epyc-family-25", "amd-epyc-family-26"
+ZEN_4_EARLIER = "amd-epyc"  # in names of before the family was part of them
+RULES = f"rules-{ZEN_5}"
+SPARSIFY = f"sparsify-smollm2-{ZEN_5}"
+TRAINED_SPEED = f"trained-speed-smollm2-{ZEN_5}"
+TRAINED_SPEED_WIDE = f"trained-speed-wide-smollm2-{ZEN_5}"
+SPARSIFY_CONTINUED = f"sparsify-smollm2-continued-{ZEN_5}"
+
+
+def path_of(name: str, folder: Path = RESULTS) -> Path:
+    """The file of a result; a Zen 4's is the earlier one until the benchmark has run again."""
+    path = folder / f"{name}.json"
+    return path if path.exists() else folder / f"{name.replace(ZEN_4, ZEN_4_EARLIER)}.json"
 
 
 @cache
 def result(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads(path_of(name).read_text())
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -201,7 +211,7 @@ def kv_selection() -> str:
              "64 > rest": "bounds of 64, then codes of the residuals (the runtime's rule)",
              "32 > rest": "the same with 32"}  # fmt: skip
     recalls = [result(name)["recall"] for name in
-               ("kv-selection-amd-epyc", "kv-selection-planted-amd-epyc-family-26")]  # fmt: skip
+               (f"kv-selection-{ZEN_4}", f"kv-selection-planted-{ZEN_5}")]  # fmt: skip
     rows = [
         [words, *(f"{recall[name][s]['mean']:.3f}" if s in recall[name] else "-"
                   for recall in recalls for s in ("0.02", "0.05", "0.1"))]
@@ -213,8 +223,8 @@ def kv_selection() -> str:
 
 def kv_tasks() -> str:
     ways = {
-        **result("kv-tasks-amd-epyc-family-26")["ways"],
-        **{name: way for name, way in result("kv-tasks-in-full-amd-epyc-family-26")["ways"].items()
+        **result(f"kv-tasks-{ZEN_5}")["ways"],
+        **{name: way for name, way in result(f"kv-tasks-in-full-{ZEN_5}")["ways"].items()
            if "after_full" not in way},
     }  # fmt: skip
 
@@ -245,7 +255,7 @@ def kv_tasks() -> str:
 
 def long_context() -> str:
     rows = []
-    for processor, name in (("Zen 5", "amd-epyc-family-26"), ("Zen 4", "amd-epyc")):
+    for processor, name in (("Zen 5", ZEN_5), ("Zen 4", ZEN_4)):
         found = result(f"long-context-{name}")
         for depth, ways in found["depths"].items():
             cells = [
@@ -260,7 +270,7 @@ def long_context() -> str:
 
 
 def kv_beyond() -> str:
-    ways = result("kv-beyond-amd-epyc-family-26")["ways"]
+    ways = result(f"kv-beyond-{ZEN_5}")["ways"]
     rows = [
         [name, f"`{way['selection']}`" if way["selection"] else "", f"{way['perplexity']:.2f}",
          f"{way['times']:.3f}x"]
@@ -318,7 +328,7 @@ def profile_overhead() -> str:
 
 
 def samplers() -> str:
-    found = result("samplers-amd-epyc")
+    found = result(f"samplers-{ZEN_4}")
     sizes = [size for size in ("32000", "49152", "151936", "262144") if size in found]
     rows = [
         [words, *(f"{found[size]['us'][name]:.0f} ({found[size]['llama_cpp_us'][name]:.0f})"
@@ -330,7 +340,7 @@ def samplers() -> str:
 
 
 def fair_share() -> str:
-    processors = {"Zen 5": "amd-epyc-family-26", "Zen 4": "amd-epyc"}
+    processors = {"Zen 5": ZEN_5, "Zen 4": ZEN_4}
     found = [result(f"fair-share-{name}")["median_ratios"] for name in processors.values()]
     names = {"eval": "`eval`", "prefill": "a prompt", "first_token": "the first token"}
     rows = [[words, *(times(each[name]) for each in found)] for name, words in names.items()]

@@ -7,6 +7,8 @@ from table_contents import (
     SPARSIFY,
     TRAINED_SPEED,
     TYPES,
+    ZEN_4,
+    ZEN_5,
     in_turns,
     markdown,
     percent,
@@ -15,7 +17,7 @@ from table_contents import (
     signed,
     times,
 )
-from table_speed import ZEN_4, ZEN_5, chat
+from table_speed import chat
 
 PLANTED = (f"decode-{ZEN_5}", f"decode-{ZEN_4}", "decode-intel-xeon-processor-2.50ghz")
 

@@ -3,16 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from table_contents import TYPES, markdown, percent, result, signed, times
+from table_contents import TYPES, ZEN_4, ZEN_5, markdown, percent, result, signed, times
 
 RIVALS = ("llama.cpp", "llama.cpp, flash")
 
 # ---- prompts, generation, batches and speculation -----------------------------------------------
 
-
-# Processors in the names of result files. A cloud calls both "AMD EPYC"; the family tells them
-# apart (25: Zen 4, 26: Zen 5). The results without a family are a Zen 4's.
-ZEN_4, ZEN_5 = "amd-epyc", "amd-epyc-family-26"
 SMOLLM2 = "SmolLM2-135M-Instruct"
 
 
