@@ -86,7 +86,8 @@ class Server:
             with self._open_engine() as engine:
                 served = served_of(self.config, engine)
                 shelf = Shelf(engine, self._num_places)
-                parallel = self.config.parallel if engine.has_row_steps else 1
+                # Texts that take turns in steps of one row still begin sooner than in a queue.
+                parallel = self.config.parallel if engine.not_native is None else 1
                 limits = Limits(parallel=parallel, queue=self.config.queue)
                 scheduler = Scheduler(engine, shelf, limits, self._post)
                 self._scheduler = scheduler

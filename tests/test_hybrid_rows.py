@@ -11,6 +11,7 @@ from hybrid_plans import PLANS, make
 from test_runtime import make_split
 
 from sparkinfer import Engine
+from sparkinfer.commands.serve import _say_loaded
 from sparkinfer.runtime.cache.block_table import NO_BLOCK
 from sparkinfer.runtime.generate.speculation import check_rows
 from sparkinfer.runtime.kernels.cpu import library
@@ -20,6 +21,7 @@ from sparkinfer.runtime.step import hybrid_builder
 from sparkinfer.runtime.step.batch import Row, rows_of
 from sparkinfer.runtime.step.plain_backend import plain_backend
 from sparkinfer.runtime.step.sequences import Part
+from sparkinfer.serve.config import ServeConfig
 from sparkinfer.split_file import Split
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
@@ -43,6 +45,19 @@ def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=No
     )  # fmt: skip
     engine._sequences.decoder = dataclasses.replace(decoder, native=step)
     return engine
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "parallel", "is_said"), [(1, 2, True), (1, 1, False), (2, 2, False)]
+)
+def test_texts_share_a_step_of_several_rows_only(tmp_path, capsys, max_rows, parallel, is_said):
+    """A server says so if they take turns."""
+    model = saved(tmp_path)
+    config = ServeConfig(model=model.path, parallel=parallel, kept=0)
+    with loaded(tmp_path, model, "random", 2, max_rows=max_rows) as engine:
+        assert engine.not_native is None and engine.has_row_steps == (max_rows > 1)
+        _say_loaded(engine, config, 2)
+    assert ("requests take turns" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

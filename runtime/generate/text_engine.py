@@ -234,9 +234,10 @@ class TextEngine:
 
     @property
     def has_row_steps(self) -> bool:
-        """True if the decode step takes tokens of several texts; with a neuron cache, it computes
-        them one by one."""
-        return self.has_equal_rows or isinstance(self._live.native, HybridStep)
+        """True if a decode step takes tokens of several texts. On a GPU it takes one token if there
+        is a neuron cache, or keys are in main memory, or the workspace has no room for more."""
+        native = self._live.native
+        return self.has_equal_rows or (isinstance(native, HybridStep) and native.max_rows > 1)
 
     @property
     def not_native(self) -> str | None:
