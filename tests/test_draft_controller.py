@@ -80,6 +80,20 @@ def test_the_length_is_nearly_the_best_of_all(cost, right):
     assert with_best > 0.95 * max(rates), (rates, lengths)
 
 
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_the_estimated_speedup_counts_every_step(count):
+    """The first step never has a draft, so that the time of a single row is known from it on."""
+    speculation, cost = (
+        Speculation(Chance(RIGHTS["often"]), SpeculationOptions()),
+        COSTS["tiles of eight"],
+    )
+    seconds, lengths = live(speculation, cost, count)
+    totals = speculation.totals
+    assert totals.steps == lengths.total() and totals.step_s == pytest.approx(seconds)
+    assert totals.baseline_s == pytest.approx(totals.tokens * cost(1))
+    assert totals.gain == pytest.approx(totals.baseline_s / (seconds + totals.draft_s))
+
+
 @pytest.mark.parametrize("is_free", [True, False])
 def test_drafting_turns_off_and_on_again(is_free):
     drafter = Chance(RIGHTS["often"])

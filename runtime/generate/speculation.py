@@ -165,9 +165,7 @@ class Speculation:
             totals.accepted += accepted
         self._since_single = self._since_single + 1 if rows > 1 else 0
         self._since_trial += tokens
-        if single_s is None:
-            return
-        # Steps before the first single-row one do not count below.
+        assert single_s is not None, "the first step has one row: see _draft"
         totals.baseline_s += tokens * single_s if rows > 1 else seconds
         gain_s = tokens * single_s - seconds if rows > 1 else 0.0
         self._account.settle(single_s, tokens, gain_s)
