@@ -1,4 +1,5 @@
-"""Measures what counting adds to the forward pass: the same windows with and without.
+"""Measures what counting adds to the forward pass: the same windows with and without. A pass with
+counting goes layer by layer, one without is native where it can be; the overhead includes that.
 
 Each round runs both on the same tokens, in an order that alternates, after one round that is
 discarded; the overhead is the median of the rounds' ratios minus one, in processor time and in
