@@ -323,3 +323,16 @@ def make_machine(
         gpus=(gpu,) * num_gpus,
         versions={},
     )
+
+
+def save_solver_files(folder: Path, model: ModelFile | None = None, **machines: Machine) -> Path:
+    """Saves a model as m.gguf, a profile of it as p, and machines under their names, by default a
+    slow one as c; returns the folder."""
+    if model is None:
+        model = make_model(shape=make_shape(num_layers=3), kind="f16", predictor_rank=8)
+    model.save(folder / "m.gguf")
+    make_profile(model).save(folder / "p")
+    slow = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7)
+    for name, machine in (machines or {"c": slow}).items():
+        machine.save(folder / name)
+    return folder

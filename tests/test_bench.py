@@ -3,6 +3,8 @@
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from sparkinfer.bench.config import BenchTest
 from sparkinfer.bench.fields import to_json
 from sparkinfer.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
 from sparkinfer.bench.result import Times
-from sparkinfer.bench.runner import Runner
+from sparkinfer.bench.runner import Runner, Sample
 from sparkinfer.bench.step_bytes import step_bytes
 from sparkinfer.bench.tables import lines_of, markdown_of
 from sparkinfer.errors import SparkinferError
@@ -32,12 +34,22 @@ pytest_plugins = ("bench_fixtures",)
 pytestmark = pytest.mark.usefixtures("threads_put_back")
 
 
-def sample_of(engine: Engine, test: BenchTest):
+def sample_of(engine: Engine, test: BenchTest) -> Sample:
     runner = Runner(engine)
     runner.go_to(list(range(3, 3 + test.depth)))
     sample = runner.run(test, list(range(7, 7 + test.length)))
     runner.close()
     return sample
+
+
+@contextmanager
+def planned(folder: Path) -> Iterator[tuple[Split, Engine, Sample]]:
+    """A plan, an engine that runs it on the CPU in mode dense, and a sample of six steps."""
+    plan = Split.load(folder / "plan.gguf")
+    with Engine.load(
+        folder / "predicted.gguf", folder / "plan.gguf", device="cpu", mode="dense"
+    ) as engine:
+        yield plan, engine, sample_of(engine, BenchTest(kind="tg", length=6))
 
 
 # ---- bytes --------------------------------------------------------------------------------------
@@ -76,11 +88,7 @@ def test_bytes_are_those_of_the_tensor_table(bench_files, name, depth):
 def test_a_plan_divides_the_bytes(bench_files):
     """The total stays the same. Hot neurons, and the caches of two of the three layers, are read on
     the GPU."""
-    plan = Split.load(bench_files / "plan.gguf")
-    with Engine.load(
-        bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
-    ) as engine:
-        sample = sample_of(engine, BenchTest(kind="tg", length=6))
+    with planned(bench_files) as (plan, engine, sample):
         read = step_bytes(engine, plan, sample.steps)
         neuron = 3 * engine.model.tensors["blk.0.ffn_gate.weight"].row_bytes
     assert read.total == by_hand(bench_files / "predicted.gguf", 0, 6)
@@ -94,11 +102,7 @@ def test_a_plan_divides_the_bytes(bench_files):
 @needs_kernels
 def test_steps_layer_by_layer_on_the_cpu_are_not_divided_by_a_plan(bench_files):
     """Their counters do not say which side of the plan a neuron is on."""
-    plan = Split.load(bench_files / "plan.gguf")
-    with Engine.load(
-        bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
-    ) as engine:
-        sample = sample_of(engine, BenchTest(kind="tg", length=6))
+    with planned(bench_files) as (plan, engine, sample):
         read = step_bytes(engine, plan, replace(sample.steps, counts_LP2=None))
     assert read.by_role == {"cpu": read.total}
     assert read.total == by_hand(bench_files / "predicted.gguf", 0, 6)
@@ -123,11 +127,7 @@ def test_a_sparse_step_reads_fewer_neurons_and_the_predictors(bench_files):
 @needs_kernels
 def test_the_bytes_that_a_gpu_reads_follow_from_shapes(bench_files):
     """Bytes computed from shapes equal those that the CPU counts for the same plan."""
-    plan = Split.load(bench_files / "plan.gguf")
-    with Engine.load(
-        bench_files / "predicted.gguf", bench_files / "plan.gguf", device="cpu", mode="dense"
-    ) as engine:
-        sample = sample_of(engine, BenchTest(kind="tg", length=6))
+    with planned(bench_files) as (plan, engine, sample):
         counted = step_bytes(engine, plan, sample.steps)
         engine.device = torch.device("cuda", 0)
         cold = Traffic(gate=round(6 * counted.of_part(COLD)))

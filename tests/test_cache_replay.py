@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+from models import byte_level_keys, make_model, make_shape, save_solver_files
 from test_cache_policy import make_costs
 
 from sparkinfer.bench.cache_replay.bound import lower_bound
@@ -199,15 +199,10 @@ def test_the_replayed_policy_is_that_of_the_engine():
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A model with a byte tokenizer, plans for it with and without a cache, and a text."""
-    folder = tmp_path_factory.mktemp("replay")
     keys, vocab_size = byte_level_keys()
     shape = make_shape(num_layers=3, vocab_size=vocab_size)
     model = make_model(shape=shape, kind="f16", extra_keys=keys)
-    model.save(folder / "m.gguf")
-    make_profile(model).save(folder / "p")
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
-        folder / "c"
-    )
+    folder = save_solver_files(tmp_path_factory.mktemp("replay"), model)
     config = SolveConfig(
         model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",
         output=folder / "s.gguf", vram_budget_bytes=(1 << 16) + (110 << 10), mode="exact",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+from models import byte_level_keys, make_model, make_shape, save_solver_files
 from test_runtime import make_split
 
 from sparkinfer import Engine
@@ -30,15 +30,9 @@ CONTEXT, WORKSPACE = 100, 100 << 10
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sequences")
-    model = make_model(shape=make_shape(num_layers=3, context_length=128), kind="f16",
-                       predictor_rank=8)  # fmt: skip
-    model.save(folder / "m.gguf")
-    make_profile(model).save(folder / "p")
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
-        folder / "c"
-    )
-    return folder
+    shape = make_shape(num_layers=3, context_length=128)
+    model = make_model(shape=shape, kind="f16", predictor_rank=8)
+    return save_solver_files(tmp_path_factory.mktemp("sequences"), model)
 
 
 def config(files, output, **changes) -> SolveConfig:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+from models import byte_level_keys, make_model, make_profile, make_shape, save_solver_files
 from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
 
@@ -42,14 +42,7 @@ WORKSPACE = 100 << 10
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cache")
-    model = make_model(shape=make_shape(num_layers=3), kind="f16", predictor_rank=8)
-    model.save(folder / "m.gguf")
-    make_profile(model).save(folder / "p")
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
-        folder / "c"
-    )
-    return folder
+    return save_solver_files(tmp_path_factory.mktemp("cache"))
 
 
 def config(files, output, **changes) -> SolveConfig:
@@ -329,11 +322,7 @@ def test_a_plans_cache_is_used_unless_it_is_turned_off(tmp_path):
     keys, vocab_size = byte_level_keys()
     shape = make_shape(num_layers=3, vocab_size=vocab_size)
     model = make_model(shape=shape, kind="f16", predictor_rank=8, extra_keys=keys)
-    model.save(tmp_path / "m.gguf")
-    make_profile(model).save(tmp_path / "p")
-    make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(
-        tmp_path / "c"
-    )
+    save_solver_files(tmp_path, model)
     solved(tmp_path, tmp_path / "s.gguf")
     for options, has_cache in (
         ({}, True),

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from models import make_machine, make_model, make_profile, make_shape
+from models import make_machine, save_solver_files
 
 from sparkinfer.cli import main
 
@@ -18,14 +18,8 @@ FOR_CONTEXT = rf"a --context of {NUMBER} fits"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("named")
-    model = make_model(shape=make_shape(num_layers=3), kind="f16", predictor_rank=8)
-    model.save(folder / "m.gguf")
-    make_profile(model).save(folder / "p")
-    for num_gpus in (1, 2):
-        machine = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, num_gpus=num_gpus)
-        machine.save(folder / f"c{num_gpus}")
-    return folder
+    one, two = (make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, num_gpus=n) for n in (1, 2))
+    return save_solver_files(tmp_path_factory.mktemp("named"), c1=one, c2=two)
 
 
 def typed(num_bytes: int, unit: str) -> str:
