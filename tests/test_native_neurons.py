@@ -104,6 +104,40 @@ def test_a_nan_gate_reaches_the_sum(tmp_path):
             assert neurons.y_D.isnan().all() == is_lost
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_tokens_together_equal_each_alone(tmp_path, level, activation):
+    """With a NaN gate, which some tokens name, and bits after the last neuron; in a whole block and
+    in one that holds every third neuron."""
+    num, num_tokens, lost = 601, 5, 45
+    ffn = layer_of(tmp_path, activation=activation, num=num)
+    (whole,) = ffn.blocks
+    whole.gate.weight.data[lost, 3] = torch.nan
+    ids = torch.arange(0, num, 3)
+    part = dataclasses.replace(whole, id_N=ids, row_N=ids, is_whole=False)
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(num_tokens, D, generator=generator)
+    named_TF = torch.rand(num_tokens, num, generator=generator) < 0.4
+    named_TF[:, lost] = torch.arange(num_tokens) % 2 == 1
+    named_TW = torch.stack([pack_bits(named_F) for named_F in named_TF])
+    named_TW[:, -1] |= -1 << num % 32
+    for block in (whole, part):
+        y_TD = torch.zeros(num_tokens, D)
+        together = NativeNeurons.of(
+            block, ffn.gate, "predicted", num, x_D=x_TD, named_W=named_TW, y_D=y_TD
+        )
+        together.struct.num_tokens = num_tokens
+        together.run()
+        named = int(named_TF[:, block.id_N].any(0).sum())
+        assert together.struct.gate_bytes == named * whole.gate.weight.row_bytes
+        alone = NativeNeurons.of(block, ffn.gate, "predicted", num)
+        for t in range(num_tokens):
+            alone.x_D.copy_(x_TD[t])
+            alone.named_W.copy_(named_TW[t])
+            alone.run()
+            assert alone.y_D.isnan().all() == named_TF[t, lost]
+            torch.testing.assert_close(y_TD[t], alone.y_D, rtol=0, atol=0, equal_nan=True)
+
+
 def test_without_bits_every_neuron_is_a_candidate(tmp_path):
     ffn = layer_of(tmp_path, mode="exact")
     neurons = NativeNeurons.of(ffn.blocks[0], ffn.gate, "exact", F)
