@@ -97,8 +97,8 @@ inline __m512i four_bytes(const uint8_t* p) {
 
 constexpr int TILES_AT_ONCE = 2;
 
-// Sums of eight products have two halves, because a chain of eight takes longer than it is until the next
-// vector's products begin.
+// Sums of eight products have two halves, because a chain of eight would still be running when the next
+// vector's products could begin.
 template <class F, int FIRST = 0, int END = 8>
 inline Ints tile_products(const Ints* w, const uint8_t* x, int64_t b, Ints start) {
     constexpr int HALVES = (END - FIRST) / 4;
@@ -136,5 +136,5 @@ inline void two_tile_products(const Ints* w, const Ints* w2, const uint8_t* x, i
         low[1][half] = _mm512_dpbusd_epi32(low[1][half], bits(w2[v]), lower);
     }
     for (int i = 0; i < 2; ++i)
-        out[i] = (ints(high[i][0]) + ints(high[i][1]) << 8) + (ints(low[i][0]) + ints(low[i][1]));
+        out[i] = ((ints(high[i][0]) + ints(high[i][1])) << 8) + (ints(low[i][0]) + ints(low[i][1]));
 }

@@ -278,8 +278,9 @@ class Neurons {
         const bool is_dense = gate.mode == MODE_DENSE;
         if (gate.is_smooth()) return is_dense ? ~0ull : limits.open_gates(value, p0, count);
         const uint64_t fired = kernels().above(value, count, gate.least());
-        if (is_dense) kernels().keep_only(value, fired);
-        return is_dense ? ~0ull : fired;
+        if (!is_dense) return fired;
+        kernels().keep_only(value, fired);
+        return ~0ull;
     }
 
     static Rows rows_of(const SparkMatrix& m, const SparkBlock& block, int64_t p0, int64_t count) {
@@ -296,8 +297,8 @@ class Neurons {
     };
 
     static uint64_t names(const SparkBlock& block, const Named& named, int64_t p0, int64_t count) {
-        uint64_t mask = 0;
         if (!block.id) return named.which(p0, count);
+        uint64_t mask = 0;
         for (int64_t i = 0; i < count; ++i)
             mask |= static_cast<uint64_t>(named.has(id_of(block, p0 + i))) << i;
         return mask;

@@ -102,8 +102,8 @@ void by_groups(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
 
 #include "listed_sums.h"
 
-// Adds a window of float rows, which may be done in any division that keeps their order. Listed rows must
-// be copied, which pays if each is used by some vectors.
+// Adds a window. Listed rows must be copied, which pays if each is used by some vectors. Sums of float rows
+// may be divided in any way that keeps their order; tiles of blocks keep the groups.
 template <class Tile, AccumulateMany ADD_GROUP>
 void by_window(const Rows& rows, int64_t a0, int64_t k, const ManySums& s) {
     const int64_t taken = num_taken(k, s);
