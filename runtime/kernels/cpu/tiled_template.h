@@ -50,11 +50,14 @@ struct TiledAhead {
     // the bytes from `then` on are prefetched, if that is not null.
     const uint8_t* end = nullptr;
     const uint8_t* then = nullptr;
+    // If not 0, every other tile is read at the same time, and tiles have so many bytes.
+    int64_t other_bytes = 0;
 
     // The address to prefetch instead of which offset `from` of the tile is read; or null.
     __attribute__((always_inline)) inline const uint8_t* address(const uint8_t* tile, int64_t from) const {
         if (!end) return after ? after + from : nullptr;
-        const uint8_t* at = tile + stream_ahead + from;
+        const int64_t ahead = stream_ahead + from;
+        const uint8_t* at = tile + ahead + (other_bytes ? ahead / other_bytes * other_bytes : 0);
         return at >= end && then ? then + (at - end) : at;
     }
 
@@ -74,12 +77,13 @@ struct TiledAhead {
             for (int64_t r = 0; r < TILE_ROWS; ++r) __builtin_prefetch(also[r] + b * block_bytes);
     }
 
-    // For the tile after this one, of tile_bytes.
-    TiledAhead of_next_tile(int64_t tile_bytes) const {
-        TiledAhead next = *this;
-        if (after) next.after += tile_bytes;
-        if (also) next.also += TILE_ROWS;
-        return next;
+    // For tile 0 or 1 of two that are read together.
+    TiledAhead of_pair(int tile, int64_t tile_bytes) const {
+        TiledAhead one = *this;
+        one.other_bytes = tile_bytes;
+        if (after) one.after += tile * tile_bytes;
+        if (also) one.also += tile * TILE_ROWS;
+        return one;
     }
 
   private:
@@ -179,12 +183,13 @@ inline void dot_two_tiles(const Rows& rows, const Input& x, float* y, int64_t y_
                           const TiledAhead& ahead) {
     static_assert(TILES_AT_ONCE == 1 || LANES == TILE_ROWS);
     const int64_t n = rows.D / BLOCK;
+    const int64_t tile_bytes = TILE_ROWS * rows.stride;
     const uint8_t* at = rows.weight + a0 * rows.stride;
-    const TiledAhead second = ahead.of_next_tile(TILE_ROWS * rows.stride);
+    const TiledAhead aheads[2] = {ahead.of_pair(0, tile_bytes), ahead.of_pair(1, tile_bytes)};
     for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
         const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
-        const TiledTile<F> tiles[2] = {{at, 0, n, t == 0 ? &ahead : nullptr},
-                                       {at + TILE_ROWS * rows.stride, 0, n, t == 0 ? &second : nullptr}};
+        const TiledTile<F> tiles[2] = {{at, 0, n, t == 0 ? aheads : nullptr},
+                                       {at + tile_bytes, 0, n, t == 0 ? aheads + 1 : nullptr}};
         dot_tile<F, 2>(tiles, n, x.part(t, t1), y + t * y_stride, y_stride, 0, 2 * TILE_ROWS);
     }
 }
