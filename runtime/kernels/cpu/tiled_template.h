@@ -114,14 +114,23 @@ struct TiledTile {
         const int64_t from = b * TILE_ROWS * F::BLOCK_BYTES;
         const uint8_t* next = ahead ? ahead->address(tile, from) : nullptr;
         if (ahead) ahead->ask_others(tile, b, F::BLOCK_BYTES);
-        if (!next) next = tile + from;  // is being read
         const Floats scale = in_register(load_f16(F::scale_of(tile, b, lane)));
+        if (!next) {
+            for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v) quarter[v] = load_four(b, v);
+            return scale;
+        }
         for (int64_t v = 0; v < F::QUANT_BYTES / 4; ++v) {
             __builtin_prefetch(next + 64 * v);
-            quarter[v] = load_in_order(F::quants_of(tile, n, b, lane) + 4 * TILE_ROWS * v);
+            quarter[v] = load_four(b, v);
         }
         __builtin_prefetch(next + 16 * F::QUANT_BYTES);
         return scale;
+    }
+
+  private:
+    // Bytes 4 * v .. 4 * v + 3 of the quants of block b.
+    __attribute__((always_inline)) inline Ints load_four(int64_t b, int64_t v) const {
+        return load_in_order(F::quants_of(tile, n, b, lane) + 4 * TILE_ROWS * v);
     }
 };
 
