@@ -24,7 +24,7 @@ class Ahead {
     }
 
   private:
-    const uint8_t* first_[ROWS];
+    const uint8_t* first_[ROWS > 0 ? ROWS : 1];
     int64_t step_, at_ = 0, asked_ = 0;
 };
 

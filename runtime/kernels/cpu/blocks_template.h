@@ -58,7 +58,7 @@ struct PackedBlocks {
 
 // acc + the products of FEW rows and blocks b .. b + m - 1 times their scales, m <= 4.
 template <class F>
-inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b, int64_t m,
+__attribute__((always_inline)) inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b, int64_t m,
                        const PackedBlocks<F>& x, Floats acc) {
     constexpr int64_t Q = F::QUANT_BYTES;
     const uint8_t *quants[FEW], *scale[FEW];
@@ -79,36 +79,63 @@ inline Floats add_four(const uint8_t* const* rows, int64_t n, int64_t b, int64_t
     return fused(to_floats(products), few_factors(scale, m, x.scale + b), acc);
 }
 
-// The partial sums of the products of FEW rows with one vector. Meanwhile AHEAD rows are
+// Adds the products of QUADS times FEW rows with one vector to acc. Meanwhile AHEAD rows are
 // prefetched: in each step the whole lines that four blocks fill, the remaining lines before the
-// first step.
-template <class F, int AHEAD>
-inline Floats few_sums_of(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
-                          const PackedBlocks<F>& x) {
-    constexpr int64_t LINES = 4 * F::BLOCK_BYTES / 64;
+// first step. Always inlined: the hardware prefetcher follows load instructions, so each row needs its own.
+template <class F, int QUADS, int AHEAD>
+__attribute__((always_inline)) inline void add_few(const uint8_t* const* rows, const uint8_t* const* next, int64_t n,
+                                                   const PackedBlocks<F>& x, Floats* acc) {
+    constexpr int64_t LINES = AHEAD > 0 ? 4 * F::BLOCK_BYTES / 64 : 0;
     Ahead<AHEAD> ahead(next, n * F::BLOCK_BYTES);
     const int64_t fours = n / 4 * 4;
-    for (int64_t at = fours / 4 * LINES * 64; at < n * F::BLOCK_BYTES; at += 64) ahead.ask();
-    Floats acc = zero();
+    for (int64_t at = fours / 4 * LINES * 64; AHEAD > 0 && at < n * F::BLOCK_BYTES; at += 64) ahead.ask();
     for (int64_t b = 0; b < fours; b += 4) {
         for (int64_t line = 0; line < LINES; ++line) ahead.ask();
-        acc = add_four<F>(rows, n, b, 4, x, acc);
+        for (int i = 0; i < QUADS; ++i) acc[i] = add_four<F>(rows + i * FEW, n, b, 4, x, acc[i]);
     }
-    return fours < n ? add_four<F>(rows, n, fours, n - fours, x, acc) : acc;
+    for (int i = 0; i < QUADS && fours < n; ++i)
+        acc[i] = add_four<F>(rows + i * FEW, n, fours, n - fours, x, acc[i]);
 }
 
-// Multiplies FEW rows (pointers may repeat) by one vector: y[0 .. FEW-1]. Prefetches FEW rows `next`, and
-// FEW more if `is_more`.
-template <class F>
-inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next, bool is_more, int64_t n,
+// Multiplies QUADS times FEW rows (pointers may repeat) by one vector: y[0 .. QUADS * FEW - 1]. Prefetches
+// `num_next` rows: none, as many as are read, or twice as many.
+template <class F, int QUADS>
+inline void dot_few(const uint8_t* const* rows, const uint8_t* const* next, int num_next, int64_t n,
                     const PackedBlocks<F>& x, float* y) {
-    const Floats acc = is_more ? few_sums_of<F, 2 * FEW>(rows, next, n, x)
-                               : few_sums_of<F, FEW>(rows, next, n, x);
-    alignas(64) float part[LANES];
-    store_floats(part, acc);
-    for (int r = 0; r < FEW; ++r)
-        y[r] = (part[few_lane(r, 0)] + part[few_lane(r, 1)]) +
-               (part[few_lane(r, 2)] + part[few_lane(r, 3)]);
+    Floats acc[QUADS];
+    for (Floats& sums : acc) sums = zero();
+    if (num_next == 0)
+        add_few<F, QUADS, 0>(rows, next, n, x, acc);
+    else if (num_next == QUADS * FEW)
+        add_few<F, QUADS, QUADS * FEW>(rows, next, n, x, acc);
+    else
+        add_few<F, QUADS, 2 * QUADS * FEW>(rows, next, n, x, acc);
+    for (int i = 0; i < QUADS; ++i, y += FEW) {
+        alignas(64) float part[LANES];
+        store_floats(part, acc[i]);
+        for (int r = 0; r < FEW; ++r)
+            y[r] = (part[few_lane(r, 0)] + part[few_lane(r, 1)]) +
+                   (part[few_lane(r, 2)] + part[few_lane(r, 3)]);
+    }
+}
+
+// Multiplies rows a0 .. a1-1 by one vector, two times FEW at a time, and prefetches rows of the queue.
+template <class F>
+inline void dot_queued(const Rows& rows, const PackedBlocks<F>& x, int64_t n, float* y, int64_t a0, int64_t a1) {
+    auto dot = [&](auto quads, int64_t a) {
+        constexpr int QUADS = decltype(quads)::VALUE, ROWS = QUADS * FEW;
+        const int64_t valid = a1 - a < ROWS ? a1 - a : ROWS;
+        const uint8_t *row[ROWS], *then[2 * ROWS];
+        for (int64_t r = 0; r < ROWS; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
+        int num_then = rows.queue->take(then, ROWS) ? ROWS : 0;
+        if (rows.queue->size() > a1 - a - valid && rows.queue->take(then + ROWS, ROWS)) num_then = 2 * ROWS;
+        float sums[ROWS];
+        dot_few<F, QUADS>(row, then, num_then, n, x, sums);
+        __builtin_memcpy(y + a, sums, valid * sizeof(float));
+    };
+    int64_t a = a0;
+    for (; a1 - a > FEW; a += 2 * FEW) dot(Count<2>{}, a);
+    if (a < a1) dot(Count<1>{}, a);
 }
 
 // The scales of up to 16 blocks from b0 on, one vector of LANES rows per block.
@@ -261,6 +288,7 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
             dot_tile<F, 1>(&tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
         }
     }
+    if (rows.queue && x.count == 1) return dot_queued<F>(rows, PackedBlocks<F>(x, n), n, y, a, a1);
     // In contiguous rows, memory beyond the FEW rows that are being read is prefetched.
     const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);
     const int64_t ahead = RUN_AHEAD > FEW * rows.stride ? RUN_AHEAD : FEW * rows.stride;
@@ -274,14 +302,10 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
                                              : row[r];
             if (rows.also) then[FEW + r] = rows.also[r < valid ? a + r - a0 : 0];
         }
-        const bool is_more = rows.queue
-                                 ? rows.queue->take(then, FEW) && rows.queue->take(then + FEW, FEW)
-                                 : rows.also != nullptr;
         for (int64_t t = 0; t < x.count; ++t) {
             float sums[FEW];
-            const bool is_first = t == 0;
-            dot_few<F>(row, is_first ? then : row, is_first && is_more, n,
-                       PackedBlocks<F>(x.part(t, t + 1), n), sums);
+            const int num_then = t > 0 ? 0 : rows.also ? 2 * FEW : FEW;
+            dot_few<F, 1>(row, then, num_then, n, PackedBlocks<F>(x.part(t, t + 1), n), sums);
             __builtin_memcpy(y + t * y_stride + a, sums, valid * sizeof(float));
         }
     }

@@ -50,31 +50,26 @@ class OneToken {
             for (int64_t c = c0; c < c1; ++c)
                 run_after_gates(all.begin(c * room.chunk), all.begin((c + 1) * room.chunk));
         }
-        add_all();
         return open;
     }
 
   private:
-    // At most this many neurons go from gate to up together. Long rows: fewer, so that prefetched rows are
-    // still in L1 when they are used.
-    static constexpr int64_t FEW_NEURONS = 4, FEW_BYTES = 10 * 1024;
+    // Neurons that go from gate to up together, of any groups.
+    static constexpr int64_t AT_ONCE = 8;
 
     // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent.
+    // Meanwhile gates prefetch ups, ups prefetch downs, and sums prefetch the next gates.
     void run_together(int64_t a0, int64_t a1) {
-        auto end_after = [&](int64_t a) { return end_of_few(a, a1, all.position); };
-        int64_t g1 = end_after(a0), then = end_after(g1);
-        push(block.gate, all.row, a0, g1);
-        push(block.up, all.row, a0, g1);
-        push(block.gate, all.row, g1, then);
-        for (int64_t g0 = a0; g0 < a1; g0 = g1, g1 = then, then = end_after(then)) {
-            if (!is_of_pending(all.place(g0) / SUM_ROWS)) add_all();
-            multiply(block.gate, gate_x, all.row, g0, g1, room.gate);
-            const int64_t first = open.end, end = first + act(g0, g1, first);
-            if (!limits.has_hidden()) push(block.down, room.open, first, end);
-            finish(first, end);
-            push(block.up, all.row, g1, then);
-            push(block.gate, all.row, then, end_after(then));
+        for (int64_t a = a0, end; a < a1; a = end) {
+            end = std::min(a + AT_ONCE, a1);
+            push(block.up, all.row, a, end);
+            multiply(block.gate, gate_x, all.row, a, end, room.gate);
+            const int64_t first = open.end, fired = first + act(a, end, first);
+            // Another piece of the same thread may begin at a1.
+            const NextRows next = {block.gate, all.row, end, std::min(end + AT_ONCE, all.count)};
+            run_few(first, fired, next, all.place(is_late() || end == a1 ? a : end));
         }
+        add_below(INT64_MAX);
     }
 
     // Runs candidates a0 .. a1-1, of one chunk, of a block whose gates are contiguous: reads all
@@ -82,32 +77,38 @@ class OneToken {
     void run_after_gates(int64_t a0, int64_t a1) {
         Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
         if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
-        const int64_t first = open.end, end = first + act(a0, a1, first);
-        auto end_after = [&](int64_t o) { return end_of_few(o, end, room.position); };
-        int64_t o1 = end_after(first), then = end_after(o1);
-        push(block.up, room.open, first, o1);
-        for (int64_t o0 = first; o0 < end; o0 = o1, o1 = then, then = end_after(then)) {
-            if (!is_of_pending(room.position[o0] / SUM_ROWS)) add_all();
-            push(block.up, room.open, o1, then);
-            if (!limits.has_hidden()) push(block.down, room.open, o0, o1);
-            finish(o0, o1);
+        const int64_t first = open.end, fired = first + act(a0, a1, first);
+        for (int64_t o = first, end; o < fired; o = end) {
+            end = std::min(o + AT_ONCE, fired);
+            const NextRows next = {block.up, room.open, end, std::min(end + AT_ONCE, fired)};
+            run_few(o, end, next, room.position[is_late() || end == fired ? o : end]);
         }
+        add_below(INT64_MAX);
+    }
+
+    // Rows that are read after those of a few neurons.
+    struct NextRows {
+        const SparkMatrix& of;
+        const int32_t* row;
+        int64_t begin, end;
+    };
+
+    // With hidden limits, rows of down are known only after the ups, so they are prefetched by the next ups,
+    // and sums wait for these.
+    bool is_late() const { return limits.has_hidden(); }
+
+    // Multiplies neurons o0 .. o1-1 that fired by their ups, and sums all groups before that of `position`.
+    void run_few(int64_t o0, int64_t o1, const NextRows& next, int64_t position) {
+        const int64_t group = position / SUM_ROWS;
+        if (!is_late()) push(block.down, room.open, o0, o1);
+        const bool is_sum = !is_late() && open.pending < o1 && group_of(open.pending) < group;
+        if (!is_sum) push(next.of, next.row, next.begin, next.end);
+        finish(o0, o1);
+        if (is_sum) push(next.of, next.row, next.begin, next.end);
+        add_below(group);
     }
 
     int64_t D() const { return block.down.num_columns; }
-
-    // The end of the next few items of a list of positions (null: all) from `a` on, all of one group.
-    int64_t end_of_few(int64_t a, int64_t end, const int32_t* position) const {
-        const int64_t fitting = std::max<int64_t>(1, FEW_BYTES / row_bytes(block.gate));
-        int64_t to = std::min(a + std::min(FEW_NEURONS, fitting), end);
-        const auto group = [&](int64_t i) { return (position ? position[i] : i) / SUM_ROWS; };
-        while (to > a && group(to - 1) != group(a)) --to;
-        return to;
-    }
-
-    bool is_of_pending(int64_t group) const {
-        return open.pending == open.end || room.position[open.pending] / SUM_ROWS == group;
-    }
 
     void push(const SparkMatrix& m, const int32_t* row, int64_t a0, int64_t a1) {
         if (!m.data) return;
@@ -173,15 +174,17 @@ class OneToken {
         push(block.down, room.open, kept, open.end);
     }
 
-    // Sums the pending neurons, which are all of one group.
-    void add_all() {
-        const int64_t first = open.pending, count = open.end - first;
-        if (!count) return;
-        open.pending = open.end;
-        const Rows rows = rows_of(block.down, room.open + first, count);
-        float* out = room.sum + room.position[first] / room.chunk * D();
-        kernels().accumulate_rows[block.down.kind](rows, room.hidden + first, out, 0, count, 0,
-                                                   rows.D);
+    int64_t group_of(int64_t o) const { return room.position[o] / SUM_ROWS; }
+
+    // Sums pending neurons of groups below `group`, a group at a time.
+    void add_below(int64_t group) {
+        while (open.pending < open.end && group_of(open.pending) < group) {
+            const int64_t first = open.pending;
+            while (open.pending < open.end && group_of(open.pending) == group_of(first)) ++open.pending;
+            const Rows rows = rows_of(block.down, room.open + first, open.pending - first);
+            float* out = room.sum + room.position[first] / room.chunk * D();
+            kernels().accumulate_rows[block.down.kind](rows, room.hidden + first, out, 0, rows.A, 0, rows.D);
+        }
     }
 
     const SparkBlock& block;

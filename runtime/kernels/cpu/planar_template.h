@@ -293,18 +293,21 @@ inline void add_close_group(const uint8_t* const* rows, AheadRows then, int64_t 
     }
 }
 
+// Rows of a queue that are prefetched while a group of rows is summed.
+constexpr int QUEUED_ROWS = 8;
+
 // y[d0..d1) += the sum of c[r] * rows[r][d0..d1) over a group of k rows of n blocks, in the order of
-// add_unit(). Meanwhile the four rows `next` are prefetched.
-template <class Format>
+// add_unit(). Meanwhile AHEAD rows `next` are prefetched.
+template <class Format, int AHEAD>
 inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, int64_t k, int64_t n,
                       const float* c, float* y, int64_t d0, int64_t d1) {
     constexpr int64_t UNIT = Format::UNIT, BYTES = Format::BLOCK_BYTES;
     SumFactors factors;
     alignas(64) float scale[SUM_ROWS][CHUNK];
-    const uint8_t *begin[4], *quants[SUM_ROWS];
+    const uint8_t *begin[AHEAD], *quants[SUM_ROWS];
     alignas(64) uint8_t copy[Format::IS_PLANAR ? 1 : SUM_ROWS][CHUNK * 32];
-    for (int r = 0; r < 4; ++r) begin[r] = next[r] + d0 / BLOCK * BYTES;
-    Ahead<4> ahead(begin, (d1 - d0) / BLOCK * BYTES);
+    for (int r = 0; r < AHEAD; ++r) begin[r] = next[r] + d0 / BLOCK * BYTES;
+    Ahead<AHEAD> ahead(begin, (d1 - d0) / BLOCK * BYTES);
     for (int64_t b0 = d0 / BLOCK, b1; b0 < d1 / BLOCK; b0 = b1) {
         b1 = b0 + CHUNK < d1 / BLOCK ? b0 + CHUNK : d1 / BLOCK;
         const int64_t m = b1 - b0, wanted = (b1 - d0 / BLOCK) * BYTES;

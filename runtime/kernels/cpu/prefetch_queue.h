@@ -3,20 +3,24 @@
 #include <cstdint>
 
 // Rows in the order in which they will be read. A kernel that reads a few rows takes as many from here, and
-// as many again if they are there, and prefetches them line by line, a line of each in turn: rows of 2 KiB
-// that are read as four streams arrive 1.4 times as fast on a Zen 5 as one after the other
-// (docs/log/kernels.md). Taking up to two rows for each that is read keeps the prefetched rows
-// ahead, although sums of q8_0 and q4_0 rows take only four for each group.
+// as many again if more are queued than it will read, and prefetches them line by line, a line of each in
+// turn: the hardware prefetcher follows several streams better than one row after the other
+// (docs/log/kernels.md).
 class PrefetchQueue {
   public:
     void push(const uint8_t* row, int64_t bytes) { rows_[end_++ % ROOM] = {row, bytes}; }
 
-    // Takes the next `count` rows, to be prefetched by the caller; false if there are too few.
+    int64_t size() const { return static_cast<int64_t>(end_ - first_); }
+
+    // Takes the next `count` rows, to be prefetched by the caller; false if there is none. If there are
+    // fewer, the last one is repeated.
     // Always inlined, because a shared copy could contain the instructions of another level.
     __attribute__((always_inline)) inline bool take(const uint8_t** next, int64_t count) {
-        if (end_ - first_ < static_cast<uint64_t>(count)) return false;
-        for (int64_t r = 0; r < count; ++r) next[r] = rows_[first_++ % ROOM].row;
-        return true;
+        const int64_t there = size() < count ? size() : count;
+        for (int64_t r = 0; there && r < count; ++r)
+            next[r] = rows_[(first_ + (r < there ? r : there - 1)) % ROOM].row;
+        first_ += there;
+        return there > 0;
     }
 
     // Prefetches and removes all rows.

@@ -67,6 +67,11 @@ inline const uint8_t* row_of(const Rows& rows, int64_t a) {
 inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<const uint8_t*>(p)); }
 inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_t*>(p), v); }
 
+template <int N>
+struct Count {
+    static constexpr int VALUE = N;
+};
+
 #include "k_quants_template.h"
 #include "planar_template.h"
 #ifdef LEVEL_AVX512
@@ -79,11 +84,6 @@ template <class Format>
 constexpr bool IS_BLOCKS = Format::SCALED && !IS_SUPER<Format>;
 
 #include "blocks_template.h"
-
-template <int N>
-struct Count {
-    static constexpr int VALUE = N;
-};
 
 // Calls use(Count<ROWS>, a, row, next, also) for rows a .. a+ROWS-1: for four rows at a time, then for two,
 // then for one, so that x or y is read and written once for four rows. `use` prefetches the rows `next` and,
@@ -100,7 +100,8 @@ inline void for_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
                       : a + ROWS + r < rows.A ? row_of(rows, a + ROWS + r)
                                               : row[r];
         }
-        const bool is_more = rows.queue && rows.queue->take(next, ROWS) && rows.queue->take(also, ROWS);
+        const bool is_more = rows.queue && rows.queue->take(next, ROWS) &&
+                             rows.queue->size() > a1 - a - ROWS && rows.queue->take(also, ROWS);
         use(count, a, row, next, is_more ? also : nullptr);
     };
     int64_t a = a0;
@@ -193,19 +194,22 @@ void accumulate_rows(const Rows& rows, const float* c, float* y, int64_t a0, int
     if constexpr (IS_BLOCKS<Format>) {
         for (int64_t a = a0; a < a1; a += SUM_ROWS) {
             const int64_t k = a1 - a < SUM_ROWS ? a1 - a : SUM_ROWS;
-            const uint8_t *row[SUM_ROWS], *next[4];
+            const uint8_t *row[SUM_ROWS], *next[QUEUED_ROWS];
             for (int64_t r = 0; r < k; ++r) row[r] = row_of(rows, a + r);
             if (rows.then) {
                 const AheadRows then(rows.then, rows.num_then, rows.then_bytes);
                 add_close_group<Format>(row, then, k, rows.D / BLOCK, c + a, y, d0, d1);
                 continue;
             }
+            if (rows.queue && rows.queue->take(next, QUEUED_ROWS)) {
+                add_group<Format, QUEUED_ROWS>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
+                continue;
+            }
             for (int64_t r = 0; r < 4; ++r)
                 next[r] = rows.next                ? rows.next[r]
                           : a + SUM_ROWS + r < a1 ? row_of(rows, a + SUM_ROWS + r)
                                                    : row[0];
-            if (rows.queue) rows.queue->take(next, 4);
-            add_group<Format>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
+            add_group<Format, 4>(row, next, k, rows.D / BLOCK, c + a, y, d0, d1);
         }
     } else {
         if constexpr (!Format::SCALED)
