@@ -112,15 +112,12 @@ class OneToken {
 
     void push(const SparkMatrix& m, const int32_t* row, int64_t a0, int64_t a1) {
         if (!m.data) return;
-        for (int64_t a = a0; a < a1; ++a)
-            queue.push(m.data + (row ? row[a] : a) * m.stride, row_bytes(m));
+        for (int64_t a = a0; a < a1; ++a) queue.push(m.data + (row ? row[a] : a) * m.stride);
     }
 
     Rows rows_of(const SparkMatrix& m, const int32_t* row, int64_t count) {
         Rows rows = {m.data, m.stride, m.num_columns, row, count};
         rows.queue = &queue;
-        // K-quants are bound by computing: q4_K gains 14 to 28 % if all is prefetched first (one Zen 5).
-        if (block_values(m.kind) == SUPER_BLOCK) queue.prefetch_all();
         return rows;
     }
 

@@ -320,7 +320,7 @@ inline void add_group(const uint8_t* const* rows, const uint8_t* const* next, in
         for (; d + UNIT <= m * BLOCK; d += UNIT, at += 4 * LANES) {
             for (int64_t r = 0; Format::IS_PLANAR && k > ASKED_ROWS && r < k; ++r)
                 __builtin_prefetch(quants[r] + at + CHUNK * Format::QUANT_BYTES);
-            ahead.ask_below(wanted), ahead.ask_below(wanted);
+            ahead.ask_below(wanted);
             add_unit<Format>(quants, at, k, factors, d / BLOCK, y + b0 * BLOCK + d);
         }
         if (d < m * BLOCK)

@@ -8,37 +8,25 @@
 // (docs/log/kernels.md).
 class PrefetchQueue {
   public:
-    void push(const uint8_t* row, int64_t bytes) { rows_[end_++ % ROOM] = {row, bytes}; }
+    void push(const uint8_t* row) { rows_[end_++ % ROOM] = row; }
 
-    int64_t size() const { return static_cast<int64_t>(end_ - first_); }
+    // These two are always inlined, because a shared copy could contain the instructions of another level.
+    __attribute__((always_inline)) inline int64_t size() const { return static_cast<int64_t>(end_ - first_); }
 
     // Takes the next `count` rows, to be prefetched by the caller; false if there is none. If there are
     // fewer, the last one is repeated.
-    // Always inlined, because a shared copy could contain the instructions of another level.
     __attribute__((always_inline)) inline bool take(const uint8_t** next, int64_t count) {
         const int64_t there = size() < count ? size() : count;
         for (int64_t r = 0; there && r < count; ++r)
-            next[r] = rows_[(first_ + (r < there ? r : there - 1)) % ROOM].row;
+            next[r] = rows_[(first_ + (r < there ? r : there - 1)) % ROOM];
         first_ += there;
         return there > 0;
-    }
-
-    // Prefetches and removes all rows.
-    void prefetch_all() {
-        for (; first_ != end_; ++first_) {
-            const Row& row = rows_[first_ % ROOM];
-            for (int64_t at = 0; at < row.bytes; at += 64) __builtin_prefetch(row.row + at);
-        }
     }
 
   private:
     // More rows than OneToken ever has in a queue. If one were overwritten, it would only be read
     // without prefetching.
     static constexpr uint64_t ROOM = 128;
-    struct Row {
-        const uint8_t* row;
-        int64_t bytes;
-    };
-    Row rows_[ROOM];
+    const uint8_t* rows_[ROOM];
     uint64_t first_ = 0, end_ = 0;
 };
