@@ -60,14 +60,16 @@ class OneToken {
     // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent.
     // Meanwhile gates prefetch ups, ups prefetch downs, and sums prefetch the next gates.
     void run_together(int64_t a0, int64_t a1) {
+        const bool has_up = block.up.data;
         for (int64_t a = a0, end; a < a1; a = end) {
             end = std::min(a + AT_ONCE, a1);
-            push(block.up, all.row, a, end);
+            // Another piece of the same thread may begin at a1.
+            const NextRows gates = {block.gate, all.row, end, std::min(end + AT_ONCE, all.count)};
+            push(has_up ? NextRows{block.up, all.row, a, end} : gates);
             multiply(block.gate, gate_x, all.row, a, end, room.gate);
             const int64_t first = open.end, fired = first + act(a, end, first);
-            // Another piece of the same thread may begin at a1.
-            const NextRows next = {block.gate, all.row, end, std::min(end + AT_ONCE, all.count)};
-            run_few(first, fired, next, all.place(is_late() || end == a1 ? a : end));
+            const int64_t position = all.place(is_late() || end == a1 ? a : end);
+            run_few(first, fired, position, has_up ? gates : NextRows{block.gate, nullptr, 0, 0});
         }
         add_below(INT64_MAX);
     }
@@ -80,40 +82,41 @@ class OneToken {
         const int64_t first = open.end, fired = first + act(a0, a1, first);
         for (int64_t o = first, end; o < fired; o = end) {
             end = std::min(o + AT_ONCE, fired);
-            const NextRows next = {block.up, room.open, end, std::min(end + AT_ONCE, fired)};
-            run_few(o, end, next, room.position[is_late() || end == fired ? o : end]);
+            const int64_t position = room.position[is_late() || end == fired ? o : end];
+            run_few(o, end, position, {block.up, room.open, end, std::min(end + AT_ONCE, fired)});
         }
         add_below(INT64_MAX);
     }
 
-    // Rows that are read after those of a few neurons.
+    // Rows that are read later: those of a matrix (null: none) listed in row[begin .. end-1].
     struct NextRows {
         const SparkMatrix& of;
         const int32_t* row;
         int64_t begin, end;
     };
 
-    // With hidden limits, rows of down are known only after the ups, so they are prefetched by the next ups,
-    // and sums wait for these.
-    bool is_late() const { return limits.has_hidden(); }
+    void push(const NextRows& next) {
+        const SparkMatrix& m = next.of;
+        for (int64_t a = next.begin; m.data && a < next.end; ++a)
+            queue.push(m.data + (next.row ? next.row[a] : a) * m.stride);
+    }
+
+    // If rows of down are known only after the ups, or there are no ups, the products of the next neurons
+    // prefetch them, and sums wait for these.
+    bool is_late() const { return limits.has_hidden() || !block.up.data; }
 
     // Multiplies neurons o0 .. o1-1 that fired by their ups, and sums all groups before that of `position`.
-    void run_few(int64_t o0, int64_t o1, const NextRows& next, int64_t position) {
+    void run_few(int64_t o0, int64_t o1, int64_t position, const NextRows& next) {
         const int64_t group = position / SUM_ROWS;
-        if (!is_late()) push(block.down, room.open, o0, o1);
+        if (!limits.has_hidden()) push({block.down, room.open, o0, o1});
         const bool is_sum = !is_late() && open.pending < o1 && group_of(open.pending) < group;
-        if (!is_sum) push(next.of, next.row, next.begin, next.end);
+        if (!is_sum) push(next);
         finish(o0, o1);
-        if (is_sum) push(next.of, next.row, next.begin, next.end);
+        if (is_sum) push(next);
         add_below(group);
     }
 
     int64_t D() const { return block.down.num_columns; }
-
-    void push(const SparkMatrix& m, const int32_t* row, int64_t a0, int64_t a1) {
-        if (!m.data) return;
-        for (int64_t a = a0; a < a1; ++a) queue.push(m.data + (row ? row[a] : a) * m.stride);
-    }
 
     Rows rows_of(const SparkMatrix& m, const int32_t* row, int64_t count) {
         Rows rows = {m.data, m.stride, m.num_columns, row, count};
@@ -168,7 +171,7 @@ class OneToken {
             room.open[open.end] = row, room.position[open.end] = place, room.hidden[open.end] = value;
             open.end += !limits.is_silent(value, place);
         }
-        push(block.down, room.open, kept, open.end);
+        push({block.down, room.open, kept, open.end});
     }
 
     int64_t group_of(int64_t o) const { return room.position[o] / SUM_ROWS; }
