@@ -1,6 +1,6 @@
 // One token's pass over the candidate neurons of a few chunks: gate, activation, up and down of a few
 // neurons, then of the next, while rows that come later are prefetched. Gates that are not interleaved
-// with up and down are read first, a chunk at a time.
+// with up and down are read first.
 #pragma once
 #include "gate.h"
 
@@ -44,12 +44,11 @@ class OneToken {
         const int64_t a0 = all.begin(c0 * room.chunk), a1 = all.begin(c1 * room.chunk);
         open = {a0, a0, a0, 0};
         std::fill_n(room.sum + c0 * D(), (c1 - c0) * D(), 0.0f);
-        if (block.gate.stride > row_bytes(block.gate)) {
+        if (block.gate.stride > row_bytes(block.gate))
             run_together(a0, a1);
-        } else {
-            for (int64_t c = c0; c < c1; ++c)
-                run_after_gates(all.begin(c * room.chunk), all.begin((c + 1) * room.chunk));
-        }
+        else
+            run_after_gates(a0, a1);
+        add_below(INT64_MAX);
         return open;
     }
 
@@ -71,11 +70,9 @@ class OneToken {
             const int64_t position = all.place(is_late() || end == a1 ? a : end);
             run_few(first, fired, position, has_up ? gates : NextRows{block.gate, nullptr, 0, 0});
         }
-        add_below(INT64_MAX);
     }
 
-    // Runs candidates a0 .. a1-1, of one chunk, of a block whose gates are contiguous: reads all
-    // their gates first.
+    // Runs candidates a0 .. a1-1 of a block whose gates are contiguous: reads all their gates first.
     void run_after_gates(int64_t a0, int64_t a1) {
         Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
         if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
@@ -85,7 +82,6 @@ class OneToken {
             const int64_t position = room.position[is_late() || end == fired ? o : end];
             run_few(o, end, position, {block.up, room.open, end, std::min(end + AT_ONCE, fired)});
         }
-        add_below(INT64_MAX);
     }
 
     // Rows that are read later: those of a matrix (null: none) listed in row[begin .. end-1].
