@@ -92,6 +92,44 @@ def test_biases_are_those_of_the_named_rows(tmp_path):
     assert rel_error(neurons.y_D, want) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ["exact", "predicted"])
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_a_part_of_a_layer_has_biases_and_limits_of_its_own(tmp_path, level, kind, mode):
+    """Biases belong to rows of the matrices, limits to positions in the block."""
+    num = 601
+    ffn = layer_of(tmp_path, kind, "silu", mode=mode, num=num)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.arange(1, num, 3)
+    gate_F, up_F = (torch.randn(num, generator=generator) for _ in range(2))
+    gate_limit_N, hidden_limit_N = 0.3 * torch.rand(2, len(rows), generator=generator)
+    (whole,) = ffn.blocks
+    part = dataclasses.replace(
+        whole,
+        gate=dataclasses.replace(whole.gate, bias_N=gate_F),
+        up=dataclasses.replace(whole.up, bias_N=up_F),
+        id_N=rows,
+        row_N=rows,
+        is_whole=False,
+        gate_limit_N=gate_limit_N,
+        hidden_limit_N=hidden_limit_N,
+    )
+    x_D = torch.randn(D, generator=generator)
+    named_F = torch.rand(num, generator=generator) < (0.4 if mode == "predicted" else 2)
+    neurons = NativeNeurons.of(part, ffn.gate, mode, num)
+    neurons.x_D.copy_(x_D)
+    if neurons.named_W is not None:
+        neurons.named_W.copy_(pack_bits(named_F))
+    neurons.run()
+    gates_N = whole.gate.weight.rows(rows).double() @ x_D.double() + gate_F[rows]
+    ups_N = whole.up.weight.rows(rows).double() @ x_D.double() + up_F[rows]
+    gates_N = torch.nn.functional.silu(gates_N)
+    hidden_N = gates_N * ups_N
+    kept_N = (gates_N.abs() > gate_limit_N) & (hidden_N.abs() > hidden_limit_N) & named_F[rows]
+    assert 0.1 < kept_N.double().mean() < 0.8
+    want = (hidden_N * kept_N) @ whole.down.rows(rows).double()
+    assert rel_error(neurons.y_D, want) < BOUNDS[kind]
+
+
 def test_a_nan_gate_reaches_the_sum(tmp_path):
     for activation in ACTIVATIONS:
         ffn = layer_of(tmp_path, activation=activation)

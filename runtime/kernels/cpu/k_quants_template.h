@@ -99,7 +99,7 @@ constexpr bool IS_SUPER<Q6_K> = true;
 // are subtracted first. Meanwhile the rows `next` are prefetched.
 template <class Format, int ROWS>
 inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
-                           float* y, int64_t d0, int64_t d1) {
+                           float* y, int64_t d0, int64_t d1, const uint8_t* const* also) {
     for (int64_t d = d0; d < d1; d += SUPER_BLOCK) {
         const int64_t at = d / SUPER_BLOCK * Format::BLOCK_BYTES;
         Factors of[ROWS];
@@ -107,6 +107,8 @@ inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* nex
         for (int r = 0; r < ROWS; ++r) {
             for (int64_t line = 0; line < Format::BLOCK_BYTES; line += 64)
                 __builtin_prefetch(next[r] + at + line);
+            for (int64_t line = 0; also && line < Format::BLOCK_BYTES; line += 64)
+                __builtin_prefetch(also[r] + at + line);
             Format::factors(rows[r] + at, c[r], of[r]);
             if constexpr (Format::HAS_MINIMA)
                 for (int i = 0; i < 8; ++i) minimum[i] += of[r].minimum[i];

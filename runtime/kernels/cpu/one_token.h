@@ -37,14 +37,15 @@ class OneToken {
   public:
     OneToken(const SparkBlock& block, const Gate& gate, const Input& gate_x, const Input& up_x,
              const TokenRoom& room, const Candidates& all)
-        : block(block), gate(gate), gate_x(gate_x), up_x(up_x), limits(block, gate), room(room), all(all) {}
+        : block(block), gate(gate), gate_x(gate_x), up_x(up_x), limits(block, gate), room(room), all(all),
+          is_together(block.gate.stride > row_bytes(block.gate)) {}
 
     // Writes the sums of chunks c0 .. c1-1.
     Opened run(int64_t c0, int64_t c1) {
         const int64_t a0 = all.begin(c0 * room.chunk), a1 = all.begin(c1 * room.chunk);
         open = {a0, a0, a0, 0};
         std::fill_n(room.sum + c0 * D(), (c1 - c0) * D(), 0.0f);
-        if (block.gate.stride > row_bytes(block.gate))
+        if (is_together)
             run_together(a0, a1);
         else
             run_after_gates(a0, a1);
@@ -56,19 +57,20 @@ class OneToken {
     // Neurons that go from gate to up together, of any groups.
     static constexpr int64_t AT_ONCE = 8;
 
-    // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent.
-    // Meanwhile gates prefetch ups, ups prefetch downs, and sums prefetch the next gates.
+    // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent. Meanwhile
+    // gates prefetch their ups, ups prefetch downs, and sums, or else the ups, prefetch the next gates. While
+    // less than half of the gates have opened, so that most ups would not be read, gates prefetch gates.
     void run_together(int64_t a0, int64_t a1) {
-        const bool has_up = block.up.data;
         for (int64_t a = a0, end; a < a1; a = end) {
             end = std::min(a + AT_ONCE, a1);
             // Another piece of the same thread may begin at a1.
             const NextRows gates = {block.gate, all.row, end, std::min(end + AT_ONCE, all.count)};
-            push(has_up ? NextRows{block.up, all.row, a, end} : gates);
+            const bool is_early = !block.up.data || 2 * open.num_fired < a - a0;
+            push(is_early ? gates : NextRows{block.up, all.row, a, end});
             multiply(block.gate, gate_x, all.row, a, end, room.gate);
-            const int64_t first = open.end, fired = first + act(a, end, first);
-            const int64_t position = all.place(is_late() || end == a1 ? a : end);
-            run_few(first, fired, position, has_up ? gates : NextRows{block.gate, nullptr, 0, 0});
+            const int64_t first = open.end, fired = first + act(a, end);
+            const int64_t group = all.place(is_late() || end == a1 ? a : end) / SUM_ROWS;
+            run_few(first, fired, group, is_early ? NextRows{} : gates);
         }
     }
 
@@ -76,20 +78,22 @@ class OneToken {
     void run_after_gates(int64_t a0, int64_t a1) {
         Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
         if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
-        const int64_t first = open.end, fired = first + act(a0, a1, first);
+        const int64_t first = open.end, fired = first + act(a0, a1);
+        if (!block.up.data) return finish(first, fired);
         for (int64_t o = first, end; o < fired; o = end) {
             end = std::min(o + AT_ONCE, fired);
-            const int64_t position = room.position[is_late() || end == fired ? o : end];
-            run_few(o, end, position, {block.up, room.open, end, std::min(end + AT_ONCE, fired)});
+            run_few(o, end, group_of(is_late() || end == fired ? o : end),
+                    {block.up, room.open, end, std::min(end + AT_ONCE, fired)});
         }
     }
 
-    // Rows that are read later: those of a matrix (null: none) listed in row[begin .. end-1].
+    // Rows that are read later: those of a matrix listed in row[begin .. end-1]; by default none.
     struct NextRows {
-        const SparkMatrix& of;
-        const int32_t* row;
-        int64_t begin, end;
+        const SparkMatrix& of = NO_MATRIX;
+        const int32_t* row = nullptr;
+        int64_t begin = 0, end = 0;
     };
+    static constexpr SparkMatrix NO_MATRIX = {};
 
     void push(const NextRows& next) {
         const SparkMatrix& m = next.of;
@@ -101,9 +105,8 @@ class OneToken {
     // prefetch them, and sums wait for these.
     bool is_late() const { return limits.has_hidden() || !block.up.data; }
 
-    // Multiplies neurons o0 .. o1-1 that fired by their ups, and sums all groups before that of `position`.
-    void run_few(int64_t o0, int64_t o1, int64_t position, const NextRows& next) {
-        const int64_t group = position / SUM_ROWS;
+    // Multiplies neurons o0 .. o1-1 that fired by their ups, and sums all groups below `group`.
+    void run_few(int64_t o0, int64_t o1, int64_t group, const NextRows& next) {
         if (!limits.has_hidden()) push({block.down, room.open, o0, o1});
         const bool is_sum = !is_late() && open.pending < o1 && group_of(open.pending) < group;
         if (!is_sum) push(next);
@@ -126,12 +129,12 @@ class OneToken {
     }
 
     // Activates gates g0 .. g1-1: neurons that fire go to room.open, room.position and room.hidden from
-    // `first` on; returns their number.
-    int64_t act(int64_t g0, int64_t g1, int64_t first) {
+    // open.end on; returns their number.
+    int64_t act(int64_t g0, int64_t g1) {
         const float* bias = block.gate.bias;
         for (int64_t a = g0; bias && a < g1; ++a) room.gate[a] += bias[all.row ? all.row[a] : a];
         gate.smooth(room.gate + g0, g1 - g0);
-        int64_t at = first;
+        int64_t at = open.end;
         for (int64_t a = g0; a < g1; ++a) {
             float value = room.gate[a];
             const int32_t place = all.position ? all.position[a] : static_cast<int32_t>(a);
@@ -141,8 +144,8 @@ class OneToken {
             room.hidden[at] = value;
             at += fires;
         }
-        open.num_fired += at - first;
-        return at - first;
+        open.num_fired += at - open.end;
+        return at - open.end;
     }
 
     // Multiplies hidden values o0 .. o1-1 by their ups, and opens those that are not silent.
@@ -167,7 +170,7 @@ class OneToken {
             room.open[open.end] = row, room.position[open.end] = place, room.hidden[open.end] = value;
             open.end += !limits.is_silent(value, place);
         }
-        push({block.down, room.open, kept, open.end});
+        if (is_together || block.up.data) push({block.down, room.open, kept, open.end});
     }
 
     int64_t group_of(int64_t o) const { return room.position[o] / SUM_ROWS; }
@@ -177,6 +180,9 @@ class OneToken {
         while (open.pending < open.end && group_of(open.pending) < group) {
             const int64_t first = open.pending;
             while (open.pending < open.end && group_of(open.pending) == group_of(first)) ++open.pending;
+            // No product has prefetched them.
+            if (!is_together && !block.up.data)
+                push({block.down, room.open, open.pending, std::min(open.pending + AT_ONCE, open.end)});
             const Rows rows = rows_of(block.down, room.open + first, open.pending - first);
             float* out = room.sum + room.position[first] / room.chunk * D();
             kernels().accumulate_rows[block.down.kind](rows, room.hidden + first, out, 0, rows.A, 0, rows.D);
@@ -189,6 +195,7 @@ class OneToken {
     const NeuronLimits limits;
     const TokenRoom& room;
     const Candidates& all;
+    const bool is_together;  // gate, up and down of a neuron are adjacent
     Opened open;
     PrefetchQueue queue;
 };

@@ -2,13 +2,17 @@
 #pragma once
 #include <cstdint>
 
-// Rows in the order in which they will be read. A kernel that reads a few rows takes as many from here, and
-// as many again if more are queued than it will read, and prefetches them line by line, a line of each in
-// turn: the hardware prefetcher follows several streams better than one row after the other
-// (docs/log/kernels.md).
+// Rows in the order in which they will be read. A kernel that reads rows takes some from here and prefetches
+// them line by line, a line of each in turn: as many as it reads, and as many again if more are queued than it
+// will read; sums of q8_0 and q4_0 rows take QUEUED_ROWS. A core drops prefetches beyond the misses that it can
+// wait for, so they must be spread evenly (docs/log/kernels.md).
 class PrefetchQueue {
   public:
-    void push(const uint8_t* row) { rows_[end_++ % ROOM] = row; }
+    // If there are ROOM rows, the first one is given up.
+    void push(const uint8_t* row) {
+        rows_[end_++ % ROOM] = row;
+        first_ += end_ - first_ > ROOM;
+    }
 
     // These two are always inlined, because a shared copy could contain the instructions of another level.
     __attribute__((always_inline)) inline int64_t size() const { return static_cast<int64_t>(end_ - first_); }
@@ -24,8 +28,6 @@ class PrefetchQueue {
     }
 
   private:
-    // More rows than OneToken ever has in a queue. If one were overwritten, it would only be read
-    // without prefetching.
     static constexpr uint64_t ROOM = 128;
     const uint8_t* rows_[ROOM];
     uint64_t first_ = 0, end_ = 0;

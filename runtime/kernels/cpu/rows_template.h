@@ -149,7 +149,7 @@ template <class Format, int ROWS>
 inline void add_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                      float* y, int64_t d0, int64_t d1, const uint8_t* const* also = nullptr) {
     if constexpr (IS_SUPER<Format>)
-        add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1);
+        add_super_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
     else
         add_block_rows<Format, ROWS>(rows, next, c, y, d0, d1, also);
 }
