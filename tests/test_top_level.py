@@ -276,6 +276,18 @@ def stopped(folder: Path, work: str, *numbers: int) -> tuple[int, str, float]:
     return process.returncode, error, time.monotonic() - began
 
 
+def test_a_signal_counts_even_if_a_library_replaces_its_exception(monkeypatch, capsys):
+    def inspect_file(file):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape of object type 'X'") from None
+
+    monkeypatch.setattr("sparkinfer.inspection.inspect_file.inspect_file", inspect_file)
+    assert main(["inspect", "x"]) == 128 + signal.SIGTERM
+    assert lines_of(capsys) == ["sparkinfer: interrupted; nothing half-written was left"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_and_removes_what_it_wrote(tmp_path, number):
     code, error, _ = stopped(tmp_path, "import time; time.sleep(60)", number, signal.SIGTERM)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from sparkinfer.errors import Interrupted
+from sparkinfer.errors import Interrupted, SparkinferError
 
 # What signal.signal takes and returns.
 SignalHandler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
@@ -29,6 +29,7 @@ class _Handler:
 
     def __init__(self) -> None:
         self.told_at: float | None = None
+        self.raised: Interrupted | None = None
         # Held while the main thread is woken, and while `ending` takes this handler away.
         self.lock = threading.Lock()
 
@@ -37,7 +38,16 @@ class _Handler:
         if self.told_at is not None and now - self.told_at < SAME_S:
             return
         self.told_at = now
-        raise Interrupted(MESSAGE, number)
+        self.raised = Interrupted(MESSAGE, number)
+        raise self.raised
+
+    def instead_of(self, error: BaseException) -> BaseException:
+        """The exception that this handler raised, if a library has replaced it with `error`.
+
+        torch reports "could not determine the shape" if one is raised while it asks a sequence for
+        its length."""
+        is_own = isinstance(error, SparkinferError | KeyboardInterrupt)
+        return error if self.raised is None or is_own else self.raised
 
     def count_as_taken(self) -> None:
         """Notes that another handler took a signal, so that those that come with it are ignored."""
@@ -77,14 +87,14 @@ def put_back(number: int, handler: SignalHandler) -> None:
 
 
 @contextmanager
-def ending(*, is_program: bool) -> Iterator[None]:
+def ending(*, is_program: bool) -> Iterator[_Handler]:
     """Within the block the signals raise exceptions, except those that the process was started with
     ignored (nohup) or that have another handler. After the block, a program has nothing left to do,
     so the signals end it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python handles signals in the main thread only
-        return
     handler, plain = _Handler(), (signal.SIG_DFL, signal.default_int_handler)
+    if threading.current_thread() is not threading.main_thread():
+        yield handler  # Python handles signals in the main thread only
+        return
     before = {number: signal.getsignal(number) for number in NUMBERS}
     before = {number: found for number, found in before.items() if found in plain}
     for number in before:
@@ -95,7 +105,7 @@ def ending(*, is_program: bool) -> Iterator[None]:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=handler.watch, args=(reader,), daemon=True).start()
     try:
-        yield
+        yield handler
     finally:
         with handler.lock:  # from here on, waking the main thread would end the process
             for number, found in before.items():

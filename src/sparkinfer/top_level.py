@@ -38,14 +38,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if is_program:
         _open_closed_streams()
-    with ending(is_program=is_program):
+    with ending(is_program=is_program) as signals:
         try:
             with _nothing_printed(arguments) if is_program else nullcontext():
                 return _run(arguments, is_program=is_program)
         except SystemExit:
             raise
         except BaseException as error:  # every error, see the module's docstring
-            return _end(error, arguments)
+            return _end(signals.instead_of(error), arguments)
 
 
 def _run(arguments: list[str], *, is_program: bool) -> int:
