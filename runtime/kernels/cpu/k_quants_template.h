@@ -96,7 +96,7 @@ template <>
 constexpr bool IS_SUPER<Q6_K> = true;
 
 // y[d0..d1) += the sum over r of c[r] * rows[r][d0..d1), for whole blocks; the minima of all rows
-// are subtracted first. Meanwhile the rows `next` are prefetched.
+// are subtracted first. Meanwhile the rows `next` and, unless it is null, `also` are prefetched.
 template <class Format, int ROWS>
 inline void add_super_rows(const uint8_t* const* rows, const uint8_t* const* next, const float* c,
                            float* y, int64_t d0, int64_t d1, const uint8_t* const* also) {
