@@ -45,8 +45,10 @@ class OneToken {
         const int64_t a0 = all.begin(c0 * room.chunk), a1 = all.begin(c1 * room.chunk);
         open = {a0, a0, a0, 0};
         std::fill_n(room.sum + c0 * D(), (c1 - c0) * D(), 0.0f);
-        if (is_together)
+        if (is_together && block.up.data)
             run_together(a0, a1);
+        else if (is_together)
+            run_without_ups(a0, a1);
         else
             run_after_gates(a0, a1);
         add_below(INT64_MAX);
@@ -57,36 +59,6 @@ class OneToken {
     // Neurons that go from gate to up together, of any groups.
     static constexpr int64_t AT_ONCE = 8;
 
-    // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent. Meanwhile
-    // gates prefetch their ups, ups prefetch downs, and sums, or else the ups, prefetch the next gates. While
-    // less than half of the gates have opened, so that most ups would not be read, gates prefetch gates.
-    void run_together(int64_t a0, int64_t a1) {
-        for (int64_t a = a0, end; a < a1; a = end) {
-            end = std::min(a + AT_ONCE, a1);
-            // Another piece of the same thread may begin at a1.
-            const NextRows gates = {block.gate, all.row, end, std::min(end + AT_ONCE, all.count)};
-            const bool is_early = !block.up.data || 2 * open.num_fired < a - a0;
-            push(is_early ? gates : NextRows{block.up, all.row, a, end});
-            multiply(block.gate, gate_x, all.row, a, end, room.gate);
-            const int64_t first = open.end, fired = first + act(a, end);
-            const int64_t group = all.place(is_late() || end == a1 ? a : end) / SUM_ROWS;
-            run_few(first, fired, group, is_early ? NextRows{} : gates);
-        }
-    }
-
-    // Runs candidates a0 .. a1-1 of a block whose gates are contiguous: reads all their gates first.
-    void run_after_gates(int64_t a0, int64_t a1) {
-        Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
-        if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
-        const int64_t first = open.end, fired = first + act(a0, a1);
-        if (!block.up.data) return finish(first, fired);
-        for (int64_t o = first, end; o < fired; o = end) {
-            end = std::min(o + AT_ONCE, fired);
-            run_few(o, end, group_of(is_late() || end == fired ? o : end),
-                    {block.up, room.open, end, std::min(end + AT_ONCE, fired)});
-        }
-    }
-
     // Rows that are read later: those of a matrix listed in row[begin .. end-1]; by default none.
     struct NextRows {
         const SparkMatrix& of = NO_MATRIX;
@@ -94,6 +66,53 @@ class OneToken {
         int64_t begin = 0, end = 0;
     };
     static constexpr SparkMatrix NO_MATRIX = {};
+
+    NextRows gates_from(int64_t a) const {  // another piece of the same thread may begin at a
+        return {block.gate, all.row, a, std::min(a + AT_ONCE, all.count)};
+    }
+    NextRows ups(int64_t o0, int64_t o1) const { return {block.up, room.open, o0, o1}; }
+
+    // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent. The next few gates
+    // are opened before the ups of these few are read, so that only ups of neurons that fire are prefetched:
+    // gates prefetch the ups of those before, ups their downs, and sums, or else the ups, the gates after next.
+    void run_together(int64_t a0, int64_t a1) {
+        int64_t end = std::min(a0 + AT_ONCE, a1), first = open.end;
+        push(gates_from(end));
+        int64_t fired = open_gates(a0, end, first);
+        push(ups(first, fired));
+        for (int64_t a = a0, next; a < a1; a = end, end = next) {
+            next = std::min(end + AT_ONCE, a1);
+            const int64_t then = open_gates(end, next, fired);
+            const bool is_last_open = end < a1 && next == a1;
+            const int64_t group = all.place(is_late() || end == a1 ? a : end) / SUM_ROWS;
+            run_few(first, fired, group, is_last_open ? ups(fired, then) : gates_from(next));
+            if (!is_last_open) push(ups(fired, then));
+            first = fired, fired = then;
+        }
+    }
+
+    // The same without ups: gates prefetch gates, and sums the downs.
+    void run_without_ups(int64_t a0, int64_t a1) {
+        for (int64_t a = a0, end; a < a1; a = end) {
+            end = std::min(a + AT_ONCE, a1);
+            push(gates_from(end));
+            const int64_t first = open.end, fired = open_gates(a, end, first);
+            run_few(first, fired, all.place(a) / SUM_ROWS, {});
+        }
+    }
+
+    // Runs candidates a0 .. a1-1 of a block whose gates are contiguous: reads all their gates first.
+    void run_after_gates(int64_t a0, int64_t a1) {
+        Rows gates = {block.gate.data, block.gate.stride, D(), all.row, a1};
+        if (a0 < a1) kernels().dot_rows[block.gate.kind](gates, gate_x, room.gate, 0, a0, a1);
+        const int64_t first = open.end, fired = act(a0, a1, first);
+        if (!block.up.data) return finish(first, fired);
+        for (int64_t o = first, end; o < fired; o = end) {
+            end = std::min(o + AT_ONCE, fired);
+            run_few(o, end, group_of(is_late() || end == fired ? o : end),
+                    {block.up, room.open, end, std::min(end + AT_ONCE, fired)});
+        }
+    }
 
     void push(const NextRows& next) {
         const SparkMatrix& m = next.of;
@@ -128,13 +147,20 @@ class OneToken {
         kernels().dot_rows[m.kind](rows_of(m, row, a1), x, y, 0, a0, a1);
     }
 
+    // Computes and activates the gates of candidates a0 .. a1-1, see act().
+    int64_t open_gates(int64_t a0, int64_t a1, int64_t at) {
+        if (a0 == a1) return at;
+        multiply(block.gate, gate_x, all.row, a0, a1, room.gate);
+        return act(a0, a1, at);
+    }
+
     // Activates gates g0 .. g1-1: neurons that fire go to room.open, room.position and room.hidden from
-    // open.end on; returns their number.
-    int64_t act(int64_t g0, int64_t g1) {
+    // `at` on; returns where they end.
+    int64_t act(int64_t g0, int64_t g1, int64_t at) {
         const float* bias = block.gate.bias;
         for (int64_t a = g0; bias && a < g1; ++a) room.gate[a] += bias[all.row ? all.row[a] : a];
         gate.smooth(room.gate + g0, g1 - g0);
-        int64_t at = open.end;
+        const int64_t first = at;
         for (int64_t a = g0; a < g1; ++a) {
             float value = room.gate[a];
             const int32_t place = all.position ? all.position[a] : static_cast<int32_t>(a);
@@ -144,8 +170,8 @@ class OneToken {
             room.hidden[at] = value;
             at += fires;
         }
-        open.num_fired += at - open.end;
-        return at - open.end;
+        open.num_fired += at - first;
+        return at;
     }
 
     // Multiplies hidden values o0 .. o1-1 by their ups, and opens those that are not silent.
