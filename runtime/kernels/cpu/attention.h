@@ -12,7 +12,6 @@
 
 #include "cache_rows.h"
 #include "select.h"
-#include "vector_math.h"
 #include "work.h"
 
 // Positions per work item.

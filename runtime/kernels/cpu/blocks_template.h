@@ -248,19 +248,18 @@ void quantise_blocks(const Input& x, int64_t D) {
     const int64_t n = D / BLOCK, n4 = whole_fours(n);
     for (int64_t t = 0; t < x.count; ++t) {
         const PackedBlocks<F> to(x.part(t, t + 1), n);
-        for (int64_t b = 0; b < n4; b += U) {
-            int16_t value[U * BLOCK];
-            for (int64_t i = 0; i < U; ++i) {
-                if (b + i < n) {
-                    quantise_block(x.vector(t) + (b + i) * BLOCK, value + i * BLOCK, to.scale + b + i);
-                    to.sum[b + i] = total_of(value + i * BLOCK, BLOCK);
-                    to.first_sum[b + i] = total_of(value + i * BLOCK, BLOCK / 2);
-                } else {
-                    __builtin_memset(value + i * BLOCK, 0, BLOCK * sizeof(int16_t));
-                    to.scale[b + i] = 0.0f, to.sum[b + i] = to.first_sum[b + i] = 0;
-                }
+        for (int64_t b = 0; b < n4; b += 4) {
+            alignas(64) int16_t value[4 * BLOCK];
+            const float* from = x.vector(t) + b * BLOCK;
+            alignas(64) float padded[4 * BLOCK];
+            if (n - b < 4) {
+                __builtin_memset(padded, 0, sizeof padded);
+                __builtin_memcpy(padded, from, (n - b) * BLOCK * sizeof(float));
+                from = padded;
             }
-            quantise_unit<F>(value, to.values + b / U * to.stride);
+            quantise_four(from, value, to.scale + b, to.sum + b, to.first_sum + b);
+            for (int64_t i = 0; i < 4; i += U)
+                quantise_unit<F>(value + i * BLOCK, to.values + (b + i) / U * to.stride);
         }
     }
 #ifdef LEVEL_AMX

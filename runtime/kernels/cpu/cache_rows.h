@@ -10,15 +10,33 @@
 #include <cmath>
 #include <cstring>
 
-#include "kernels.h"
-#include "vector_math.h"
+#include "dispatch.h"
 
 inline int64_t cache_row_bytes(int32_t kind, int64_t W) {
     constexpr int64_t bytes[NUM_CACHE_KINDS] = {4, 2, 2, 34, 18};
     return W / block_values(kind) * bytes[kind];
 }
 
-// Rounds to nearest, ties to even; NaN stays NaN.
+// Rounded to the nearest, ties to even, as torch does.
+inline uint16_t to_f16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint32_t sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
+    if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more
+    if (bits < 0x38800000) {  // subnormal in f16: adding 0.5 rounds to a multiple of 2^-24
+        float magnitude;
+        std::memcpy(&magnitude, &bits, 4);
+        magnitude += 0.5f;
+        std::memcpy(&bits, &magnitude, 4);
+        return static_cast<uint16_t>(sign | (bits - 0x3f000000));
+    }
+    const uint32_t rounded = bits + 0xfff + (bits >> 13 & 1);
+    return static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13));
+}
+
+// Likewise; NaN stays NaN.
 inline uint16_t to_bf16(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -72,9 +90,7 @@ inline void store_cache_row(int32_t kind, const float* x, int64_t W, uint8_t* to
     uint16_t* half = reinterpret_cast<uint16_t*>(to);
     switch (kind) {
         case KIND_F32: std::memcpy(to, x, W * sizeof(float)); break;
-        case KIND_F16:
-            for (int64_t i = 0; i < W; ++i) half[i] = to_f16(x[i]);
-            break;
+        case KIND_F16: kernels().store_f16(x, W, half); break;
         case KIND_BF16:
             for (int64_t i = 0; i < W; ++i) half[i] = to_bf16(x[i]);
             break;

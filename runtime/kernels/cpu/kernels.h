@@ -236,6 +236,16 @@ using Beyond = uint64_t(const float* x, int64_t n, const float* limit);
 using KeepOnly = void(float* x, uint64_t mask);
 // y[i] += x[i]
 using AddTo = void(float* y, const float* x, int64_t n);
+// y[i] = the sum of part[c * stride + i] over c < count, in order
+using SumParts = void(const float* part, int64_t stride, int64_t count, int64_t n, float* y);
+// Norms of x [n]; y may be x. `bias` may not be null.
+using ApplyRmsNorm = void(const float* x, const float* weight, float epsilon, int64_t n, float* y);
+using ApplyLayerNorm = void(const float* x, const float* weight, const float* bias, float epsilon, int64_t n, float* y);
+// Rotates pairs of values of each head, which are adjacent or half a head apart. x: [heads, width], in place;
+// cos and sin: [width / 2].
+using Rotate = void(float* x, int64_t heads, const float* cos, const float* sin, int64_t width, bool is_adjacent);
+// y[i] = x[i], rounded as by to_f16()
+using StoreF16 = void(const float* x, int64_t n, uint16_t* y);
 // Writes the indices of scores that are above the limit or NaN, ascending, to `chosen` [n]; returns
 // their number.
 using Choose = int64_t(const float* score, int64_t n, float limit, int32_t* chosen);
@@ -281,6 +291,11 @@ struct Kernels {
     Beyond* beyond;
     KeepOnly* keep_only;
     AddTo* add_to;
+    SumParts* sum_parts;
+    ApplyRmsNorm* rms_norm;
+    ApplyLayerNorm* layer_norm;
+    Rotate* rotate;
+    StoreF16* store_f16;
     SelectRows *dot_bytes, *dot_codes;
     ScaleDots* scale_dots;
     ShareMass* share_mass;

@@ -212,6 +212,25 @@ bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
     return above[0] == above[1] && beyond[0] == beyond[1] && std::memcmp(y[0], y[1], 64 * sizeof(float)) == 0;
 }
 
+// Norms, the rotary embedding, halves and sums of parts have the same bits at all levels.
+bool vectors_alike(const Kernels& tried, const Kernels& reference) {
+    const Kernels* both[] = {&tried, &reference};
+    for (int which = 0; which < 2; ++which) {
+        float* out = y[which];
+        std::memset(out, 0, 6 * D * sizeof(float));
+        both[which]->rms_norm(x, x + D, 1e-5f, D - 3, out);
+        both[which]->layer_norm(x, x + D, x + 2 * D, 1e-5f, D - 3, out + D);
+        for (int is_adjacent = 0; is_adjacent < 2; ++is_adjacent) {
+            float* heads = out + (2 + is_adjacent) * D;
+            std::memcpy(heads, x, D * sizeof(float));
+            both[which]->rotate(heads, 2, x + 1, x + 2, 90, is_adjacent);
+        }
+        both[which]->store_f16(x, D - 3, reinterpret_cast<uint16_t*>(out + 4 * D));
+        both[which]->sum_parts(x, D, 5, D - 3, out + 5 * D);
+    }
+    return std::memcmp(y[0], y[1], 6 * D * sizeof(float)) == 0;
+}
+
 bool agree(const Kernels& tried, const Kernels& reference) {
     constexpr int64_t row_bytes[NUM_KINDS] = {
         4 * D,         2 * D,         2 * D,         D / 32 * 34, D / 32 * 18,
@@ -234,7 +253,7 @@ bool agree(const Kernels& tried, const Kernels& reference) {
         if (!adds_in_order(tried, kind, row_bytes[kind])) return false;
     return attend_alike(tried, reference) && choose_alike(tried, reference) &&
            dots_alike(tried, reference) && selection_alike(tried, reference) &&
-           rows_of_floats_alike(tried, reference);
+           rows_of_floats_alike(tried, reference) && vectors_alike(tried, reference);
 }
 
 }  // namespace

@@ -50,9 +50,7 @@ class RowSums {
     // and puts them in column order.
     static void join(const float* part, int64_t stride, int64_t chunks, int32_t kind, int64_t d0,
                      int64_t d1, float* out) {
-        std::copy(part + d0, part + d1, out + d0);
-        for (int64_t c = 1; c < chunks; ++c)
-            kernels().add_to(out + d0, part + c * stride + d0, d1 - d0);
+        kernels().sum_parts(part + d0, stride, chunks, d1 - d0, out + d0);
         if (OrderSums* order_sums = kernels().order_sums[kind]) order_sums(out, d0, d1);
     }
 

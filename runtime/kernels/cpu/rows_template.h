@@ -347,19 +347,11 @@ void keep_only(float* x, uint64_t mask) {
     }
 }
 
-void add_to(float* y, const float* x, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) y[i] += x[i];
-}
+#include "vectors_template.h"
 
 float exp_sum(float* x, int64_t n, float shift) {
     for (int64_t i = 0; i < n; ++i) x[i] = exp_of(x[i] - shift);
-    float sums[16] = {};
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int lane = 0; lane < 16; ++lane) sums[lane] += x[i + lane];
-    for (; i < n; ++i) sums[0] += x[i];
-    for (int lane = 1; lane < 16; ++lane) sums[0] += sums[lane];
-    return sums[0];
+    return sum_of(n, [=](int64_t i) { return x[i]; });
 }
 
 // The largest of x [n], n > 0, sixteen at a time; NaN is skipped, unless it is the first.
@@ -468,6 +460,11 @@ constexpr Kernels ALL_KERNELS = {
     beyond,
     keep_only,
     add_to,
+    sum_parts,
+    rms_norm,
+    layer_norm,
+    rotate,
+    store_f16,
     dot_bytes,
     dot_codes,
     scale_dots,

@@ -57,7 +57,7 @@ class Selector {
     // Rotates a head to a capped position.
     void turn(float* head, int64_t position) const {
         const int64_t at = position * (W / 2);
-        rotate(head, rule.cos + at, rule.sin + at, W, s.is_adjacent);
+        kernels().rotate(head, 1, rule.cos + at, rule.sin + at, W, s.is_adjacent);
     }
 
     // Maximum positions that a token attends to if they are selected.

@@ -8,7 +8,6 @@
 #include "neurons.h"
 #include "step_clock.h"
 #include "transposed_neurons.h"
-#include "vector_math.h"
 
 namespace {
 
@@ -149,9 +148,9 @@ void add(float* x, const float* y, int64_t n) { kernels().add_to(x, y, n); }
 
 void apply(const SparkNorm& norm, float epsilon, const float* x, int64_t n, float* y) {
     if (norm.bias)
-        layer_norm(x, norm.weight, norm.bias, epsilon, n, y);
+        kernels().layer_norm(x, norm.weight, norm.bias, epsilon, n, y);
     else
-        rms_norm(x, norm.weight, epsilon, n, y);
+        kernels().rms_norm(x, norm.weight, epsilon, n, y);
 }
 
 class Step {
@@ -318,13 +317,12 @@ class Step {
         rows(4 * w.num_values, [&](int64_t t) {
             float* values = qkv + t * w.num_values;
             for (int64_t h = 0; h < H + K; ++h) {
-                float* head = values + h * W;
                 const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
-                if (norm.weight) apply(norm, s.epsilon, head, W, head);
-                if (s.frequency && !s.select.cos)
-                    rotate(head, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
-                if (s.is_key_rotated) turn_by_hadamard(head, W);
+                if (norm.weight) apply(norm, s.epsilon, values + h * W, W, values + h * W);
             }
+            if (s.frequency && !s.select.cos)
+                kernels().rotate(values, H + K, w.cos + t * W, w.sin + t * W, W, s.is_adjacent);
+            for (int64_t h = 0; s.is_key_rotated && h < H + K; ++h) turn_by_hadamard(values + h * W, W);
             for (int64_t k = 0; s.is_value_rotated && k < K; ++k)
                 turn_by_hadamard(values + (H + K + k) * W, W);
             w.attention.append(l, t, values + H * W, values + (H + K) * W);
