@@ -114,8 +114,6 @@ class Engine(TextEngine):
         )
         set_aside(self.memories)
 
-    @out_of_memory_as_error()
-    @torch.inference_mode()
     def _prefill(self, ids_T: Tensor) -> Tensor:
         """The logits f32 [V] after the last token. Overwrites the first sequence, even
         if it is in use."""
@@ -124,8 +122,6 @@ class Engine(TextEngine):
             logits_RV = self._live.run(rows_of(chunk.tolist(), number * size))
         return logits_RV[0]
 
-    @out_of_memory_as_error()
-    @torch.inference_mode()
     def _step(self, token_id: int, position: int) -> Tensor:
         return self._live.step(token_id, position)
 

@@ -239,9 +239,9 @@ def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
     with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
         root = engine.sequence()
         root.extend([1] * 100)
-        fork = root.fork()
         want = engine.run([Part(sequence=root, tokens=[9])])[0]
         root.rollback(100)
+        fork = root.fork()
         copied, copy = [], LayerCache.copy
         for failing in range(2):
 

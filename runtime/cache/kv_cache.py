@@ -176,7 +176,9 @@ class KVCache:
 
     def reserve(self, sequence: int, start: int, stop: int) -> None:
         """Makes positions start .. stop-1 of a sequence writable, copying shared blocks."""
+        if self.table.is_whole:
+            return
         changes = self.table.plan(sequence, start, stop)
-        for layer in self.layers:
+        for layer in self.layers if changes else ():
             layer.copy(changes)
         self.table.commit(sequence, changes)

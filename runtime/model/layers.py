@@ -1,6 +1,7 @@
 """The loaded parts of a model that a forward pass needs."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class Weights:
     head_device: torch.device
     rotary: dict[torch.device, Rotary]
 
-    @property
+    @cached_property
     def cache(self) -> KVCache:
         caches = tuple(layer.attention.cache for layer in self.layers)
         return KVCache(table=caches[0].table, layers=caches)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
-_WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
+WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ def rows_of(
 ) -> list[Row]:
     """Rows for tokens of a sequence at positions from `start`."""
     has_logits = [False] * len(tokens)
-    has_logits[_WANTED[wanted]] = [True] * len(has_logits[_WANTED[wanted]])
+    has_logits[WANTED[wanted]] = [True] * len(has_logits[WANTED[wanted]])
     return [
         Row(token=token, position=start + t, sequence=sequence, has_logits=has)
         for t, (token, has) in enumerate(zip(tokens, has_logits, strict=True))
@@ -65,10 +65,17 @@ class LogitsMemory:
 
     def take(self, num_rows: int) -> Tensor:
         """Uninitialised f32 [R, V], not handed out again while a tensor refers to it."""
+        return torch.from_numpy(self._rows(num_rows))
+
+    def take_row(self) -> Tensor:
+        """Likewise, f32 [V]."""
+        return torch.from_numpy(self._rows(1)[0])
+
+    def _rows(self, num_rows: int) -> np.ndarray:
         for memory in self._kept:
             if len(memory) >= num_rows and sys.getrefcount(memory) == _UNUSED:
-                return torch.from_numpy(memory)[:num_rows]
+                return memory[:num_rows]
         made = np.empty((num_rows, self.vocab_size), np.float32)
         if num_rows <= _MOST_ROWS:
             self._kept[:] = [made, *self._kept[: _MOST_KEPT - 1]]
-        return torch.from_numpy(made)
+        return made

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
+from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
 from sparkinfer.runtime.model.attention import Attend, Norm, Turn
 from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.observers import Observers
@@ -46,9 +47,15 @@ class Decoder:
     def step(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token, by the decode step if there is one and no active
         observer, else in torch. The two paths differ in the order of summation."""
-        if self._native_rows is not None:
-            row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-            return self._native_rows.run_rows([row])[0]
+        native = self._native_rows
+        if native is not None:
+            return native.run(token, position, sequence)
+        return self._step_with_torch(token, position, sequence)
+
+    @out_of_memory_as_error()
+    @torch.inference_mode()
+    def _step_with_torch(self, token: int, position: int, sequence: int) -> Tensor:
+        """`step` without a native step."""
         if not isinstance(self.native, str) and not self.observers.active:
             return self.native.run(token, position, sequence)
         return self.logits(self.forward(torch.tensor([token]), position, sequence))[0]
@@ -73,8 +80,13 @@ class Decoder:
 
         Takes at most `most_tokens` computed rows. Their positions must be reserved in the cache
         (KVCache.reserve)."""
-        if self._native_rows is not None:
-            return self._native_rows.run_rows(rows)
+        native = self._native_rows
+        return self._run_with_torch(rows) if native is None else native.run_rows(rows)
+
+    @out_of_memory_as_error()
+    @torch.inference_mode()
+    def _run_with_torch(self, rows: Sequence[Row]) -> Tensor:
+        """`run` without a native step."""
         pieces = list(self._by_runs(rows))
         if len(pieces) == 1:
             return pieces[0]

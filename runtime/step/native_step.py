@@ -3,7 +3,7 @@
 Models that it does not support run layer by layer in decoder.py; `build` returns the reason."""
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Array, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +100,9 @@ class NativeStep:
 
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token."""
-        row = Row(token=token, position=position, sequence=sequence, has_logits=True)
-        return self.run_rows([row])[0]
+        logits_V = self.logits.take_row()
+        self._run((RowStruct * 1)((token, position, sequence, True, -1)), logits_V, [True])
+        return logits_V
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
         """Logits f32 [rows with logits, V]; appends the rows to the cache and counts traffic. If
@@ -109,21 +110,24 @@ class NativeStep:
 
         Raises IndexError for a token or position out of range, or a position without a block in the
         cache."""
-        structs = (RowStruct * len(rows))()
-        num_logits = 0
-        for struct, row in zip(structs, rows, strict=True):
-            struct.token, struct.position, struct.sequence = row.token, row.position, row.sequence
-            struct.has_logits = row.has_logits
-            struct.source = -1 if row.source is None else row.source
-            num_logits += row.has_logits
-        logits = self.logits.take(num_logits)
+        structs = (RowStruct * len(rows))(
+            *((row.token, row.position, row.sequence, row.has_logits,
+               -1 if row.source is None else row.source) for row in rows)
+        )  # fmt: skip
+        logits_RV = self.logits.take(sum(row.has_logits for row in rows))
+        decoded = [row.has_logits for row in rows if row.source is None]
+        self._run(structs, logits_RV, decoded)
+        return logits_RV
+
+    def _run(self, rows: Array[RowStruct], logits: Tensor, decoded: list[bool]) -> None:
+        """Runs a step. `decoded`: for each computed row, whether it counts as decoded rather than as a
+        prompt's: it has logits."""
         if self.neuron_cache is not None:
             self.neuron_cache.before_step()
-        library.run_step(self.step, structs, logits)
+        library.run_step(self.step, rows, logits)
         if self.neuron_cache is not None:
-            self.neuron_cache.after_step(_decoded(rows))
+            self.neuron_cache.after_step(decoded)
         self._count()
-        return logits
 
     def _count(self) -> None:
         """Moves the step's byte counts to `traffic`."""
@@ -135,12 +139,6 @@ class NativeStep:
         traffic.attention += step.attention_bytes
         step.gate_bytes = step.up_bytes = step.down_bytes = 0
         step.predictor_bytes = step.attention_bytes = 0
-
-
-def _decoded(rows: Sequence[Row]) -> list[bool]:
-    """For each computed row, whether it counts as decoded rather than as a prompt's: it has
-    logits."""
-    return [row.has_logits for row in rows if row.source is None]
 
 
 def build(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Self, get_args
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.cache.kv_cache import KVCache
-from sparkinfer.runtime.step.batch import Row, Wanted, rows_of
+from sparkinfer.runtime.step.batch import WANTED, Row, Wanted, rows_of
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.typed import shown
 
@@ -79,7 +79,6 @@ class Sequences:
         if self.decoder is not None:
             self.cache.table.shrink(number, 0)
 
-    @torch.inference_mode()
     def run(self, parts: Iterable[Part]) -> list[Tensor]:
         """Computes tokens of several sequences, in shared steps where the decoder has them; returns
         each part's logits, f32 [R, V].
@@ -96,11 +95,12 @@ class Sequences:
         ]
         for part in parts:
             part.sequence.ids.extend(part.tokens)
-        counts = [_num_logits(part) for part in parts]
         if not pieces:
             return []
         logits_RV = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return list(logits_RV.split(counts))
+        if len(parts) == 1:
+            return [logits_RV]
+        return list(logits_RV.split([_num_logits(part) for part in parts]))
 
     def _check(self, parts: Several[Part]) -> None:
         for part in parts:
@@ -108,8 +108,8 @@ class Sequences:
                 raise SparkinferError("a sequence of another engine cannot be run by this one")
             if not _are_tokens(part.tokens):
                 raise not_tokens(part.tokens)
-            if part.wanted not in get_args(Wanted):
-                raise SparkinferError(f"wanted={part.wanted!r}; known: {get_args(Wanted)}")
+            if part.wanted not in WANTED:
+                raise SparkinferError(f"wanted={part.wanted!r}; known: {tuple(WANTED)}")
             if not len(part.tokens):
                 raise SparkinferError("no tokens to compute; give one or more")
             part.sequence.check_room(len(part.tokens))
