@@ -6,8 +6,9 @@ Models: a synthetic Llama of 1.1 B parameters with planted sparsity (planted_che
 sparkinfer runs in all modes, and for llama.cpp its SiLU twin of the same shape and type. Files
 missing in FOLDER are made first. A round runs every mode and the rival (with flash attention) once,
 on the same token ids; figures are medians of the rounds, unless named otherwise. The limit is the
-read bandwidth over the bytes that a token must read; the bandwidth is measured in the same rounds
-with the f32 row product over 512 MiB in huge pages. The sparse feed-forward is also measured alone,
+read bandwidth over the bytes that a token must read; the bandwidth, which may change within seconds,
+is measured before and after each run with the f32 row product over 512 MiB in huge pages, and their
+mean counts. The sparse feed-forward is also measured alone,
 over a tenth of the neurons, counting only the bytes of their rows."""
 
 import argparse
@@ -18,7 +19,9 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -118,26 +121,29 @@ def _type(
     tenth = Tenth(engines["predicted"])
     rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf", CONTEXT)
     times: dict[tuple[int, str], list[float]] = {}
-    bandwidths: dict[int, list[float]] = {count: [] for count in threads}
+    bandwidths: dict[tuple[int, str], list[float]] = {}
     read: dict[str, int] = {}
     known: dict[int, float] = {}  # the rival's seconds per token in the previous round
     generator = random.Random(0)
     for number in range(arguments.rounds + 1):  # the first warms up
         for count in threads:
             library.set_threads(count)
-            bandwidth = _bandwidth(weight)
             ids = [generator.randrange(3, Shape.vocab_size) for _ in range(MOST_TOKENS)]
-            runs = {mode: _ours(engine, ids) for mode, engine in engines.items()}
-            runs[FFN] = tenth.run()
             some = ids[: 4 if number == 0 else _how_many(known[count])]
-            known[count] = rival.decode_s(count, True, some)
-            runs["llama.cpp"] = (known[count], 0)
-            if number == 0:
-                continue
-            bandwidths[count].append(bandwidth)
-            for mode, (seconds, num_bytes) in runs.items():
-                times.setdefault((count, mode), []).append(seconds)
-                read[mode] = num_bytes
+            runs: dict[str, Callable[[], tuple[float, int]]] = {
+                **{mode: partial(_ours, engine, ids) for mode, engine in engines.items()},
+                FFN: tenth.run,
+                "llama.cpp": partial(_theirs, rival, count, some),
+            }
+            probes = [_bandwidth(weight)]
+            for mode, run in runs.items():
+                seconds, num_bytes = run()
+                probes.append(_bandwidth(weight))
+                if number:
+                    times.setdefault((count, mode), []).append(seconds)
+                    bandwidths.setdefault((count, mode), []).append(sum(probes[-2:]) / 2)
+                    read[mode] = num_bytes
+            known[count] = seconds
     rival.close()
     for engine in engines.values():
         engine.close()
@@ -160,6 +166,10 @@ def _ours(engine: Engine, ids: list[int]) -> tuple[float, int]:
     return seconds / count, dense + (engine.traffic.total - before) // count
 
 
+def _theirs(rival: Rival, num_threads: int, ids: list[int]) -> tuple[float, int]:
+    return rival.decode_s(num_threads, True, ids), 0
+
+
 def _bandwidth(weight: torch.Tensor) -> float:
     """Bytes per second, the best of three."""
     best, x = float("inf"), torch.ones(weight.shape[1])
@@ -174,13 +184,15 @@ def _report(
     kind: str,
     threads: list[int],
     times: dict[tuple[int, str], list[float]],
-    bandwidths: dict[int, list[float]],
+    bandwidths: dict[tuple[int, str], list[float]],
     read: dict[str, int],
     rival: str,
 ) -> dict[str, object]:
     report: dict[str, object] = {"rival": rival}
     for count in threads:
-        limit = statistics.median(bandwidths[count])
+        limit = statistics.median(
+            b for mode in (*MODES, FFN, "llama.cpp") for b in bandwidths[count, mode]
+        )
         theirs = statistics.median(times[count, "llama.cpp"])
         lines: dict[str, object] = {"bandwidth_gb_per_s": limit / 1e9}
         print(f"{kind}, {count} threads, {limit / 1e9:.1f} GB/s", flush=True)
@@ -192,7 +204,7 @@ def _report(
             # are taken per round.
             shares = [
                 num_bytes / bandwidth / second
-                for bandwidth, second in zip(bandwidths[count], seconds, strict=True)
+                for bandwidth, second in zip(bandwidths[count, mode], seconds, strict=True)
             ]
             share = statistics.median(shares)
             pairs = zip(times[count, "llama.cpp"], seconds, strict=True)
@@ -202,6 +214,7 @@ def _report(
                 "best_tokens_per_s": 1 / min(seconds),
                 "samples_s": seconds,
                 "bytes_a_token": num_bytes,
+                "bandwidth_gb_per_s": statistics.median(bandwidths[count, mode]) / 1e9,
                 "limit_tokens_per_s": limit / num_bytes,
                 "share_of_limit": share,
                 "times_rival": theirs / median,
