@@ -101,7 +101,7 @@ class NativeStep:
     def run(self, token: int, position: int, sequence: int = 0) -> Tensor:
         """Logits f32 [V] after one token."""
         logits_V = self.logits.take_row()
-        self._run((RowStruct * 1)((token, position, sequence, True, -1)), logits_V, [True])
+        self._run((RowStruct * 1)(RowStruct(token, position, sequence, True, -1)), logits_V, [True])
         return logits_V
 
     def run_rows(self, rows: Sequence[Row]) -> Tensor:
@@ -110,10 +110,7 @@ class NativeStep:
 
         Raises IndexError for a token or position out of range, or a position without a block in the
         cache."""
-        structs = (RowStruct * len(rows))(
-            *((row.token, row.position, row.sequence, row.has_logits,
-               -1 if row.source is None else row.source) for row in rows)
-        )  # fmt: skip
+        structs = (RowStruct * len(rows))(*map(_struct_of, rows))
         logits_RV = self.logits.take(sum(row.has_logits for row in rows))
         decoded = [row.has_logits for row in rows if row.source is None]
         self._run(structs, logits_RV, decoded)
@@ -139,6 +136,11 @@ class NativeStep:
         traffic.attention += step.attention_bytes
         step.gate_bytes = step.up_bytes = step.down_bytes = 0
         step.predictor_bytes = step.attention_bytes = 0
+
+
+def _struct_of(row: Row) -> RowStruct:
+    source = -1 if row.source is None else row.source
+    return RowStruct(row.token, row.position, row.sequence, row.has_logits, source)
 
 
 def build(
