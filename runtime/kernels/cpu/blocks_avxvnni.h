@@ -30,7 +30,7 @@ inline __m256i both_planes(__m256i w, const uint8_t* x) {
 }
 
 template <class F>
-inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
+__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
     Ints s[FEW][4];
     for (int r = 0; m < 4 && r < FEW; ++r)
         for (int i = 0; i < 4; ++i) s[r][i] = Ints{};

@@ -52,7 +52,7 @@ inline __m512i both_planes(__m512i sum, __m512i w, __m512i high, __m512i low) {
 }
 
 template <class F>
-inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
+__attribute__((always_inline)) inline Ints few_products(const uint8_t* const* quants, int64_t m, const uint8_t* x, int64_t stride) {
     const uint64_t there = m < 4 ? (1ull << 16 * m) - 1 : ~0ull;  // one bit per byte, 16 bytes per block
     __m512i sum[4];
     if constexpr (F::QUANT_BYTES == 16) {
