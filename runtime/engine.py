@@ -73,7 +73,8 @@ class Engine(TextEngine):
     @classmethod
     @out_of_memory_as_error()
     def _of(cls, file: ModelFile, plan: Split | None, config: EngineConfig) -> "Engine":
-        return cls(load(file, plan, config))
+        with torch.inference_mode(mode=False):  # a caller may leave that mode
+            return cls(load(file, plan, config))
 
     @out_of_memory_as_error()
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:

@@ -168,6 +168,23 @@ bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) 
     return true;
 }
 
+// The same block with gate, up and down of each neuron adjacent.
+SparkBlock interleaved(SparkBlock block) {
+    SparkMatrix* matrices[] = {&block.gate, &block.up, &block.down};
+    auto row_bytes = [](const SparkMatrix& m) { return m.data ? row_bytes_of(m.kind, m.num_columns) : 0; };
+    int64_t stride = 0, at = 0;
+    for (const SparkMatrix* m : matrices) stride += row_bytes(*m);
+    uint8_t* memory = bytes(block.num_neurons * stride);
+    for (SparkMatrix* m : matrices) {
+        const int64_t size = row_bytes(*m);
+        for (int64_t j = 0; j < block.num_neurons && size; ++j)
+            std::memcpy(memory + j * stride + at, m->data + j * m->stride, size);
+        if (size) m->data = memory + at, m->stride = stride;
+        at += size;
+    }
+    return block;
+}
+
 // The operations of a model of one pre-norm layer.
 std::vector<SparkOp> operations(const SparkStep& s) {
     const int32_t none = VALUE_NONE;
@@ -320,6 +337,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     if (std::memcmp(fired_together + (R - 1) * num_words, fired, num_words * 4)) return false;
     if (mode == MODE_DENSE && !are_all(fired, F)) return false;
     if (mode == MODE_EXACT && !neurons(block, step.activation, D, F)) return false;
+    if (mode == MODE_EXACT && !neurons(interleaved(block), step.activation, D, F)) return false;
     const SparkRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
     rows[1].position += 1;
     return spark_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&

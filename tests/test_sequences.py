@@ -232,6 +232,29 @@ def test_the_reported_cache_bytes_are_those_allocated_for_every_count(tmp_path):
 
 
 @native
+def test_a_single_step_is_one_of_its_sequence(tmp_path):
+    model = model_of(tmp_path, "q8_0")
+    with Engine.load(model.path, context_length=CONTEXT, num_sequences=2) as engine:
+        first, second = engine.sequence(), engine.sequence()
+        first.extend([1, 2, 3])
+        second.extend([4, 5, 6])
+        got = engine._live.step(7, 3, second.number).clone()
+        assert torch.equal(got, second.extend([7])[0])
+        assert not torch.equal(got, first.extend([7])[0])
+
+
+@native
+def test_an_engine_loaded_in_inference_mode_runs_outside_it(tmp_path):
+    model = model_of(tmp_path, "q8_0")
+    with torch.inference_mode():
+        engine = Engine.load(model.path, context_length=CONTEXT, num_sequences=2)
+    with engine:
+        text = engine.sequence()
+        text.extend([1] * 40)
+        assert torch.equal(text.extend([2]), engine.logits([1] * 40 + [2])[-1:])
+
+
+@native
 def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
     """A copy is interrupted before its first layer, another before its second; then both sequences
     continue as if nothing had happened."""
@@ -277,6 +300,8 @@ def test_impossible_parts_are_refused(tmp_path):
             ([Part(sequence=text, tokens=[1] * 128)] * 2, "in two parts of one step"),
             ([Part(sequence=strange, tokens=[1])], "another engine"),
             ([Part(sequence=text, tokens=[])], "no tokens to compute"),
+            ([Part(sequence=text, tokens=[1], wanted="some")], "wanted='some'; known: "),  # type: ignore[arg-type]
+            ([Part(sequence=text, tokens=[1], wanted=["all"])], "known: "),  # type: ignore[arg-type]
         ):
             with pytest.raises(SparkinferError, match=message):
                 engine.run(parts)
@@ -363,6 +388,9 @@ def test_steps_use_the_memory_of_logits_that_nobody_keeps():
     with torch.inference_mode():
         assert {memory.take(1).data_ptr() for _ in range(3)} == places
     assert memory.take(3).shape == (3, 5) and memory.take(0).shape == (0, 5)
+    row = memory.take_row()
+    assert row.shape == (5,)
+    assert row.data_ptr() not in {memory.take(1).data_ptr(), memory.take_row().data_ptr()}
     many = [memory.take(2) for _ in range(9)]
     assert len({each.data_ptr() for each in many}) == 9 and len(memory._kept) == 4
     assert memory.take(33).shape == (33, 5) and all(len(each) <= 32 for each in memory._kept)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 Wanted = Literal["none", "last", "all"]  # tokens whose logits are wanted
-WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
+_WANTED = {"none": slice(0, 0), "last": slice(-1, None), "all": slice(None)}
+WANTED_NAMES = tuple(_WANTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ def rows_of(
 ) -> list[Row]:
     """Rows for tokens of a sequence at positions from `start`."""
     has_logits = [False] * len(tokens)
-    has_logits[WANTED[wanted]] = [True] * len(has_logits[WANTED[wanted]])
+    has_logits[_WANTED[wanted]] = [True] * len(has_logits[_WANTED[wanted]])
     return [
         Row(token=token, position=start + t, sequence=sequence, has_logits=has)
         for t, (token, has) in enumerate(zip(tokens, has_logits, strict=True))

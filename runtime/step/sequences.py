@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.cache.kv_cache import KVCache
-from sparkinfer.runtime.step.batch import WANTED, Row, Wanted, rows_of
+from sparkinfer.runtime.step.batch import WANTED_NAMES, Row, Wanted, rows_of
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.typed import shown
 
@@ -108,8 +108,8 @@ class Sequences:
                 raise SparkinferError("a sequence of another engine cannot be run by this one")
             if not _are_tokens(part.tokens):
                 raise not_tokens(part.tokens)
-            if part.wanted not in WANTED:
-                raise SparkinferError(f"wanted={part.wanted!r}; known: {tuple(WANTED)}")
+            if part.wanted not in WANTED_NAMES:
+                raise SparkinferError(f"wanted={part.wanted!r}; known: {WANTED_NAMES}")
             if not len(part.tokens):
                 raise SparkinferError("no tokens to compute; give one or more")
             part.sequence.check_room(len(part.tokens))

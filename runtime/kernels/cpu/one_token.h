@@ -72,22 +72,32 @@ class OneToken {
     }
     NextRows ups(int64_t o0, int64_t o1) const { return {block.up, room.open, o0, o1}; }
 
-    // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent. The next few gates
-    // are opened before the ups of these few are read, so that only ups of neurons that fire are prefetched:
-    // gates prefetch the ups of those before, ups their downs, and sums, or else the ups, the gates after next.
+    // A few neurons whose gates were computed together: candidates a0 .. a1-1, of which o0 .. o1-1 fired.
+    struct Batch {
+        int64_t a0, a1, o0, o1;
+    };
+    // The next batch of candidates below `end`; where there is none, an empty one.
+    Batch open_after(int64_t a, int64_t o, int64_t end) {
+        const int64_t a1 = std::min(a + AT_ONCE, end);
+        return {a, a1, o, open_gates(a, a1, o)};
+    }
+
+    // Runs candidates a0 .. a1-1 of a block in which gate, up and down of a neuron are adjacent. The gates of the
+    // next batch are opened before the ups of this one are read, so that only ups of neurons that fire are
+    // prefetched: gates prefetch the ups of the batch before, ups their downs, and sums, or else the ups, the
+    // gates after next. open.end, up to which hidden values are kept, may lag behind a batch's o0.
     void run_together(int64_t a0, int64_t a1) {
-        int64_t end = std::min(a0 + AT_ONCE, a1), first = open.end;
-        push(gates_from(end));
-        int64_t fired = open_gates(a0, end, first);
-        push(ups(first, fired));
-        for (int64_t a = a0, next; a < a1; a = end, end = next) {
-            next = std::min(end + AT_ONCE, a1);
-            const int64_t then = open_gates(end, next, fired);
-            const bool is_last_open = end < a1 && next == a1;
-            const int64_t group = all.place(is_late() || end == a1 ? a : end) / SUM_ROWS;
-            run_few(first, fired, group, is_last_open ? ups(fired, then) : gates_from(next));
-            if (!is_last_open) push(ups(fired, then));
-            first = fired, fired = then;
+        push(gates_from(std::min(a0 + AT_ONCE, a1)));
+        Batch now = open_after(a0, open.end, a1);
+        push(ups(now.o0, now.o1));
+        while (now.a0 < a1) {
+            const Batch ahead = open_after(now.a1, now.o1, a1);
+            const bool is_last = now.a1 == a1, is_last_but_one = !is_last && ahead.a1 == a1;
+            const int64_t group = all.place(is_late() || is_last ? now.a0 : now.a1) / SUM_ROWS;
+            const NextRows next = ups(ahead.o0, ahead.o1);  // no gates will prefetch those of the last batch
+            run_few(now.o0, now.o1, group, is_last_but_one ? next : gates_from(ahead.a1));
+            if (!is_last_but_one) push(next);
+            now = ahead;
         }
     }
 

@@ -1,5 +1,6 @@
 // Loops over vectors in cache, which the compiler vectorises: norms, rotary embedding, the cache's halves, sums.
-// Included by rows_template.h. Bits are equal at all levels, because additions have the same order.
+// Included by rows_template.h. Bits are equal at all levels (those of NaN aside), because additions have the same
+// order.
 
 // Sixteen interleaved sums, so that the compiler can vectorise them.
 template <class Term>
