@@ -258,7 +258,7 @@ LLAMACPP_LEFT_OUT := .git docs examples tests docker $(addprefix vendor/llama.cp
   sycl virtgpu vulkan webgpu zdnn zendnn)
 gpu-rival-source:
 	@rm -rf $(GPU_RIVAL)-source && mkdir -p $(GPU_RIVAL)-source
-	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
 	  --no-binary llama-cpp-python -d $(GPU_RIVAL)-source $(filter llama-cpp-python==%,$(file <$(LLAMACPP_PINS)))
 	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps -d $(GPU_RIVAL)-source diskcache
 	@cd $(GPU_RIVAL)-source && tar xzf llama_cpp_python-*.tar.gz --strip-components=1 \

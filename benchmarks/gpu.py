@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +201,10 @@ class Bench:
                 model = self._model(scale, folder)
             self._calibrated()
             with self.timed(f"{scale.name}: plans"):
-                cases = self._cases(scale, folder, model)
-            self._measure(scale, folder, model, cases)
+                divided, resident = self._cases(scale, folder, model)
+            # One after the other: not all of them and their rivals fit onto a card of 80 GB.
+            self._measure(scale, folder, model, divided, "divided")
+            self._measure(scale, folder, model, resident, "resident")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -216,18 +218,17 @@ class Bench:
             torch.cuda.empty_cache()
         return model
 
-    def _cases(self, scale: Scale, folder: Path, model: ModelFile) -> list[Case]:
-        """One case per budget in mode predicted, and one per resident mode. Their processes are
+    def _cases(self, scale: Scale, folder: Path, model: ModelFile) -> tuple[list[Case], list[Case]]:
+        """(one case per budget in mode predicted, one per resident mode). Their processes are
         started, but nothing is loaded."""
         size = model.path.stat().st_size
         whole = int(WHOLE * size) + BESIDE_BYTES
-        wanted = [
-            (f"{scale.name} {share:.0%}", "predicted", int(share * size)) for share in scale.budgets
+        case = partial(self._case, scale, folder, model)
+        divided = [
+            case(f"{scale.name} {share:.0%}", "predicted", int(share * size))
+            for share in scale.budgets
         ]
-        wanted += [(f"{scale.name} resident", mode, whole) for mode in scale.resident]
-        return [
-            self._case(scale, folder, model, name, mode, budget) for name, mode, budget in wanted
-        ]
+        return divided, [case(f"{scale.name} resident", mode, whole) for mode in scale.resident]
 
     def _case(
         self, scale: Scale, folder: Path, model: ModelFile, name: str, mode: str, budget: int
@@ -263,18 +264,22 @@ class Bench:
             process=Process.of(command, f"{name} {mode}", log),
         )  # fmt: skip
 
-    def _measure(self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case]) -> None:
+    def _measure(
+        self, scale: Scale, folder: Path, model: ModelFile, cases: list[Case], what: str
+    ) -> None:
+        if not cases:
+            return
         amount = Amount(
             prompt=scale.context_length // 2, steps=scale.steps,
             vocab_size=scale.shape.vocab_size, rounds=self.asked.rounds,
         )  # fmt: skip
         try:
-            with self.timed(f"{scale.name}: load"):
+            with self.timed(f"{scale.name}: load, {what}"):
                 gpu_cases.load(cases)
             if self.asked.rival:
-                with self.timed(f"{scale.name}: rival"):
+                with self.timed(f"{scale.name}: rival, {what}"):
                     self._add_rivals(scale, folder, model, cases)
-            with self.timed(f"{scale.name}: rounds"):
+            with self.timed(f"{scale.name}: rounds, {what}"):
                 gpu_cases.measure(cases, amount, self.deadline - 15)
             self.result["rows"] += [gpu_cases.row(case, amount) for case in cases]
             self.save()

@@ -40,7 +40,9 @@ class Case:
     plan: dict[str, Any]  # the solver's report on it, for the JSON
     process: Process
     rival: Rival | None = None
-    load_s: float = 0.0
+    # load_s, why the step is not native (None: it is), and the least tokens of a pass that streams
+    # cold weights (None: none does).
+    loaded: dict[str, Any] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)
     prefill_s: list[float] = field(default_factory=list)  # of the whole prompt
     decode_s: list[float] = field(default_factory=list)  # of one step
@@ -59,7 +61,7 @@ def load(cases: Sequence[Case]) -> None:
     """Loads the cases one by one, because each reads the whole file."""
     for case in cases:
         try:
-            case.load_s = case.process.ask("load")["load_s"]
+            case.loaded = case.process.ask("load")
         except ProcessError as error:
             fail(case, error)
 
@@ -135,7 +137,7 @@ def row(case: Case, amount: Amount) -> dict[str, Any]:
         "limit_s": case.limit_s,
         "predicted_s": case.predicted_s,
         "plan": case.plan,
-        "load_s": case.load_s,
+        "loaded": case.loaded,
         "memory": case.memory,
         "error": case.error,
         "rival_error": case.rival_error,

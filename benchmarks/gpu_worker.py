@@ -71,7 +71,14 @@ class Worker:
             is_resident=True,
             graph=not asked.plain,
         )
-        return {"load_s": self.engine.load_s, "not_native": self.engine.not_native}
+        return {
+            "load_s": self.engine.load_s,
+            "not_native": self.engine.not_native,
+            "streams_from": min(
+                (layer.ffn.cold.least_tokens for layer in self.engine.layers if layer.ffn.cold),
+                default=None,
+            ),
+        }
 
     def prefill(self, ids: list[int]) -> dict[str, Any]:
         """Seconds up to the logits after `ids`, which are then in the cache."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
 from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
+from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.model.attention import Attend, Norm, Turn
 from sparkinfer.runtime.model.layers import Layer, Weights
 from sparkinfer.runtime.model.observers import Observers
@@ -174,8 +175,10 @@ class Decoder:
 
 
 def _is_decoded(run: Sequence[Row]) -> bool:
-    """True if all rows have logits, as in decoding (drafts included), and none is a copy."""
-    return all(row.has_logits and row.source is None for row in run)
+    """True if all rows have logits, as in decoding (drafts included), and none is a copy. A run too
+    long for a step is a text whose logits are all wanted, for instance by `eval`: a pass reads each
+    weight once for all of it."""
+    return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
 
 
 def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int) -> Tensor:

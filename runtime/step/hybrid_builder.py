@@ -152,8 +152,7 @@ class _Builder:
             structs=[d.cold.struct for d in self.divided if d.cold] + [self.parts.step],
         )
         meter.reset()
-        positions = self.weights.positions
-        has_rows = positions is not None and self.form.embedding != HOST
+        positions = self.weights.positions if self.form.embedding != HOST else None
         before, after = (self._outside(kinds) for kinds in (("embed",), ("norm", "head")))
         return HybridStep(
             host=self.host,
@@ -165,7 +164,9 @@ class _Builder:
             has_equal_rows=self._has_equal_rows(),
             before=before,
             after=after,
-            positions=positions.data.float() if positions is not None and has_rows else None,
+            positions=None
+            if positions is None
+            else positions.rows(torch.arange(positions.num_rows)),
             meter=meter,
             kept=(self.devices, self.divided, self.submissions),
             neuron_cache=self.cache,

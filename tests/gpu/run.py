@@ -28,6 +28,7 @@ from gpu_ready import PACKAGES, reason  # noqa: E402
 OUTCOME = re.compile(r"^\S+::.* (PASSED|FAILED|SKIPPED|ERROR)\b", re.MULTILINE)
 WHY = re.compile(r"^(?:FAILED|ERROR|SKIPPED) .*", re.MULTILINE)
 ALONE = ("test_memory",)  # fills the card: runs when the others are done
+WITHOUT_DEVICE = ("test_gpu_variants",)  # compiles only, and its tests are marked slow
 SLOW = ("test_sanitizer",)  # runs first; may not work on a machine, or not finish
 # Files of many tests, in parts that compile different kernels: by words in the tests' names. Each
 # has one more part, of all other tests.
@@ -169,7 +170,7 @@ def jobs_of(device: str) -> list[Job]:
     jobs = [job for path in sorted(HERE.glob("test_*.py")) for job in _of(path, "--device", device)]
     if device == "cuda":
         for path in sorted((ROOT / "tests").glob("test_gpu_*.py")):
-            jobs += _of(path)
+            jobs += [] if path.stem in WITHOUT_DEVICE else _of(path)
         jobs += _of(ROOT / "tests" / "test_calibrate.py", "-m", "gpu")
     return sorted(jobs, key=lambda job: (job.is_alone, job.name not in SLOW))
 
@@ -209,13 +210,16 @@ def main() -> int:
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a trial run"
     )
-    parser.add_argument("--only", help="only files whose names contain this")
+    parser.add_argument(
+        "--only", help="only files whose names contain one of these, separated by commas"
+    )
     asked = parser.parse_args()
     packages = PACKAGES.split(",") if asked.device == "cuda" else ["torch", "sparkinfer"]
     missing = reason(packages, needs_kernels=True, needs_device=asked.device == "cuda")
     if missing:
         sys.exit(f"test-gpu: {missing}")
-    jobs = [job for job in jobs_of(asked.device) if not asked.only or asked.only in job.name]
+    only = (asked.only or "").split(",")
+    jobs = [job for job in jobs_of(asked.device) if any(part in job.name for part in only)]
     runner = Runner(jobs, asked.output, 60 * asked.minutes, asked.processes)
     runner.run()
     print(table(jobs))
