@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from sparkinfer.budget import FLOAT_BYTES, Items
+from sparkinfer.budget import FLOAT_BYTES, SHORT_CHUNK, Items
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import ModelFile
 from sparkinfer.progress import progress
@@ -27,13 +27,13 @@ from sparkinfer.runtime.device.device_memory import (
 )
 from sparkinfer.runtime.device.staging import Staging, copy_stream
 from sparkinfer.runtime.device.streams import PlainStream
+from sparkinfer.runtime.model.attention import has_flash
 from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.prefill.cold_spans import ColdBlock
 from sparkinfer.runtime.prefill.cold_stream import ColdStream, CurrentStream
-from sparkinfer.runtime.prefill.cold_worth import least_tokens_of
-from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes
+from sparkinfer.runtime.prefill.pass_bytes import GAPS, decode_bytes, pass_bytes
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.weights.neuron_block import by_role
 from sparkinfer.runtime.weights.resident import Residence
@@ -46,8 +46,9 @@ Memories = dict[torch.device, DeviceMemory]
 MOST_PIECE_BYTES = 32 << 20
 # Shorter copies are mostly fixed cost.
 LEAST_PIECE_BYTES = 256 << 10
-# The share of the memory for temporaries that may be lost to gaps between them.
-GAPS = 0.1
+# Longer passes than SHORT_CHUNK tokens must leave room for two pieces of this size: each piece takes
+# some twenty launches.
+GOOD_PIECE_BYTES = 8 << 20
 
 
 def memories_of(
@@ -191,13 +192,16 @@ def with_cold_streams(
     Raises SparkinferError if a GPU's budget leaves no room for a single token."""
     num_sequences = weights.cache.table.num_sequences
     context_length = _attended(placement, context_length)
-    for memory in memories.values():
-        chunk = _most_tokens(model, memory, mode, context_length, chunk, num_sequences)
+    cold = {device: cold_blocks(weights, placement, device) for device in memories}
     for device, memory in memories.items():
-        room = memory.room_bytes
+        beside = 2 * GOOD_PIECE_BYTES if cold[device] else 0
+        chunk = _most_tokens(model, memory, mode, context_length, chunk, num_sequences, beside)
+    for device, memory in memories.items():
+        room, blocks = memory.room_bytes, cold[device]
         planned = items["gpu"]["workspace"] // len(memories)
-        wanted = pass_bytes(model, chunk, context_length, mode, num_sequences)
-        blocks = cold_blocks(weights, placement, device)
+        wanted = pass_bytes(
+            model, chunk, context_length, mode, num_sequences, is_flash=has_flash(device)
+        )
         piece = min(MOST_PIECE_BYTES, int((room * (1 - GAPS) - wanted) / 2))
         piece = min(piece, max([block.layout_bytes(block.num_neurons) for block in blocks.values()],
                                default=0) + SEGMENT_BYTES)  # fmt: skip
@@ -211,7 +215,7 @@ def with_cold_streams(
                 " for prompts, too"
             )
             continue
-        weights = with_stream(weights, cold_stream(device, blocks, piece), chunk)
+        weights = with_stream(weights, cold_stream(device, blocks, piece))
     return weights, chunk
 
 
@@ -222,12 +226,17 @@ def _most_tokens(
     context_length: int,
     chunk: int,
     num_sequences: int = 1,
+    beside: int = 0,
 ) -> int:
     """Tokens per pass: `chunk`, halved until the temporaries fit into the memory outside the
-    slab. Raises SparkinferError if those of a single token do not."""
+    slab; those of more than SHORT_CHUNK tokens leave `beside` bytes of it. Raises SparkinferError
+    if those of a single token do not fit."""
     room = int(memory.room_bytes * (1 - GAPS))
-    tokens = chunk
-    while (wanted := pass_bytes(model, tokens, context_length, mode, num_sequences)) > room:
+    tokens, is_flash = chunk, has_flash(memory.device)
+    while True:
+        wanted = pass_bytes(model, tokens, context_length, mode, num_sequences, is_flash=is_flash)
+        if wanted + (beside if tokens > SHORT_CHUNK else 0) <= room:
+            return tokens
         if tokens == 1:
             raise SparkinferError(
                 f"{memory.device}: {format_bytes(room)} left after weights and cache, one token"
@@ -235,7 +244,6 @@ def _most_tokens(
                 " a smaller --context"
             )
         tokens = -(-tokens // 2)
-    return tokens
 
 
 def cold_blocks(
@@ -247,9 +255,7 @@ def cold_blocks(
     return {index: ColdBlock.of(block) for index, block in cold.items() if block is not None}
 
 
-def cold_stream(
-    device: torch.device, blocks: dict[int, ColdBlock], piece_bytes: int, least_tokens: int = 1
-) -> ColdStream:
+def cold_stream(device: torch.device, blocks: dict[int, ColdBlock], piece_bytes: int) -> ColdStream:
     is_cuda = device.type == "cuda"
     copier = copy_stream(device)
     is_pinned = all(block.can_be_copied for block in blocks.values())
@@ -257,24 +263,16 @@ def cold_stream(
         device=device,
         blocks=blocks,
         piece_bytes=piece_bytes,
-        least_tokens=least_tokens,
         compute=CurrentStream(device) if is_cuda else PlainStream(),
         copier=copier,
         staging=None if is_pinned else Staging(piece_bytes, copier, is_pinned=is_cuda),
     )
 
 
-def with_stream(
-    weights: Weights, stream: ColdStream, chunk: int, least_tokens: int | None = None
-) -> Weights:
-    """Weights with the stream attached to its layers, for passes of at least `least_tokens`; None:
-    measures that number."""
+def with_stream(weights: Weights, stream: ColdStream) -> Weights:
+    """Weights with the stream attached to its layers."""
     layers = tuple(
         replace(layer, ffn=replace(layer.ffn, cold=stream)) if index in stream.blocks else layer
         for index, layer in enumerate(weights.layers)
     )
-    if least_tokens is None:
-        index = max(stream.blocks, key=lambda layer: stream.blocks[layer].num_neurons)
-        least_tokens = least_tokens_of(stream, weights.layers[index].ffn, index, chunk)
-    stream.least_tokens = least_tokens
     return replace(weights, layers=layers)

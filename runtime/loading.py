@@ -136,7 +136,6 @@ class _Load:
         self.notice, self.warn = partial(_notice, model), partial(_warn, model)
         self.observers, self.traffic = Observers(), Traffic()
         self.offset = model.predictor.input_layer_offset if model.predictor else 0
-        self.chunk = PREFILL_CHUNK if plan is None else SHORT_CHUNK
 
     def run(self) -> Loaded:
         began = time.perf_counter()
@@ -178,6 +177,8 @@ class _Load:
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
         self.gpu = self.gpus[0]
+        is_short = self.plan is not None and self.gpu.type == "cpu"
+        self.chunk = SHORT_CHUNK if is_short else PREFILL_CHUNK
         check_rules(self.model, plan, self.gpu)
 
     def _place(self) -> None:

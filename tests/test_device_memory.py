@@ -30,6 +30,7 @@ from sparkinfer.runtime.model import attention
 from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.prefill.cold_stream import LEAST_TOKENS
 from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes
 from sparkinfer.runtime.prefill.workspace import peak_bytes
 from sparkinfer.runtime.step.decoder import Decoder
@@ -131,7 +132,8 @@ def test_each_of_two_gpus_gets_its_part():
         blocks = gpu_setup.cold_blocks(weights, placement, card)
         assert list(blocks) == ([0] if card == cards[0] else [1, 2])
         stream = gpu_setup.cold_stream(card, blocks, 1 << 14)
-        weights = gpu_setup.with_stream(weights, stream, 128, least_tokens=1)
+        stream.least_tokens = 1
+        weights = gpu_setup.with_stream(weights, stream)
     decoder = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
@@ -319,7 +321,6 @@ def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatc
     split = make_split(model, [range(0, 2048, 2), range(100)], context_length=256)
     decoder, uploader, _ = load_for(model, split, "exact", 256)
     memory, said = uploader.memory, []
-    monkeypatch.setattr(gpu_setup, "least_tokens_of", lambda *arguments: 16)
     wanted = pass_bytes(model, 128, 256, "exact")
     piece = 1 << 20
     left = {"none": 0, "for a pass": wanted, "for cold weights too": wanted + 2 * piece}[room]
@@ -343,7 +344,7 @@ def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatc
         assert streams == {None} and "too little to stream cold weights" in said[0]
         return
     (stream,) = streams
-    assert not said and stream.least_tokens == 16 and stream.staging is not None
+    assert not said and stream.least_tokens == LEAST_TOKENS and stream.staging is not None
     assert piece - 4 <= stream.piece_bytes <= piece and set(stream.blocks) == {0, 1}
     assert memory.aside_bytes >= wanted + 2 * stream.piece_bytes
     with torch.inference_mode():
@@ -515,6 +516,37 @@ def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_byt
         assert rel_error(got, want[0].transpose(0, 1).flatten(1)) < 1e-6
 
 
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
+def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
+    """With torch's own attention on the CPU in place of the kernel."""
+    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: True)
+    generator = torch.Generator().manual_seed(0)
+    for tokens, cached in ((1, 1), (1, 9), (5, 5), (7, 20)):
+        query = torch.randn(tokens, heads, 16, generator=generator)
+        key, value = (torch.randn(cached, kv_heads, 16, generator=generator).half() for _ in "kv")
+        got = attention.attend_on_gpu(query, key, value)
+        assert got.dtype == torch.float32
+        q, k, v = (t.double().transpose(0, 1)[None] for t in (query, key, value))
+        mask = torch.ones(tokens, cached, dtype=torch.bool).tril(cached - tokens)
+        want = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        error = rel_error(got, want[0].transpose(0, 1).flatten(1))
+        assert error < 2 * torch.finfo(torch.float16).eps
+    assert attention._attend_with_flash(query, key.float(), value.float()) is None
+
+
+@pytest.mark.parametrize("is_adjacent", [True, False])
+def test_rotation_in_place_is_rotation(is_adjacent):
+    rotary = attention.Rotary(
+        frequency_W=torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), is_adjacent=is_adjacent
+    )
+    x_THW = torch.randn(5, 4, 6, generator=torch.Generator().manual_seed(0))
+    turn = rotary.turn(7, 5)
+    want, left = turn.apply(x_THW[:, :3]), x_THW[:, 3].clone()
+    turn.apply_(x_THW[:, :3])
+    assert rel_error(x_THW[:, :3], want) < 1e-6
+    assert torch.equal(x_THW[:, 3], left)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gpu, kind, mode):
@@ -620,7 +652,8 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     blocks = gpu_setup.cold_blocks(weights, placement, CARD)
     assert {layer: block.num_neurons for layer, block in blocks.items()} == {0: 96, 1: 96}
     stream = gpu_setup.cold_stream(CARD, blocks, 1 << 14)
-    weights = gpu_setup.with_stream(weights, stream, 128, least_tokens=2)
+    stream.least_tokens = 2
+    weights = gpu_setup.with_stream(weights, stream)
     decoder = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))

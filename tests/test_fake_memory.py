@@ -16,7 +16,6 @@ from test_runtime import make_split
 from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
-from sparkinfer.runtime import gpu_setup
 from sparkinfer.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
 
@@ -67,9 +66,8 @@ def test_a_card_that_is_too_small_is_refused_in_one_line():
 
 
 @pytest.mark.parametrize("is_resident", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_cold_weights_stream_to_the_device(tmp_path, monkeypatch, is_resident):
+def test_cold_weights_stream_to_the_device(tmp_path, is_resident):
     """Pinned weights are copied directly, a mapped file's through two buffers."""
-    monkeypatch.setattr(gpu_setup, "least_tokens_of", lambda *arguments: 1)
     shape = make_shape(num_layers=2, width=256, num_neurons=1024, context_length=64)
     model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")

@@ -23,7 +23,7 @@ from sparkinfer.runtime.gpu_setup import cold_blocks, with_stream
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock
 from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.prefill import cold_stream, cold_worth
+from sparkinfer.runtime.prefill import cold_stream
 from sparkinfer.runtime.prefill.cold_spans import ColdBlock
 from sparkinfer.runtime.prefill.cold_stream import ColdStream
 from sparkinfer.runtime.weights.matrix import Linear, Matrix
@@ -58,12 +58,12 @@ def streamed(engine, split, *, piece_bytes=None, is_staged=True, least_tokens=1)
         device=CPU,
         blocks=blocks,
         piece_bytes=size,
-        least_tokens=1,
+        least_tokens=least_tokens,
         compute=PlainStream(),
         copier=copier,
         staging=Staging(size, copier, is_pinned=False) if is_staged else None,
     )
-    weights = with_stream(weights, stream, 128, least_tokens=least_tokens)
+    weights = with_stream(weights, stream)
     engine._sequences.decoder = dataclasses.replace(
         engine._live, weights=weights, native="weights are with_stream"
     )
@@ -358,31 +358,3 @@ def test_contiguous_neurons_are_one_copy(tmp_path, mode, num_spans):
             assert [a for a, _ in pieces] == [0, *(b for _, b in pieces[:-1])]
             assert pieces[-1][1] == num_cold
             assert all(block.layout_bytes(b - a) <= 10 * block.least_piece_bytes for a, b in pieces)
-
-
-# ---- the least number of tokens ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "cpu_s, least", [([9, 9], 2), ([1, 2, 6], 8), ([1, 1, 1, 1, 1, 1, 6], 128), ([1] * 7, 129)]
-)
-def test_the_least_number_of_tokens_is_where_the_cpu_takes_longer(monkeypatch, cpu_s, least):
-    case = late_case(monkeypatch, is_staged=False)
-    rounds = cold_worth._ROUNDS
-    # The best of three timings counts: 5 for the copy.
-    times = [7, 5, 8] + [t + noise for t in cpu_s for noise in (0, 3, 1)]
-    assert rounds == 3
-    left = iter(times)
-    monkeypatch.setattr(cold_worth, "_seconds", lambda run: next(left))
-    ffn = dataclasses.make_dataclass("Ffn", ["traffic", "on_cpu"])(None, print)
-    assert cold_worth.least_tokens_of(case.stream, ffn, 2, 128) == least
-
-
-def test_the_least_number_of_tokens_is_measured_with_the_layers_code(tmp_path):
-    model, split = planned(tmp_path, PATTERNS["random"], predictor_rank=8)
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
-        stream = streamed(engine, split)
-        before = engine.traffic.total
-        ffn = engine._live.weights.layers[0].ffn
-        assert 2 <= cold_worth.least_tokens_of(stream, ffn, 0, 16) <= 17
-        assert engine.traffic.total == before and not stream._slots

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparkinfer.architecture import PredictorKind
-from sparkinfer.budget import part_neurons
+from sparkinfer.budget import gpu_part_neurons, part_neurons
 from sparkinfer.runtime.model.native_neurons import add_neurons
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.weights import gpu_products
@@ -227,16 +227,6 @@ class FeedForward:
         cold.run(self.layer, add, x_TD, y_TD)
         return BlockResult(y_TD=y_TD)
 
-    def on_cpu(self, block: NeuronBlock, x_TD: Tensor) -> Tensor:
-        """The output of neurons on the CPU for several tokens; in mode "predicted", all are
-        named."""
-        y_TD = torch.zeros_like(x_TD)
-        named_TN = None
-        if self.mode == "predicted":
-            named_TN = torch.ones(len(x_TD), len(block.id_N), dtype=torch.bool)
-        self._add_parts(y_TD, block, x_TD, named_TN)
-        return y_TD
-
     def _add_parts(
         self, y_TD: Tensor, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
     ) -> None:
@@ -246,11 +236,34 @@ class FeedForward:
             self.traffic.up += read[1]
             self.traffic.down += read[2]
             return
-        size, count = part_neurons(x_TD.shape[1], len(x_TD)), len(block.id_N)
+        is_on_gpu, count = gpu_products.is_gpu(block.device), len(block.id_N)
+        size = gpu_part_neurons(len(x_TD)) if is_on_gpu else part_neurons(x_TD.shape[1], len(x_TD))
+        factor = gpu_products.Factor(x_TD)
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]
-            self._add_part(y_TD, block.part(start, stop), x_TD, named)
+            part = block if size >= count else block.part(start, stop)
+            if is_on_gpu:
+                self._add_part_on_gpu(y_TD, part, factor, named)
+            else:
+                self._add_part(y_TD, part, x_TD, named)
+
+    def _add_part_on_gpu(
+        self, y_TD: Tensor, part: NeuronBlock, x: gpu_products.Factor, named_TN: Tensor | None
+    ) -> None:
+        """Adds the output of these neurons, of which all rows are read: finding those that fire
+        would synchronise with the device."""
+        assert part.gate_limit_N is None and part.hidden_limit_N is None
+        hidden_TN = self.gate.activated_(
+            _product(part.gate, x, part.row_N), is_dense=self.mode == "dense"
+        )
+        if named_TN is not None:
+            hidden_TN.mul_(named_TN)
+        if part.up is not None:
+            hidden_TN = self.gate.hidden_(hidden_TN, _product(part.up, x, part.row_N))
+        num_rows = len(part.id_N)
+        self._count(part, num_rows, num_rows, num_rows)
+        part.down.add_many(y_TD, hidden_TN, part.row_N)
 
     def _add_part(
         self, y_TD: Tensor, part: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
@@ -286,8 +299,6 @@ class FeedForward:
 
     def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
         """Positions of the neurons that any token needs; None: take all of them."""
-        if gpu_products.is_gpu(part.device):
-            return None  # finding them would synchronise with the device
         chosen = is_needed_TA.any(dim=0).nonzero().flatten()
         return None if len(chosen) > MOST_CHOSEN * is_needed_TA.shape[1] else chosen
 
@@ -379,9 +390,9 @@ def _dot(linear: Linear, x_D: Tensor, rows_A: Tensor | None) -> Tensor:
     return y_A + (linear.bias_N if rows_A is None else linear.bias_N[rows_A])
 
 
-def _product(linear: Linear, x_TD: Tensor, rows_A: Tensor | None) -> Tensor:
+def _product(linear: Linear, x: Tensor | gpu_products.Factor, rows_A: Tensor | None) -> Tensor:
     """f32 [T, A]: some rows (None: all) times several tokens."""
-    y_TA = linear.weight.product(x_TD, rows_A)
+    y_TA = linear.weight.product(x, rows_A)
     if linear.bias_N is None:
         return y_TA
     return y_TA + (linear.bias_N if rows_A is None else linear.bias_N[rows_A])

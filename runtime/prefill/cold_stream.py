@@ -19,10 +19,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.staging import Staging, finish
+from sparkinfer.runtime.device.staging import Staging
 from sparkinfer.runtime.device.streams import Stream
 from sparkinfer.runtime.model.feed_forward import NeuronBlock
 from sparkinfer.runtime.prefill.cold_spans import ColdBlock
+
+# A pass of at least this many tokens streams cold weights. The time of their copy does not depend
+# on the tokens, the CPU's time for them does. Copies were faster from 2 tokens on next to an H100
+# (55 GB/s; 16 cores), and are estimated to be from about 24 on next to a card of 13 GB/s. It is a
+# constant because a prompt's bits depend on it.
+LEAST_TOKENS = 16
 
 
 class Compute(Protocol):
@@ -75,10 +81,10 @@ class ColdStream:
     device: torch.device
     blocks: dict[int, ColdBlock]
     piece_bytes: int
-    least_tokens: int  # fewest tokens of a pass for which streaming pays
     compute: Compute
     copier: Stream
     staging: Staging | None  # None: all blocks are pinned
+    least_tokens: int = LEAST_TOKENS  # fewest tokens of a pass that streams
     _pieces: list[tuple[ColdBlock, int, int]] = field(init=False, repr=False)
     _range: dict[int, range] = field(init=False, repr=False)
     _slots: list[_Slot] = field(init=False, repr=False, default_factory=list)
@@ -110,14 +116,6 @@ class ColdStream:
             self._start(number + 2)
         if self._next == len(self._pieces):
             self._end()
-
-    def copy_once(self, layer: int) -> None:
-        """Copies the layer's first piece and waits for it, for measurements."""
-        number = self._range[layer].start
-        self._open()
-        self._start(number)
-        finish(self._slots[number % 2].ready)
-        self._end()
 
     def _begin(self, number: int) -> None:
         """Begins a new pass; an interrupted one is abandoned."""

@@ -10,51 +10,85 @@ from sparkinfer.budget import (
     BLOCK_LENGTH,
     FLOAT_BYTES,
     LOGITS_CHUNK,
+    gpu_part_neurons,
     kv_bytes_per_layer,
+    kv_kind,
     kv_positions,
-    part_neurons,
 )
 from sparkinfer.model_file import ModelFile
+from sparkinfer.runtime.device.device_memory import SMALL_BYTES
 from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
-from sparkinfer.runtime.model.attention import SCORE_BYTES
+from sparkinfer.runtime.model.attention import MOST_FLASH_WIDTH, SCORE_BYTES
 from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.weights import gpu_products
 
 # Maximum number of partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32
 ROWS_SHARE = 0.25  # the part of the workspace that the buffers of a step of several rows may take
+# What a plan reserves on a GPU, if that is at most PLANNED_SHARE of the model's file: a pass of
+# PLANNED_TOKENS, two pieces of streamed weights, and the workspace of matrix products. Each pass
+# copies all cold weights; twice as many tokens would take twice the memory from hot neurons.
+PLANNED_TOKENS, PLANNED_PIECE_BYTES, PLANNED_SHARE, PLANNED_ROWS = 256, 16 << 20, 0.02, 8
+_PRODUCT_BYTES = 8 << 20  # of cuBLAS and cuBLASLt: device_memory._warm_up
+# The share of the memory for temporaries that may be lost to gaps between them.
+GAPS = 0.1
 _DECODE_TENSORS = 64  # upper bound on the buffers of a step; each may have an alignment gap
 
 
 def pass_bytes(
-    model: ModelFile, num_tokens: int, context_length: int, mode: Mode, num_sequences: int = 1
+    model: ModelFile,
+    num_tokens: int,
+    context_length: int,
+    mode: Mode,
+    num_sequences: int = 1,
+    *,
+    is_flash: bool = False,
 ) -> int:
-    """Upper bound on the temporary bytes of a pass over `num_tokens` at the end of the context."""
+    """Upper bound on the temporary bytes of a pass over `num_tokens` at the end of the context.
+    `is_flash`: the card has flash attention."""
     shape, tokens = model.shape, num_tokens
     width, neurons = shape.width, shape.num_neurons
-    inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
-    heads = shape.num_heads * shape.head_width
-    group = shape.num_heads // shape.num_kv_heads
-    of_token = FLOAT_BYTES * group * context_length
-    scores = 3 * of_token * min(tokens, max(1, SCORE_BYTES // of_token))
-    one_head = FLOAT_BYTES * 2 * context_length * shape.head_width + 16 * context_length
-    if num_sequences > 1:
-        one_head += _gathered(model, context_length)
+    heads, keys = (n * shape.head_width for n in (shape.num_heads, shape.num_kv_heads))
+    inputs = heads + 2 * keys
     hidden = tokens * 5 * width  # before, between and after the blocks, and their inputs
-    attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
-    part = 6 * min(neurons, part_neurons(width, tokens))
+    if is_flash and kv_kind(model) == "f16" and shape.head_width <= MOST_FLASH_WIDTH:
+        scores = 0
+        # Queries, keys and values; one product, or half of them during the rotation; the queries in
+        # f16, and the output in f16 and f32.
+        attention = hidden + tokens * (width + inputs + max(heads, inputs // 2) + 2 * heads)
+    else:
+        group = shape.num_heads // shape.num_kv_heads
+        of_token = FLOAT_BYTES * group * context_length
+        scores = 3 * of_token * min(tokens, max(1, SCORE_BYTES // of_token))
+        scores += FLOAT_BYTES * 2 * context_length * shape.head_width + 16 * context_length
+        attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
+    if num_sequences > 1:
+        scores += _gathered(model, context_length)
+    part = 3 * min(neurons, gpu_part_neurons(tokens))
     if mode == "predicted":  # scores of all neurons, and two masks of one byte per neuron
-        part = max(part + neurons // 2, 4 * neurons)
+        is_smooth = model.predictor is not None and model.predictor.kind == "gate"
+        part = max(part + neurons // 2, (4 if is_smooth else 2) * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
     # Quantised weights are unpacked to two bytes per value; f32 is multiplied as it is.
     tile_rows = gpu_products.TILE_ROWS
     tile = 2 * tile_rows * max(width, heads) + 2 * FLOAT_BYTES * tokens * tile_rows
     return max(
-        FLOAT_BYTES * attention + scores + one_head,
+        FLOAT_BYTES * attention + scores,
         FLOAT_BYTES * max(attention, feed_forward, head) + tile,
     )
+
+
+def planned_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:
+    """The workspace that a plan should reserve on a GPU beyond what `measure_workspace` finds; 0 for
+    a small model, whose plans can't afford it."""
+    tokens = min(PLANNED_TOKENS, context_length)
+    of_pass = pass_bytes(model, tokens, context_length, mode, is_flash=True)
+    beside = _PRODUCT_BYTES + SMALL_BYTES + decode_bytes(model, context_length, PLANNED_ROWS)
+    wanted = int((of_pass + 2 * PLANNED_PIECE_BYTES) / (1 - GAPS)) + beside
+    size = sum(entry.num_bytes for entry in model.tensors.values())
+    return wanted if wanted <= PLANNED_SHARE * size else 0
 
 
 def _gathered(model: ModelFile, context_length: int) -> int:

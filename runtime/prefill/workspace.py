@@ -24,6 +24,7 @@ from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import Builder
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.prefill.pass_bytes import planned_bytes
 from sparkinfer.runtime.step import native_step
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.weights.matrix import Linear, matrix_of
@@ -40,7 +41,8 @@ HOT_SHARE = 1 / 16
 
 
 def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
-    """Peak bytes of a pass over a prefill chunk, native or observed, rounded up.
+    """Peak bytes of a pass over a prefill chunk, native or observed, rounded up; at least what
+    `planned_bytes` asks for.
 
     Reads one layer and the head of the file, which takes about a second for 7 B parameters."""
     tokens = min(SHORT_CHUNK, context_length)
@@ -56,7 +58,8 @@ def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
 
         run()  # makes permanent allocations before the measurement
         most = max(most, peak_bytes(run), native_step.step_workspace_bytes(decoder.weights))
-    return -(-int(MARGIN * most) // ROUNDED_TO) * ROUNDED_TO
+    most = max(int(MARGIN * most), planned_bytes(model, context_length, mode))
+    return -(-most // ROUNDED_TO) * ROUNDED_TO
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -93,49 +93,84 @@ def _on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def product(x_TD: Tensor, num_rows: int, tiles: Tiles) -> Tensor:
-    """f32 [T, N]: every token times every row."""
-    y_TN: Tensor | None = None
-    factor: _Factor | None = None
+def product(x: "Tensor | Factor", num_rows: int, tiles: Tiles, out: Tensor | None = None) -> Tensor:
+    """f32 [T, N]: every token times every row; `out`, if given, takes them."""
+    factor = Factor.of(x)
     for start, rows_AD in tiles:
-        factor = factor or _Factor(x_TD, rows_AD.dtype)
-        y_TA = factor.times(rows_AD.T)
-        if len(rows_AD) == num_rows:
-            return y_TA
-        y_TN = x_TD.new_empty(len(x_TD), num_rows) if y_TN is None else y_TN
-        y_TN[:, start : start + len(rows_AD)] = y_TA
-    return x_TD.new_empty(len(x_TD), 0) if y_TN is None else y_TN
+        if out is None and len(rows_AD) == num_rows:
+            return factor.times(rows_AD.T)
+        out = factor.new(num_rows) if out is None else out
+        factor.times(rows_AD.T, out=out[:, start : start + len(rows_AD)])
+    return factor.new(0) if out is None else out
 
 
 def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
     """Adds every row times its weight to f32 `sum_TD`, and returns it."""
-    factor: _Factor | None = None
+    factor = Factor.of(weight_TN)
     for start, rows_AD in tiles:
-        factor = factor or _Factor(weight_TN, rows_AD.dtype)
-        sum_TD += factor.times(rows_AD, slice(start, start + len(rows_AD)))
+        factor.add_times(sum_TD, rows_AD, slice(start, start + len(rows_AD)))
     return sum_TD
 
 
-class _Factor:
-    """f32 [T, K], prepared for multiplication by tiles of a type."""
+class Factor:
+    """f32 [T, K], rounded on first use to each type of tiles that it is multiplied by. One factor
+    serves all matrices with the same input: rounding takes four launches."""
 
-    def __init__(self, values_TK: Tensor, dtype: torch.dtype) -> None:
-        self.exponent_T1: Tensor | None = None
-        if dtype == torch.float16:
-            largest_T1 = torch.linalg.vector_norm(values_TK, torch.inf, dim=1, keepdim=True)
-            exponent_T1 = torch.frexp(largest_T1).exponent
-            # frexp's exponent is undefined for NaN.
-            self.exponent_T1 = torch.where(exponent_T1.abs() < 126, exponent_T1, 0)
-            values_TK = torch.ldexp(values_TK, -self.exponent_T1)
-        self.values_TK = values_TK.to(dtype)
+    def __init__(self, values_TK: Tensor) -> None:
+        self.values_TK = values_TK
+        self._rounded: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
 
-    def times(self, tile: Tensor, columns: slice = slice(None)) -> Tensor:
-        """f32 [T, columns of `tile`]: these columns of the factor times `tile`."""
-        left = self.values_TK[:, columns]
+    @classmethod
+    def of(cls, values: "Tensor | Factor") -> "Factor":
+        return values if isinstance(values, Factor) else cls(values)
+
+    def __len__(self) -> int:
+        return len(self.values_TK)
+
+    def new(self, num_columns: int) -> Tensor:
+        """Uninitialised, f32 [T, N]."""
+        return self.values_TK.new_empty(len(self), num_columns)
+
+    def times(self, tile: Tensor, out: Tensor | None = None) -> Tensor:
+        """f32 [T, columns of `tile`]: the factor times `tile`."""
+        left, power_T1 = self._as(tile.dtype)
         if tile.dtype == torch.float32:
-            return left @ tile
+            return torch.mm(left, tile, out=out)
         y = _in_f32(left, tile)
-        return y if self.exponent_T1 is None else torch.ldexp(y, self.exponent_T1)
+        if power_T1 is not None:
+            return torch.mul(y, power_T1, out=y if out is None else out)
+        return y if out is None else out.copy_(y)
+
+    def add_times(self, sum_TD: Tensor, tile: Tensor, columns: slice) -> None:
+        """Adds these columns of the factor times `tile` to f32 `sum_TD`."""
+        left, power_T1 = self._as(tile.dtype)
+        left = left[:, columns]
+        if tile.dtype == torch.float32:
+            sum_TD.addmm_(left, tile)
+        elif power_T1 is None:
+            sum_TD += _in_f32(left, tile)
+        else:
+            sum_TD.addcmul_(_in_f32(left, tile), power_T1)
+
+    def _as(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(the values in this type, the power of two of each token by which they were divided)."""
+        if dtype == torch.float32:
+            return self.values_TK, None
+        if dtype not in self._rounded:
+            self._rounded[dtype] = self._in_f16() if dtype == torch.float16 else (
+                self.values_TK.to(dtype), None
+            )  # fmt: skip
+        return self._rounded[dtype]
+
+    def _in_f16(self) -> tuple[Tensor, Tensor]:
+        values_TK = self.values_TK
+        largest_T1 = torch.linalg.vector_norm(values_TK, torch.inf, dim=1, keepdim=True)
+        # The exponent's bits alone are the power of two at or below a number; those of zero, of
+        # infinity and of NaN are not, and are limited to powers of two.
+        bits_T1 = largest_T1.view(torch.int32).bitwise_and_(0x7F800000)
+        power_T1 = bits_T1.view(torch.float32).clamp_(2.0**-126, 2.0**126)
+        half_TK = torch.empty_like(values_TK, dtype=torch.float16)
+        return torch.div(values_TK, power_T1, out=half_TK), power_T1
 
 
 def _in_f32(left: Tensor, right: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ computed in tiles (runtime.weights.gpu_products).
 
 Letters: N rows, D row width, A chosen rows, T tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,11 +71,19 @@ class Matrix(StoredMatrix):
             return library.accumulate_rows(self.data, self.kind, weight_A, index_A)
         return self.combine_many(weight_A[None], index_A)[0]
 
-    def product(self, x_TD: Tensor, index_A: Tensor | None = None) -> Tensor:
-        """f32 [T, A]: every token times the chosen rows (None: all)."""
+    def product(
+        self,
+        x: Tensor | gpu_products.Factor,
+        index_A: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """f32 [T, A]: every token [T, D] times the chosen rows (None: all). A factor and `out` are
+        for matrices on a GPU."""
         count = self.num_rows if index_A is None else len(index_A)
         if self._is_on_gpu:
-            return gpu_products.product(x_TD, count, self._gpu_tiles(index_A))
+            return gpu_products.product(x, count, self._gpu_tiles(index_A), out)
+        assert isinstance(x, Tensor) and out is None
+        x_TD = x
         if self.is_native and len(x_TD):
             rows = None if index_A is None else index_A.to(torch.int32)
             return library.dot_rows(self.data, self.kind, x_TD.contiguous(), rows)
@@ -190,6 +198,24 @@ class Linear:
         assert not self.is_transposed
         bias = None if self.bias_N is None else self.bias_N[start:stop]
         return Linear(weight=self.weight.part(start, stop), bias_N=bias)
+
+
+def side_by_side(linears: Sequence[Linear], x_TD: Tensor) -> Tensor:
+    """Outputs of matrices with the same input, f32 [T, sum of N]."""
+    is_joined = gpu_products.is_gpu(x_TD.device) and len(x_TD) > 1
+    if len(linears) == 1 or not is_joined or any(linear.is_transposed for linear in linears):
+        found = [linear.apply(x_TD) for linear in linears]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+    factor = gpu_products.Factor(x_TD)
+    y_TN = factor.new(sum(linear.num_outputs for linear in linears))
+    start = 0
+    for linear in linears:
+        own_TN = y_TN[:, start : start + linear.num_outputs]
+        linear.weight.product(factor, out=own_TN)
+        if linear.bias_N is not None:
+            own_TN += linear.bias_N
+        start += linear.num_outputs
+    return y_TN
 
 
 def matrix_of(entry: TensorEntry, device: torch.device, rows: np.ndarray | None = None) -> Matrix:

@@ -41,6 +41,15 @@ class Gate:
         fires = self._fires(value) if limit is None else above(value, limit)
         return torch.where(fires, value, 0.0), fires  # a product would turn -inf into NaN
 
+    def activated_(self, gate: Tensor, *, is_dense: bool) -> Tensor:
+        """The activated values that `act` returns without a limit, in the memory of `gate` where
+        that is possible, and in fewer launches on a GPU."""
+        if self.activation in SMOOTH:
+            if not is_dense:
+                return self.act(gate, is_dense=False)[0]
+            return F.silu(gate, inplace=True) if self.activation == "silu" else self.smooth(gate)
+        return F.threshold(gate, self.opens_above, 0.0, inplace=True)  # keeps NaN
+
     def before_threshold(self, gate: Tensor) -> Tensor:
         """The value compared with a threshold: SiLU or GELU of the gate, else the gate."""
         return self.smooth(gate) if self.activation in SMOOTH else gate
@@ -67,6 +76,10 @@ class Gate:
         if up is None:
             return activated
         return activated * (F.relu(up) if self.activation == "drelu" else up)
+
+    def hidden_(self, activated: Tensor, up: Tensor) -> Tensor:
+        """`hidden`, in the memory of `activated`; overwrites `up`."""
+        return activated.mul_(F.relu_(up) if self.activation == "drelu" else up)
 
 
 @dataclass(frozen=True, kw_only=True)

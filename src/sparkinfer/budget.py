@@ -17,8 +17,8 @@ Items = dict[str, int]
 DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
 # Maximum tokens per forward pass. Weights are unpacked once per pass, and longer matrix products
 # are faster: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes of 256 and 13
-# in one (docs/log/prefill.md). Passes are short under a plan, where their workspace counts against
-# the GPU's budget, and while observed, when each pass is a batch of predictor training.
+# in one (docs/log/prefill.md). Passes are short if both parts of a plan are on the CPU, and while
+# observed, when each pass is a batch of predictor training.
 PREFILL_CHUNK = 512
 SHORT_CHUNK = 128
 BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
@@ -28,6 +28,7 @@ FLOAT_BYTES = 4
 # UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
+GPU_PART_BYTES = 8 << 20
 # The online neuron cache (runtime/neuron_cache). In staging, each part of a neuron (row, bias)
 # begins at a multiple of STAGED_ALIGNMENT. A swap copies each part and changes up to three numbers
 # (int32); staging holds a descriptor for every copy, and the numbers.
@@ -50,6 +51,12 @@ def part_neurons(width: int, num_tokens: int) -> int:
     width as keep their activations within the bytes of a tile, but at least one."""
     rows = tile_rows(width)
     return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
+
+
+def gpu_part_neurons(num_tokens: int) -> int:
+    """Neurons that a pass computes at a time on a GPU, where each part takes a dozen launches: as
+    many as keep the f32 values of one matrix within GPU_PART_BYTES."""
+    return max(LEAST_TILE_ROWS, GPU_PART_BYTES // (FLOAT_BYTES * num_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
