@@ -3,6 +3,8 @@ torch's allocator, prompts with streamed cold weights, and tests of gpu/test_ste
 real devices."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,10 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # not a package
+
+import test_step  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
@@ -104,8 +110,6 @@ def test_cold_weights_stream_to_the_device(tmp_path, is_resident):
 @pytest.mark.parametrize("case", ["opt", "phi3"])
 def test_a_graph_of_layers_from_the_tests_for_real_devices(tmp_path, case):
     """OPT's learned positions are in the type of the weights."""
-    from gpu import test_step
-
     with fake_cuda():
         test_step.test_every_graph_of_layers(tmp_path, "cuda", case, "q8_0")
     assert not library.text("violations")
@@ -115,8 +119,6 @@ def test_a_graph_of_layers_from_the_tests_for_real_devices(tmp_path, case):
 @pytest.mark.parametrize("plan", [None, "mixed", "every kind of layer", "attention on the CPU"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tests_for_real_devices_pass(tmp_path, kind, plan):
-    from gpu import test_step
-
     with fake_cuda():
         if plan is None:
             test_step.test_without_a_plan_all_is_on_the_device(tmp_path, "cuda", kind, True)

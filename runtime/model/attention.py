@@ -7,6 +7,7 @@ outputs of a projection."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,6 +40,12 @@ class Norm:
     weight_D: Tensor
     bias_D: Tensor | None
     epsilon: float
+
+    @cached_property
+    def bound(self) -> float:
+        """No finite output has a larger magnitude; NaN if a weight is."""
+        largest = math.sqrt(len(self.weight_D)) * float(self.weight_D.abs().max())
+        return largest + (0.0 if self.bias_D is None else float(self.bias_D.abs().max()))
 
     def apply(self, x_TD: Tensor) -> Tensor:
         if self.bias_D is None:
@@ -131,8 +138,8 @@ def attend_on_gpu(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tens
     """Computes `attend` on a GPU: by torch's flash attention (Dao, arXiv 2307.08691) if it supports
     the heads and the card, with queries rounded to the type of the keys; else by `attend_by_heads`.
 
-    Flash attention stores no scores, and takes one launch instead of nine for each key-value
-    head."""
+    Flash attention stores no scores, and takes one launch instead of nine for each key-value head.
+    Its result for several tokens has the type of the keys."""
     found = _attend_with_flash(query_THW, key_CKW, value_CKW)
     return attend_by_heads(query_THW, key_CKW, value_CKW) if found is None else found
 
@@ -158,7 +165,8 @@ def _attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) ->
         query, key, value, attn_mask=causal_lower_right(query.shape[2], key.shape[2]), scale=1.0,
         enable_gqa=is_grouped,
     )[0]  # fmt: skip
-    return out_HTW.transpose(0, 1).flatten(1).float()
+    heads_TH = out_HTW.transpose(0, 1).flatten(1)
+    return heads_TH if len(heads_TH) > 1 else heads_TH.float()
 
 
 def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
@@ -280,6 +288,7 @@ class Attention:
     on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
     input_limit_D: Tensor | None = None
     output_limit_H: Tensor | None = None
+    is_input_small: bool = False  # see gpu_products.Factor
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -301,7 +310,9 @@ class Attention:
         the cache, which must have room and may be on another device than the weights. `attend`, if
         given, appends and attends instead of torch. `on_heads` receives the heads' output,
         [T, H * W]."""
-        joined_TQ = self._project(self.inputs, x_TD, self.input_limit_D, start)
+        joined_TQ = self._project(
+            self.inputs, x_TD, self.input_limit_D, start, is_small=self.is_input_small
+        )
         joined_TQ = joined_TQ.to(self.cache.device)
         if attend is None:
             heads_TH = self._attend(joined_TQ, sequence, start, turn)
@@ -344,7 +355,13 @@ class Attention:
         return heads_TH
 
     def _project(
-        self, linears: tuple[Linear, ...], x_TD: Tensor, limit_D: Tensor | None, start: int
+        self,
+        linears: tuple[Linear, ...],
+        x_TD: Tensor,
+        limit_D: Tensor | None,
+        start: int,
+        *,
+        is_small: bool = False,
     ) -> Tensor:
         """Concatenated outputs of matrices with the same input, f32 [T, N]."""
         num_active = None
@@ -354,4 +371,4 @@ class Attention:
             num_active = int(passes_TD.any(dim=0).sum())
         if not gpu_products.is_gpu(x_TD.device):
             self.on_bytes(sum(linear.bytes_read(num_active) for linear in linears))
-        return side_by_side(linears, x_TD)
+        return side_by_side(linears, x_TD, is_small=is_small)

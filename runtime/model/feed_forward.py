@@ -33,7 +33,7 @@ from sparkinfer.budget import gpu_part_neurons, part_neurons
 from sparkinfer.runtime.model.native_neurons import add_neurons
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.weights import gpu_products
-from sparkinfer.runtime.weights.matrix import Linear
+from sparkinfer.runtime.weights.matrix import Linear, side_by_side
 from sparkinfer.runtime.weights.neuron_block import (
     Gate,
     Mode,
@@ -76,10 +76,15 @@ class Predictor:
     threshold: float
     gate: Gate
 
-    def scores(self, x_TD: Tensor) -> Tensor:
-        """[T, F]; a neuron is predicted if its score is above the threshold or NaN."""
-        inner_TR = x_TD if self.down is None else self.down.apply(x_TD)
-        logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
+    def scores(self, x_TD: Tensor, *, is_small: bool = False) -> Tensor:
+        """[T, F]; a neuron is predicted if its score is above the threshold or NaN. `is_small`: see
+        gpu_products.Factor."""
+        first = self.up if self.down is None else self.down
+        inner_TR = side_by_side((first,), x_TD, is_small=is_small)
+        if self.down is None:
+            logits_TF = inner_TR
+        else:
+            logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
         return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
 
     @property
@@ -128,6 +133,7 @@ class FeedForward:
     mode: Mode
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
+    is_input_small: bool = False  # see gpu_products.Factor
 
     def forward(
         self,
@@ -168,7 +174,7 @@ class FeedForward:
     def named(self, x_TD: Tensor, *, observers: Observers) -> Tensor:
         """bool [T, F]: the predicted neurons."""
         assert self.predictor is not None
-        score_TF = self.predictor.scores(x_TD)
+        score_TF = self.predictor.scores(x_TD, is_small=self.is_input_small)
         self.traffic.predictor += self.predictor.num_bytes
         observers.show("ffn_predicted", self.layer, score_TF)
         return ~(score_TF <= self.predictor.threshold)
@@ -238,7 +244,7 @@ class FeedForward:
             return
         is_on_gpu, count = gpu_products.is_gpu(block.device), len(block.id_N)
         size = gpu_part_neurons(len(x_TD)) if is_on_gpu else part_neurons(x_TD.shape[1], len(x_TD))
-        factor = gpu_products.Factor(x_TD)
+        factor = gpu_products.Factor(x_TD, is_small=self.is_input_small)
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]

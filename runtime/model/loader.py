@@ -4,7 +4,7 @@ A device's store (`runtime.weights.store`) decides where its weights are kept;
 `runtime.model.neuron_loader` decides which neurons form a block."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,7 @@ from sparkinfer.runtime.model.feed_forward import FeedForward, Gate, Mode, Predi
 from sparkinfer.runtime.model.layers import Layer, Weights, limited
 from sparkinfer.runtime.model.neuron_loader import NeuronLoader, stored
 from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.store import CPU, Stores
@@ -124,7 +125,8 @@ class Builder:
         return None if entry is None else matrix_of(entry, CPU)
 
     def layers(self) -> tuple[Layer, ...]:
-        return tuple(self.layer(index) for index in range(self.model.shape.num_layers))
+        layers = tuple(self.layer(index) for index in range(self.model.shape.num_layers))
+        return _with_small_inputs(layers)
 
     def matrix(
         self,
@@ -216,22 +218,21 @@ class Builder:
         self.traffic.attention += num_bytes
 
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
-        """The matrices of query, key and value, or the model's fused one; joined into one if they
-        are transposed, of one kind and copied anyway."""
+        """The matrices of query, key and value, or the model's fused one; one for all if they are of
+        one kind and copied anyway: to a GPU, or because they are transposed."""
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         entries = [stored(self.model, index, name) for name in names]
         is_transposed = self.model.is_transposed(index, names[0])
-        can_join = is_transposed and len({entry.kind for entry in entries}) == 1
-        joined = None
-        if can_join and not is_fused:
-            joined = self.stores.on(device).joined(entries)
+        store, joined = self.stores.on(device), None
+        if not is_fused and len({entry.kind for entry in entries}) == 1:
+            joined = store.joined(entries) if is_transposed else store.stacked(entries, "attention")
         if joined is None:
             return tuple(self.linear(index, name, device) for name in names)
-        biases = [self.vector(f"blk.{index}.{name}.bias", device) for name in names]
-        has_bias = biases[0] is not None
-        bias_N = torch.cat([bias for bias in biases if bias is not None]) if has_bias else None
-        return (Linear(weight=joined, bias_N=bias_N, is_transposed=True),)
+        biases = [self.model.tensors.get(f"blk.{index}.{name}.bias") for name in names]
+        parts = [vector_of(entry, CPU) for entry in biases if entry is not None]
+        bias_N = store.vector(torch.cat(parts), "attention") if parts else None
+        return (Linear(weight=joined, bias_N=bias_N, is_transposed=is_transposed),)
 
     def predictor(self, index: int, device: torch.device) -> Predictor:
         info = self.model.predictor
@@ -245,3 +246,20 @@ class Builder:
             threshold=info.threshold_L[index],
             gate=self.gate(index),
         )
+
+
+def _with_small_inputs(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """The layers, which know if the norms before the products of all of them keep inputs small."""
+    if not any(gpu_products.is_gpu(layer.device) for layer in layers) or layers[0].is_post_norm:
+        return layers
+    norms = (n for x in layers for n in (x.attn_norm, x.attn_norm_2, x.ffn_norm) if n is not None)
+    if not all(norm.bound <= gpu_products.MOST_SMALL for norm in norms):
+        return layers
+    return tuple(
+        replace(
+            layer,
+            attention=replace(layer.attention, is_input_small=True),
+            ffn=replace(layer.ffn, is_input_small=True),
+        )
+        for layer in layers
+    )

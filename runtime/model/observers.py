@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 # Letters: T tokens, D model width, H heads, W head width, F neurons, V vocabulary. Values that a
@@ -66,6 +67,7 @@ class Observers:
     def show(self, name: str, layer: int | None, tensor: Tensor) -> None:
         """Passes a tensor to the observers that want it."""
         if self.active:
+            tensor = tensor.float() if tensor.dtype == torch.float16 else tensor
             for observation in list(self.active):
                 if observation.wants(name, layer):
                     observation.observe(name, layer, tensor)

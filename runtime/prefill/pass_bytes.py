@@ -71,13 +71,20 @@ def pass_bytes(
         part = max(part + neurons // 2, (4 if is_smooth else 2) * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
-    # Quantised weights are unpacked to two bytes per value; f32 is multiplied as it is.
-    tile_rows = gpu_products.TILE_ROWS
-    tile = 2 * tile_rows * max(width, heads) + 2 * FLOAT_BYTES * tokens * tile_rows
+    in_layers = _tile_bytes(max(width, heads), max(inputs, neurons), tokens)
+    in_head = _tile_bytes(width, shape.vocab_size, LOGITS_CHUNK)
     return max(
         FLOAT_BYTES * attention + scores,
-        FLOAT_BYTES * max(attention, feed_forward, head) + tile,
+        FLOAT_BYTES * max(attention, feed_forward) + in_layers,
+        FLOAT_BYTES * head + in_head,
     )
+
+
+def _tile_bytes(width: int, num_rows: int, num_tokens: int) -> int:
+    """Upper bound on the bytes of a tile of a matrix and of its product: quantised weights are
+    unpacked to two bytes per value; f32 is multiplied as it is."""
+    rows = min(gpu_products.tile_rows(width), num_rows)
+    return 2 * rows * width + 2 * FLOAT_BYTES * num_tokens * rows
 
 
 def planned_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:

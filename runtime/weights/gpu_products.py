@@ -4,7 +4,8 @@ Tiles are f16; bf16 for matrices in bf16, whose values may exceed f16's range; a
 in f32, whose results are compared with other programs'. Tensor cores multiply the 16-bit types and
 return f32. f16 ends at 65,504, and hidden values of a feed-forward layer may be larger: each
 token's values are divided by a power of two before they are rounded to f16, and the result is
-multiplied by it, which is exact.
+multiplied by it, which is exact. This is left out for values that are known to be small, such as
+those of nearly every norm.
 
 Letters: T tokens, D row width, A rows of a tile, N all rows, K values of a factor: D or N."""
 
@@ -24,9 +25,17 @@ if TYPE_CHECKING:
     from sparkinfer.runtime.kernels.gpu.kernels import Kernels
 
 Tiles = Iterable[tuple[int, Tensor]]
-# A tile is unpacked and multiplied by a few launches, which this many rows amortise. Its bytes grow
-# with the model, as the workspace does: 8 MiB of f16 if a row has 4,096 values.
-TILE_ROWS = 1024
+# Bytes of a tile of 16-bit values: it is unpacked and multiplied by a few launches, which 1,024 rows
+# of 4,096 values amortise.
+TILE_BYTES = 8 << 20
+LEAST_TILE_ROWS = 64
+# Values whose magnitude does not exceed this are rounded to f16 as they are.
+MOST_SMALL = 2.0**15
+
+
+def tile_rows(width: int) -> int:
+    """Rows of a tile of a matrix of this width."""
+    return max(LEAST_TILE_ROWS, TILE_BYTES // (2 * width))
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -113,11 +122,13 @@ def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
 
 
 class Factor:
-    """f32 [T, K], rounded on first use to each type of tiles that it is multiplied by. One factor
-    serves all matrices with the same input: rounding takes four launches."""
+    """[T, K] in f32 or f16, rounded on first use to each type of tiles that it is multiplied by.
+    One factor serves all matrices with the same input, because rounding takes up to four launches.
+    `is_small`: no finite value exceeds MOST_SMALL."""
 
-    def __init__(self, values_TK: Tensor) -> None:
+    def __init__(self, values_TK: Tensor, *, is_small: bool = False) -> None:
         self.values_TK = values_TK
+        self._is_small = is_small or values_TK.dtype == torch.float16
         self._rounded: dict[torch.dtype, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
@@ -129,7 +140,7 @@ class Factor:
 
     def new(self, num_columns: int) -> Tensor:
         """Uninitialised, f32 [T, N]."""
-        return self.values_TK.new_empty(len(self), num_columns)
+        return self.values_TK.new_empty(len(self), num_columns, dtype=torch.float32)
 
     def times(self, tile: Tensor, out: Tensor | None = None) -> Tensor:
         """f32 [T, columns of `tile`]: the factor times `tile`."""
@@ -154,12 +165,11 @@ class Factor:
 
     def _as(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(the values in this type, the power of two of each token by which they were divided)."""
-        if dtype == torch.float32:
-            return self.values_TK, None
         if dtype not in self._rounded:
-            self._rounded[dtype] = self._in_f16() if dtype == torch.float16 else (
-                self.values_TK.to(dtype), None
-            )  # fmt: skip
+            if dtype == torch.float16 and not self._is_small:
+                self._rounded[dtype] = self._in_f16()
+            else:
+                self._rounded[dtype] = self.values_TK.to(dtype), None
         return self._rounded[dtype]
 
     def _in_f16(self) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ class Matrix(StoredMatrix):
         if index_A is None and FLOATS.get(self.kind) == dtype:
             yield 0, self.data
             return
-        size = min(count, gpu_products.TILE_ROWS)
+        size = min(count, gpu_products.tile_rows(self.width))
         buffer = torch.empty(size, self.width, dtype=dtype, device=self.data.device)
         for start in range(0, count, size):
             stop = min(start + size, count)
@@ -164,8 +164,13 @@ class Linear:
     bias_N: Tensor | None = None
     is_transposed: bool = False
 
-    def apply(self, x_TD: Tensor) -> Tensor:
-        """f32 [T, N]; uses the single-token product if T is 1."""
+    def apply(self, x: Tensor | gpu_products.Factor) -> Tensor:
+        """f32 [T, N]; uses the single-token product if T is 1. A factor is for several tokens and
+        matrices on a GPU that are not transposed."""
+        if isinstance(x, gpu_products.Factor):
+            y_TN = self.weight.product(x)
+            return y_TN if self.bias_N is None else y_TN + self.bias_N
+        x_TD = x
         weight, is_one = self.weight, len(x_TD) == 1
         if self.is_transposed:
             y_TN = (
@@ -200,13 +205,16 @@ class Linear:
         return Linear(weight=self.weight.part(start, stop), bias_N=bias)
 
 
-def side_by_side(linears: Sequence[Linear], x_TD: Tensor) -> Tensor:
-    """Outputs of matrices with the same input, f32 [T, sum of N]."""
-    is_joined = gpu_products.is_gpu(x_TD.device) and len(x_TD) > 1
-    if len(linears) == 1 or not is_joined or any(linear.is_transposed for linear in linears):
+def side_by_side(linears: Sequence[Linear], x_TD: Tensor, *, is_small: bool = False) -> Tensor:
+    """Outputs of matrices with the same input, f32 [T, sum of N]. `is_small`: see
+    gpu_products.Factor."""
+    is_factor = gpu_products.is_gpu(x_TD.device) and len(x_TD) > 1
+    if not is_factor or any(linear.is_transposed for linear in linears):
         found = [linear.apply(x_TD) for linear in linears]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
-    factor = gpu_products.Factor(x_TD)
+    factor = gpu_products.Factor(x_TD, is_small=is_small)
+    if len(linears) == 1:
+        return linears[0].apply(factor)
     y_TN = factor.new(sum(linear.num_outputs for linear in linears))
     start = 0
     for linear in linears:

@@ -40,6 +40,10 @@ class WeightStore(Protocol):
         """Matrices of equal type and number of rows as one: row j is the concatenation of their
         rows j. None from a store that does not join."""
 
+    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
+        """Matrices of one type and width as one, whose first rows are those of the first. None from
+        a store that does not stack."""
+
     def neurons(
         self,
         groups: Groups,
@@ -79,6 +83,9 @@ class MappedStore:
         return matrix_of(entry, self.device)
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
+        return None
+
+    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
         return None
 
     def neurons(
@@ -124,6 +131,9 @@ class ResidentStore:
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return self.residence.joined(list(entries))
 
+    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
+        return None
+
     def neurons(
         self,
         groups: Groups,
@@ -168,6 +178,9 @@ class DeviceStore:
 
     def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
         return None
+
+    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
+        return self.uploader.stacked(entries, item)
 
     def neurons(
         self,

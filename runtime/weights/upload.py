@@ -3,7 +3,7 @@
 Besides the slab, an upload needs two pinned buffers on the host and, for types that are rearranged
 (runtime.kernels.planar), three pieces on the device. Mapped pages are dropped after each matrix."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,15 +32,20 @@ class Uploader:
 
     def matrix(self, entry: TensorEntry, item: str, rows: np.ndarray | None = None) -> Matrix:
         """A matrix of a model file, or some of its rows; takes as many bytes as in the file."""
-        raw = entry.read()
-        count = raw.shape[0] if rows is None else len(rows)
+        count = entry.shape[0] if rows is None else len(rows)
         target = self.memory.take((count, entry.row_bytes), torch.uint8, item)
-        prefetch(entry)
-        self._fill(target, raw, entry.kind, rows)
-        release(entry)
-        kind = PLANAR_KIND.get(entry.kind, entry.kind)
-        dtype = FLOATS.get(kind, torch.uint8)
-        return Matrix(data=target.view(dtype), kind=kind, width=entry.shape[-1])
+        self._fill(target, entry, rows)
+        return _matrix(target, entry)
+
+    def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix:
+        """Matrices of one type and width as one, whose first rows are those of the first."""
+        num_rows = sum(entry.shape[0] for entry in entries)
+        target = self.memory.take((num_rows, entries[0].row_bytes), torch.uint8, item)
+        start = 0
+        for entry in entries:
+            self._fill(target[start : start + entry.shape[0]], entry, None)
+            start += entry.shape[0]
+        return _matrix(target, entries[0])
 
     def vector(self, values: Tensor, item: str) -> Tensor:
         """A copy of any small tensor."""
@@ -68,7 +73,9 @@ class Uploader:
             self._staging.finish()
         self._staging = None
 
-    def _fill(self, target: Tensor, raw: np.ndarray, kind: str, rows: np.ndarray | None) -> None:
+    def _fill(self, target: Tensor, entry: TensorEntry, rows: np.ndarray | None) -> None:
+        raw = entry.read()
+        prefetch(entry)
         source = raw.reshape(raw.shape[0], -1).view(np.uint8)
         row_bytes = target.shape[1]
         staging = self._buffers(row_bytes)
@@ -76,8 +83,9 @@ class Uploader:
         for start in range(0, len(target), step):
             stop = min(start + step, len(target))
             chosen = slice(start, stop) if rows is None else rows[start:stop]
-            self._send(staging, target[start:stop], source, chosen, kind)
+            self._send(staging, target[start:stop], source, chosen, entry.kind)
             self.on_bytes((stop - start) * row_bytes)
+        release(entry)
 
     def _send(
         self,
@@ -112,6 +120,13 @@ class Uploader:
             size = max(self.piece_bytes, row_bytes)
             self._staging = Staging(size, copy_stream(device), is_pinned=device.type == "cuda")
         return self._staging
+
+
+def _matrix(target: Tensor, entry: TensorEntry) -> Matrix:
+    """Uploaded rows in the layout for a GPU."""
+    kind = PLANAR_KIND.get(entry.kind, entry.kind)
+    dtype = FLOATS.get(kind, torch.uint8)
+    return Matrix(data=target.view(dtype), kind=kind, width=entry.shape[-1])
 
 
 def _recorded(device: torch.device) -> torch.cuda.Event | None:

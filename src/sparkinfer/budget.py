@@ -28,7 +28,7 @@ FLOAT_BYTES = 4
 # UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
 UNPACK_TILE_BYTES = 2 << 20
 LEAST_TILE_ROWS = 128
-GPU_PART_BYTES = 8 << 20
+GPU_PART_BYTES = 24 << 20
 # The online neuron cache (runtime/neuron_cache). In staging, each part of a neuron (row, bias)
 # begins at a multiple of STAGED_ALIGNMENT. A swap copies each part and changes up to three numbers
 # (int32); staging holds a descriptor for every copy, and the numbers.

@@ -19,9 +19,11 @@ from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # For `down`: units of columns that a program sums (a super-block of K-quants, or 128 bytes of
-# nibbles), and neurons whose hidden values it scans together for nonzeros. It reads nonzero neurons
-# 16 at a time; with 32, sums and scan would take 150 to 250 registers.
-_UNITS = 8
+# nibbles; 512 bytes of f16, with which an H100 takes 0.85 of the time of 256 for all neurons of a
+# 7 B layer, and 0.95 for a fifth of them), and neurons whose hidden values it scans together for
+# nonzeros. It reads nonzero neurons 16 at a time; with 32, sums and scan would take 150 to 250
+# registers.
+_UNITS, _HALF_UNITS = 8, 16
 _CHUNK = 256
 # Rows of a step whose sums a program of `down` holds, by (parts of a unit, whether zeros are
 # skipped). Per row and part, sums take 16 registers if zeros are skipped, else 32 (16 for f32 and
@@ -290,8 +292,13 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
     assert parts_SD.is_contiguous() and parts_SD.shape[-1] == down.width, parts_SD.shape
     assert hidden_N.is_contiguous() and parts_SD.dim() == hidden_N.dim() + 1, hidden_N.shape
     groups = Groups.of(hidden_N, _DOWN_GROUP[layout.parts, skips_zeros])
-    rows, num_warps = (16, NUM_WARPS) if skips_zeros else (_dense_rows(layout), 2 * NUM_WARPS)
-    _down[(triton.cdiv(layout.num_units, _UNITS) * groups.count, len(parts_SD))](
+    is_half, rows, num_warps = layout.kind in ("f16", "bf16"), 16, NUM_WARPS
+    units = _HALF_UNITS if is_half else _UNITS
+    if not skips_zeros:
+        # At most 128 registers, except for f32 and q6_k.
+        rows = 32 if is_half or layout.kind in ("f32", "q6_k_planar") else 64
+        num_warps = NUM_WARPS if is_half else 2 * NUM_WARPS
+    _down[(triton.cdiv(layout.num_units, units) * groups.count, len(parts_SD))](
         down.data,
         layout.stride,
         hidden_N,
@@ -304,15 +311,10 @@ def down(down: StoredMatrix, hidden_N: Tensor, parts_SD: Tensor, *, skips_zeros:
         PARTS=layout.parts,
         ALIGN=layout.align,
         ROWS=rows,
-        UNITS=_UNITS,
+        UNITS=units,
         CHUNK=_CHUNK,
         SKIPS_ZEROS=skips_zeros,
         GROUP=groups.size,
         NUM_GROUPS=groups.count,
         num_warps=num_warps,
     )
-
-
-def _dense_rows(layout: Layout) -> int:
-    """Neurons of a tile of `down`: 64 take at most 128 registers, except for f32 and q6_k."""
-    return 32 if layout.kind in ("f32", "q6_k_planar") else 64
