@@ -120,7 +120,7 @@ class FakeStream:
     def follow(self) -> None:
         self.follows = True
 
-    def finish(self) -> None:
+    def finish(self, *, sleeps: bool = False) -> None:
         limits = {**self.clock, self.number: self.count}
         for operation in self.device.queues[self.number]:
             for stream, count in operation.clock.items():

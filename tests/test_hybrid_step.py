@@ -390,7 +390,7 @@ class WaitedFor:
     def record(self):
         pass
 
-    def finish(self):
+    def finish(self, *, sleeps):
         self.is_finished = True
 
 

@@ -54,8 +54,9 @@ class Stream(Protocol):
     def follow(self) -> None:
         """Makes later submissions wait for the work now on torch's current stream."""
 
-    def finish(self) -> None:
-        """Blocks the caller until everything submitted so far has run."""
+    def finish(self, *, sleeps: bool = False) -> None:
+        """Blocks the caller until everything submitted so far has run. `sleeps`: without using a
+        processor."""
 
 
 class PlainStream:
@@ -81,7 +82,7 @@ class PlainStream:
     def follow(self) -> None:
         pass
 
-    def finish(self) -> None:
+    def finish(self, *, sleeps: bool = False) -> None:
         pass
 
 
@@ -93,6 +94,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
+        self._end = torch.cuda.Event(blocking=True)
         self._runtime = cuda_runtime.load()
 
     def launch(
@@ -124,5 +126,9 @@ class CudaStream:
     def follow(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def finish(self) -> None:
-        self.stream.synchronize()
+    def finish(self, *, sleeps: bool = False) -> None:
+        if not sleeps:
+            self.stream.synchronize()
+            return
+        self._end.record(self.stream)
+        self._end.synchronize()

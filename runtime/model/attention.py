@@ -158,7 +158,8 @@ def _attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) ->
     torch.mul(query_THW, 1 / math.sqrt(query_THW.shape[-1]), out=query)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key_CKW, value_CKW))
     is_grouped = query.shape[1] != key.shape[1]
-    params = SDPAParams(query, key, value, None, 0.0, True, is_grouped)
+    is_square = query.shape[2] == key.shape[2]
+    params = SDPAParams(query, key, value, None, 0.0, is_square, is_grouped)
     if not can_use_flash_attention(params):
         return None
     out_HTW = F.scaled_dot_product_attention(

@@ -225,17 +225,24 @@ class FeedForward:
         x_TD = x_TD.to(cold.device)
         named_TF = None if named_TF is None else named_TF.to(cold.device)
         y_TD = torch.zeros_like(x_TD)
+        factor = gpu_products.Factor(x_TD, is_small=self.is_input_small)
 
         def add(piece: NeuronBlock) -> None:
             named_TN = None if named_TF is None else named_TF[:, piece.id_N]
-            self._add_parts(y_TD, piece, x_TD, named_TN)
+            self._add_parts(y_TD, piece, x_TD, named_TN, factor)
 
         cold.run(self.layer, add, x_TD, y_TD)
         return BlockResult(y_TD=y_TD)
 
     def _add_parts(
-        self, y_TD: Tensor, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None
+        self,
+        y_TD: Tensor,
+        block: NeuronBlock,
+        x_TD: Tensor,
+        named_TN: Tensor | None,
+        factor: gpu_products.Factor | None = None,
     ) -> None:
+        """Adds the output of a block; `factor` has the values of `x_TD`."""
         if block.is_native:
             read = add_neurons(y_TD, block, self.gate, self.mode, x_TD, named_TN)
             self.traffic.gate += read[0]
@@ -244,7 +251,7 @@ class FeedForward:
             return
         is_on_gpu, count = gpu_products.is_gpu(block.device), len(block.id_N)
         size = gpu_part_neurons(len(x_TD)) if is_on_gpu else part_neurons(x_TD.shape[1], len(x_TD))
-        factor = gpu_products.Factor(x_TD, is_small=self.is_input_small)
+        factor = factor or gpu_products.Factor(x_TD, is_small=self.is_input_small)
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]

@@ -16,6 +16,7 @@ import torch
 
 from sparkinfer.runtime.cache.block_table import NO_BLOCK
 from sparkinfer.runtime.device.streams import HostNode, Stream
+from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from sparkinfer.runtime.kernels.gpu.ranges import down_parts
 from sparkinfer.runtime.model.feed_forward import Traffic
@@ -39,6 +40,9 @@ from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
 from sparkinfer.runtime.step.program import HOST, gpu, step_program
 from sparkinfer.runtime.step.step_cache import StepCache
 from sparkinfer.runtime.weights.neuron_block import by_role
+
+# Microseconds: about as long as the GPU's part of a layer may take.
+GPU_SPIN_TIME = 1000
 
 
 def build(
@@ -162,6 +166,7 @@ class _Builder:
             try_rows=partial(self.backend.try_rows, self.weights),
             table=self.weights.cache.table,
             has_equal_rows=self._has_equal_rows(),
+            has_host_work=self._has_host_work(),
             before=before,
             after=after,
             positions=None
@@ -227,6 +232,16 @@ class _Builder:
                 kinds |= {hot.gate.weight.kind, hot.down.kind}
                 kinds |= set() if hot.up is None else {hot.up.weight.kind}
         return not any(kind in INEXACT_ROWS for kind in kinds)
+
+    def _has_host_work(self) -> bool:
+        """True if the CPU computes a part of the layers next to a CUDA device. Between two layers,
+        its threads then wait for a job for as long as GPU_SPIN_TIME: to wake them takes as long as
+        the job."""
+        found = any(op.device == HOST and op.layer is not None for op in self.program)
+        found &= any(home.type == "cuda" for home in self.placement.homes)
+        if found:
+            library.set_spin_time(GPU_SPIN_TIME)
+        return found
 
     def _outside(self, kinds: Sequence[str]) -> HostNode | None:
         """The host's function before or after the work of all GPUs; None if there is none."""

@@ -103,6 +103,8 @@ class HybridStep:
     # Makes the segments for a number of rows; the rows of the first step are in `host`.
     prepare: Callable[[int], tuple[Segment, ...]] | None = None
     try_rows: Callable[[int, Callable[[], None]], str] = lambda num_rows, run: tried(run)
+    # The CPU computes during the segments, with all cores: the waiting thread must not take one.
+    has_host_work: bool = False
     has_equal_rows: bool = True  # a row's result is bit-identical to that of a single row
     most: int = 0  # the most rows of a step; 0: as many as `host` has room for
 
@@ -202,7 +204,7 @@ class HybridStep:
             self._submit(segments)
         finally:  # even after an interrupt, nothing keeps running
             for segment in segments:
-                segment.main.finish()
+                segment.main.finish(sleeps=self.has_host_work)
         if self.after:
             self.after.run()
         if self.neuron_cache is not None:

@@ -333,6 +333,8 @@ EXPORT int32_t spark_set_level(const char* name) {
 
 EXPORT int32_t spark_num_threads() { return num_threads(); }
 
+EXPORT void spark_set_spin_time(int32_t microseconds) { set_spin_time(microseconds); }
+
 EXPORT int32_t spark_set_threads(int32_t n) {
     if (n < 1 || n > MAX_THREADS) return STATUS_BAD_ARGUMENT;
     return set_threads(n) ? STATUS_OK : STATUS_NO_THREADS;

@@ -328,4 +328,5 @@ int32_t spark_level_status(const char* name);
 int32_t spark_set_level(const char* name);
 int32_t spark_num_threads();
 int32_t spark_set_threads(int32_t num_threads);  // 1 to 1024
+void spark_set_spin_time(int32_t microseconds);
 }

@@ -155,6 +155,11 @@ def set_threads(num_threads: int) -> None:
         raise OSError(f"the system refused to start {num_threads} threads")
 
 
+def set_spin_time(microseconds: int) -> None:
+    """Lets an idle thread wait this long for a job before it sleeps, 50 microseconds at first."""
+    _built().spark_set_spin_time(microseconds)
+
+
 def _use_level_from_environment() -> None:
     name = os.environ.get(LEVEL_VARIABLE)
     if name is None:

@@ -23,6 +23,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "spark_set_level": (_STATUS, (_NAME,)),
     "spark_num_threads": (_INT, ()),
     "spark_set_threads": (_STATUS, (_INT,)),
+    "spark_set_spin_time": (None, (_INT,)),
     # step.h
     "spark_step_bytes": (_SIZE, (_POINTER,)),
     "spark_step": (_STATUS, (_POINTER, _POINTER, _SIZE, _POINTER)),

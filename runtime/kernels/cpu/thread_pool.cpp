@@ -1,7 +1,7 @@
 // A thread pool used instead of OpenMP, whose threads spin between calls and compete with torch's.
 //
-// An idle worker spins for SPIN_TIME, so that the short jobs of a decode step need no system call, and
-// then sleeps. The caller waits only for workers that have begun a job, so a late worker on a busy
+// An idle worker spins for a while (spin_time), so that the short jobs of a decode step need no system
+// call, and then sleeps. The caller waits only for workers that have begun a job, so a late worker on a busy
 // machine costs nothing.
 #include "thread_pool.h"
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr auto SPIN_TIME = std::chrono::microseconds(50);
+std::atomic<int> spin_time{50};  // microseconds
 
 inline void pause() {
 #ifdef __x86_64__
@@ -29,10 +29,10 @@ inline void pause() {
 #endif
 }
 
-// Returns true as soon as `ready()` does, false after SPIN_TIME.
+// Returns true as soon as `ready()` does, false after the spin time.
 template <class Ready>
 bool spin_until(const Ready& ready) {
-    const auto deadline = std::chrono::steady_clock::now() + SPIN_TIME;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_time);
     do {
         for (int i = 0; i < 16; ++i) {
             if (ready()) return true;
@@ -233,3 +233,5 @@ bool set_threads(int num_threads) {
     pool = nullptr;
     return the_pool().num_threads() == num_threads;
 }
+
+void set_spin_time(int microseconds) { spin_time = microseconds; }

@@ -23,3 +23,6 @@ int num_threads();
 
 // False if the operating system refused to start that many; the pool then has those that it started.
 bool set_threads(int num_threads);
+
+// How long an idle thread waits for a job before it sleeps.
+void set_spin_time(int microseconds);
