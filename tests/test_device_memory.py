@@ -519,7 +519,10 @@ def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_byt
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
 def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
     """With torch's own attention on the CPU in place of the kernel."""
-    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: True)
+    seen = []
+    monkeypatch.setattr(
+        attention, "can_use_flash_attention", lambda params: not seen.append(params.is_causal)
+    )
     generator = torch.Generator().manual_seed(0)
     for tokens, cached in ((1, 1), (1, 9), (5, 5), (7, 20)):
         query = torch.randn(tokens, heads, 16, generator=generator)
@@ -531,6 +534,8 @@ def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
         assert got.dtype == (torch.float32 if tokens == 1 else torch.float16)
         error = rel_error(got, want[0].transpose(0, 1).flatten(1))
         assert error < 2 * torch.finfo(torch.float16).eps
+    # torch refuses a causal mask for other keys than the queries' own, but not the lower right one.
+    assert seen == [True, False, True, False]
     assert attention._attend_with_flash(query, key.float(), value.float()) is None
 
 

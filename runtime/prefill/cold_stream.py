@@ -25,10 +25,10 @@ from sparkinfer.runtime.model.feed_forward import NeuronBlock
 from sparkinfer.runtime.prefill.cold_spans import ColdBlock
 
 # A pass of at least this many tokens streams cold weights. The time of their copy does not depend
-# on the tokens, the CPU's time for them does. Copies were faster from 2 tokens on next to an H100
-# (55 GB/s; 16 cores), and are estimated to be from about 24 on next to a card of 13 GB/s. It is a
-# constant because a prompt's bits depend on it.
-LEAST_TOKENS = 16
+# on the tokens, the CPU's time for them does. Next to a card of 13 GB/s, copies are estimated to be
+# faster from about 24 tokens on. Next to an H100 (55 GB/s), 16 tokens through a 7 B model of which
+# 5 GB are cold take 0.25 s. It is a constant because a prompt's bits depend on it.
+LEAST_TOKENS = 32
 
 
 class Compute(Protocol):
