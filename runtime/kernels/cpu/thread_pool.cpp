@@ -19,7 +19,8 @@
 
 namespace {
 
-std::atomic<int> spin_time{50};  // microseconds
+constexpr int PAUSE_TIME = 50;           // microseconds
+std::atomic<int> spin_time{PAUSE_TIME};  // microseconds
 
 inline void pause() {
 #ifdef __x86_64__
@@ -29,16 +30,23 @@ inline void pause() {
 #endif
 }
 
-// Returns true as soon as `ready()` does, false after the spin time.
+// Returns true as soon as `ready()` does, false after the spin time. After PAUSE_TIME it lets other threads
+// of its processor run, of which one may be the thread that it waits for.
 template <class Ready>
 bool spin_until(const Ready& ready) {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_time);
+    using std::chrono::microseconds, std::chrono::steady_clock;
+    const auto start = steady_clock::now();
+    auto passed = microseconds(0);
     do {
         for (int i = 0; i < 16; ++i) {
             if (ready()) return true;
-            pause();
+            if (passed < microseconds(PAUSE_TIME))
+                pause();
+            else
+                std::this_thread::yield();
         }
-    } while (std::chrono::steady_clock::now() < deadline);
+        passed = std::chrono::duration_cast<microseconds>(steady_clock::now() - start);
+    } while (passed < microseconds(spin_time));
     return ready();
 }
 
