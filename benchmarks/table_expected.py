@@ -17,6 +17,7 @@ from table_contents import (
     signed,
     times,
 )
+from table_gpu import DIVIDED, WHOLE, rows_of
 from table_speed import chat
 
 PLANTED = (f"decode-{ZEN_5}", f"decode-{ZEN_4}", "decode-intel-xeon-processor-2.50ghz")
@@ -31,6 +32,7 @@ class Words:
     synthetic: str
     tiny: str
     between: str
+    of_llamacpp: str
     of_torch: str
     dense: str
     no_loss: str
@@ -46,8 +48,9 @@ class Words:
     bundled: str
     lost_norm: str
     on_gpu: str
-    none: str
-    never: str
+    synthetic_7b: str
+    in_budget: str
+    whole: str
 
 
 ENGLISH = Words(
@@ -56,6 +59,7 @@ ENGLISH = Words(
     synthetic="synthetic: random weights, 1.1 B",
     tiny="real, but tiny",
     between="{slow} to {fast} llama.cpp",
+    of_llamacpp="{ratio} llama.cpp",
     of_torch="{ratio} torch alone",
     dense="SiLU chat model, dense, {kind}",
     no_loss="the type's rounding",
@@ -70,9 +74,10 @@ ENGLISH = Words(
     unknown_loss="unknown: the weights mean nothing",
     bundled="bundled ReLU model of 7 M parameters",
     lost_norm="{norm} of a layer's output",
-    on_gpu="any of them on a GPU",
-    none="none",
-    never="unknown: never run",
+    on_gpu="ReLU model, f16, a plan for 45 to 80 % of it on an H100",
+    synthetic_7b="synthetic: random weights, 7 B",
+    in_budget="{range} with as much memory on the card",
+    whole="the same, all of it on the card, dense",
 )
 CHINESE = Words(
     header=("模型种类", "依据", "解码速度", "损失"),
@@ -80,6 +85,7 @@ CHINESE = Words(
     synthetic="合成：随机权重，1.1 B",
     tiny="真实，但极小",
     between="llama.cpp 的 {slow} 至 {fast}",
+    of_llamacpp="llama.cpp 的 {ratio}",
     of_torch="纯 torch 的 {ratio}",
     dense="SiLU 对话模型，dense，{kind}",
     no_loss="仅该类型的舍入误差",
@@ -94,9 +100,10 @@ CHINESE = Words(
     unknown_loss="未知：权重没有意义",
     bundled="随库附带的 7 M 参数 ReLU 模型",
     lost_norm="一层输出的 {norm}",
-    on_gpu="以上任何一种，在 GPU 上",
-    none="无",
-    never="未知：从未运行过",
+    on_gpu="ReLU 模型，f16，45 % 至 80 % 放在 H100 上的计划",
+    synthetic_7b="合成：随机权重，7 B",
+    in_budget="{range}（显存用量相同）",
+    whole="同上，全部放在显卡上，dense",
 )
 
 
@@ -140,7 +147,12 @@ def expected(words: Words) -> str:
     best = result("predictors-intel-xeon-processor-2.50ghz")["results"]["ours, lost norm 0.02"]
     norm = words.lost_norm.format(norm=percent(best["lost_norm"], 1))
     rows.append([words.bundled, words.tiny, words.of_torch.format(ratio=f"{ratio:.0f}x"), norm])
-    rows.append([words.on_gpu, words.none, words.never, "-"])
+    ratio_of = {row["mode"]: row["times_rival"] for row in rows_of("7B", WHOLE)}
+    found = between(words, [row["times_rival"] for row in rows_of("7B", DIVIDED)])
+    speed = words.in_budget.format(range=found)
+    rows.append([words.on_gpu, words.synthetic_7b, speed, words.unknown_loss])
+    dense = words.of_llamacpp.format(ratio=times(ratio_of["dense"]))
+    rows.append([words.whole, words.synthetic_7b, dense, words.no_loss])
     return markdown(words.header, rows)
 
 

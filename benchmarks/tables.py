@@ -18,6 +18,7 @@ import table_cache
 import table_cache_types
 import table_contents
 import table_expected
+import table_gpu
 import table_proof
 import table_speed
 
@@ -26,6 +27,7 @@ TABLES = {
     **table_cache_types.TABLES,
     **table_contents.TABLES,
     **table_expected.TABLES,
+    **table_gpu.TABLES,
     **table_proof.TABLES,
     **table_speed.TABLES,
 }

@@ -1,0 +1,32 @@
+"""The tables of what was measured on a GPU, from benchmarks/results/gpu-*.json."""
+
+from typing import Any
+
+from table_contents import markdown, percent, result, times
+
+NAME = "gpu-nvidia-h100-80gb-hbm3"
+DIVIDED, WHOLE = "%", "resident"
+
+
+def rows_of(name: str, what: str) -> list[Any]:
+    """The measured rows whose names contain these two words."""
+    found = result(NAME)["rows"]
+    return [row for row in found if name in row["name"] and what in row["name"]]
+
+
+def decode() -> str:
+    """Decode and a prompt of 512 tokens, each against llama.cpp within the same budget."""
+    header = ("model, memory on the card", "mode", "tokens/s", "llama.cpp's layers there",
+              "times llama.cpp", "predicted over measured", "prompt, times llama.cpp")  # fmt: skip
+    rows = []
+    for row in result(NAME)["rows"]:
+        predicted = row.get("predicted_over_measured")
+        rows.append([
+            row["name"].replace("%", " %"), row["mode"], f"{row['decode_tokens_per_s']:.0f}",
+            f"{row['rival_layers']}", times(row["times_rival"]),
+            "-" if predicted is None else percent(predicted), times(row["times_rival_prefill"]),
+        ])  # fmt: skip
+    return markdown(header, rows)
+
+
+TABLES = {"gpu decode": decode}
