@@ -32,7 +32,6 @@ class Words:
     synthetic: str
     tiny: str
     between: str
-    of_llamacpp: str
     of_torch: str
     dense: str
     no_loss: str
@@ -50,7 +49,6 @@ class Words:
     on_gpu: str
     synthetic_7b: str
     in_budget: str
-    whole: str
 
 
 ENGLISH = Words(
@@ -59,7 +57,6 @@ ENGLISH = Words(
     synthetic="synthetic: random weights, 1.1 B",
     tiny="real, but tiny",
     between="{slow} to {fast} llama.cpp",
-    of_llamacpp="{ratio} llama.cpp",
     of_torch="{ratio} torch alone",
     dense="SiLU chat model, dense, {kind}",
     no_loss="the type's rounding",
@@ -76,8 +73,7 @@ ENGLISH = Words(
     lost_norm="{norm} of a layer's output",
     on_gpu="ReLU model, f16, a plan for 45 to 80 % of it on an H100",
     synthetic_7b="synthetic: random weights, 7 B",
-    in_budget="{range} with as much memory on the card",
-    whole="the same, all of it on the card, dense",
+    in_budget="{range} with as much memory there; dense, all of it there: {dense}",
 )
 CHINESE = Words(
     header=("模型种类", "依据", "解码速度", "损失"),
@@ -85,7 +81,6 @@ CHINESE = Words(
     synthetic="合成：随机权重，1.1 B",
     tiny="真实，但极小",
     between="llama.cpp 的 {slow} 至 {fast}",
-    of_llamacpp="llama.cpp 的 {ratio}",
     of_torch="纯 torch 的 {ratio}",
     dense="SiLU 对话模型，dense，{kind}",
     no_loss="仅该类型的舍入误差",
@@ -102,8 +97,7 @@ CHINESE = Words(
     lost_norm="一层输出的 {norm}",
     on_gpu="ReLU 模型，f16，45 % 至 80 % 放在 H100 上的计划",
     synthetic_7b="合成：随机权重，7 B",
-    in_budget="{range}（显存用量相同）",
-    whole="同上，全部放在显卡上，dense",
+    in_budget="{range}（显存用量相同）；dense，全部在显卡上：{dense}",
 )
 
 
@@ -149,10 +143,8 @@ def expected(words: Words) -> str:
     rows.append([words.bundled, words.tiny, words.of_torch.format(ratio=f"{ratio:.0f}x"), norm])
     ratio_of = {row["mode"]: row["times_rival"] for row in rows_of("7B", WHOLE)}
     found = between(words, [row["times_rival"] for row in rows_of("7B", DIVIDED)])
-    speed = words.in_budget.format(range=found)
+    speed = words.in_budget.format(range=found, dense=times(ratio_of["dense"]))
     rows.append([words.on_gpu, words.synthetic_7b, speed, words.unknown_loss])
-    dense = words.of_llamacpp.format(ratio=times(ratio_of["dense"]))
-    rows.append([words.whole, words.synthetic_7b, dense, words.no_loss])
     return markdown(words.header, rows)
 
 
