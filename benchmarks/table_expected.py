@@ -71,9 +71,9 @@ ENGLISH = Words(
     unknown_loss="unknown: the weights mean nothing",
     bundled="bundled ReLU model of 7 M parameters",
     lost_norm="{norm} of a layer's output",
-    on_gpu="ReLU model, f16, a plan for 45 to 80 % of it on an H100",
+    on_gpu="ReLU model, f16, 45 to 80 % of it on an H100",
     synthetic_7b="synthetic: random weights, 7 B",
-    in_budget="{range} with as much memory there; dense, all of it there: {dense}",
+    in_budget="{range}; dense, all of it there: {dense}",
 )
 CHINESE = Words(
     header=("模型种类", "依据", "解码速度", "损失"),
@@ -95,9 +95,9 @@ CHINESE = Words(
     unknown_loss="未知：权重没有意义",
     bundled="随库附带的 7 M 参数 ReLU 模型",
     lost_norm="一层输出的 {norm}",
-    on_gpu="ReLU 模型，f16，45 % 至 80 % 放在 H100 上的计划",
+    on_gpu="ReLU 模型，f16，45 % 至 80 % 放在 H100 上",
     synthetic_7b="合成：随机权重，7 B",
-    in_budget="{range}（显存用量相同）；dense，全部在显卡上：{dense}",
+    in_budget="{range}；dense，全部在显卡上：{dense}",
 )
 
 
