@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparkinfer.budget import LayerBytes
 from sparkinfer.profile.selection import Quality, bytes_per_token
-from sparkinfer.runtime.model.feed_forward import Predictor
+from sparkinfer.runtime.model.predictor import Predictor
 from sparkinfer.runtime.weights.matrix import Matrix
 
 

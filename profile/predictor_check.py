@@ -16,8 +16,9 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.profile.counting import gates_of
 from sparkinfer.profile.verify import text_token_ids
 from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Mode, Predictor
+from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.model.loader import load_predictors
+from sparkinfer.runtime.model.predictor import Predictor
 
 # Below this, (recall - predicted share) / (1 - predicted share) is near chance: 1 is perfect, 0 is
 # random.

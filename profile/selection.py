@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sparkinfer.budget import LayerBytes
 from sparkinfer.profile.predictor_options import Target
-from sparkinfer.runtime.model.feed_forward import Predictor
+from sparkinfer.runtime.model.predictor import Predictor
 
 NUM_BINS = 8192
 RANGE = 16.0  # in standard deviations of the scores, on either side

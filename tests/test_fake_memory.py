@@ -19,7 +19,9 @@ from sparkinfer import Engine
 from sparkinfer.errors import SparkinferError
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
+from sparkinfer.runtime.device.streams import CudaStream
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+from sparkinfer.runtime.step import hybrid_builder
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # not a package
 
@@ -107,9 +109,9 @@ def test_cold_weights_stream_to_the_device(tmp_path, is_resident):
     assert not torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("case", ["opt", "phi3"])
+@pytest.mark.parametrize("case", ["opt", "phi3", "llama-biases"])
 def test_a_graph_of_layers_from_the_tests_for_real_devices(tmp_path, case):
-    """OPT's learned positions are in the type of the weights."""
+    """OPT's learned positions are in the type of the weights; biases are stacked with q, k and v."""
     with fake_cuda():
         test_step.test_every_graph_of_layers(tmp_path, "cuda", case, "q8_0")
     assert not library.text("violations")
@@ -127,3 +129,30 @@ def test_the_tests_for_real_devices_pass(tmp_path, kind, plan):
                 tmp_path, "cuda", kind, plan, "predicted"
             )
     assert not library.text("violations")
+
+
+@pytest.mark.parametrize("hot", ["some", "all"])
+def test_who_waits_for_a_step_sleeps_if_the_cpu_has_a_part_of_it(tmp_path, monkeypatch, hot):
+    """Also sets how long the CPU's idle threads wait for their part of the next layer."""
+    slept, spins = [], []
+    finish = CudaStream.finish
+
+    def finishing(stream, *, sleeps=False):
+        slept.append(sleeps)
+        finish(stream, sleeps=sleeps)
+
+    monkeypatch.setattr(CudaStream, "finish", finishing)
+    monkeypatch.setattr(cpu_kernels, "set_spin_time", spins.append)
+    model = make_model(shape=make_shape(num_layers=2, num_neurons=64), kind="f16")
+    model = dataclasses.replace(model, path=tmp_path / "m.gguf")
+    model.save(model.path)
+    neurons = np.arange(64)
+    make_split(model, [neurons[:9] if hot == "some" else neurons] * 2).save(tmp_path / "s.gguf")
+    with (
+        fake_cuda(seed=1),
+        Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact", device="cuda") as engine,
+    ):
+        slept.clear()
+        engine._step(3, 0)
+    assert slept == [hot == "some"]
+    assert set(spins) == ({hybrid_builder.GPU_SPIN_TIME} if hot == "some" else set())

@@ -41,16 +41,22 @@ def slow_unless(names, quick):
     return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+def prompted(engine, ids):
+    """Logits after a prompt, which is computed in one pass."""
+    with engine.sequence() as text:
+        return text.extend(ids, "last")
+
+
 def on_the_cpu(path, mode, ids=TOKENS):
-    """(logits of single steps, logits of a prompt)."""
+    """(logits of single steps, logits after a prompt)."""
     with Engine.load(path, mode=mode, device="cpu", context_length=32) as engine:
-        return stepped(engine, ids), engine.logits(ids)
+        return stepped(engine, ids), prompted(engine, ids)
 
 
 def on_the_device(path, split, mode, ids=TOKENS, **options):
     with Engine.load(path, split=split, mode=mode, device="cuda", **options) as engine:
         assert engine.not_native is None, engine.not_native
-        return stepped(engine, ids), engine.logits(ids)
+        return stepped(engine, ids), prompted(engine, ids)
 
 
 def check_the_runtime():

@@ -121,7 +121,7 @@ class NoStream:
     def follow(self) -> None:
         pass
 
-    def finish(self) -> None:
+    def finish(self, *, sleeps: bool = False) -> None:
         pass
 
 

@@ -17,8 +17,7 @@ tokens, every row is computed. Values that a token does not need are then masked
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
 sparkinfer.limits.
 
-Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones, R
-predictor rank."""
+Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,14 +25,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from sparkinfer.architecture import PredictorKind
 from sparkinfer.budget import gpu_part_neurons, part_neurons
 from sparkinfer.runtime.model.native_neurons import add_neurons
 from sparkinfer.runtime.model.observers import Observers
+from sparkinfer.runtime.model.predictor import Predictor
 from sparkinfer.runtime.weights import gpu_products
-from sparkinfer.runtime.weights.matrix import Linear, side_by_side
+from sparkinfer.runtime.weights.matrix import Linear
 from sparkinfer.runtime.weights.neuron_block import (
     Gate,
     Mode,
@@ -64,32 +62,6 @@ class Traffic:
     def total(self) -> int:
         """Bytes of the feed-forward layers."""
         return self.gate + self.up + self.down + self.predictor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predictor:
-    """A layer's predictor; model_file.PredictorInfo has the arithmetic."""
-
-    kind: PredictorKind
-    down: Linear | None  # [R, D]; None: `up` is the only matrix
-    up: Linear  # [F, R], or [F, D]
-    threshold: float
-    gate: Gate
-
-    def scores(self, x_TD: Tensor, *, is_small: bool = False) -> Tensor:
-        """[T, F]; a neuron is predicted if its score is above the threshold or NaN. `is_small`: see
-        gpu_products.Factor."""
-        first = self.up if self.down is None else self.down
-        inner_TR = side_by_side((first,), x_TD, is_small=is_small)
-        if self.down is None:
-            logits_TF = inner_TR
-        else:
-            logits_TF = self.up.apply(F.relu(inner_TR) if self.kind == "relu" else inner_TR)
-        return self.gate.smooth(logits_TF).abs() if self.kind == "gate" else logits_TF
-
-    @property
-    def num_bytes(self) -> int:
-        return self.up.num_bytes + (0 if self.down is None else self.down.num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +223,8 @@ class FeedForward:
             return
         is_on_gpu, count = gpu_products.is_gpu(block.device), len(block.id_N)
         size = gpu_part_neurons(len(x_TD)) if is_on_gpu else part_neurons(x_TD.shape[1], len(x_TD))
-        factor = factor or gpu_products.Factor(x_TD, is_small=self.is_input_small)
+        if factor is None:
+            factor = gpu_products.Factor(x_TD, is_small=self.is_input_small)
         for start in range(0, count, size):
             stop = min(start + size, count)
             named = None if named_TN is None else named_TN[:, start:stop]

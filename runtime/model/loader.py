@@ -18,10 +18,11 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.cache.kv_cache import LayerCache
 from sparkinfer.runtime.model.attention import Attention, Norm, Rotary
-from sparkinfer.runtime.model.feed_forward import FeedForward, Gate, Mode, Predictor, Traffic
+from sparkinfer.runtime.model.feed_forward import FeedForward, Gate, Mode, Traffic
 from sparkinfer.runtime.model.layers import Layer, Weights, limited
 from sparkinfer.runtime.model.neuron_loader import NeuronLoader, stored
 from sparkinfer.runtime.model.placement import Placement
+from sparkinfer.runtime.model.predictor import Predictor
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
 from sparkinfer.runtime.weights.resident import Residence
