@@ -3,6 +3,7 @@
     CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
     CACHE/rates.json                        see sparkinfer.run.rates
     CACHE/device-checks/                    see sparkinfer.device_checks
+    CACHE/prefetch-distance.json            see sparkinfer.runtime.kernels.prefetch_distance
 
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
 the state from which an interrupted stage resumes. Users of an artifact hold its lock shared; to

@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
+from sparkinfer.cache_place import PREFETCH_FILE
 from sparkinfer.device_checks import forget_checks
 from sparkinfer.errors import SparkinferError
 from sparkinfer.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
@@ -77,8 +78,9 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
             kept.append((each.name, why))
     if not names and not stale_only:
         forget_checks(cache)
-        with suppress(OSError):
-            (cache / RATES).unlink()
+        for file in (RATES, PREFETCH_FILE):
+            with suppress(OSError):
+                (cache / file).unlink()
     return Cleared(removed=tuple(removed), num_bytes=count, kept=tuple(kept))
 
 

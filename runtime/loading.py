@@ -41,6 +41,7 @@ from sparkinfer.runtime.gpu_setup import (
 )
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import ROWS
+from sparkinfer.runtime.kernels.prefetch_distance import set_for_this_processor
 from sparkinfer.runtime.model.feed_forward import Mode, Traffic
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.loader import load_weights
@@ -232,6 +233,7 @@ class _Load:
             self.bytes_by_role["cpu"]["neuron_cache"] = slot_bytes(model, self.resident_LN)
 
     def _take_memory(self) -> None:
+        set_for_this_processor()
         model, plan, check = self.model, self.plan, self.check
         self.residence = residence_of(model, self.config.is_resident, self.bytes_by_role, self.gpu)
         if self.setup is not None:

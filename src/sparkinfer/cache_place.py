@@ -1,5 +1,5 @@
-"""Locates the user's cache folder, which holds artifacts (sparkinfer.run.cache_folder) and the
-results of checking GPUs (sparkinfer.device_checks)."""
+"""Locates the user's cache folder, which holds artifacts (sparkinfer.run.cache_folder), the results
+of checking GPUs (sparkinfer.device_checks) and PREFETCH_FILE."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,7 @@ from pathlib import Path
 from sparkinfer.errors import SparkinferError
 
 VARIABLE = "SPARKINFER_CACHE"
+PREFETCH_FILE = "prefetch-distance.json"  # of runtime.kernels.prefetch_distance
 
 
 def cache_folder() -> Path:

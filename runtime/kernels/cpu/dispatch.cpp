@@ -14,6 +14,7 @@
 
 #ifdef __x86_64__
 #include <cpuid.h>
+#include <emmintrin.h>
 #ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -84,16 +85,19 @@ bool has_amx() {
 // The value of stream_ahead for this processor. GB/s of one Zen 5 core (family 26) from memory,
 // rows of 576 and of 2048 values in tiles, one vector, without and with prefetching: q8_0 28 and
 // 36, 29 and 37; q4_0 27 and 31, 30 and 37. Half the distance gains half as much. Zen 4 cores
-// (family 25) are slower with it; others have not been measured.
+// (family 25) are slower with it. UNKNOWN for others, which prefetch_distance.py measures.
+constexpr int64_t UNKNOWN = -1;
 int64_t ahead_here() {
 #ifdef __x86_64__
     uint32_t a, b, c, d;
     constexpr uint32_t AUTH = 0x68747541;  // "Auth" of AuthenticAMD
-    if (!__get_cpuid(0, &a, &b, &c, &d) || b != AUTH || !__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != AUTH || !__get_cpuid(1, &a, &b, &c, &d)) return UNKNOWN;
     const uint32_t family = (a >> 8 & 15) + (a >> 20 & 255);
     if (family >= 26) return 9216;
-#endif
+    return family == 25 ? 0 : UNKNOWN;
+#else
     return 0;
+#endif
 }
 
 // Best first.
@@ -117,7 +121,8 @@ Level* best() {
 
 Level* current = best();
 
-[[maybe_unused]] const int64_t ahead_once = stream_ahead = ahead_here();
+const int64_t known_ahead = ahead_here();
+[[maybe_unused]] const int64_t ahead_once = stream_ahead = known_ahead == UNKNOWN ? 0 : known_ahead;
 
 Level* find(const char* name) {
     for (Level& level : levels)
@@ -329,6 +334,19 @@ EXPORT int32_t spark_set_level(const char* name) {
     const int32_t status = spark_level_status(name);
     if (status == STATUS_OK) current = find(name);
     return status;
+}
+
+EXPORT int32_t spark_knows_prefetch_distance() { return known_ahead != UNKNOWN; }
+
+EXPORT int64_t spark_prefetch_distance() { return stream_ahead; }
+
+EXPORT void spark_set_prefetch_distance(int64_t bytes) { stream_ahead = bytes; }
+
+EXPORT void spark_evict(const uint8_t* begin, int64_t num_bytes) {
+#ifdef __x86_64__
+    for (int64_t at = 0; at < num_bytes; at += 64) _mm_clflush(begin + at);
+    _mm_mfence();
+#endif
 }
 
 EXPORT int32_t spark_num_threads() { return num_threads(); }

@@ -165,8 +165,8 @@ struct Rows {
 
 // How many bytes ahead tiled matrices, and grouped ones of q8_0 and q4_0 for one vector, are
 // prefetched by software; 0: they are left to the hardware prefetcher, except where
-// tiled_template.h and k_tiled.h say otherwise. dispatch.cpp sets it for this processor; results do
-// not depend on it.
+// tiled_template.h and k_tiled.h say otherwise. dispatch.cpp sets it for processors that it knows,
+// prefetch_distance.py for others; results do not depend on it.
 inline int64_t stream_ahead = 0;
 
 // A level is one instruction set. It has kernels for each kind, which do part of the work.
@@ -329,4 +329,8 @@ int32_t spark_set_level(const char* name);
 int32_t spark_num_threads();
 int32_t spark_set_threads(int32_t num_threads);  // 1 to 1024
 void spark_set_spin_time(int32_t microseconds);
+int32_t spark_knows_prefetch_distance();  // of this processor
+int64_t spark_prefetch_distance();        // stream_ahead
+void spark_set_prefetch_distance(int64_t bytes);
+void spark_evict(const uint8_t* begin, int64_t num_bytes);  // from all caches
 }

@@ -160,6 +160,30 @@ def set_spin_time(microseconds: int) -> None:
     _built().spark_set_spin_time(microseconds)
 
 
+def knows_prefetch_distance() -> bool:
+    """True if the kernels know how far ahead this processor should prefetch; if not,
+    runtime.kernels.prefetch_distance measures it."""
+    return bool(_built().spark_knows_prefetch_distance())
+
+
+def prefetch_distance() -> int:
+    """How many bytes ahead a product prefetches matrices in tiles; 0 leaves that to the hardware."""
+    return int(_built().spark_prefetch_distance())
+
+
+def set_prefetch_distance(num_bytes: int) -> None:
+    """Sets `prefetch_distance`, on which only the speed depends."""
+    if num_bytes < 0:
+        raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
+    _built().spark_set_prefetch_distance(num_bytes)
+
+
+def evict(data: Tensor) -> None:
+    """Evicts a contiguous tensor from the processor's caches, for measurements."""
+    assert data.is_contiguous() and data.device.type == "cpu"
+    _built().spark_evict(data.data_ptr(), data.nbytes)
+
+
 def _use_level_from_environment() -> None:
     name = os.environ.get(LEVEL_VARIABLE)
     if name is None:

@@ -24,6 +24,10 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "spark_num_threads": (_INT, ()),
     "spark_set_threads": (_STATUS, (_INT,)),
     "spark_set_spin_time": (None, (_INT,)),
+    "spark_knows_prefetch_distance": (_INT, ()),
+    "spark_prefetch_distance": (_SIZE, ()),
+    "spark_set_prefetch_distance": (None, (_SIZE,)),
+    "spark_evict": (None, (_POINTER, _SIZE)),
     # step.h
     "spark_step_bytes": (_SIZE, (_POINTER,)),
     "spark_step": (_STATUS, (_POINTER, _POINTER, _SIZE, _POINTER)),
