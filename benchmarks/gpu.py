@@ -203,8 +203,11 @@ class Bench:
             with self.timed(f"{scale.name}: plans"):
                 divided, resident = self._cases(scale, folder, model)
             # One after the other: not all of them and their rivals fit onto a card of 80 GB.
-            self._measure(scale, folder, model, divided, "divided")
-            self._measure(scale, folder, model, resident, "resident")
+            try:
+                self._measure(scale, folder, model, divided, "divided")
+                self._measure(scale, folder, model, resident, "resident")
+            finally:
+                gpu_cases.close([*divided, *resident])
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -26,6 +26,7 @@ from sparkinfer.runtime.generate.chain import SamplerChain
 from sparkinfer.runtime.generate.sampling_options import SamplingOptions
 from sparkinfer.runtime.generate.text_engine import TextEngine
 from sparkinfer.runtime.gpu_setup import set_aside
+from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.loading import Loaded, load, open_plan, with_positions
 from sparkinfer.runtime.model.layers import Layer, limited
 from sparkinfer.runtime.model.observers import Observation, Observe, Wants
@@ -168,6 +169,8 @@ class Engine(TextEngine):
         for device in self.memories:  # waits for interrupted uploads too
             torch.cuda.synchronize(device)
         self._sequences.decoder = None
+        if library.is_available():
+            library.set_spin_time()
         if self.neuron_cache is not None:
             self.neuron_cache.slots = None  # they hold weights too
         if self.device.type == "cuda":

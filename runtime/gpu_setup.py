@@ -3,7 +3,7 @@ budget, and streams of cold weights.
 
     memories_of        before loading: a slab per GPU, and a limit at its budget
     uploading          while loading: uploaders that fill the slabs
-    with_cold_streams  after loading: streams of cold weights, and the tokens from which they pay
+    with_cold_streams  after loading: streams of cold weights, and the most tokens of a pass
     set_aside          after the capture of a decode step: memory for the temporaries of passes
 
 Without a GPU, these do nothing."""
@@ -32,7 +32,7 @@ from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.model.layers import Weights
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.prefill.cold_spans import ColdBlock
-from sparkinfer.runtime.prefill.cold_stream import ColdStream, CurrentStream
+from sparkinfer.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
 from sparkinfer.runtime.prefill.pass_bytes import GAPS, decode_bytes, pass_bytes
 from sparkinfer.runtime.step.hybrid_device import Take
 from sparkinfer.runtime.weights.neuron_block import by_role
@@ -208,12 +208,15 @@ def with_cold_streams(
         memory.aside_bytes = max(planned, wanted + 2 * max(0, piece))
         if not blocks:
             continue
-        if piece < max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values())):
+        least = max(LEAST_PIECE_BYTES, *(block.least_piece_bytes for block in blocks.values()))
+        if piece < least or chunk < LEAST_TOKENS:
+            memory.aside_bytes = max(planned, wanted)
             notice(
-                f"{format_bytes(room)} left after weights and cache on {device}, a pass takes"
-                f" {format_bytes(wanted)}: too little to stream cold weights; the CPU computes them"
-                " for prompts, too"
+                f"{format_bytes(room)} left after weights and cache on {device}, a pass of {chunk}"
+                f" tokens takes {format_bytes(wanted)}: too little to stream cold weights; the CPU"
+                " computes them for prompts, too"
             )
+            chunk = min(chunk, SHORT_CHUNK)  # the plan's workspace in main memory is for so many
             continue
         weights = with_stream(weights, cold_stream(device, blocks, piece))
     return weights, chunk

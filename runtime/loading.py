@@ -178,8 +178,6 @@ class _Load:
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
         self.gpu = self.gpus[0]
-        is_short = self.plan is not None and self.gpu.type == "cpu"
-        self.chunk = SHORT_CHUNK if is_short else PREFILL_CHUNK
         check_rules(self.model, plan, self.gpu)
 
     def _place(self) -> None:
@@ -188,6 +186,11 @@ class _Load:
             self.model, self.plan, self.gpus, cpu_ffn=cpu_ffn,
             is_offloaded=self.config.kv_offload is not None,
         )  # fmt: skip
+        # A plan's workspace in main memory is that of short passes.
+        placement = self.placement
+        is_whole = placement.head_on_gpu and all(placement.dense_on_gpu)
+        is_long = self.plan is None or (self.gpu.type == "cuda" and is_whole)
+        self.chunk = PREFILL_CHUNK if is_long else SHORT_CHUNK
 
     def _size_cache(self) -> None:
         model, plan, config = self.model, self.plan, self.config

@@ -2,22 +2,26 @@
 on torch's allocator; products as on tensor cores; the memory that a pass takes."""
 
 import dataclasses
+import math
 import os
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape, shape_only
+from models import family_model, make_model, make_shape, shape_only
 from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, make_split
 from test_workspace import spanned_bytes
 from torch.nn import functional
 
 from sparkinfer import Engine
+from sparkinfer.architecture import Activation
 from sparkinfer.budget import ITEMS, SHORT_CHUNK, workspace_bytes
 from sparkinfer.errors import SparkinferError
+from sparkinfer.gguf_file import array_entry
 from sparkinfer.model_file import KINDS
 from sparkinfer.runtime import engine_options, gpu_setup
 from sparkinfer.runtime.device import device_memory
@@ -31,11 +35,12 @@ from sparkinfer.runtime.model.loader import load_weights
 from sparkinfer.runtime.model.observers import Observers
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.prefill.cold_stream import LEAST_TOKENS
-from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes
+from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes, planned_bytes
 from sparkinfer.runtime.prefill.workspace import peak_bytes
 from sparkinfer.runtime.step.decoder import Decoder
 from sparkinfer.runtime.weights import gpu_products
 from sparkinfer.runtime.weights.matrix import Matrix, matrix_of
+from sparkinfer.runtime.weights.neuron_block import Gate
 from sparkinfer.runtime.weights.resident import Residence
 from sparkinfer.runtime.weights.upload import Uploader
 
@@ -492,6 +497,72 @@ def test_the_bound_rejects_wrong_products(as_on_a_gpu, wrong):
     assert not is_right(wrong(matrix.product(x_TD)), x_TD, exact_ND.T, eps_of("q4_0"))
 
 
+def test_rows_of_zeros_and_of_tiny_and_huge_values(as_on_a_gpu):
+    matrix, exact_ND = random_matrix("f16")
+    x_TD = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
+    x_TD[0], x_TD[1], x_TD[2] = 0.0, x_TD[1] * 1e-41, x_TD[2] * 1e36
+    got = matrix.product(x_TD)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert got[1].isfinite().all() and got[1].abs().max() < 1e-38
+    assert is_right(got[2:], x_TD[2:], exact_ND.T, eps_of("f16"))
+
+
+@pytest.mark.parametrize(
+    "weight, bias, fits",
+    [(1.0, None, True), (2e4, None, False), (1.0, 1e5, False), (1e-3, None, False),
+     (math.nan, None, False), (1.0, math.nan, False)],
+)  # fmt: skip
+def test_outputs_of_a_norm_are_not_scaled_if_f16_takes_them(weight, bias, fits):
+    weight_D = torch.tensor([0.0, weight, 0.5 * weight, 0.0])
+    bias_D = None if bias is None else torch.tensor([0.0, 0.0, -bias, 0.0])
+    norm = attention.Norm(weight_D=weight_D, bias_D=bias_D, epsilon=1e-6)
+    assert norm.fits_f16 == fits
+
+
+def test_a_layer_knows_whether_its_inputs_fit_f16(as_on_a_gpu):
+    model = make_model(kind="f16")
+    split = make_split(model, PATTERNS["random"])
+    for weight in (1.0, 1e6):
+        norm = array_entry(np.full(model.shape.width, weight), "f32")
+        own = dataclasses.replace(model, tensors=model.tensors | {"blk.1.ffn_norm.weight": norm})
+        decoder, _, _ = load(own, split)
+        known = {layer.attention.is_input_small for layer in decoder.weights.layers}
+        known |= {layer.ffn.is_input_small for layer in decoder.weights.layers}
+        assert known == {weight == 1.0}
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("threshold", [0.0, 0.05])
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_activations_in_place_are_activations(activation, threshold, is_dense):
+    gate = Gate(activation=activation, threshold=threshold)
+    x, up = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    x[:6] = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 0.05, -0.05])
+    want, _ = gate.act(x, is_dense=is_dense)
+    got = gate.activated_(x.clone(), is_dense=is_dense)
+    assert torch.equal(got.nan_to_num(7), want.nan_to_num(7))
+    hidden = gate.hidden_(got, up.clone())
+    assert torch.equal(hidden.nan_to_num(7), gate.hidden(want, up).nan_to_num(7))
+
+
+@pytest.mark.parametrize("missing", [(), ("k",), ("q", "k", "v")])
+def test_biases_of_queries_keys_and_values(as_on_a_gpu, monkeypatch, missing):
+    """The matrices are stacked if all of them have a bias, or none."""
+    model = family_model("llama with biases", kind="f16")
+    absent = [f"blk.{layer}.attn_{name}.bias" for layer in range(2) for name in missing]
+    tensors = {name: entry for name, entry in model.tensors.items() if name not in absent}
+    model = dataclasses.replace(model, tensors=tensors)
+    decoder, _, _ = load(model, make_split(model, PATTERNS["random"]))
+    assert {len(layer.attention.inputs) for layer in decoder.weights.layers} == {
+        1 if len(missing) != 1 else 3
+    }
+    with torch.inference_mode():
+        got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
+    monkeypatch.undo()
+    with Engine.of(model, mode="exact", context_length=32) as engine:
+        assert rel_error(got, engine.logits(IDS)) < 8e-3
+
+
 def test_nan_stays_in_its_token(as_on_a_gpu):
     matrix, exact_ND = random_matrix("f16")
     x_TD = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
@@ -618,6 +689,62 @@ def load_for(model, split, mode, context):
     return made, uploader, None
 
 
+class PaddedFlash:
+    """torch.nn.functional with the allocations of torch's flash attention."""
+
+    def __getattr__(self, name):
+        return getattr(functional, name)
+
+    @staticmethod
+    def scaled_dot_product_attention(query, key, value, **options):
+        width = query.shape[-1]
+        if width % 8:
+            query, key, value = (functional.pad(x, (0, 8 - width % 8)) for x in (query, key, value))
+        torch.empty(query.shape[:3])  # the logarithms of the sums
+        _, heads, tokens, padded = query.shape
+        out = query.new_zeros(1, tokens, heads, padded).transpose(1, 2)
+        return out[..., :width]
+
+
+@pytest.mark.parametrize("tokens", [40, 128, 512])
+@pytest.mark.parametrize(
+    "family, activation, head_width, mode",
+    [("llama", "relu", 64, "predicted"), ("llama", "silu", 64, "exact"),
+     ("llama", "relu", 100, "dense"), ("qwen3", "relu", 128, "dense"),
+     ("falcon, two norms", "relu", 64, "exact")],
+)  # fmt: skip
+def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
+    monkeypatch, as_on_a_gpu, family, activation, head_width, mode, tokens
+):
+    monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: True)
+    monkeypatch.setattr(attention, "F", PaddedFlash())
+    monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
+    monkeypatch.setattr(gpu_products, "unpack", lambda matrix, out_AD, index_A: None)
+    monkeypatch.setattr(
+        gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])
+    )
+    shape = make_shape(
+        width=512, num_neurons=2048, num_heads=16, num_kv_heads=8, head_width=head_width,
+        vocab_size=600, context_length=2048,
+    )  # fmt: skip
+    if family == "llama":
+        model = make_model(shape=shape, predictor_rank=32, kind="f16", activation=activation)
+    else:
+        model = family_model(family, shape=shape, predictor_rank=32, kind="f16")
+    split = make_split(model, [range(2048)] * 2, context_length=2048)
+    decoder, _, _ = load_for(model, split, mode, 2048)
+    decoder = dataclasses.replace(decoder, chunk=512)
+    ids_T = torch.arange(tokens) % 600
+
+    @torch.inference_mode()
+    def run():
+        decoder.logits(decoder.forward(ids_T, 2048 - tokens)[-16:])
+
+    run()
+    bound = pass_bytes(model, tokens, 2048, mode, is_flash=True)
+    assert 0.3 * bound < peak_bytes(run) <= bound
+
+
 @pytest.mark.parametrize("shape", [
     make_shape(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
                vocab_size=32000),
@@ -634,6 +761,25 @@ def test_the_workspace_of_common_models_has_room(shape, context):
     while pass_bytes(model, tokens, context, "predicted") > left:
         tokens //= 2
     assert tokens >= 32
+
+
+def test_plans_of_large_models_reserve_longer_passes():
+    large = make_shape(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
+                       vocab_size=32000, context_length=1024)  # fmt: skip
+    model = shape_only(large, predictor_rank=256)
+    found = planned_bytes(model, 1024, "predicted")
+    assert pass_bytes(model, 256, 1024, "predicted", is_flash=True) + (32 << 20) < found < 300 << 20
+    assert planned_bytes(shape_only(dataclasses.replace(large, num_layers=4)), 1024, "dense") == 0
+
+
+def test_a_long_pass_leaves_room_for_pieces(card):
+    model = shape_only(make_shape(width=4096, num_neurons=11008, context_length=1024))
+    memory = living(1 << 30)
+    wanted = pass_bytes(model, 512, 1024, "exact") / (1 - gpu_setup.GAPS)
+    card.reserved = (1 << 30) - device_memory.SMALL_BYTES - int(wanted) - 2
+    assert gpu_setup._most_tokens(model, memory, "exact", 1024, 512) == 512
+    assert gpu_setup._most_tokens(model, memory, "exact", 1024, 512, 1, 16 << 20) == 256
+    assert gpu_setup._most_tokens(model, memory, "exact", 1024, 128, 1, 16 << 20) == 128
 
 
 def test_spanned_bytes_counts_the_memory_taken():

@@ -21,7 +21,7 @@ from sparkinfer.model_file import KINDS
 from sparkinfer.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from sparkinfer.runtime.device.streams import CudaStream
 from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
-from sparkinfer.runtime.step import hybrid_builder
+from sparkinfer.runtime.step.hybrid_step import GPU_SPIN_TIME
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # not a package
 
@@ -142,7 +142,7 @@ def test_who_waits_for_a_step_sleeps_if_the_cpu_has_a_part_of_it(tmp_path, monke
         finish(stream, sleeps=sleeps)
 
     monkeypatch.setattr(CudaStream, "finish", finishing)
-    monkeypatch.setattr(cpu_kernels, "set_spin_time", spins.append)
+    monkeypatch.setattr(cpu_kernels, "set_spin_time", lambda us=50: spins.append(us))
     model = make_model(shape=make_shape(num_layers=2, num_neurons=64), kind="f16")
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
@@ -153,6 +153,8 @@ def test_who_waits_for_a_step_sleeps_if_the_cpu_has_a_part_of_it(tmp_path, monke
         Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact", device="cuda") as engine,
     ):
         slept.clear()
+        spins.clear()
         engine._step(3, 0)
-    assert slept == [hot == "some"]
-    assert set(spins) == ({hybrid_builder.GPU_SPIN_TIME} if hot == "some" else set())
+        assert slept == [hot == "some"]
+        assert spins == ([GPU_SPIN_TIME] if hot == "some" else [])
+    assert spins[-1:] == [50]

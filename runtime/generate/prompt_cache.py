@@ -27,9 +27,8 @@ class PromptKey:
     """The conditions under which a state was computed; a restored state must have the same ones.
     `arithmetic`: the kernels' level, or "torch".
 
-    The key leaves out what is measured at load (the prompt length from which cold weights are
-    streamed to a GPU) and what changes with every token (the swaps of a neuron cache); on a GPU
-    they affect the rounding."""
+    The key leaves out what changes with every token (the swaps of a neuron cache) and, on a GPU,
+    how much memory a pass has; both affect the rounding there."""
 
     model_id: str
     weights: str  # weights_digest of the model

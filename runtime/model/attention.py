@@ -6,6 +6,7 @@ outputs of a projection."""
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from sparkinfer.architecture import ModelShape
@@ -28,7 +30,9 @@ from sparkinfer.runtime.weights.neuron_block import active_inputs
 Attend = Callable[[Tensor], Tensor]
 # Bytes of attention scores on a GPU at a time; they exist twice.
 SCORE_BYTES = 4 << 20
-MOST_FLASH_WIDTH = 256  # of a head
+LEAST_WEIGHT = 2.0**-6  # the largest weight of a norm whose outputs are rounded to f16 as they are
+# Head widths that flash attention takes: up to this, and multiples of 8, because others are padded.
+MOST_FLASH_WIDTH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +46,14 @@ class Norm:
     epsilon: float
 
     @cached_property
-    def bound(self) -> float:
-        """No finite output has a larger magnitude; NaN if a weight is."""
-        largest = math.sqrt(len(self.weight_D)) * float(self.weight_D.abs().max())
-        return largest + (0.0 if self.bias_D is None else float(self.bias_D.abs().max()))
+    def fits_f16(self) -> bool:
+        """True if f16 takes the outputs as they are: none exceeds MOST_SMALL, because none exceeds
+        sqrt(D) times the largest weight plus the largest bias, and the weights are not so small that
+        whole rows would be subnormal. False with NaN."""
+        largest = float(self.weight_D.abs().max())
+        most = math.sqrt(len(self.weight_D)) * largest
+        most += 0.0 if self.bias_D is None else float(self.bias_D.abs().max())
+        return largest >= LEAST_WEIGHT and most <= gpu_products.MOST_SMALL
 
     def apply(self, x_TD: Tensor) -> Tensor:
         if self.bias_D is None:
@@ -144,6 +152,11 @@ def attend_on_gpu(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tens
     return attend_by_heads(query_THW, key_CKW, value_CKW) if found is None else found
 
 
+def takes_flash(head_width: int) -> bool:
+    """True if flash attention takes heads of this width without copies of the cache."""
+    return head_width <= MOST_FLASH_WIDTH and head_width % 8 == 0
+
+
 def has_flash(device: torch.device) -> bool:
     """True if torch has flash attention for a device: from compute capability 8.0 on."""
     is_built = device.type == "cuda" and torch.backends.cuda.is_flash_attention_available()
@@ -152,7 +165,7 @@ def has_flash(device: torch.device) -> bool:
 
 def _attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor | None:
     """None if torch has no such kernel."""
-    if key_CKW.dtype not in (torch.float16, torch.bfloat16):
+    if key_CKW.dtype != torch.float16 or not takes_flash(query_THW.shape[-1]):
         return None
     query = torch.empty_like(query_THW, dtype=key_CKW.dtype)
     torch.mul(query_THW, 1 / math.sqrt(query_THW.shape[-1]), out=query)
@@ -162,10 +175,13 @@ def _attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) ->
     params = SDPAParams(query, key, value, None, 0.0, is_square, is_grouped)
     if not can_use_flash_attention(params):
         return None
-    out_HTW = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=causal_lower_right(query.shape[2], key.shape[2]), scale=1.0,
-        enable_gqa=is_grouped,
-    )[0]  # fmt: skip
+    # Otherwise torch prefers cuDNN's attention on some cards, which plans anew for each length.
+    only_flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if query.is_cuda else nullcontext()
+    with only_flash:
+        out_HTW = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=causal_lower_right(query.shape[2], key.shape[2]),
+            scale=1.0, enable_gqa=is_grouped,
+        )[0]  # fmt: skip
     heads_TH = out_HTW.transpose(0, 1).flatten(1)
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
 
@@ -335,10 +351,13 @@ class Attention:
         types, tables = self.cache.types, self.cache.tables
         is_capped = tables is not None and tables.rule.is_capped
         if turn and not is_capped:
-            if gpu_products.is_gpu(joined_TQ.device) and not self.query_norm:
-                turn.apply_(joined_TQ.unflatten(-1, (-1, width))[:, : self.num_heads + num_kv])
-            else:
+            if not gpu_products.is_gpu(joined_TQ.device):
                 query, key = turn.apply(query), turn.apply(key)
+            elif self.query_norm:
+                turn.apply_(query)
+                turn.apply_(key)
+            else:
+                turn.apply_(joined_TQ.unflatten(-1, (-1, width))[:, : self.num_heads + num_kv])
         if types.key.is_rotated:  # as the cache rotates its keys
             query = turn_by_hadamard(query)
         keys, values = self.cache.append(sequence, start, key, value)

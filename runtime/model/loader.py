@@ -220,17 +220,19 @@ class Builder:
 
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
         """The matrices of query, key and value, or the model's fused one; one for all if they are of
-        one kind and copied anyway: to a GPU, or because they are transposed."""
+        one kind, have biases all or none, and are copied anyway: to a GPU, or because they are
+        transposed."""
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         entries = [stored(self.model, index, name) for name in names]
         is_transposed = self.model.is_transposed(index, names[0])
         store, joined = self.stores.on(device), None
-        if not is_fused and len({entry.kind for entry in entries}) == 1:
+        biases = [self.model.tensors.get(f"blk.{index}.{name}.bias") for name in names]
+        is_alike = len({(e.kind, b is None) for e, b in zip(entries, biases, strict=True)}) == 1
+        if not is_fused and is_alike:
             joined = store.joined(entries) if is_transposed else store.stacked(entries, "attention")
         if joined is None:
             return tuple(self.linear(index, name, device) for name in names)
-        biases = [self.model.tensors.get(f"blk.{index}.{name}.bias") for name in names]
         parts = [vector_of(entry, CPU) for entry in biases if entry is not None]
         bias_N = store.vector(torch.cat(parts), "attention") if parts else None
         return (Linear(weight=joined, bias_N=bias_N, is_transposed=is_transposed),)
@@ -254,7 +256,7 @@ def _with_small_inputs(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     if not any(gpu_products.is_gpu(layer.device) for layer in layers) or layers[0].is_post_norm:
         return layers
     norms = (n for x in layers for n in (x.attn_norm, x.attn_norm_2, x.ffn_norm) if n is not None)
-    if not all(norm.bound <= gpu_products.MOST_SMALL for norm in norms):
+    if not all(norm.fits_f16 for norm in norms):
         return layers
     return tuple(
         replace(

@@ -6,6 +6,9 @@ head, in a pass without observers. It is tested against the bytes that torch rep
 where the keys of the whole context are unpacked together and all values are kept for observers. The
 difference is available for streaming cold weights (runtime.prefill.cold_stream)."""
 
+from collections.abc import Sequence
+
+from sparkinfer.architecture import SMOOTH
 from sparkinfer.budget import (
     BLOCK_LENGTH,
     FLOAT_BYTES,
@@ -19,7 +22,7 @@ from sparkinfer.model_file import ModelFile
 from sparkinfer.runtime.device.device_memory import SMALL_BYTES
 from sparkinfer.runtime.kernels.gpu.kernels import ROWS
 from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
-from sparkinfer.runtime.model.attention import MOST_FLASH_WIDTH, SCORE_BYTES
+from sparkinfer.runtime.model.attention import SCORE_BYTES, takes_flash
 from sparkinfer.runtime.model.feed_forward import Mode
 from sparkinfer.runtime.weights import gpu_products
 
@@ -51,12 +54,17 @@ def pass_bytes(
     width, neurons = shape.width, shape.num_neurons
     heads, keys = (n * shape.head_width for n in (shape.num_heads, shape.num_kv_heads))
     inputs = heads + 2 * keys
-    hidden = tokens * 5 * width  # before, between and after the blocks, and their inputs
-    if is_flash and kv_kind(model) == "f16" and shape.head_width <= MOST_FLASH_WIDTH:
+    num_norms = 1 + ("blk.0.attn_norm_2.weight" in model.tensors)
+    hidden = tokens * (4 + num_norms) * width  # before, between and after the blocks, their inputs
+    if is_flash and kv_kind(model) == "f16" and takes_flash(shape.head_width):
         scores = 0
         # Queries, keys and values; one product, or half of them during the rotation; the queries in
-        # f16, and the output in f16 and f32.
-        attention = hidden + tokens * (width + inputs + max(heads, inputs // 2) + 2 * heads)
+        # f16, and the output in f16 and f32; queries and keys after norms of their own.
+        has_norms = "blk.0.attn_q_norm.weight" in model.tensors
+        normed = heads + keys if has_norms else 0
+        attention = hidden + tokens * (
+            width + inputs + max(heads, inputs // 2) + 2 * heads + normed
+        )
     else:
         group = shape.num_heads // shape.num_kv_heads
         of_token = FLOAT_BYTES * group * context_length
@@ -65,14 +73,16 @@ def pass_bytes(
         attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
     if num_sequences > 1:
         scores += _gathered(model, context_length)
-    part = 3 * min(neurons, gpu_part_neurons(tokens))
+    # Gate, up and hidden values; activations with a threshold also hold masks and magnitudes.
+    has_threshold = model.activation in SMOOTH and mode != "dense"
+    part = (4 if has_threshold else 3) * min(neurons, gpu_part_neurons(tokens))
     if mode == "predicted":  # scores of all neurons, and two masks of one byte per neuron
         is_smooth = model.predictor is not None and model.predictor.kind == "gate"
         part = max(part + neurons // 2, (4 if is_smooth else 2) * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
     head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
-    in_layers = _tile_bytes(max(width, heads), max(inputs, neurons), tokens)
-    in_head = _tile_bytes(width, shape.vocab_size, LOGITS_CHUNK)
+    in_layers = _tile_bytes((width, heads), max(inputs, neurons), tokens)
+    in_head = _tile_bytes((width,), shape.vocab_size, LOGITS_CHUNK)
     return max(
         FLOAT_BYTES * attention + scores,
         FLOAT_BYTES * max(attention, feed_forward) + in_layers,
@@ -80,11 +90,12 @@ def pass_bytes(
     )
 
 
-def _tile_bytes(width: int, num_rows: int, num_tokens: int) -> int:
-    """Upper bound on the bytes of a tile of a matrix and of its product: quantised weights are
-    unpacked to two bytes per value; f32 is multiplied as it is."""
-    rows = min(gpu_products.tile_rows(width), num_rows)
-    return 2 * rows * width + 2 * FLOAT_BYTES * num_tokens * rows
+def _tile_bytes(widths: Sequence[int], num_rows: int, num_tokens: int) -> int:
+    """Upper bound on the bytes of a tile of matrices of these widths and of its product: quantised
+    weights are unpacked to two bytes per value; f32 is multiplied as it is."""
+    rows = [min(gpu_products.tile_rows(width), num_rows) for width in widths]
+    tile = max(2 * count * width for count, width in zip(rows, widths, strict=True))
+    return tile + 2 * FLOAT_BYTES * num_tokens * max(rows)
 
 
 def planned_bytes(model: ModelFile, context_length: int, mode: Mode) -> int:

@@ -16,7 +16,6 @@ import torch
 
 from sparkinfer.runtime.cache.block_table import NO_BLOCK
 from sparkinfer.runtime.device.streams import HostNode, Stream
-from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import INEXACT_ROWS
 from sparkinfer.runtime.kernels.gpu.ranges import down_parts
 from sparkinfer.runtime.model.feed_forward import Traffic
@@ -40,9 +39,6 @@ from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
 from sparkinfer.runtime.step.program import HOST, gpu, step_program
 from sparkinfer.runtime.step.step_cache import StepCache
 from sparkinfer.runtime.weights.neuron_block import by_role
-
-# Microseconds: about as long as the GPU's part of a layer may take.
-GPU_SPIN_TIME = 1000
 
 
 def build(
@@ -234,14 +230,9 @@ class _Builder:
         return not any(kind in INEXACT_ROWS for kind in kinds)
 
     def _has_host_work(self) -> bool:
-        """True if the CPU computes a part of the layers next to a CUDA device. Between two layers,
-        its threads then wait for a job for as long as GPU_SPIN_TIME: to wake them takes as long as
-        the job."""
-        found = any(op.device == HOST and op.layer is not None for op in self.program)
-        found &= any(home.type == "cuda" for home in self.placement.homes)
-        if found:
-            library.set_spin_time(GPU_SPIN_TIME)
-        return found
+        """True if the CPU computes a part of the layers next to a CUDA device."""
+        has_cuda = any(home.type == "cuda" for home in self.placement.homes)
+        return has_cuda and any(op.device == HOST and op.layer is not None for op in self.program)
 
     def _outside(self, kinds: Sequence[str]) -> HostNode | None:
         """The host's function before or after the work of all GPUs; None if there is none."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from sparkinfer.errors import SparkinferError
 from sparkinfer.runtime.cache.block_table import BlockTable
 from sparkinfer.runtime.device.streams import HostNode, Stream
+from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.kernels.gpu.kernels import ROWS, Kernels
 from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 from sparkinfer.runtime.model.feed_forward import Traffic
@@ -37,6 +38,9 @@ log = logging.getLogger(__name__)
 # The largest |got - want| / |want| of the logits of a step's rows against those of single rows: for
 # K-quants sums differ in the last bits, and a prediction or activation close to a threshold may flip.
 ROWS_BOUND = 0.1
+# Microseconds that the CPU's idle threads wait for their part of the next layer, about as long as the
+# GPU's part may take: to wake them takes as long as their work. Engine.close() undoes it.
+GPU_SPIN_TIME = 1000
 
 # Turns a submission to a stream into a function that is called for every step.
 Prepare = Callable[[Stream, Callable[[], None]], Callable[[], None]]
@@ -200,6 +204,8 @@ class HybridStep:
         if self.neuron_cache is not None:
             self.neuron_cache.before_step()
         segments = self.segments[num_rows]
+        if self.has_host_work:
+            library.set_spin_time(GPU_SPIN_TIME)
         try:
             self._submit(segments)
         finally:  # even after an interrupt, nothing keeps running

@@ -124,7 +124,7 @@ def add_many(sum_TD: Tensor, weight_TN: Tensor, tiles: Tiles) -> Tensor:
 class Factor:
     """[T, K] in f32 or f16, rounded on first use to each type of tiles that it is multiplied by.
     One factor serves all matrices with the same input, because rounding takes up to four launches.
-    `is_small`: no finite value exceeds MOST_SMALL."""
+    `is_small`: f16 takes the values as they are (Norm.fits_f16); f16 values are taken so, too."""
 
     def __init__(self, values_TK: Tensor, *, is_small: bool = False) -> None:
         self.values_TK = values_TK

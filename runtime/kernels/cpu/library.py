@@ -155,8 +155,9 @@ def set_threads(num_threads: int) -> None:
         raise OSError(f"the system refused to start {num_threads} threads")
 
 
-def set_spin_time(microseconds: int) -> None:
-    """Lets an idle thread wait this long for a job before it sleeps, 50 microseconds at first."""
+def set_spin_time(microseconds: int = 50) -> None:
+    """Lets an idle thread wait this long for a job before it sleeps; at first it waits as long as
+    by default."""
     _built().spark_set_spin_time(microseconds)
 
 

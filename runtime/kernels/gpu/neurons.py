@@ -19,15 +19,16 @@ from sparkinfer.runtime.kernels.gpu.ranges import range_of
 from sparkinfer.runtime.kernels.stored import StoredMatrix
 
 # For `down`: units of columns that a program sums (a super-block of K-quants, or 128 bytes of
-# nibbles; 512 bytes of f16, with which an H100 takes 0.85 of the time of 256 for all neurons of a
-# 7 B layer, and 0.95 for a fifth of them), and neurons whose hidden values it scans together for
-# nonzeros. It reads nonzero neurons 16 at a time; with 32, sums and scan would take 150 to 250
+# nibbles; 512 bytes of f16, with which one row takes an H100 0.85 of the time of 256 for all neurons
+# of a 7 B layer, and 0.95 for a fifth of them), and neurons whose hidden values it scans together
+# for nonzeros. It reads nonzero neurons 16 at a time; with 32, sums and scan would take up to 250
 # registers.
 _UNITS, _HALF_UNITS = 8, 16
 _CHUNK = 256
 # Rows of a step whose sums a program of `down` holds, by (parts of a unit, whether zeros are
 # skipped). Per row and part, sums take 16 registers if zeros are skipped, else 32 (16 for f32 and
-# q6_k). With two rows the compiler uses 170 to 234 registers if zeros are skipped, else 128.
+# q6_k); for 16-bit floats twice as many, which have twice the units. With two rows the compiler uses
+# 170 to 234 registers if zeros are skipped, else 128, or 254 for 16-bit floats.
 _DOWN_GROUP = {(1, True): 2, (2, True): 2, (1, False): 2, (2, False): 1}
 
 
