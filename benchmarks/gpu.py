@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -200,14 +200,11 @@ class Bench:
             with self.timed(f"{scale.name}: model"):
                 model = self._model(scale, folder)
             self._calibrated()
-            with self.timed(f"{scale.name}: plans"):
-                divided, resident = self._cases(scale, folder, model)
-            # One after the other: not all of them and their rivals fit onto a card of 80 GB.
-            try:
-                self._measure(scale, folder, model, divided, "divided")
-                self._measure(scale, folder, model, resident, "resident")
-            finally:
-                gpu_cases.close([*divided, *resident])
+            # One after the other: not all cases and their rivals fit onto a card of 80 GB.
+            for name, make in (("divided", self._divided), ("resident", self._resident)):
+                with self.timed(f"{scale.name}: plans, {name}"):
+                    cases = list(make(scale, folder, model))
+                self._measure(scale, folder, model, cases, name)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -221,17 +218,18 @@ class Bench:
             torch.cuda.empty_cache()
         return model
 
-    def _cases(self, scale: Scale, folder: Path, model: ModelFile) -> tuple[list[Case], list[Case]]:
-        """(one case per budget in mode predicted, one per resident mode). Their processes are
-        started, but nothing is loaded."""
+    def _divided(self, scale: Scale, folder: Path, model: ModelFile) -> Iterator[Case]:
+        """One case per budget. Their processes are started, but nothing is loaded."""
         size = model.path.stat().st_size
-        whole = int(WHOLE * size) + BESIDE_BYTES
-        case = partial(self._case, scale, folder, model)
-        divided = [
-            case(f"{scale.name} {share:.0%}", "predicted", int(share * size))
-            for share in scale.budgets
-        ]
-        return divided, [case(f"{scale.name} resident", mode, whole) for mode in scale.resident]
+        for share in scale.budgets:
+            name, budget = f"{scale.name} {share:.0%}", int(share * size)
+            yield self._case(scale, folder, model, name, "predicted", budget)
+
+    def _resident(self, scale: Scale, folder: Path, model: ModelFile) -> Iterator[Case]:
+        """One case per resident mode, like `_divided`."""
+        whole = int(WHOLE * model.path.stat().st_size) + BESIDE_BYTES
+        for mode in scale.resident:
+            yield self._case(scale, folder, model, f"{scale.name} resident", mode, whole)
 
     def _case(
         self, scale: Scale, folder: Path, model: ModelFile, name: str, mode: str, budget: int

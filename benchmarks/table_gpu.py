@@ -11,7 +11,13 @@ DIVIDED, WHOLE = "%", "resident"
 def rows_of(name: str, what: str) -> list[Any]:
     """The measured rows whose names contain these two words."""
     found = result(NAME)["rows"]
-    return [row for row in found if name in row["name"] and what in row["name"]]
+    is_measured = {"decode_tokens_per_s", "times_rival"}.issubset
+    return [row for row in found if is_measured(row) and {name, what} <= _words(row["name"])]
+
+
+def _words(name: str) -> set[str]:
+    """The words of a case's name, with the percent sign of a budget as one."""
+    return {*name.replace("%", " %").split(), ""}
 
 
 def decode() -> str:
@@ -19,7 +25,7 @@ def decode() -> str:
     header = ("model, memory on the card", "mode", "tokens/s", "llama.cpp's layers there",
               "times llama.cpp", "predicted over measured", "prompt, times llama.cpp")  # fmt: skip
     rows = []
-    for row in result(NAME)["rows"]:
+    for row in (*rows_of("", DIVIDED), *rows_of("", WHOLE)):
         predicted = row.get("predicted_over_measured")
         rows.append([
             row["name"].replace("%", " %"), row["mode"], f"{row['decode_tokens_per_s']:.0f}",

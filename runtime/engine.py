@@ -166,11 +166,11 @@ class Engine(TextEngine):
 
     def close(self) -> None:
         """Frees the weights and the cache; the engine cannot be used afterwards."""
+        if library.is_available():
+            library.set_spin_time()
         for device in self.memories:  # waits for interrupted uploads too
             torch.cuda.synchronize(device)
         self._sequences.decoder = None
-        if library.is_available():
-            library.set_spin_time()
         if self.neuron_cache is not None:
             self.neuron_cache.slots = None  # they hold weights too
         if self.device.type == "cuda":

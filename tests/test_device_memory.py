@@ -16,6 +16,7 @@ from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, make_split
 from test_workspace import spanned_bytes
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from sparkinfer import Engine
 from sparkinfer.architecture import Activation
@@ -587,13 +588,22 @@ def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_byt
         assert rel_error(got, want[0].transpose(0, 1).flatten(1)) < 1e-6
 
 
+def flash_on_the_cpu(query, key, value):
+    """What torch documents of its kernel."""
+    mask = causal_lower_right(query.shape[2], key.shape[2])
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=1.0, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
 def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
-    """With torch's own attention on the CPU in place of the kernel."""
+    """With torch's own attention on the CPU in place of the kernel; tests/gpu has the kernel."""
     seen = []
     monkeypatch.setattr(
         attention, "can_use_flash_attention", lambda params: not seen.append(params.is_causal)
     )
+    monkeypatch.setattr(attention, "flash_attention", flash_on_the_cpu)
     generator = torch.Generator().manual_seed(0)
     for tokens, cached in ((1, 1), (1, 9), (5, 5), (7, 20)):
         query = torch.randn(tokens, heads, 16, generator=generator)
@@ -689,21 +699,12 @@ def load_for(model, split, mode, context):
     return made, uploader, None
 
 
-class PaddedFlash:
-    """torch.nn.functional with the allocations of torch's flash attention."""
-
-    def __getattr__(self, name):
-        return getattr(functional, name)
-
-    @staticmethod
-    def scaled_dot_product_attention(query, key, value, **options):
-        width = query.shape[-1]
-        if width % 8:
-            query, key, value = (functional.pad(x, (0, 8 - width % 8)) for x in (query, key, value))
-        torch.empty(query.shape[:3])  # the logarithms of the sums
-        _, heads, tokens, padded = query.shape
-        out = query.new_zeros(1, tokens, heads, padded).transpose(1, 2)
-        return out[..., :width]
+def allocating_flash(query, key, value):
+    """The allocations of torch's flash attention."""
+    assert query.shape[-1] % 8 == 0
+    torch.empty(query.shape[:3])  # the logarithms of the sums
+    _, heads, tokens, width = query.shape
+    return query.new_zeros(1, tokens, heads, width).transpose(1, 2)
 
 
 @pytest.mark.parametrize("tokens", [40, 128, 512])
@@ -717,7 +718,7 @@ def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
     monkeypatch, as_on_a_gpu, family, activation, head_width, mode, tokens
 ):
     monkeypatch.setattr(attention, "can_use_flash_attention", lambda params: True)
-    monkeypatch.setattr(attention, "F", PaddedFlash())
+    monkeypatch.setattr(attention, "flash_attention", allocating_flash)
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     monkeypatch.setattr(gpu_products, "unpack", lambda matrix, out_AD, index_A: None)
     monkeypatch.setattr(

@@ -6,10 +6,16 @@ import pytest
 import torch
 
 from sparkinfer.cache_place import PREFETCH_FILE
+from sparkinfer.errors import SparkinferError
 from sparkinfer.run.housekeeping import clear
 from sparkinfer.runtime.kernels import prefetch_distance
 from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.prefetch_distance import DISTANCES, KINDS, set_for_this_processor
+from sparkinfer.runtime.kernels.prefetch_distance import (
+    DISTANCES,
+    KINDS,
+    ROUNDS,
+    set_for_this_processor,
+)
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -18,9 +24,9 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 def as_in_a_new_process(monkeypatch, tmp_path):
     before = library.prefetch_distance()
     monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
-    set_for_this_processor.cache_clear()
+    prefetch_distance._set_once.cache_clear()
     yield
-    set_for_this_processor.cache_clear()
+    prefetch_distance._set_once.cache_clear()
     library.set_prefetch_distance(before)
 
 
@@ -34,12 +40,13 @@ def unknown(monkeypatch):
         return 2304
 
     monkeypatch.setattr(library, "knows_prefetch_distance", lambda: False)
+    monkeypatch.setattr(library, "prefers_tiles", lambda: True)
     monkeypatch.setattr(prefetch_distance, "measured", measured)
     return found
 
 
 def again():
-    set_for_this_processor.cache_clear()
+    prefetch_distance._set_once.cache_clear()
     set_for_this_processor()
 
 
@@ -52,20 +59,57 @@ def again():
     ],
 )
 def test_the_fastest_distance_is_chosen(monkeypatch, seconds, wanted):
-    now, calls = [0.0], []
-
-    def dot_rows(data, kind, x_D):
-        calls.append((kind, library.prefetch_distance()))
-        # Only the fastest of several rounds counts, and the first warms up.
-        late = 0.5 * (len(calls) % 3) if len(calls) > len(DISTANCES) else -0.5
-        now[0] += seconds[library.prefetch_distance()] + late
-
-    monkeypatch.setattr(prefetch_distance.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(library, "dot_rows", dot_rows)
+    calls = timed(monkeypatch, seconds)
     before = library.prefetch_distance()
     assert prefetch_distance.measured() == wanted
     assert library.prefetch_distance() == before
     assert {kind for kind, _ in calls} == set(KINDS)
+
+
+def timed(monkeypatch, seconds, scale=1e-3):
+    """Lets a product take so many units of `scale` seconds, by distance, and some rounds longer;
+    returns the list of calls. After the first comparison, the values are those of "again"."""
+    now, calls = [0.0], []
+
+    def dot_rows(data, kind, x_D):
+        calls.append((kind, library.prefetch_distance()))
+        is_again = len(calls) > len(KINDS) * (ROUNDS + 1) * len(DISTANCES)
+        own = seconds.get("again", seconds) if is_again else seconds
+        # Only the fastest of several rounds counts, and the first warms up.
+        late = 0.5 * (len(calls) % 3) if len(calls) > len(DISTANCES) else -0.5
+        now[0] += scale * (own[library.prefetch_distance()] + late)
+
+    monkeypatch.setattr(prefetch_distance.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(library, "dot_rows", dot_rows)
+    return calls
+
+
+def test_a_gain_must_be_found_twice(monkeypatch):
+    first = {0: 1.0, 1024: 1.0, 2304: 0.7, 4608: 1.0, 9216: 1.0}
+    timed(monkeypatch, first | {"again": {0: 1.0, 2304: 0.97}})
+    assert prefetch_distance.measured() == 0
+
+
+def test_a_slow_measurement_is_given_up(monkeypatch):
+    calls = timed(monkeypatch, dict.fromkeys(DISTANCES, 1.0) | {2304: 0.5}, scale=0.1)
+    assert prefetch_distance.measured() == 0 and len(calls) < 20
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError, RuntimeError, SparkinferError])
+def test_where_memory_is_short_nothing_is_measured(unknown, monkeypatch, tmp_path, error):
+    def measured():
+        raise error("no memory")
+
+    monkeypatch.setattr(prefetch_distance, "measured", measured)
+    before = library.prefetch_distance()
+    again()
+    assert library.prefetch_distance() == before and not (tmp_path / "cache").exists()
+
+
+def test_levels_without_tiles_measure_nothing(unknown, monkeypatch):
+    monkeypatch.setattr(library, "prefers_tiles", lambda: False)
+    again()
+    assert not unknown
 
 
 def test_the_measurement_runs_on_any_processor():
@@ -90,7 +134,10 @@ def test_it_is_measured_once_for_a_processor_and_a_number_of_threads(
     assert len(unknown) == 4
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"%s": true}', '{"%s": 17}', '{"%s": "0"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", "[" * 9999, '{"%s": true}', '{"%s": 17}', '{"%s": "0"}', '{"%s": 1024.0}'],
+)
 def test_damaged_files_are_rewritten(unknown, tmp_path, text):
     again()
     path = tmp_path / "cache" / PREFETCH_FILE

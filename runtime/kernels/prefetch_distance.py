@@ -1,18 +1,22 @@
 """Measures how far ahead this processor should prefetch weights that a product streams.
 
 The kernels know the best distance for some processors (ahead_here in cpu/dispatch.cpp): on a Zen 5
-prefetching gains a third, on a Zen 4 it costs two thirds. On others, the first engine measures it
-and keeps it in the cache folder. Only the speed depends on it, never a result."""
+prefetching gains a third, on a Zen 4 it costs two thirds. On others with tiles, the first engine
+measures it and keeps it in the cache folder. It also holds for sums of grouped rows, which are not
+timed. Only the speed depends on it, never a result."""
 
 import json
 import logging
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
 
+from sparkinfer import __version__
 from sparkinfer.cache_place import PREFETCH_FILE, cache_folder
 from sparkinfer.errors import SparkinferError
 from sparkinfer.files import partial_file
@@ -21,22 +25,37 @@ from sparkinfer.runtime.kernels.cpu import library
 
 log = logging.getLogger(__name__)
 DISTANCES = (0, 1024, 2304, 4608, 9216)
-LEAST_GAIN = 0.05  # a distance other than 0 must be faster by this share
+LEAST_GAIN = 0.05  # a distance other than 0 must be faster by this share, twice
 ROUNDS = 4
+MOST_SECONDS = 1.0  # after which an unfinished measurement is given up
 WIDTH, MATRIX_BYTES = 2048, 32 << 20
 KINDS = {"q8_0_tiled": 2176, "q4_0_tiled": 1152}  # bytes of a row of WIDTH values
 TOGETHER = 16  # rows of a tile
+MOST_FILE_BYTES = 1 << 20
+
+_lock = Lock()
+
+
+def set_for_this_processor() -> None:
+    """Sets the distance, once per process: the known, the kept, or a measured one."""
+    with _lock:
+        _set_once()
 
 
 @cache
-def set_for_this_processor() -> None:
-    """Sets the distance, once per process: the known, the kept, or a measured one."""
-    if not library.is_available() or library.knows_prefetch_distance():
+def _set_once() -> None:
+    is_needed = library.is_available() and library.prefers_tiles()
+    if not is_needed or library.knows_prefetch_distance():
         return
-    processor = f"{_processor()}, {library.level()}, {library.num_threads()} threads"
+    software = f"{__version__}, {library.level()}, {library.num_threads()} threads"
+    processor = f"{_processor()}, {software}"
     found = _kept(processor)
     if found is None:
-        found = measured()
+        try:
+            found = measured()
+        except (SparkinferError, OSError, MemoryError, RuntimeError) as error:  # memory is short
+            log.debug(f"the distance of prefetches is not measured: {error}")
+            return
         log.debug(f"weights are prefetched {found:,} bytes ahead, as measured on this processor")
         _keep(processor, found)
     library.set_prefetch_distance(found)
@@ -44,28 +63,46 @@ def set_for_this_processor() -> None:
 
 def measured() -> int:
     """The fastest of DISTANCES for products of matrices in memory with one vector; 0 unless another
-    is faster by LEAST_GAIN."""
-    before = library.prefetch_distance()
-    matrices = {kind: _matrix(row_bytes) for kind, row_bytes in KINDS.items()}
-    x_D = torch.ones(WIDTH)
-    best_s = dict.fromkeys(DISTANCES, 0.0)
+    is faster by LEAST_GAIN in two comparisons, and 0 if MOST_SECONDS do not suffice."""
+    before, deadline = library.prefetch_distance(), time.perf_counter() + MOST_SECONDS
     try:
-        for kind, data in matrices.items():
-            samples: dict[int, list[float]] = {distance: [] for distance in DISTANCES}
-            for number in range(ROUNDS + 1):
-                for distance in DISTANCES:
-                    library.set_prefetch_distance(distance)
-                    library.evict(data)
-                    began = time.perf_counter()
-                    library.dot_rows(data, kind, x_D)
-                    if number:  # the first round warms up
-                        samples[distance].append(time.perf_counter() - began)
-            for distance in DISTANCES:
-                best_s[distance] += min(samples[distance])
+        seconds = _best_seconds(DISTANCES, deadline)
+        fastest = min(seconds, key=lambda distance: seconds[distance])
+        if _is_faster(fastest, seconds):
+            return fastest if _is_faster(fastest, _best_seconds((0, fastest), deadline)) else 0
+        return 0
+    except TimeoutError:
+        return 0
     finally:
         library.set_prefetch_distance(before)
-    fastest = min(DISTANCES, key=lambda distance: best_s[distance])
-    return fastest if best_s[fastest] < (1 - LEAST_GAIN) * best_s[0] else 0
+
+
+def _is_faster(distance: int, seconds: dict[int, float]) -> bool:
+    return seconds[distance] < (1 - LEAST_GAIN) * seconds[0]
+
+
+def _best_seconds(distances: Sequence[int], deadline: float) -> dict[int, float]:
+    """The sum over KINDS of each distance's shortest time, in alternating rounds. Raises
+    TimeoutError after the deadline, a value of time.perf_counter."""
+    best_s = dict.fromkeys(distances, 0.0)
+    x_D = torch.ones(WIDTH)
+    for kind, row_bytes in KINDS.items():
+        data = _matrix(row_bytes)
+        samples: dict[int, list[float]] = {distance: [] for distance in distances}
+        for number in range(ROUNDS + 1):
+            for distance in distances:
+                library.set_prefetch_distance(distance)
+                library.evict(data)
+                began = time.perf_counter()
+                library.dot_rows(data, kind, x_D)
+                ended = time.perf_counter()
+                if ended > deadline:
+                    raise TimeoutError
+                if number:  # the first round warms up
+                    samples[distance].append(ended - began)
+        for distance in distances:
+            best_s[distance] += min(samples[distance])
+    return best_s
 
 
 def _matrix(row_bytes: int) -> Tensor:
@@ -89,14 +126,17 @@ def _processor() -> str:
 def _kept(processor: str) -> int | None:
     """The distance kept for this processor; None if there is none, or no usable file."""
     found = _content().get(processor)
-    return found if found in DISTANCES and not isinstance(found, bool) else None
+    return found if type(found) is int and found in DISTANCES else None
 
 
 def _content() -> dict[str, int]:
     """The kept distances by processor; empty if there is no usable file."""
     try:
-        content = json.loads((cache_folder() / PREFETCH_FILE).read_text())
-    except (OSError, ValueError, SparkinferError):
+        path = cache_folder() / PREFETCH_FILE
+        if not path.is_file() or path.stat().st_size > MOST_FILE_BYTES:
+            return {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, SparkinferError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -105,9 +145,7 @@ def _keep(processor: str, distance: int) -> None:
     """Keeps the distance if the cache folder can be written; if not, the next process measures it
     again."""
     try:
-        path = cache_folder() / PREFETCH_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial_file(path) as partial:
+        with partial_file(cache_folder() / PREFETCH_FILE) as partial:
             partial.write_text(json.dumps(_content() | {processor: distance}, indent=1) + "\n")
     except (OSError, SparkinferError) as error:
         log.debug(f"{error}: each process measures the distance of prefetches again")

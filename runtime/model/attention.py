@@ -6,7 +6,6 @@ outputs of a projection."""
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from sparkinfer.architecture import ModelShape
 from sparkinfer.runtime.cache.key_tables import KeyTables
@@ -175,15 +172,20 @@ def _attend_with_flash(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) ->
     params = SDPAParams(query, key, value, None, 0.0, is_square, is_grouped)
     if not can_use_flash_attention(params):
         return None
-    # Otherwise torch prefers cuDNN's attention on some cards, which plans anew for each length.
-    only_flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if query.is_cuda else nullcontext()
-    with only_flash:
-        out_HTW = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=causal_lower_right(query.shape[2], key.shape[2]),
-            scale=1.0, enable_gqa=is_grouped,
-        )[0]  # fmt: skip
-    heads_TH = out_HTW.transpose(0, 1).flatten(1)
+    heads_TH = flash_attention(query, key, value)[0].transpose(0, 1).flatten(1)
     return heads_TH if len(heads_TH) > 1 else heads_TH.float()
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention [1, H, T, W] of the last T of C positions, for scaled queries [1, H, T, W] and keys
+    and values [1, K, C, W] on a CUDA device.
+
+    scaled_dot_product_attention would prefer cuDNN's attention on some cards, which plans anew for
+    each length. Here, as in torch.nn.attention.bias, is_causal aligns the last positions."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, is_causal=True, scale=1.0
+    )
+    return found[0]
 
 
 def attend_by_heads(query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor) -> Tensor:
