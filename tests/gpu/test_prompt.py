@@ -20,9 +20,13 @@ def last_logits(engine, ids):
         return text.extend(ids, "last")
 
 
+@pytest.mark.parametrize("chunk", [128, 512])
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
-def test_streamed_prompts_agree_with_the_cpus(tmp_path, cuda, large_model, some_neurons, mode):
-    """250 tokens are two passes: neurons streamed for one are streamed again for the next."""
+def test_streamed_prompts_agree_with_the_cpus(
+    tmp_path, cuda, large_model, some_neurons, mode, chunk
+):
+    """250 tokens are one pass or two: the second attends to more keys than it has queries, and the
+    neurons streamed for the first are streamed again."""
     split = make_split(large_model, some_neurons, context_length=256)
     split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + (256 << 20))
     split.save(tmp_path / "s.gguf")
@@ -30,6 +34,7 @@ def test_streamed_prompts_agree_with_the_cpus(tmp_path, cuda, large_model, some_
     with Engine.load(large_model.path, split=tmp_path / "s.gguf", mode=mode, device=cuda) as engine:
         streams = [layer.ffn.cold for layer in engine.layers if layer.ffn.cold is not None]
         assert len(streams) == 6, "no cold weights are streamed"
+        engine._sequences.decoder = dataclasses.replace(engine._live, chunk=chunk)
         found = []
         for least_tokens in (1, 1 << 30, 1):
             for stream in streams:
