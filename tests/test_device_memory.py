@@ -573,19 +573,24 @@ def test_nan_stays_in_its_token(as_on_a_gpu):
     assert is_right(got[1:2], x_TD[1:2], exact_ND.T, eps_of("f16"))
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
-@pytest.mark.parametrize("score_bytes", [1, 700, 1 << 20])
-def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_bytes):
-    monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+def attentions(heads, kv_heads):
+    """Yields random queries, keys and values of several lengths, and their attention in float64."""
     generator = torch.Generator().manual_seed(0)
     for tokens, cached in ((1, 1), (1, 9), (5, 5), (7, 20)):
         query = torch.randn(tokens, heads, 16, generator=generator)
         key, value = (torch.randn(cached, kv_heads, 16, generator=generator).half() for _ in "kv")
-        got = attention.attend_by_heads(query, key, value)
         q, k, v = (t.double().transpose(0, 1)[None] for t in (query, key, value))
         mask = torch.ones(tokens, cached, dtype=torch.bool).tril(cached - tokens)
         want = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        assert rel_error(got, want[0].transpose(0, 1).flatten(1)) < 1e-6
+        yield query, key, value, want[0].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("score_bytes", [1, 700, 1 << 20])
+def test_attention_by_heads_is_attention(monkeypatch, heads, kv_heads, score_bytes):
+    monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+    for query, key, value, want in attentions(heads, kv_heads):
+        assert rel_error(attention.attend_by_heads(query, key, value), want) < 1e-6
 
 
 def flash_on_the_cpu(query, key, value):
@@ -604,17 +609,10 @@ def test_flash_attention_is_attention(monkeypatch, heads, kv_heads):
         attention, "can_use_flash_attention", lambda params: not seen.append(params.is_causal)
     )
     monkeypatch.setattr(attention, "flash_attention", flash_on_the_cpu)
-    generator = torch.Generator().manual_seed(0)
-    for tokens, cached in ((1, 1), (1, 9), (5, 5), (7, 20)):
-        query = torch.randn(tokens, heads, 16, generator=generator)
-        key, value = (torch.randn(cached, kv_heads, 16, generator=generator).half() for _ in "kv")
+    for query, key, value, want in attentions(heads, kv_heads):
         got = attention.attend_on_gpu(query, key, value)
-        q, k, v = (t.double().transpose(0, 1)[None] for t in (query, key, value))
-        mask = torch.ones(tokens, cached, dtype=torch.bool).tril(cached - tokens)
-        want = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        assert got.dtype == (torch.float32 if tokens == 1 else torch.float16)
-        error = rel_error(got, want[0].transpose(0, 1).flatten(1))
-        assert error < 2 * torch.finfo(torch.float16).eps
+        assert got.dtype == (torch.float32 if len(query) == 1 else torch.float16)
+        assert rel_error(got, want) < 2 * torch.finfo(torch.float16).eps
     # torch refuses a causal mask for other keys than the queries' own, but not the lower right one.
     assert seen == [True, False, True, False]
     assert attention._attend_with_flash(query, key.float(), value.float()) is None
