@@ -1,23 +1,27 @@
-// Products of 16 rows with 16 vectors on int8 tiles (AMX), for blocks_template.h and with its
+// Products of 16 vectors with 16 rows on int8 tiles (AMX), for blocks_template.h and with its
 // arithmetic. Fewer than LEAST_VECTORS vectors use blocks_vnni.h. That file's packed x is followed
 // by panels, one for each group of 16 vectors and each block:
-//   int8 plane[2][8][16][4]   high and low bytes, four adjacent values of each vector
-//   float scale[16]           of each vector
+//   int8 plane[2][16][32]   high and low bytes of each vector
+//   float scale[16]         of each vector
 // Groups are counted from vector 0 of the buffer, whichever vectors a call uses.
 //
-// A tile instruction can multiply 64 values of each row; here it multiplies 32, because a sum over
-// two blocks would mix their scales. That is not the bottleneck: every 16 sums of a block (512
+// Vectors are the rows of a tile of sums, so that a block of tiled weights, which interleaves four
+// bytes of each of 16 rows, is loaded as it is, and 16 sums of a vector are adjacent in y.
+//
+// A tile instruction can multiply 64 values of each vector; here it multiplies 32, because a sum
+// over two blocks would mix their scales. That is not the bottleneck: every 16 sums of a block (512
 // products) take five vector instructions on two ports, which limits Sapphire Rapids to 200
 // products per cycle. The sizes below are derived from its caches (48 KiB, 2 MiB) and not measured.
 
-constexpr int64_t GROUP = 16;         // vectors: the columns of a tile of sums
-constexpr int64_t TILE_BLOCKS = 16;   // blocks of a row whose scales are read together
+constexpr int64_t GROUP = 16;         // vectors: the rows of a tile of sums
+constexpr int64_t TILE_BLOCKS = 16;   // blocks of a row that are multiplied together
 constexpr int64_t LEAST_VECTORS = 8;  // a tile takes as long as about six vectors in blocks_vnni.h
-constexpr int64_t MOST_GROUPS = 4;    // groups for which weights are unpacked once
+constexpr int64_t MOST_GROUPS = 8;    // groups for which weights are unpacked once: MAX_ROWS vectors
 constexpr int64_t ROW_TILES = 2;      // tiles of rows that use a panel while it is in L1
 constexpr int64_t PLANE_BYTES = BLOCK * GROUP;
 constexpr int64_t PANEL_BYTES = 2 * PLANE_BYTES + GROUP * 4;
-static_assert(LANES == 16, "a tile has 16 rows");
+constexpr int64_t WEIGHTS_BYTES = BLOCK * LANES;  // of a block of 16 rows, as a tile
+static_assert(LANES == 16, "a tile has 16 columns of 32 bits");
 
 class Panels {
   public:
@@ -30,12 +34,13 @@ class Panels {
     int64_t n_;
 };
 
-// The vectors of a group that the call uses, one bit each.
-inline __mmask16 meant_of(const Input& x, int64_t group) {
-    int64_t begin = x.first - group * GROUP, end = begin + x.count;
-    begin = begin < 0 ? 0 : begin;
-    return static_cast<__mmask16>(first_of_16(end) & ~first_of_16(begin));
-}
+// The vectors of a group that the call uses: begin .. end-1.
+struct Meant {
+    Meant(const Input& x, int64_t group)
+        : begin(x.first > group * GROUP ? x.first - group * GROUP : 0),
+          end(x.first + x.count < (group + 1) * GROUP ? x.first + x.count - group * GROUP : GROUP) {}
+    int64_t begin, end;
+};
 
 // The offset of 16 values of block b in a unit of blocks_vnni.h.
 template <class F>
@@ -52,113 +57,91 @@ void pack_panels(const Input& x, int64_t D) {
     const Panels panels(x, n);
     const PackedBlocks<F> from(x, n);
     for (int64_t group = x.first / GROUP; group * GROUP < x.first + x.count; ++group) {
-        const __mmask16 meant = meant_of(x, group);
-        int64_t vector[GROUP];  // arbitrary for unused vectors
-        for (int64_t i = 0; i < GROUP; ++i)
-            vector[i] = meant >> i & 1 ? group * GROUP + i - x.first : 0;
+        const Meant meant(x, group);
         for (int64_t b = 0; b < n; ++b) {
             uint8_t* to = panels.at(group, b);
             const uint8_t* unit_b = from.values + b / unit<F>() * from.stride;
-            for (int64_t part = 0; part < 4; ++part, to += 4 * 64) {
-                const uint8_t* bytes[GROUP];
-                for (int64_t i = 0; i < GROUP; ++i)
-                    bytes[i] = unit_b + vector[i] * from.next_vector +
-                               place<F>(b, part / 2, part % 2);
-                Ints fours[4];
-                transpose_16(bytes, fours);
-                for (int64_t v = 0; v < 4; ++v)
-                    _mm512_mask_storeu_epi32(to + 64 * v, meant, bits(fours[v]));
+            for (int64_t i = meant.begin; i < meant.end; ++i) {
+                const int64_t t = group * GROUP + i - x.first;
+                for (int64_t plane = 0; plane < 2; ++plane)
+                    for (int64_t half = 0; half < 2; ++half)
+                        __builtin_memcpy(to + plane * PLANE_BYTES + i * BLOCK + half * 16,
+                                         unit_b + t * from.next_vector + place<F>(b, plane, half), 16);
+                __builtin_memcpy(to + 2 * PLANE_BYTES + i * 4, from.scale + t * from.next_scale + b, 4);
             }
-            alignas(64) float scale[GROUP];
-            for (int64_t i = 0; i < GROUP; ++i)
-                scale[i] = from.scale[vector[i] * from.next_scale + b];
-            _mm512_mask_storeu_ps(to, meant, _mm512_load_ps(scale));
         }
     }
 }
 
 // 16 rows, of which TILE_BLOCKS blocks are unpacked at a time.
 template <class F>
-struct RowTile {
+struct WeightTile {
     const uint8_t* row[LANES];  // may repeat after the first `valid`; if tiled, the first is the tile
-    int64_t valid, step;        // step: row stride in bytes, 0 if irregular
-    alignas(64) uint8_t copy[TILE_BLOCKS][LANES][BLOCK];
+    int64_t valid;
+    alignas(64) uint8_t copy[TILE_BLOCKS][WEIGHTS_BYTES];  // four bytes of each row in turn
     alignas(64) float scale[TILE_BLOCKS][LANES];
+    const uint8_t* weights[TILE_BLOCKS];  // of each unpacked block
+
+    static constexpr bool IS_IN_PLACE = IS_TILED<F> && F::QUANT_BYTES == BLOCK;
 
     void set(const Rows& rows, int64_t a, int64_t a1) {
         valid = a1 - a < LANES ? a1 - a : LANES;
         for (int64_t r = 0; r < LANES; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
-        step = row[1] - row[0];
-        for (int64_t r = 2; r < LANES; ++r)
-            if (row[r] - row[r - 1] != step) step = 0;
     }
-
-    bool is_in_place() const { return F::QUANT_BYTES == BLOCK && step != 0 && !IS_TILED<F>; }
 
     // Unpacks blocks b0 .. b0 + m - 1: scales, and values unless tiles can load them from the rows.
     void unpack(int64_t n, int64_t b0, int64_t m) {
-        if constexpr (IS_TILED<F>) return unpack_tile(n, b0, m);
-        tile_scales<F>(row, n, b0, scale);
-        if (is_in_place()) return;
-        for (int64_t r = 0; r < LANES; ++r)
-            for (int64_t b = 0; b < m; ++b) {
-                const uint8_t* quants = F::quants(row[r], n, b0 + b);
-                __m256i values;
-                if constexpr (F::QUANT_BYTES == 16) {
-                    values = from_nibbles(load_16_bytes(quants));
-                } else {
-                    values = load_32_bytes(quants);
-                }
-                _mm256_store_si256(reinterpret_cast<__m256i*>(copy[b][r]), values);
+        if constexpr (!IS_TILED<F>) tile_scales<F>(row, n, b0, scale);
+        for (int64_t b = 0; b < m; ++b) {
+            if constexpr (IS_TILED<F>) store_floats(scale[b], load_f16(F::scale_of(row[0], b0 + b, 0)));
+            if constexpr (IS_IN_PLACE) {
+                weights[b] = F::quants_of(row[0], n, b0 + b, 0);
+            } else {
+                unpack_block(n, b0 + b, copy[b]);
+                weights[b] = copy[b];
             }
+        }
     }
 
   private:
-    static __m256i from_nibbles(__m128i nibbles) {
-        const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(nibbles),
-                                                     _mm_srli_epi16(nibbles, 4), 1);
-        return _mm256_sub_epi8(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi8(8));
-    }
-
-    // Transposes each 16 bytes of the rows back.
-    void unpack_tile(int64_t n, int64_t b0, int64_t m) {
-        for (int64_t b = 0; b < m; ++b) {
-            store_floats(scale[b], load_f16(F::scale_of(row[0], b0 + b, 0)));
-            for (int64_t half = 0; half < F::QUANT_BYTES / 16; ++half) {
-                const uint8_t* from = F::quants_of(row[0], n, b0 + b, 0) + half * 256;
-                const __m512i low = _mm512_unpacklo_epi32(load_64_bytes(from), load_64_bytes(from + 64));
-                const __m512i high = _mm512_unpackhi_epi32(load_64_bytes(from), load_64_bytes(from + 64));
-                const __m512i low_2 =
-                    _mm512_unpacklo_epi32(load_64_bytes(from + 128), load_64_bytes(from + 192));
-                const __m512i high_2 =
-                    _mm512_unpackhi_epi32(load_64_bytes(from + 128), load_64_bytes(from + 192));
-                // Each has 16 bytes of rows r, r + 4, r + 8 and r + 12.
-                alignas(64) uint8_t bytes[4][4][16];
-                _mm512_store_si512(bytes[0], _mm512_unpacklo_epi64(low, low_2));
-                _mm512_store_si512(bytes[1], _mm512_unpackhi_epi64(low, low_2));
-                _mm512_store_si512(bytes[2], _mm512_unpacklo_epi64(high, high_2));
-                _mm512_store_si512(bytes[3], _mm512_unpackhi_epi64(high, high_2));
-                for (int r = 0; r < LANES; ++r) {
-                    const __m128i own = load_16_bytes(bytes[r % 4][r / 4]);
-                    if constexpr (F::QUANT_BYTES == 16)
-                        _mm256_store_si256(reinterpret_cast<__m256i*>(copy[b][r]), from_nibbles(own));
-                    else
-                        _mm_store_si128(reinterpret_cast<__m128i*>(copy[b][r] + 16 * half), own);
+    void unpack_block(int64_t n, int64_t b, uint8_t* to) const {
+        for (int64_t q = 0; q < F::QUANT_BYTES / 16; ++q) {
+            Ints fours[4];
+            if constexpr (IS_TILED<F>) {
+                for (int64_t v = 0; v < 4; ++v)
+                    fours[v] = load_ints(F::quants_of(row[0], n, b, 0) + 64 * v);
+            } else {
+                const uint8_t* at[LANES];
+                for (int r = 0; r < LANES; ++r) at[r] = F::quants(row[r], n, b) + 16 * q;
+                transpose_16(at, fours);
+            }
+            for (int64_t v = 0; v < 4; ++v) {
+                uint8_t* part = to + (4 * q + v) * 64;
+                if constexpr (F::QUANT_BYTES == BLOCK) {
+                    _mm512_store_si512(part, bits(fours[v]));
+                } else {  // the high nibbles are the last 16 values of a block
+                    _mm512_store_si512(part, from_nibbles(bits(fours[v])));
+                    _mm512_store_si512(part + 4 * 64, from_nibbles(_mm512_srli_epi16(bits(fours[v]), 4)));
                 }
             }
         }
     }
+
+    static __m512i from_nibbles(__m512i low) {
+        return _mm512_sub_epi8(_mm512_and_si512(low, _mm512_set1_epi8(15)), _mm512_set1_epi8(8));
+    }
 };
 
-// Configures tiles for one call: 0 and 1 are sums, 2 weights, 3 and 4 the planes of x. Releases
-// them afterwards, because other code on the same thread may configure tiles differently.
+// Configures tiles for one call: two sets, each of two tiles of sums, one of weights and one for a
+// plane of x. Releases them afterwards, because other code on the same thread may configure tiles
+// differently.
 class TilesInUse {
   public:
     TilesInUse() {
         struct alignas(64) Config {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, BLOCK, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, BLOCK / 4, BLOCK / 4};
+            uint16_t row_bytes[16] = {64, 64, 64, BLOCK, 64, 64, 64, BLOCK};
+            uint8_t rows[16] = {16, 16, BLOCK / 4, 16, 16, 16, BLOCK / 4, 16};
         };
         const Config config;
         static_assert(sizeof config == 64);
@@ -170,109 +153,120 @@ class TilesInUse {
 };
 
 struct TileSums {
-    alignas(64) int32_t plane[2][LANES][GROUP];
+    alignas(64) int32_t plane[2][GROUP][LANES];
 };
 
-inline void multiply_tile(const uint8_t* weights, int64_t step, const uint8_t* panel,
-                          TileSums& sums) {
-    _tile_loadd(2, weights, step);
-    _tile_loadd(3, panel, 64);
-    _tile_loadd(4, panel + PLANE_BYTES, 64);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_dpbssd(0, 2, 3);
-    _tile_dpbssd(1, 2, 4);
-    _tile_stored(0, sums.plane[0], 64);
-    _tile_stored(1, sums.plane[1], 64);
-}
+// The instructions name tiles by literals.
+#define MULTIPLY(HIGH, LOW, WEIGHTS, X)                \
+    _tile_loadd(WEIGHTS, weights, 64);                 \
+    _tile_loadd(X, panel, BLOCK);                      \
+    _tile_zero(HIGH);                                  \
+    _tile_zero(LOW);                                   \
+    _tile_dpbssd(HIGH, X, WEIGHTS);                    \
+    _tile_loadd(X, panel + PLANE_BYTES, BLOCK);        \
+    _tile_dpbssd(LOW, X, WEIGHTS);                     \
+    _tile_stored(HIGH, sums.plane[0], 64);             \
+    _tile_stored(LOW, sums.plane[1], 64)
 
-// total[r] += the sums of row r times its scale and the vectors' scales.
-inline void add_scaled(const TileSums& sums, const float* scale, Floats x_scale, Floats* total) {
+// Multiplies a block in one of two sets of tiles, so that the instructions of one do not wait for
+// those of the other.
+inline void multiply_block(const uint8_t* weights, const uint8_t* panel, int64_t set, TileSums& sums) {
+    if (set == 0) {
+        MULTIPLY(0, 1, 2, 3);
+    } else {
+        MULTIPLY(4, 5, 6, 7);
+    }
+}
+#undef MULTIPLY
+
+// total[i] += the sums of vector i times its scale and the rows' scales.
+inline void add_scaled(const TileSums& sums, Floats scale, const float* x_scale, Floats* total) {
 #pragma GCC unroll 16
-    for (int r = 0; r < LANES; ++r) {
+    for (int i = 0; i < GROUP; ++i) {
         const Ints products = ints(_mm512_add_epi32(
-            _mm512_slli_epi32(_mm512_load_si512(sums.plane[0][r]), 8),
-            _mm512_load_si512(sums.plane[1][r])));
-        total[r] = fused(to_floats(products), mul(broadcast(scale[r]), x_scale), total[r]);
+            _mm512_slli_epi32(_mm512_load_si512(sums.plane[0][i]), 8),
+            _mm512_load_si512(sums.plane[1][i])));
+        total[i] = fused(to_floats(products), mul(scale, broadcast(x_scale[i])), total[i]);
     }
 }
 
-typedef float RowSums[LANES][GROUP];
+typedef float GroupSums[GROUP][LANES];
 
-// Adds the four parts of each product and writes y; vector t of the call begins at y + t *
-// y_stride.
-inline void store_products(const RowSums* part, int64_t valid, const Input& x, int64_t group,
+// Adds the four parts of each product and writes y; vector t of the call begins at y + t * y_stride.
+inline void store_products(const GroupSums* part, int64_t valid, const Input& x, int64_t group,
                            float* y, int64_t y_stride) {
-    alignas(64) RowSums total;
-    for (int r = 0; r < LANES; ++r)
-        store_floats(total[r],
-                     add_floats(add_floats(load_floats(part[0][r]), load_floats(part[1][r])),
-                                add_floats(load_floats(part[2][r]), load_floats(part[3][r]))));
-    const __mmask16 meant = meant_of(x, group);
-    for (int64_t i = 0; i < GROUP; i += 4) {
-        const uint8_t* four[LANES];
-        for (int r = 0; r < LANES; ++r) four[r] = reinterpret_cast<const uint8_t*>(total[r] + i);
-        Ints vectors[4];
-        transpose_16(four, vectors);
-        for (int64_t v = i; v < i + 4; ++v)
-            if (meant >> v & 1)
-                _mm512_mask_storeu_ps(y + (group * GROUP + v - x.first) * y_stride,
-                                      first_of_16(valid),
-                                      reinterpret_cast<Floats>(vectors[v - i]));
+    const Meant meant(x, group);
+    for (int64_t i = meant.begin; i < meant.end; ++i) {
+        const Floats sums = add_floats(add_floats(load_floats(part[0][i]), load_floats(part[1][i])),
+                                       add_floats(load_floats(part[2][i]), load_floats(part[3][i])));
+        _mm512_mask_storeu_ps(y + (group * GROUP + i - x.first) * y_stride, first_of_16(valid), sums);
     }
 }
+
+// The blocks of some tiles of rows and groups of vectors in the order of multiplication: for each
+// group and tile, blocks p, p + 4, ... for p = 0 .. 3.
+struct BlockOrder {
+    int64_t num_blocks, num_tiles, group = 0, tile = 0, p = 0, b = 0;
+
+    void advance() {
+        b += 4;
+        if (b < num_blocks) return;
+        if (++p == 4 || p == num_blocks) {
+            p = 0;
+            if (++tile == num_tiles) tile = 0, ++group;
+        }
+        b = p;
+    }
+};
 
 // Multiplies up to ROW_TILES tiles of rows by up to MOST_GROUPS groups of vectors; `next` is
-// prefetched. While one block's sums are scaled and added, the tiles multiply the next block, which
-// hides the latency of tile stores.
+// prefetched. Tiles multiply SUMS_AHEAD blocks ahead of those whose sums are scaled and added: the
+// sums of a block take some hundred cycles to be in memory, from where they are loaded.
 template <class F>
-inline void dot_panels(RowTile<F>* tiles, int64_t num_tiles, const uint8_t* next, int64_t n,
+inline void dot_panels(WeightTile<F>* tiles, int64_t num_tiles, const uint8_t* next, int64_t n,
                        const Input& x, int64_t group, int64_t num_groups, float* y,
                        int64_t y_stride) {
+    constexpr int64_t SUMS_AHEAD = 3;
     const Panels panels(x, n);
-    const int64_t num_jobs = num_groups * num_tiles, ahead = num_tiles * LANES * F::BLOCK_BYTES;
-    alignas(64) RowSums part[MOST_GROUPS * ROW_TILES][4];
-    __builtin_memset(part, 0, num_jobs * sizeof part[0]);
-    TileSums sums[2];
+    const int64_t next_bytes = num_tiles * LANES * F::BLOCK_BYTES, next_group = n * PANEL_BYTES;
+    alignas(64) GroupSums part[MOST_GROUPS][ROW_TILES][4];
+    __builtin_memset(part, 0, num_groups * sizeof part[0]);
+    TileSums sums[SUMS_AHEAD + 1];
     for (int64_t b0 = 0; b0 < n; b0 += TILE_BLOCKS) {
         const int64_t m = n - b0 < TILE_BLOCKS ? n - b0 : TILE_BLOCKS;
         for (int64_t i = 0; i < num_tiles; ++i) tiles[i].unpack(n, b0, m);
         asm volatile("" : : : "memory");  // gcc 12 does not know that tile loads read this memory
-        auto multiply = [&](int64_t job, int64_t b, int64_t which) {
-            RowTile<F>& tile = tiles[job % num_tiles];
-            const bool is_in_place = tile.is_in_place();
-            multiply_tile(is_in_place ? F::quants(tile.row[0], n, b0 + b) : tile.copy[b][0],
-                          is_in_place ? tile.step : BLOCK,
-                          panels.at(group + job / num_tiles, b0 + b), sums[which]);
+        const uint8_t* first_panel = panels.at(group, b0);
+        BlockOrder order{m, num_tiles};
+        uint64_t multiplied = 0, added = 0;
+        auto multiply = [&] {
+            if (order.group == num_groups) return;
+            multiply_block(tiles[order.tile].weights[order.b],
+                           first_panel + order.group * next_group + order.b * PANEL_BYTES,
+                           multiplied % 2, sums[multiplied % (SUMS_AHEAD + 1)]);
+            ++multiplied, order.advance();
         };
-        int64_t which = 0;
-        multiply(0, 0, which);
-        for (int64_t job = 0; job < num_jobs; ++job) {
-            const RowTile<F>& tile = tiles[job % num_tiles];
-            const int64_t of_job = group + job / num_tiles;
-            const __mmask16 meant = meant_of(x, of_job);
-            for (int64_t p = 0; p < 4 && p < m; ++p) {
-                Floats total[LANES];
-                for (int r = 0; r < LANES; ++r) total[r] = load_floats(part[job][p][r]);
-                for (int64_t b = p; b < m; b += 4, which ^= 1) {
-                    const bool is_last = b + 4 >= m, is_end = is_last && (p == 3 || p + 1 == m);
-                    if (!is_end || job + 1 < num_jobs)
-                        multiply(is_end ? job + 1 : job, is_end ? 0 : is_last ? p + 1 : b + 4,
-                                 which ^ 1);
-                    for (int64_t at = 0; job == 0 && at < ahead; at += 64)
-                        __builtin_prefetch(next + (b0 + b) * ahead + at, 0, 2);
-                    // Zeros for unused vectors, because their scales are undefined.
-                    const Floats x_scale = _mm512_maskz_loadu_ps(
-                        meant, panels.at(of_job, b0 + b) + 2 * PLANE_BYTES);
-                    add_scaled(sums[which], tile.scale[b], x_scale, total);
+        for (int64_t i = 0; i < SUMS_AHEAD; ++i) multiply();
+        for (int64_t g = 0; g < num_groups; ++g)
+            for (int64_t i = 0; i < num_tiles; ++i)
+                for (int64_t p = 0; p < 4 && p < m; ++p) {
+                    Floats total[GROUP];
+                    for (int t = 0; t < GROUP; ++t) total[t] = load_floats(part[g][i][p][t]);
+                    for (int64_t b = p; b < m; b += 4, ++added) {
+                        multiply();
+                        for (int64_t at = 0; g + i == 0 && at < next_bytes; at += 64)
+                            __builtin_prefetch(next + (b0 + b) * next_bytes + at, 0, 2);
+                        // Sums of unused vectors are arbitrary.
+                        const uint8_t* panel = first_panel + g * next_group + b * PANEL_BYTES;
+                        add_scaled(sums[added % (SUMS_AHEAD + 1)], load_floats(tiles[i].scale[b]),
+                                   reinterpret_cast<const float*>(panel + 2 * PLANE_BYTES), total);
+                    }
+                    for (int t = 0; t < GROUP; ++t) store_floats(part[g][i][p][t], total[t]);
                 }
-                for (int r = 0; r < LANES; ++r) store_floats(part[job][p][r], total[r]);
-            }
-        }
     }
-    for (int64_t job = 0; job < num_jobs; ++job)
-        store_products(part[job], tiles[job % num_tiles].valid, x, group + job / num_tiles,
-                       y + job % num_tiles * LANES, y_stride);
+    for (int64_t g = 0; g < num_groups; ++g)
+        for (int64_t i = 0; i < num_tiles; ++i)
+            store_products(part[g][i], tiles[i].valid, x, group + g, y + i * LANES, y_stride);
 }
 
 template <class F>
@@ -280,7 +274,7 @@ void dot_tiles(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
                int64_t a1) {
     const TilesInUse in_use;
     const int64_t end = (x.first + x.count + GROUP - 1) / GROUP;
-    RowTile<F> tiles[ROW_TILES];
+    WeightTile<F> tiles[ROW_TILES];
     for (int64_t group = x.first / GROUP; group < end; group += MOST_GROUPS)
         for (int64_t a = a0; a < a1; a += ROW_TILES * LANES) {
             int64_t num_tiles = 0;
