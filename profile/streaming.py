@@ -36,6 +36,7 @@ from sparkinfer.runtime.model.loader import Builder
 from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
 from sparkinfer.runtime.model.placement import Placement
 from sparkinfer.runtime.step.decoder import embed, run_layer
+from sparkinfer.runtime.step.native_layers import NativeLayers, shows_all
 from sparkinfer.runtime.text.codec import TextCodec
 from sparkinfer.runtime.weights.matrix import matrix_of
 from sparkinfer.sizes import format_bytes
@@ -285,6 +286,7 @@ class StreamedLayer:
     ) -> None:
         self.stream, self.index, self.waiting, self.load_s = stream, index, waiting, load_s
         self._layer: Layer | None = layer
+        self._native = NativeLayers.build({index: layer}, stream.rotary)
         self.is_through = [False] * len(waiting.windows)
         # For the current chunk: the previous layer's feed-forward input, if it is kept.
         self.before_TD: Tensor | None = None
@@ -305,22 +307,30 @@ class StreamedLayer:
 
     @torch.inference_mode()
     def _run(self, window: int) -> None:
-        rotary, waiting = self.stream.rotary, self.waiting
+        rotary, waiting, observers = self.stream.rotary, self.waiting, self.stream.observers
         length = len(waiting.windows[window])
+        wanted = observers.wanted_in_layers(self.stream.model.shape.num_layers)
+        native = self._native if shows_all(wanted) else None
         for start in range(0, length, SHORT_CHUNK):
             count = min(SHORT_CHUNK, length - start)
             at = waiting.starts[window] + start
             if waiting.inputs and self.index:
                 self.before_TD = waiting.inputs.read(at, at + count).to(self.layer.device)
-            x_TD, ffn_input_TD = run_layer(
-                self.index,
-                self.layer,
-                waiting.states.read(at, at + count).to(self.layer.device),
-                start=start,
-                turn=rotary.turn(start, count) if rotary else None,
-                predictor_input_TD=self.before_TD if self.stream.input_layer_offset else None,
-                observers=self.stream.observers,
-            )
+            x_TD = waiting.states.read(at, at + count).to(self.layer.device)
+            if native is not None and count > 1:
+                x_TD, ffn_input_TD = native.run(
+                    self.index, x_TD, sequence=0, start=start, observers=observers
+                )
+            else:
+                x_TD, ffn_input_TD = run_layer(
+                    self.index,
+                    self.layer,
+                    x_TD,
+                    start=start,
+                    turn=rotary.turn(start, count) if rotary else None,
+                    predictor_input_TD=self.before_TD if self.stream.input_layer_offset else None,
+                    observers=observers,
+                )
             waiting.states.write(at, x_TD)
             if waiting.inputs:
                 waiting.inputs.write(at, ffn_input_TD)
@@ -331,7 +341,7 @@ class StreamedLayer:
     def close(self) -> None:
         """Frees the layer. Every window must be through."""
         assert all(self.is_through), (self.index, self.is_through.index(False))
-        self._layer = self.before_TD = None
+        self._layer = self._native = self.before_TD = None
 
 
 def _touch(entry: TensorEntry) -> None:

@@ -12,6 +12,7 @@ import torch
 from checkpoints import random_model, save_tokenizer
 from forked import run_command
 from models import make_model, make_shape, shape_only
+from reference import rel_error
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
 from sparkinfer import Engine
@@ -30,6 +31,7 @@ from sparkinfer.profile.states import FileStates, MemoryStates
 from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
 from sparkinfer.profile_file import Profile
 from sparkinfer.runtime.model.observers import NAMES
+from sparkinfer.runtime.step.native_layers import SHOWN
 
 CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320,
@@ -126,6 +128,25 @@ def test_observers_see_the_same_bits_layer_by_layer(folder, tmp_path, case, spil
     in_layers = NAMES.keys() - {"embedding", "ffn_predicted", "output_norm", "logits"}
     assert {n for n, layer in got.seen if layer is not None} == in_layers
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_layers_show_the_same_bits_one_at_a_time(folder, tmp_path, case):
+    """Chunks of 128, one of them of a single token, which goes through torch."""
+    want, got, in_torch = Record(), Record(), Record()
+    with Engine.load(folder / case, mode="dense", device="cpu") as engine:
+        for record, names in ((want, SHOWN), (in_torch, SHOWN | {"attn_out"})):
+            with engine.observe(record.observe, lambda name, layer, names=names: name in names):
+                for ids in windows_of():
+                    engine.hidden(ids)
+    with stream_of(folder / case, tmp_path) as stream:
+        with stream.observe(got.observe, lambda name, layer: name in SHOWN):
+            stream.run(windows_of(), lambda count: None)
+    assert is_same(got, want)
+    assert {name for name, layer in got.seen} == SHOWN
+    for key, tensors in got.seen.items():
+        for mine, other in zip(tensors, in_torch.seen[key], strict=True):
+            assert rel_error(mine, other) < 1e-3, key
 
 
 @pytest.mark.parametrize("case", ["llama", "opt", "falcon-7b"])

@@ -28,6 +28,8 @@ NAMES = {
     "logits": "[T, V] logits, only of the tokens for which they are wanted",
 }
 
+OUTSIDE = {"embedding", "output_norm", "logits"}  # of layers
+
 Observe = Callable[[str, int | None, Tensor], None]
 Wants = Callable[[str, int | None], bool]
 
@@ -63,6 +65,11 @@ class Observers:
     def want(self, name: str, layer: int | None) -> bool:
         """True if any observer wants the tensor."""
         return any(observation.wants(name, layer) for observation in self.active)
+
+    def wanted_in_layers(self, num_layers: int) -> set[str]:
+        """The tensors within layers that any observer wants of any layer."""
+        names = NAMES.keys() - OUTSIDE
+        return {n for n in names if any(self.want(n, layer) for layer in range(num_layers))}
 
     def show(self, name: str, layer: int | None, tensor: Tensor) -> None:
         """Passes a tensor to the observers that want it."""

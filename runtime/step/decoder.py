@@ -4,7 +4,7 @@ Letters: T tokens, R rows with logits, D model width, V vocabulary."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from sparkinfer.runtime.step.decode_step import DecodeStep
 from sparkinfer.runtime.step.forms import layer_form
 from sparkinfer.runtime.step.host_attention import HostAttention
 from sparkinfer.runtime.step.hybrid_step import HybridStep
+from sparkinfer.runtime.step.native_layers import NativeLayers, shows_all
 from sparkinfer.runtime.step.native_step import NativeStep
 from sparkinfer.runtime.step.program import (
     HOST,
@@ -143,8 +144,14 @@ class Decoder:
         self.observers.show("embedding", None, x_TD)
         turns = {d: r.turn(start, len(ids_T)) for d, r in weights.rotary.items()}
         host = self.host_attention
+        native = self._native_layers if len(ids_T) > 1 and self._is_seen_natively() else None
         before_TD: Tensor | None = None
         for index, layer in enumerate(weights.layers):
+            if native is not None:
+                x_TD, _ = native.run(
+                    index, x_TD, sequence=sequence, start=start, observers=self.observers
+                )
+                continue
             x_TD, ffn_input_TD = run_layer(
                 index,
                 layer,
@@ -160,6 +167,18 @@ class Decoder:
             )
             before_TD = ffn_input_TD
         return x_TD.to(weights.head_device)
+
+    def _is_seen_natively(self) -> bool:
+        """True if native operations can show what observers want."""
+        if not isinstance(self.native, NativeStep) or not self.observers.active:
+            return False
+        return shows_all(self.observers.wanted_in_layers(len(self.weights.layers)))
+
+    @cached_property
+    def _native_layers(self) -> NativeLayers | None:
+        """Layers whose tensors observers see; None if the model does not support them."""
+        rotary = self.weights.rotary.get(torch.device("cpu"))
+        return NativeLayers.build(dict(enumerate(self.weights.layers)), rotary)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""

@@ -67,6 +67,7 @@ class StepStruct(Structure):
                 ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
                 ("rope_magnitude", c_double),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
+                ("seen_gate", c_void_p), ("seen_hidden", c_void_p),
                 ("num_layers", c_int64), ("num_ops", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("context_length", c_int64), ("max_rows", c_int64),
@@ -124,18 +125,18 @@ class NativeStep:
         library.run_step(self.step, rows, logits)
         if self.neuron_cache is not None:
             self.neuron_cache.after_step(decoded)
-        self._count()
+        take_traffic(self.step, self.traffic)
 
-    def _count(self) -> None:
-        """Moves the step's byte counts to `traffic`."""
-        step, traffic = self.step, self.traffic
-        traffic.gate += step.gate_bytes
-        traffic.up += step.up_bytes
-        traffic.down += step.down_bytes
-        traffic.predictor += step.predictor_bytes
-        traffic.attention += step.attention_bytes
-        step.gate_bytes = step.up_bytes = step.down_bytes = 0
-        step.predictor_bytes = step.attention_bytes = 0
+
+def take_traffic(step: StepStruct, traffic: Traffic) -> None:
+    """Moves the step's byte counts to `traffic`."""
+    traffic.gate += step.gate_bytes
+    traffic.up += step.up_bytes
+    traffic.down += step.down_bytes
+    traffic.predictor += step.predictor_bytes
+    traffic.attention += step.attention_bytes
+    step.gate_bytes = step.up_bytes = step.down_bytes = 0
+    step.predictor_bytes = step.attention_bytes = 0
 
 
 def _struct_of(row: Row) -> RowStruct:
@@ -211,20 +212,27 @@ class StepBuilder(Structs):
 
     def frame(self, weights: Weights, layer_structs: list[LayerStruct]) -> StepStruct:
         """A step with these layers, without embedding, head, operations and workspace."""
-        layers = (LayerStruct * len(layer_structs))(*layer_structs)
-        first = weights.layers[0]
-        cache, ffn = first.attention.cache, first.ffn
         rotary = weights.rotary.get(torch.device("cpu"))
+        step = self.frame_of(
+            weights.layers[0], layer_structs, width=weights.embedding.width, rotary=rotary
+        )
+        if weights.positions is not None:
+            step.positions = self.matrix(weights.positions)
+        return step
+
+    def frame_of(
+        self, first: Layer, layer_structs: list[LayerStruct], *, width: int, rotary: Rotary | None
+    ) -> StepStruct:
+        """`frame` without learned positions; `first` is one of the layers."""
+        layers = (LayerStruct * len(layer_structs))(*layer_structs)
+        cache, ffn = first.attention.cache, first.ffn
         predictor = ffn.predictor
         step = StepStruct(
-            positions=MatrixStruct()
-            if weights.positions is None
-            else self.matrix(weights.positions),
             layer=layers,
             frequency=None if rotary is None else self.pointer(rotary.frequency_W, torch.float64),
             rope_magnitude=1.0 if rotary is None else rotary.magnitude,
             num_layers=len(layers),
-            width=weights.embedding.width,
+            width=width,
             num_neurons=ffn.num_neurons,
             num_heads=first.attention.num_heads,
             table=self.table(cache.table),

@@ -283,6 +283,12 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
     assert status == _OK, status
 
 
+def run_part(part: ctypes.Structure) -> None:
+    """Runs a part of a step, a struct of native_parts.py; step_bytes must have checked the step, and
+    the caller its rows."""
+    (_lib or _built()).spark_part(ctypes.addressof(part))
+
+
 def part_function() -> int:
     """The address of a function void (*)(void*) that runs a part of a step, a struct of
     native_parts.py; step_bytes must have checked the step."""

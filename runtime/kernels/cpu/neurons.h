@@ -29,9 +29,11 @@ class Neurons {
     }
 
     // Writes the output of a block's predicted neurons (all, if `named` is null) for T tokens to
-    // out [T, D]; sets in `fired` the bits of neurons whose row of `down` is used (dense: all).
+    // out [T, D]; sets in `fired` the bits of neurons whose row of `down` is used (dense: all). `seen`: see
+    // SparkStep's seen_gate.
     void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
-             float* out, NeuronBytes& read, Fired fired = {}) {
+             float* out, NeuronBytes& read, Fired fired = {}, const Seen& seen = {}) {
+        seen_ = seen;
         if (block.is_by_output) return run_by_output(block, gate, x, T, out, read, fired);
         if (!named && T <= RowSums::MOST_TOGETHER && WholeNeurons::takes(block, gate))
             return run_whole(block, gate, x, T, out, read, fired);
@@ -70,7 +72,7 @@ class Neurons {
             if (block.up.data)
                 kernels().dot_rows[block.up.kind](::rows_of(block.up), up_x, up_many_, N, a0, a1);
             for (int64_t t = 0; t < T; ++t)
-                activate_whole(block, gate, a0, a1, hidden_.value + t * N, up_many_ + t * N);
+                activate_whole(block, gate, t, a0, a1, hidden_.value + t * N, up_many_ + t * N, seen_);
         });
         hidden_x_.size = N;
         hidden_x_.changed();
@@ -92,7 +94,7 @@ class Neurons {
         const Input gate_x = x.as(block.gate.kind, T);
         const Input up_x = block.up.data ? x.as(block.up.kind, T) : gate_x;
         const WholeNeurons whole = {block, gate, gate_x, up_x, T, hidden_.value, up_many_, hidden_.mask,
-                                    groups_of(N) * SUM_ROWS, sums_.part, chunk};
+                                    groups_of(N) * SUM_ROWS, sums_.part, chunk, seen_};
         split(T * N * row_bytes(block.gate), chunks, 1, MAX_CHUNKS,
               [&](int64_t c0, int64_t c1) { whole.run(c0, c1); });
         auto join = [&](int64_t t, int64_t d0, int64_t d1) {
@@ -248,6 +250,7 @@ class Neurons {
         for (int64_t t = 0; t < T; ++t) {
             float* of = hidden_.values(g, t);
             for (int64_t i = 0; bias.data && i < count; ++i) of[i] += bias[i];
+            seen_.keep(seen_.gate, t, p0, of, count);
             gate.smooth(of, count);
             any |= needed[t] &= act(gate, limits, p0, of, count);
         }
@@ -268,6 +271,7 @@ class Neurons {
             for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
             if (limits.has_hidden()) needed[t] &= limits.loud(of, p0, count);
             kernels().keep_only(of, needed[t]);
+            seen_.keep(seen_.hidden, t, p0, of, count);
             any |= hidden_.used(g, t) = needed[t];
         }
         num_read_[g].down = __builtin_popcountll(any);
@@ -311,6 +315,7 @@ class Neurons {
     int32_t *position_, *candidate_, *open_, *open_position_;
     float *gate_, *up_, *up_many_ = nullptr;
     NumRead* num_read_ = nullptr;
+    Seen seen_ = {};
 };
 
 // The packed forms of a block's hidden values, as a bit mask; 0 unless `down` has a row per output.

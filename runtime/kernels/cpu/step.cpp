@@ -381,7 +381,7 @@ class Step {
                              applied(l.ffn_limit), T, out, read, fired);
         } else {
             w.neurons.run(block, gate, is_predicted ? named : nullptr, without_silent(input, l.ffn_limit),
-                          T, out, read, fired);
+                          T, out, read, fired, {s.seen_gate, s.seen_hidden, s.num_neurons});
         }
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }

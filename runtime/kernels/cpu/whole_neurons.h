@@ -3,17 +3,30 @@
 #pragma once
 #include "gate.h"
 
-// Turns gates a0 .. a1-1 of one token into hidden values, in mode "dense"; `by`: the products with up.
-inline void activate_whole(const SparkBlock& block, const Gate& gate, int64_t a0, int64_t a1, float* value,
-                           float* by) {
+// Where values of a block's neurons are kept for observers, [T, stride]; null: they are not kept.
+struct Seen {
+    float *gate, *hidden;
+    int64_t stride;
+
+    // Keeps `count` values of token t, from neuron p on.
+    void keep(float* to, int64_t t, int64_t p, const float* value, int64_t count) const {
+        if (to) std::memcpy(to + t * stride + p, value, count * sizeof(float));
+    }
+};
+
+// Turns gates a0 .. a1-1 of token t into hidden values, in mode "dense"; `by`: the products with up.
+inline void activate_whole(const SparkBlock& block, const Gate& gate, int64_t t, int64_t a0, int64_t a1,
+                           float* value, float* by, const Seen& seen) {
     const SparkMatrix& up = block.up;
     for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
+    seen.keep(seen.gate, t, a0, value + a0, a1 - a0);
     gate.smooth(value + a0, a1 - a0);
     for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a], 0.0f);
     for (int64_t a = a0; up.bias && a < a1; ++a) by[a] += up.bias[a];
     const bool is_drelu = gate.activation == ACTIVATION_DRELU;
     for (int64_t a = a0; is_drelu && a < a1; ++a) by[a] = by[a] < 0.0f ? 0.0f : by[a];
     for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];
+    seen.keep(seen.hidden, t, a0, value + a0, a1 - a0);
 }
 
 struct WholeNeurons {
@@ -26,6 +39,7 @@ struct WholeNeurons {
     int64_t stride;            // neurons, padded to whole groups
     float* part;      // [chunks, T, D]
     int64_t chunk;    // neurons of a chunk
+    Seen seen;
 
     static bool takes(const SparkBlock& block, const Gate& gate) {
         auto is_run = [](const SparkMatrix& m) { return !m.data || m.stride == row_bytes(m); };
@@ -41,7 +55,7 @@ struct WholeNeurons {
         multiply(block.gate, gate_x, a0, a1, hidden, has_up ? row(block.up, a0) : down);
         if (has_up) multiply(block.up, up_x, a0, a1, up_value, down);
         for (int64_t t = 0; t < T; ++t)
-            activate(a0, a1, hidden + t * stride, up_value + t * stride);
+            activate_whole(block, gate, t, a0, a1, hidden + t * stride, up_value + t * stride, seen);
         for (int64_t c = c0; c < c1; ++c) add(c, a1);
     }
 
@@ -62,10 +76,6 @@ struct WholeNeurons {
             also[i] = row(block.down, std::min(a0 + i, block.num_neurons - 1));
         rows.also = also;
         kernels().dot_rows[m.kind](rows, x, y, stride, last, a1);
-    }
-
-    void activate(int64_t a0, int64_t a1, float* value, float* by) const {
-        activate_whole(block, gate, a0, a1, value, by);
     }
 
     // Computes the sums of chunk c, and prefetches the neurons after it up to `end`.
