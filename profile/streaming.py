@@ -286,7 +286,7 @@ class StreamedLayer:
     ) -> None:
         self.stream, self.index, self.waiting, self.load_s = stream, index, waiting, load_s
         self._layer: Layer | None = layer
-        self._native = NativeLayers.build({index: layer}, stream.rotary)
+        self._native = NativeLayers.build({index: layer}, stream.rotary, stream.input_layer_offset)
         self.is_through = [False] * len(waiting.windows)
         # For the current chunk: the previous layer's feed-forward input, if it is kept.
         self.before_TD: Tensor | None = None
@@ -317,9 +317,10 @@ class StreamedLayer:
             if waiting.inputs and self.index:
                 self.before_TD = waiting.inputs.read(at, at + count).to(self.layer.device)
             x_TD = waiting.states.read(at, at + count).to(self.layer.device)
+            before_TD = self.before_TD if self.stream.input_layer_offset else None
             if native is not None and count > 1:
                 x_TD, ffn_input_TD = native.run(
-                    self.index, x_TD, sequence=0, start=start, observers=observers
+                    self.index, x_TD, start=start, predictor_input_TD=before_TD, observers=observers
                 )
             else:
                 x_TD, ffn_input_TD = run_layer(
@@ -328,7 +329,7 @@ class StreamedLayer:
                     x_TD,
                     start=start,
                     turn=rotary.turn(start, count) if rotary else None,
-                    predictor_input_TD=self.before_TD if self.stream.input_layer_offset else None,
+                    predictor_input_TD=before_TD,
                     observers=observers,
                 )
             waiting.states.write(at, x_TD)

@@ -146,14 +146,25 @@ class Engine(TextEngine):
                 token_id = chain.sample(self._live.run(rows)[0], ())
             return time.perf_counter() - began
 
-    def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
+    def observe(
+        self, observe: Observe, wants: Wants | None = None, *, in_torch: bool = False
+    ) -> Observation:
         """Calls observe(name, layer, tensor) after each named tensor is computed.
 
         runtime.model.observers.NAMES lists names and shapes; layer is None outside the layers.
         wants(name, layer) is called first; if it returns false, the tensor is skipped. Observation
         ends with `.remove()` or with the `with` block. A tensor must not be changed, or kept
-        without a copy."""
-        return self._live.observers.add(observe, wants)
+        without a copy.
+
+        Passes that are observed go layer by layer: of two tokens or more in native operations, if
+        these support the model and show all that is wanted (native_layers.SHOWN); with `in_torch`,
+        and if nothing is wanted, in torch. The two differ in the order of summation."""
+        return self._live.observers.add(observe, wants, in_torch=in_torch)
+
+    @property
+    def has_native_layers(self) -> bool:
+        """True if passes that are observed can be native."""
+        return self._live.has_native_layers
 
     def memory_report(self) -> list[MemoryReport]:
         """Budgeted, reserved and peak bytes of each GPU that holds a part of the model."""

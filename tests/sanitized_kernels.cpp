@@ -332,11 +332,12 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     for (int64_t t = 0; t < R; ++t) rows[t] = {C - R + t, C - R + t, 0, 1, -1, 0};
     std::vector<int64_t> times(2 * NUM_TIMED * (step.num_layers + 1));
     step.times = times.data(), step.fired = fired_together;
-    if (mode != MODE_PREDICTED) step.seen_gate = floats(R * F, UNSEEN), step.seen_hidden = floats(R * F, UNSEEN);
+    step.seen_gate = floats(R * F, UNSEEN), step.seen_hidden = floats(R * F, UNSEEN);
+    if (mode == MODE_PREDICTED) step.seen_predicted = floats(R * F, UNSEEN);
     if (spark_step(&step, rows, R, together)) return false;
-    for (const float* seen : {step.seen_gate, step.seen_hidden})
+    for (const float* seen : {step.seen_predicted, step.seen_gate, step.seen_hidden})
         if (seen && std::find(seen, seen + R * F, UNSEEN) != seen + R * F) return false;
-    step.times = nullptr, step.seen_gate = step.seen_hidden = nullptr;
+    step.times = nullptr, step.seen_predicted = step.seen_gate = step.seen_hidden = nullptr;
     if (std::memcmp(together + (R - 1) * V, logits, V * sizeof(float))) return false;
     if (std::memcmp(fired_together + (R - 1) * num_words, fired, num_words * 4)) return false;
     if (mode == MODE_DENSE && !are_all(fired, F)) return false;

@@ -11,6 +11,7 @@ from test_native_step import BOUNDS, PAIRS
 from test_runtime import PATTERNS, make_split, saved
 
 from sparkinfer import Engine
+from sparkinfer.model_file import PredictorInfo
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step.native_layers import SHOWN, NativeLayers
 
@@ -32,18 +33,18 @@ def observed(engine, names, ids=IDS):
     """{(name, layer): tensor} of a pass over `ids`."""
     seen = {}
     with engine.observe(
-        lambda name, layer, tensor: seen.update({(name, layer): tensor}),
+        lambda name, layer, tensor: seen.update({(name, layer): tensor.clone()}),
         lambda name, layer: name in names,
     ):
         engine.hidden(ids)
     return seen
 
 
-@pytest.mark.parametrize("mode", ["dense", "exact"])
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("activation, kind", PAIRS)
 def test_observers_see_what_torch_computes(tmp_path, calls, mode, kind, activation):
     shape = make_shape(width=256 if kind.endswith("_k") else 64)
-    model = make_model(shape=shape, kind=kind, activation=activation)
+    model = make_model(shape=shape, kind=kind, activation=activation, predictor_rank=8)
     model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode) as engine:
@@ -51,14 +52,56 @@ def test_observers_see_what_torch_computes(tmp_path, calls, mode, kind, activati
         assert calls == [0, 1]
         want = observed(engine, SHOWN | {"ffn_out"})
         assert calls == [0, 1]
+    # A neuron that is named in one path only changes what later layers see.
+    compare(got, want, BOUNDS[kind] * (2 if mode == "predicted" else 1))
+    names = SHOWN if mode == "predicted" else SHOWN - {"ffn_predicted"}
+    assert {name for name, _ in got} == names
+    assert (got["ffn_hidden", 0] != 0).any()
+    assert got["ffn_gate", 1].isnan().any() == (mode == "predicted")
+
+
+def compare(got, want, bound):
+    """Scores and gates near a threshold may name or silence a neuron in one path only."""
     for key, tensor in got.items():
-        assert tensor.shape == want[key].shape
-        assert rel_error(tensor, want[key]) < BOUNDS[kind], key
-    assert {name for name, _ in got} == SHOWN
-    fired = got["ffn_hidden", 0] != 0
-    assert fired.any() and (
-        mode == "dense" and activation not in ("relu", "drelu", "fatrelu") or not fired.all()
-    )
+        other = want[key]
+        is_alike = (tensor.isnan() == other.isnan()) & ((tensor == 0) == (other == 0))
+        assert is_alike.float().mean() > 0.99, key
+        mine, other = tensor[is_alike].nan_to_num(), other[is_alike].nan_to_num()
+        assert rel_error(mine, other) < bound, key
+
+
+@pytest.mark.parametrize("kind", ["linear", "relu", "gate"])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_scores_of_predictors(tmp_path, calls, kind, offset):
+    shape = make_shape(num_layers=3)
+    if kind == "gate":
+        model = make_model(shape=shape, activation="silu")
+        tensors = dict(model.tensors)
+        for layer in range(3):
+            tensors[f"blk.{layer}.ffn_pred_up.weight"] = tensors[f"blk.{layer}.ffn_gate.weight"]
+        info = PredictorInfo(kind=kind, rank_L=(0,) * 3, threshold_L=(0.1,) * 3)
+        model = dataclasses.replace(model, tensors=tensors)
+    else:
+        model = make_model(shape=shape, predictor_rank=8, predictor_kind=kind)
+        info = model.predictor
+    info = dataclasses.replace(info, input_layer_offset=offset)
+    dataclasses.replace(model, predictor=info).save(tmp_path / "m.gguf")
+    with Engine.load(tmp_path / "m.gguf", mode="predicted") as engine:
+        got = observed(engine, SHOWN)
+        assert calls == [0, 1, 2]
+        compare(got, observed(engine, SHOWN | {"ffn_out"}), BOUNDS["f32"])
+    assert ("ffn_predicted", 2) in got
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_divided_neurons_are_seen_in_the_layers_order(tmp_path, calls, mode, pattern):
+    model = saved(tmp_path, kind="q8_0", predictor_rank=8)
+    make_split(model, PATTERNS[pattern]).save(tmp_path / "s.gguf")
+    with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
+        got = observed(engine, SHOWN)
+        assert calls == [0, 1]
+        compare(got, observed(engine, SHOWN | {"ffn_out"}), BOUNDS["q8_0"])
 
 
 @pytest.mark.parametrize("num_neurons", [33, 96, 1056])
@@ -70,19 +113,17 @@ def test_any_number_of_tokens_and_neurons(tmp_path, calls, num_neurons, count):
         with Engine.load(model.path, mode=mode) as engine:
             got = observed(engine, SHOWN, IDS[:count])
             want = observed(engine, SHOWN | {"attn_norm"}, IDS[:count])
-        for key, tensor in got.items():
-            assert rel_error(tensor, want[key]) < BOUNDS["f32"], key
+        compare(got, want, BOUNDS["f32"])
     assert calls == [0, 1] * 2
 
 
-def test_tensors_are_copies_and_bits_do_not_depend_on_threads(tmp_path):
+def test_bits_do_not_depend_on_threads(tmp_path):
     model = saved(tmp_path, shape=make_shape(num_neurons=1056), kind="q8_0")
     found = []
     with Engine.load(model.path, mode="exact") as engine:
         for threads in (1, 2, 3):
             library.set_threads(threads)
             found.append(observed(engine, SHOWN))
-        observed(engine, SHOWN, IDS[::-1])
     for other in found[1:]:
         assert all(torch.equal(tensor, other[key]) for key, tensor in found[0].items())
 
@@ -104,16 +145,20 @@ def test_other_tensors_are_shown_by_torch(tmp_path, calls, names):
     assert not calls
 
 
-def test_single_tokens_predicted_neurons_and_plans_go_through_torch(tmp_path, calls):
-    model = saved(tmp_path, predictor_rank=8)
+def test_single_tokens_go_through_torch(tmp_path, calls):
+    model = saved(tmp_path)
     with Engine.load(model.path, mode="exact") as engine:
         assert len(observed(engine, SHOWN, IDS[:1])["ffn_gate", 1]) == 1
-    with Engine.load(model.path, mode="predicted") as engine:
-        assert observed(engine, {"ffn_gate"})["ffn_gate", 1].isnan().any()
-    make_split(model, PATTERNS["half"]).save(tmp_path / "s.gguf")
-    with Engine.load(model.path, split=tmp_path / "s.gguf", mode="exact") as engine:
-        assert observed(engine, {"ffn_gate"})["ffn_gate", 1].shape == (len(IDS), 96)
     assert not calls
+
+
+def test_torch_can_be_asked_for(tmp_path, calls):
+    model, seen = saved(tmp_path), []
+    with Engine.load(model.path, mode="exact") as engine:
+        assert engine.has_native_layers
+        with engine.observe(lambda *a: seen.append(a[0]), lambda n, i: n in SHOWN, in_torch=True):
+            engine.hidden(IDS)
+    assert set(seen) == SHOWN - {"ffn_predicted"} and not calls
 
 
 def test_new_thresholds_apply(tmp_path):
@@ -143,10 +188,11 @@ def test_positions_without_a_block_are_refused(tmp_path):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
         live = engine._live
-        layers = NativeLayers.build(dict(enumerate(live.weights.layers)), None)
+        layers = NativeLayers.build(dict(enumerate(live.weights.layers)), None, 0)
+        rest = {"predictor_input_TD": None, "observers": live.observers}
         x_TD = torch.zeros(2, model.shape.width)
         with pytest.raises(IndexError, match="positions 31 to 32 have no block"):
-            layers.run(0, x_TD, sequence=0, start=31, observers=live.observers)
+            layers.run(0, x_TD, start=31, **rest)
         layers.block_SN[0, -1] = -1
         with pytest.raises(IndexError, match="positions 30 to 31 have no block"):
-            layers.run(0, x_TD, sequence=0, start=30, observers=live.observers)
+            layers.run(0, x_TD, start=30, **rest)

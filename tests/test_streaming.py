@@ -143,7 +143,7 @@ def test_native_layers_show_the_same_bits_one_at_a_time(folder, tmp_path, case):
         with stream.observe(got.observe, lambda name, layer: name in SHOWN):
             stream.run(windows_of(), lambda count: None)
     assert is_same(got, want)
-    assert {name for name, layer in got.seen} == SHOWN
+    assert {name for name, layer in got.seen} == SHOWN - {"ffn_predicted"}
     for key, tensors in got.seen.items():
         for mine, other in zip(tensors, in_torch.seen[key], strict=True):
             assert rel_error(mine, other) < 1e-3, key

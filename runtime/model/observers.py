@@ -40,6 +40,7 @@ class Observation:
 
     observe: Observe
     wants: Wants
+    in_torch: bool  # passes that it sees go through torch
     registry: "Observers"
 
     def remove(self) -> None:
@@ -57,8 +58,13 @@ class Observers:
     def __init__(self) -> None:
         self.active: list[Observation] = []
 
-    def add(self, observe: Observe, wants: Wants | None) -> Observation:
-        observation = Observation(observe, wants or (lambda name, layer: True), self)
+    @property
+    def in_torch(self) -> bool:
+        return any(observation.in_torch for observation in self.active)
+
+    def add(self, observe: Observe, wants: Wants | None, *, in_torch: bool = False) -> Observation:
+        wants = wants or (lambda name, layer: True)
+        observation = Observation(observe, wants, in_torch, self)
         self.active.append(observation)
         return observation
 

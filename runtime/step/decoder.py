@@ -144,41 +144,53 @@ class Decoder:
         self.observers.show("embedding", None, x_TD)
         turns = {d: r.turn(start, len(ids_T)) for d, r in weights.rotary.items()}
         host = self.host_attention
-        native = self._native_layers if len(ids_T) > 1 and self._is_seen_natively() else None
+        is_native = len(ids_T) > 1 and self._is_seen_natively()
+        native = self._native_layers if is_native else None
         before_TD: Tensor | None = None
         for index, layer in enumerate(weights.layers):
+            before_TD = before_TD if self.input_layer_offset else None
             if native is not None:
-                x_TD, _ = native.run(
-                    index, x_TD, sequence=sequence, start=start, observers=self.observers
-                )
+                x_TD, before_TD = native.run(
+                    index, x_TD, sequence=sequence, start=start, predictor_input_TD=before_TD,
+                    observers=self.observers,
+                )  # fmt: skip
                 continue
-            x_TD, ffn_input_TD = run_layer(
+            x_TD, before_TD = run_layer(
                 index,
                 layer,
                 x_TD.to(layer.device),
                 sequence=sequence,
                 start=start,
                 turn=turns.get(layer.attention.cache.device),
-                predictor_input_TD=before_TD if self.input_layer_offset else None,
+                predictor_input_TD=before_TD,
                 observers=self.observers,
                 attend=None
                 if host is None
                 else partial(host.attend, index, sequence=sequence, start=start),
             )
-            before_TD = ffn_input_TD
         return x_TD.to(weights.head_device)
 
     def _is_seen_natively(self) -> bool:
-        """True if native operations can show what observers want."""
-        if not isinstance(self.native, NativeStep) or not self.observers.active:
-            return False
-        return shows_all(self.observers.wanted_in_layers(len(self.weights.layers)))
+        """True if native operations are to show what observers want."""
+        is_asked = self.observers.active and not self.observers.in_torch
+        return bool(is_asked) and shows_all(
+            self.observers.wanted_in_layers(len(self.weights.layers))
+        )
+
+    @property
+    def has_native_layers(self) -> bool:
+        """True if passes that observers see can be native."""
+        return self._native_layers is not None
 
     @cached_property
     def _native_layers(self) -> NativeLayers | None:
         """Layers whose tensors observers see; None if the model does not support them."""
+        if not isinstance(self.native, NativeStep):
+            return None
         rotary = self.weights.rotary.get(torch.device("cpu"))
-        return NativeLayers.build(dict(enumerate(self.weights.layers)), rotary)
+        return NativeLayers.build(
+            dict(enumerate(self.weights.layers)), rotary, self.input_layer_offset
+        )
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""

@@ -6,7 +6,7 @@ to the bit. What it does not support goes through torch (decoder.run_layer).
 Letters: T tokens, D model width, F neurons of a layer, L layers."""
 
 from collections.abc import Collection, Mapping
-from ctypes import addressof, c_int64, pointer
+from ctypes import Array, addressof, c_int64, pointer
 from dataclasses import dataclass, field
 
 import torch
@@ -25,12 +25,16 @@ from sparkinfer.runtime.step.native_step import RowStruct, StepBuilder, StepStru
 from sparkinfer.runtime.step.program import ffn_in, layer_ops
 
 # The tensors within a layer that observers of these passes can see.
-SHOWN = frozenset({"ffn_norm", "ffn_gate", "ffn_hidden", "layer_out"})
+SHOWN = frozenset({"ffn_norm", "ffn_predicted", "ffn_gate", "ffn_hidden", "layer_out"})
+# Those of all neurons, with the field of the step that says where they are written.
+_OF_NEURONS = {
+    "ffn_predicted": "seen_predicted", "ffn_gate": "seen_gate", "ffn_hidden": "seen_hidden",
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)
 class NativeLayers:
-    """Layers on the CPU in mode dense or exact, by index."""
+    """Layers on the CPU, by index."""
 
     step: StepStruct
     ranges: Mapping[int, tuple[int, int]]  # of native operations, for each layer
@@ -38,26 +42,29 @@ class NativeLayers:
     block_length: int
     x_TD: Tensor
     ffn_in_2TD: Tensor
-    gate_TF: Tensor
-    hidden_TF: Tensor
+    seen: Mapping[str, Tensor]  # f32 [T, F] by name
     traffic: Traffic
     kept: tuple[object, ...]
-    _rows: object = field(default=None, repr=False)  # RowStruct * T
+    _rows: Array[RowStruct] | None = field(default=None, repr=False)
     _place: tuple[int, int, int] | None = None  # sequence, first position and number of the rows
 
     @classmethod
-    def build(cls, layers: Mapping[int, Layer], rotary: Rotary | None) -> "NativeLayers | None":
+    def build(
+        cls, layers: Mapping[int, Layer], rotary: Rotary | None, input_layer_offset: int
+    ) -> "NativeLayers | None":
         """None if the native operations do not support one of the layers."""
         is_supported = library.is_available() and all(map(_is_supported, layers.values()))
         if not is_supported:
             return None
         try:
-            return cls._build(layers, rotary)
+            return cls._build(layers, rotary, input_layer_offset)
         except NotNative:
             return None
 
     @classmethod
-    def _build(cls, layers: Mapping[int, Layer], rotary: Rotary | None) -> "NativeLayers":
+    def _build(
+        cls, layers: Mapping[int, Layer], rotary: Rotary | None, input_layer_offset: int
+    ) -> "NativeLayers":
         builder, first = StepBuilder(), next(iter(layers.values()))
         width, num_neurons = len(first.attn_norm.weight_D), first.ffn.num_neurons
         structs = [builder.layer(layer, layer.ffn.blocks) for layer in layers.values()]
@@ -76,35 +83,43 @@ class NativeLayers:
         row_L = {index: row for row, index in enumerate(layers)}
         for index, layer in layers.items():
             begin = len(ops)
-            for lowered in native_ops(layer_ops(index, layer_form(layer), 0), row_L):
+            for lowered in native_ops(
+                layer_ops(index, layer_form(layer), input_layer_offset), row_L
+            ):
                 ops += lowered
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
         table = first.attention.cache.table
+        names = set(_OF_NEURONS) - (set() if first.ffn.mode == "predicted" else {"ffn_predicted"})
         return cls(
             step=step, ranges=ranges, block_SN=table.block_SN, block_length=table.block_length,
             x_TD=x_TD, ffn_in_2TD=ffn_in_2TD,
-            gate_TF=torch.empty(step.max_rows, num_neurons),
-            hidden_TF=torch.empty(step.max_rows, num_neurons),
+            seen={name: torch.empty(step.max_rows, num_neurons) for name in names},
             traffic=first.ffn.traffic, kept=tuple(builder.kept),
         )  # fmt: skip
 
     def run(
-        self, index: int, x_TD: Tensor, *, sequence: int, start: int, observers: Observers
+        self,
+        index: int,
+        x_TD: Tensor,
+        *,
+        sequence: int = 0,
+        start: int,
+        predictor_input_TD: Tensor | None,
+        observers: Observers,
     ) -> tuple[Tensor, Tensor]:
         """Does what decoder.run_layer does, for at least two tokens."""
         T = len(x_TD)
         assert 1 < T <= self.step.max_rows, T
         self._set_rows(sequence, start, T)
         self.x_TD[:T].copy_(x_TD)
-        seen = {
-            name: tensor_TF
-            for name, tensor_TF in (("ffn_gate", self.gate_TF), ("ffn_hidden", self.hidden_TF))
-            if observers.want(name, index)
-        }
-        self.step.seen_gate = seen["ffn_gate"].data_ptr() if "ffn_gate" in seen else None
-        self.step.seen_hidden = seen["ffn_hidden"].data_ptr() if "ffn_hidden" in seen else None
+        if predictor_input_TD is not None:
+            self._ffn_in(index - 1)[:T].copy_(predictor_input_TD)
+        wanted = [name for name in _OF_NEURONS if name in self.seen and observers.want(name, index)]
+        for name, place in _OF_NEURONS.items():
+            setattr(self.step, place, self.seen[name].data_ptr() if name in wanted else None)
+        assert self._rows is not None
         begin, end = self.ranges[index]
         count = c_int64(T)
         library.run_part(
@@ -114,13 +129,16 @@ class NativeLayers:
             )
         )  # fmt: skip
         take_traffic(self.step, self.traffic)
-        number = int(ffn_in(index).rpartition(".")[2])
-        ffn_in_TD, out_TD = self.ffn_in_2TD[number, :T].clone(), self.x_TD[:T].clone()
+        ffn_in_TD, out_TD = self._ffn_in(index)[:T].clone(), self.x_TD[:T].clone()
         observers.show("ffn_norm", index, ffn_in_TD)
-        for name, tensor_TF in seen.items():
-            observers.show(name, index, tensor_TF[:T].clone())
+        for name in wanted:
+            observers.show(name, index, self.seen[name][:T])
         observers.show("layer_out", index, out_TD)
         return out_TD, ffn_in_TD
+
+    def _ffn_in(self, index: int) -> Tensor:
+        """f32 [T, D], of even or of odd layers."""
+        return self.ffn_in_2TD[int(ffn_in(index).rpartition(".")[2])]
 
     def _set_rows(self, sequence: int, start: int, count: int) -> None:
         """Sets the rows of the next calls. Raises IndexError for positions without a block in the
@@ -143,8 +161,5 @@ def shows_all(wanted: Collection[str]) -> bool:
 
 
 def _is_supported(layer: Layer) -> bool:
-    ffn = layer.ffn
-    if ffn.mode == "predicted" or len(ffn.blocks) > 1:
-        return False
-    (block,) = ffn.blocks
-    return block.is_whole and not block.is_transposed and layer.device.type == "cpu"
+    is_on_cpu = all(d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks)))
+    return is_on_cpu and not any(block.is_transposed for block in layer.ffn.blocks)

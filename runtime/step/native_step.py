@@ -67,7 +67,7 @@ class StepStruct(Structure):
                 ("table", TableStruct), ("select", SelectStruct), ("frequency", c_void_p),
                 ("rope_magnitude", c_double),
                 ("workspace", c_void_p), ("times", c_void_p), ("fired", c_void_p),
-                ("seen_gate", c_void_p), ("seen_hidden", c_void_p),
+                ("seen_predicted", c_void_p), ("seen_gate", c_void_p), ("seen_hidden", c_void_p),
                 ("num_layers", c_int64), ("num_ops", c_int64), ("width", c_int64), ("num_neurons", c_int64),
                 ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_width", c_int64),
                 ("context_length", c_int64), ("max_rows", c_int64),

@@ -250,7 +250,7 @@ class Neurons {
         for (int64_t t = 0; t < T; ++t) {
             float* of = hidden_.values(g, t);
             for (int64_t i = 0; bias.data && i < count; ++i) of[i] += bias[i];
-            seen_.keep(seen_.gate, t, p0, of, count);
+            seen_.keep_gates(block, t, p0, of, count, needed[t]);
             gate.smooth(of, count);
             any |= needed[t] &= act(gate, limits, p0, of, count);
         }
@@ -271,7 +271,7 @@ class Neurons {
             for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
             if (limits.has_hidden()) needed[t] &= limits.loud(of, p0, count);
             kernels().keep_only(of, needed[t]);
-            seen_.keep(seen_.hidden, t, p0, of, count);
+            seen_.keep(seen_.hidden, block, t, p0, of, count);
             any |= hidden_.used(g, t) = needed[t];
         }
         num_read_[g].down = __builtin_popcountll(any);

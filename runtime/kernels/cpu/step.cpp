@@ -206,6 +206,7 @@ class Step {
                 return attend(s.layer[op.layer], in.f32, out);
             case OP_PREDICT:
                 predict(s.layer[op.layer], in);
+                if (s.seen_predicted) std::copy_n(w.named, T * s.num_neurons, s.seen_predicted);
                 for (int64_t t = 0; named && t < T; ++t)
                     pack_named(s.layer[op.layer], w.named + t * s.num_neurons,
                                named + t * ((s.num_neurons + 31) / 32));

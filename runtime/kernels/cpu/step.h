@@ -157,10 +157,10 @@ struct SparkStep {
     // order: in mode predicted, the predicted neurons; otherwise those whose row of `down` is used
     // (dense: all). Null: nothing is written.
     uint32_t* fired;
-    // [max_rows, F] the values of all neurons that the last OP_NEURONS computed for observers: gates before the
-    // activation, and hidden values. For several rows of a layer whose neurons are one block on the CPU, without
-    // `id` and not transposed, in modes dense and exact. Null: nothing is written.
-    float *seen_gate, *seen_hidden;
+    // [max_rows, F] what observers see of a layer's neurons, for two rows or more and blocks that are not
+    // transposed: the predictor's scores, written by OP_PREDICT; gates before the activation (NaN where a
+    // neuron is not predicted) and hidden values, written by OP_NEURONS. Null: nothing is written.
+    float *seen_predicted, *seen_gate, *seen_hidden;
     int64_t num_layers, num_ops, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS
     // Bytes of the weight rows that all steps so far needed, see NeuronBytes.

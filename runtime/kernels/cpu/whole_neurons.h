@@ -3,14 +3,26 @@
 #pragma once
 #include "gate.h"
 
-// Where values of a block's neurons are kept for observers, [T, stride]; null: they are not kept.
+// Where values of a layer's neurons are kept for observers, [T, stride]; null: they are not kept.
 struct Seen {
     float *gate, *hidden;
     int64_t stride;
 
-    // Keeps `count` values of token t, from neuron p on.
-    void keep(float* to, int64_t t, int64_t p, const float* value, int64_t count) const {
-        if (to) std::memcpy(to + t * stride + p, value, count * sizeof(float));
+    // Keeps `count` values of token t, from position p of the block on.
+    void keep(float* to, const SparkBlock& block, int64_t t, int64_t p, const float* value, int64_t count) const {
+        if (!to) return;
+        to += t * stride;
+        if (!block.id) std::memcpy(to + p, value, count * sizeof(float));
+        for (int64_t i = 0; block.id && i < count; ++i) to[block.id[p + i]] = value[i];
+    }
+
+    // Keeps gates of a group; NaN for neurons whose bit in `named` is not set.
+    void keep_gates(const SparkBlock& block, int64_t t, int64_t p, const float* value, int64_t count,
+                    uint64_t named) const {
+        if (!gate) return;
+        float values[SUM_ROWS];
+        for (int64_t i = 0; i < count; ++i) values[i] = named >> i & 1 ? value[i] : __builtin_nanf("");
+        keep(gate, block, t, p, values, count);
     }
 };
 
@@ -19,14 +31,14 @@ inline void activate_whole(const SparkBlock& block, const Gate& gate, int64_t t,
                            float* value, float* by, const Seen& seen) {
     const SparkMatrix& up = block.up;
     for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
-    seen.keep(seen.gate, t, a0, value + a0, a1 - a0);
+    seen.keep(seen.gate, block, t, a0, value + a0, a1 - a0);
     gate.smooth(value + a0, a1 - a0);
     for (int64_t a = a0; !gate.is_smooth() && a < a1; ++a) gate.act(value[a], 0.0f);
     for (int64_t a = a0; up.bias && a < a1; ++a) by[a] += up.bias[a];
     const bool is_drelu = gate.activation == ACTIVATION_DRELU;
     for (int64_t a = a0; is_drelu && a < a1; ++a) by[a] = by[a] < 0.0f ? 0.0f : by[a];
     for (int64_t a = a0; up.data && a < a1; ++a) value[a] *= by[a];
-    seen.keep(seen.hidden, t, a0, value + a0, a1 - a0);
+    seen.keep(seen.hidden, block, t, a0, value + a0, a1 - a0);
 }
 
 struct WholeNeurons {
