@@ -1,5 +1,6 @@
 """Measures what counting adds to the forward pass: the same windows with and without. A pass with
-counting goes layer by layer, one without is native where it can be; the overhead includes that.
+counting makes a native call for each layer, one without a call for all; the overhead includes that.
+Set OMP_WAIT_POLICY=passive, as `profile` does.
 
 Each round runs both on the same tokens, in an order that alternates, after one round that is
 discarded; the overhead is the median of the rounds' ratios minus one, in processor time and in

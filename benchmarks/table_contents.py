@@ -317,8 +317,9 @@ def convert() -> str:
 
 def profile_overhead() -> str:
     names = {
-        "bundled model, 1 thread": "profile-overhead-intel-xeon-processor-2.50ghz",
-        "1.1 B in q8_0, 2 threads": "profile-overhead-1.1b-intel-xeon-processor-2.50ghz",
+        "bundled model in f16, 1 thread": f"profile-overhead-{ZEN_5}",
+        "SmolLM2 in q8_0, 2 threads": f"profile-overhead-smollm2-{ZEN_5}",
+        "1.1 B in q8_0, 2 threads": f"profile-overhead-1.1b-{ZEN_5}",
     }
     rows = [
         [words, str(found["rounds"]), signed(found["overhead_processor"])]
