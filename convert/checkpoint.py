@@ -58,6 +58,11 @@ class Checkpoint:
                 f"{folder}: no checkpoint (config.json), but GGUF files; name one of them, e.g."
                 f" {folder / models[0]}"
             )
+        if not (folder / "config.json").exists():
+            raise SparkinferError(
+                f"{folder}: is a folder without config.json; wanted a checkpoint folder or a model"
+                " file (.gguf)"
+            )
         config = read_object(folder / "config.json", "checkpoint's config.json")
         tensors = _open_weights(folder)
         for name, tensor in tensors.items():

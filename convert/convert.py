@@ -14,7 +14,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-from gguf import GGML_QUANT_SIZES, LlamaFileType
+from gguf import LlamaFileType
 
 from sparkinfer.architecture import Activation, Architecture, optional_layer_shapes
 from sparkinfer.convert import gguf_source, tensors
@@ -27,7 +27,7 @@ from sparkinfer.convert.predictors import add_predictors
 from sparkinfer.convert.tensor_types import TensorTypes
 from sparkinfer.convert.tokenizer import tokenizer_keys
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import Value, type_of
+from sparkinfer.gguf_file import Value
 from sparkinfer.limits import FILE_NAME as LIMITS_NAME
 from sparkinfer.limits import Limits, transposed_by
 from sparkinfer.model_file import ModelFile
@@ -229,15 +229,8 @@ def _general_keys(folder: Path, outtype: Outtype) -> dict[str, Value]:
 
 def _notes(model: ModelFile, plan: Blueprint, types: TensorTypes) -> list[str]:
     """Notes on what was guessed, or done differently than asked."""
-    notes = []
-    matrices = [(n, e) for n, e in model.tensors.items() if len(e.shape) == 2]
-    fallen = [n for n, e in matrices if e.kind != types.outtype and types.override(n) is None]
-    if fallen:
-        notes.append(
-            f"{len(fallen)} of {len(matrices)} matrices are f16, because their rows are not whole"
-            f" {types.outtype} blocks of {GGML_QUANT_SIZES[type_of(types.outtype)][0]}:"
-            f" {', '.join(fallen[:3])}{', ...' if fallen[3:] else ''}"
-        )
+    fallen = types.fallen_note(model.tensors)
+    notes = [] if fallen is None else [fallen]
     if model.is_tied and plan.is_tied is None:
         notes.append("no output head in the checkpoint: the embedding matrix is used for it")
     return notes

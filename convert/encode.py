@@ -29,11 +29,12 @@ DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 def kind_for(shape: tuple[int, ...], outtype: str) -> str:
-    """The type of a tensor: f32 for vectors, f16 for matrices whose rows are not whole blocks."""
+    """The type of a tensor: f32 for vectors; for matrices whose rows are not whole blocks q8_0, or f16 if
+    they are not whole blocks of that either."""
     if len(shape) == 1:
         return "f32"
-    block, _ = GGML_QUANT_SIZES[type_of(outtype)]
-    return outtype if shape[-1] % block == 0 else "f16"
+    kinds = (outtype, "q8_0")
+    return next((k for k in kinds if shape[-1] % GGML_QUANT_SIZES[type_of(k)][0] == 0), "f16")
 
 
 def encode(

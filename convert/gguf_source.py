@@ -58,7 +58,11 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
             f"{config.source}: is a {found} model file already; give predictors, thresholds, limits,"
             " another type or the other layout"
         )
-    notes = (*activation_notes(keys, model), *_error_notes(tensors, entries, names))
+    fallen = types.fallen_note(entries) if config.outtype else None
+    notes = (
+        *activation_notes(keys, model), *([fallen] if fallen else []),
+        *_error_notes(tensors, entries, names),
+    )  # fmt: skip
     copied = {
         name: _checked(entry, f"{config.source}: tensor {name!r}")
         for name, entry in entries.items()

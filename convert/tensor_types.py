@@ -1,7 +1,7 @@
 """Chooses the type of each tensor of a model file."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gguf import GGML_QUANT_SIZES
@@ -9,14 +9,14 @@ from gguf import GGML_QUANT_SIZES
 from sparkinfer.convert.encode import kind_for
 from sparkinfer.convert.options import check_outtype
 from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import type_of
+from sparkinfer.gguf_file import TensorEntry, type_of
 from sparkinfer.typed import shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTypes:
-    """Vectors are f32. Matrices are `outtype`, or f16 if their rows are not whole blocks, unless an
-    override says otherwise.
+    """Vectors are f32. Matrices are `outtype`, or q8_0 or f16 if their rows are not whole blocks, unless
+    an override says otherwise.
 
     An override is "NAME=TYPE", where NAME is a regular expression that is searched for in the
     tensor's name; the first override that matches counts (as in `--tensor-type` of llama.cpp's
@@ -58,6 +58,22 @@ class TensorTypes:
                 f" of {block}; leave it out for this tensor"
             )
         return kind
+
+    def fallen_note(self, tensors: Mapping[str, TensorEntry]) -> str | None:
+        """A note on matrices of another type than asked for, because their rows do not fit it."""
+        block = GGML_QUANT_SIZES[type_of(self.outtype)][0]
+        matrices = [(n, e) for n, e in tensors.items() if len(e.shape) == 2]
+        fallen = [(n, e) for n, e in matrices if e.shape[-1] % block and self.override(n) is None]
+        if not fallen:
+            return None
+        share = sum(e.num_bytes for _, e in fallen) / sum(e.num_bytes for e in tensors.values())
+        kinds = " or ".join(sorted({e.kind for _, e in fallen}, reverse=True))
+        names = ", ".join(n for n, _ in fallen[:3])
+        return (
+            f"{len(fallen)} of {len(matrices)} matrices, {share:.0%} of the bytes, are {kinds}, because"
+            f" their rows are not whole {self.outtype} blocks of {block}:"
+            f" {names}{', ...' if fallen[3:] else ''}"
+        )
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raises SparkinferError for an override that matches no tensor, most likely a typo."""

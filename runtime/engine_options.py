@@ -212,9 +212,10 @@ def context_of(
     asked: int | None,
     selection: KeySelection | None = None,
 ) -> int:
-    """The most tokens of a text: at most the model's context, unless positions are capped."""
+    """The most tokens of a text: at most the model's context, unless positions are capped; 0 asks for all
+    of it, and for the plan's where there is a plan."""
     if plan is not None:
-        if asked not in (None, plan.context_length):
+        if asked not in (None, 0, plan.context_length):
             raise SparkinferError(
                 f"context of {asked} asked for, but the plan budgets {plan.context_length};"
                 " run sparkinfer solve with --context"
@@ -223,6 +224,8 @@ def context_of(
     longest = model.shape.context_length
     if asked is None:
         return min(longest, DEFAULT_CONTEXT)
+    if asked == 0:  # as in llama.cpp
+        return longest
     if selection is not None and selection.is_capped:
         longest = MOST
     if not 1 <= asked <= longest:

@@ -124,6 +124,8 @@ def _message(item: object, place: str) -> dict[str, object]:
         shown = json.dumps(role)[:40]
         raise wrong(f"{place}.role", f"{place}.role is {shown}, wanted one of {', '.join(ROLES)}")
     message["role"] = "system" if role == "developer" else role
+    if "content" not in message and role != "assistant":
+        raise wrong(f"{place}.content", f"{place}.content is missing; only an assistant's may be")
     message["content"] = _content(message.get("content", ""), f"{place}.content")
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], f"{place}.tool_calls")

@@ -267,7 +267,10 @@ def test_rows_of_partial_blocks_become_f16_with_a_note(tmp_path):
         assert fallen == [f"blk.{i}.ffn_down.weight" for i in range(number)]
         assert len(report.notes) == (number > 0)
         if number:
-            assert "3 of 23 matrices are f16" in report.notes[0] and fallen[0] in report.notes[0]
+            assert (
+                "3 of 23 matrices, 30% of the bytes, are f16" in report.notes[0]
+                and fallen[0] in report.notes[0]
+            )
 
 
 def test_the_stock_layout_is_what_llama_cpp_loads(silu, relu, tmp_path):
@@ -485,7 +488,7 @@ def test_missing_and_truncated_files_are_refused(copy, tmp_path):
         (copy / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         refuse(copy, tmp_path, "config.json", words)
     (copy / "config.json").unlink()
-    refuse(copy, tmp_path, "config.json", "no such file")
+    refuse(copy, tmp_path, "is a folder without config.json")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     refuse(tmp_path / "broken.gguf", tmp_path, "broken.gguf")
     refuse(tmp_path / "none.gguf", tmp_path, "no such file")

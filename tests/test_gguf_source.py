@@ -210,12 +210,19 @@ def test_k_quants_are_written_and_computed_with(silu, stock, tmp_path, outtype):
     assert 2.0 ** -(bits + 2) < error < 10 * 2.0**-bits, error
 
 
-def test_rows_of_partial_blocks_of_256_become_f16_or_are_refused(tmp_path):
+def test_rows_of_partial_blocks_of_256_become_q8_0_or_are_refused(tmp_path):
     narrow = random_llama(tmp_path / "hf", hidden_size=64, intermediate_size=256)
-    report = run(narrow, tmp_path / "m.gguf", outtype="q4_k")
-    assert any(
-        "f16, because their rows are not whole q4_k blocks of 256" in n for n in report.notes
-    )
+    run(narrow, tmp_path / "f16.gguf", outtype="f16")
+    for source, name in ((narrow, "m.gguf"), (tmp_path / "f16.gguf", "again.gguf")):
+        report = run(source, tmp_path / name, outtype="q4_k")
+        told = [
+            n for n in report.notes if "because their rows are not whole q4_k blocks of 256" in n
+        ]
+        assert len(told) == 1 and "matrices, 99% of the bytes, are q8_0" in told[0]
+        matrices = [
+            e for e in ModelFile.load(tmp_path / name).tensors.values() if len(e.shape) == 2
+        ]
+        assert {entry.kind for entry in matrices} == {"q8_0"}
     with pytest.raises(SparkinferError, match="rows of 64 values are not whole blocks of 256"):
         run(narrow, tmp_path / "n.gguf", tensor_types=("attn_q=q4_k",))
 

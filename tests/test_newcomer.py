@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -62,7 +63,9 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
     [
         (["serv"], "no such command 'serv', did you mean serve?; see sparkinfer --help"),
         (["rum"], "no such command 'rum', did you mean run?; see sparkinfer --help"),
-        (["quantize"], "no such command 'quantize'; see sparkinfer --help"),
+        (["quantize"], "no such command 'quantize'; llama.cpp's is convert MODEL -o FILE --outtype q8_0"
+         " here; see sparkinfer --help"),
+        (["perplexity"], "no such command 'perplexity'; llama.cpp's is eval here; see sparkinfer --help"),
         (["convert"], "missing argument 'SOURCE'; see sparkinfer convert --help"),
         (["doctor", "m"], "got unexpected extra argument (m); see sparkinfer doctor --help"),
         (["run", "m", "-m", "b", "-p", "hi"],
@@ -191,11 +194,40 @@ def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
     assert prompts_of(written, None, None) == [written]
 
 
-@pytest.mark.parametrize("context", [0, -1])
-def test_a_context_of_nothing_is_refused_with_the_models_own(tmp_path, context):
+def test_a_context_of_zero_is_the_models_own_and_less_is_refused(tmp_path):
+    """Users of llama.cpp write -c 0."""
     make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
-    with pytest.raises(SparkinferError, match=f"context of {context} .*, wanted 1 to 16"):
-        sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=context)
+    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=0) as engine:
+        assert engine.context_length == 16
+    with pytest.raises(SparkinferError, match="context of -1 .*, wanted 1 to 16"):
+        sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=-1)
+
+
+def test_a_pipe_is_read_as_a_prompt_and_a_device_is_named(tmp_path):
+    """A shell makes one for <(command)."""
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("Once upon\n",))
+    writer.start()
+    assert prompts_of(None, tmp_path / "pipe", None) == ["Once upon"]
+    writer.join()
+    with pytest.raises(SparkinferError, match="^/dev/null: is not a regular file; wanted a prompt"):
+        prompts_of(None, Path("/dev/null"), None)
+
+
+@pytest.mark.parametrize("command", ["run", "generate", "chat", "serve"])
+def test_some_gpu_layers_are_answered_with_a_budget(command, capsys):
+    assert main([command, "m.gguf", "-ngl", "20"]) == 2
+    line = capsys.readouterr().err
+    assert "-ngl 20 is llama.cpp's" in line
+    assert "--vram 8GiB" in line and ("--split" in line) == (command != "run")
+
+
+def test_an_option_without_its_argument_names_the_commands_help(capsys):
+    assert main(["generate", "m.gguf", "-n"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("sparkinfer generate: ") and line.endswith(
+        "see sparkinfer generate --help\n"
+    )
 
 
 def test_sizes_in_the_usual_spellings():
@@ -436,7 +468,7 @@ def test_values_of_other_types_are_refused_by_the_api(tmp_path):
 def test_the_refusal_of_a_long_text_says_by_how_much(tmp_path):
     make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
     with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=8) as engine:
-        with pytest.raises(SparkinferError, match="shorten the text by 4$"):
+        with pytest.raises(SparkinferError, match="shorten the text by more than 4$"):
             engine.logits([1] * 20)
         with pytest.raises(SparkinferError, match=r"a longer context \(-c\), up to 16"):
             engine.logits([1] * 12)

@@ -365,7 +365,7 @@ def test_bad_input_gives_one_line_and_exit_1_and_leaves_nothing(tmp_path, random
         (("profile", "cut.gguf", "--corpus", text, "-o", "x"), "not a whole GGUF file"),
         (("profile", model, "--corpus", "empty.txt", "-o", "x"), "empty corpus"),
         (("generate", model, "-p", "fox", "-c", 4000), "the model has up to 128"),
-        (("generate", model, "--split", text, "-p", "fox"), "not a whole GGUF file"),
+        (("generate", model, "--split", text, "-p", "fox"), "not a GGUF file"),
         (("generate", model, "--mode", "predicted", "-p", "fox"), "has no predictors"),
         (("generate", model, "-p", "fox", "-n", 0), "wanted 1 or more"),
         (("generate", model, "-p", os.fsdecode(b"\xff")), "not UTF-8"),

@@ -27,6 +27,8 @@ def chat_with(**fields):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),

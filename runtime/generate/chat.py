@@ -227,7 +227,8 @@ class Conversation:
         if len(ids) >= context:
             raise SparkinferError(
                 f"the conversation has {len(ids)} tokens for a context of {context}: begin another"
-                " (/reset), take messages back (/undo), or load with a longer context (-c)"
+                " (/reset), take messages back (/undo), or load with a longer context (-c) or with"
+                " --context-shift, which leaves out the oldest messages"
             )
         self.num_dropped, self.is_reasoning_open = dropped, opens_reasoning(rendered)
         return ids

@@ -267,7 +267,7 @@ class TextEngine:
             is_too_long = len(ids_T) > longest
             load = f"load with -c {longest} and " if self.context_length < longest else ""
             step = (
-                f"the model reads {longest} at most: {load}shorten the text by"
+                f"the model reads {longest} at most: {load}shorten the text by more than"
                 f" {len(ids_T) - longest}"
                 if is_too_long
                 else f"load with a longer context (-c), up to {longest}, or shorten the text"

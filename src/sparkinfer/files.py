@@ -330,7 +330,14 @@ def _sync_all(folder: Path) -> None:
 def require_file(path: Path, what: str) -> None:
     """Raises SparkinferError unless `path` is a file; `what` names it, e.g. "profile"."""
     if not path.is_file():
-        found = "is a folder" if path.is_dir() else "no such file"
+        is_there = path.exists()
+        found = (
+            "is a folder"
+            if path.is_dir()
+            else "is not a regular file"
+            if is_there
+            else "no such file"
+        )
         raise SparkinferError(f"{path}: {found}; wanted a {what}")
 
 

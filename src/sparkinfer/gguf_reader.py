@@ -66,6 +66,10 @@ class Broken(Exception):
     """A damaged or unsupported file; the message says what is wrong, without the file's name."""
 
 
+class Foreign(Broken):
+    """A file of another kind."""
+
+
 class TooMany(Exception):
     """A file with more tensors or keys than this program reads."""
 
@@ -85,6 +89,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
         other = known_as(path)
         if other and "GGUF" not in other:
             raise SparkinferError(f"{path}: {other}; wanted a {what}") from error
+        if isinstance(error, Foreign):
+            raise SparkinferError(f"{path}: not a GGUF file ({error}); wanted a {what}") from error
         raise SparkinferError(
             f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
         ) from error
@@ -116,7 +122,7 @@ class _Cursor:
     def magic(self) -> Magic:
         found = self.take(4, "the first four bytes").decode("latin-1")
         if found not in get_args(Magic):
-            raise Broken(f"starts with {found!r}, wanted 'GGUF'")
+            raise Foreign(f"starts with {found!r}, wanted 'GGUF'")
         return cast(Magic, found)
 
     def version(self) -> int:

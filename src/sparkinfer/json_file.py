@@ -16,8 +16,9 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file, with unchanged line endings; errors call the file `what`."""
-    require_file(path, what)
+    """The text of a UTF-8 file or pipe, with unchanged line endings; errors call the file `what`."""
+    if not path.is_fifo():
+        require_file(path, what)
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -25,7 +26,7 @@ def read_text(path: Path, what: str) -> str:
             raise SparkinferError(f"{path}: has over {MAX_BYTES} bytes; wanted a {what}")
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        found = known_as(path)
+        found = None if path.is_fifo() else known_as(path)
         if found and raw[:1] != b"{":
             raise SparkinferError(f"{path}: is {found}; wanted a {what}") from error
         raise SparkinferError(

@@ -380,7 +380,7 @@ def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry
     if keys.get("general.architecture") == SPLIT_ARCHITECTURE:
         raise SparkinferError(
             f"{path}: is a split file; give the model (GGUF) that it was solved for, and the split"
-            " file with --split"
+            " file with --split (of generate, chat and serve)"
         )
     if not isinstance(keys.get("sparkinfer.model_id"), str):
         prefix = f"{keys.get('general.architecture')}."

@@ -75,15 +75,26 @@ def _run(arguments: list[str], *, is_program: bool) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        _say(usage_line(error))
+        _say(usage_line(error, arguments))
         return error.exit_code
     return code if isinstance(code, int) else 0
 
 
-def usage_line(error: "click.ClickException") -> str:
+# Programs of llama.cpp, and the commands that do the same.
+OF_LLAMACPP = {
+    "quantize": "convert MODEL -o FILE --outtype q8_0", "perplexity": "eval", "cli": "run",
+    "server": "serve", "imatrix": "profile", "tokenize": "serve's /tokenize",
+}  # fmt: skip
+
+
+def usage_line(error: "click.ClickException", arguments: Sequence[str]) -> str:
     """A line on a wrong command line, which names the help that lists the options."""
+    from sparkinfer.commands.all_commands import cli
+
     context = getattr(error, "ctx", None)
-    command = context.command_path if context else "sparkinfer"
+    # click gives no context to an option that lacks its argument.
+    own = arguments[0] if arguments and arguments[0] in cli.commands else None
+    command = context.command_path if context else f"sparkinfer {own}" if own else "sparkinfer"
     possible = getattr(error, "possibilities", None)
     message = error.format_message() if possible is None else error.message
     message = " ".join(message.split()).rstrip(".")
@@ -94,6 +105,8 @@ def usage_line(error: "click.ClickException") -> str:
     close = close or get_close_matches(name, possible or (), 1, least)
     if close:
         message += f", did you mean {close[0]}?"
+    elif name in OF_LLAMACPP:
+        message += f"; llama.cpp's is {OF_LLAMACPP[name]} here"
     message = message[:1].lower() + message[1:] if message[1:2].islower() else message
     is_from_click = message.startswith("got unexpected extra argument")
     has_hint = is_from_click or type(error).__name__ != "UsageError"  # ours say what to do
@@ -210,6 +223,9 @@ def _nothing_printed(arguments: list[str]) -> Iterator[None]:
             sys.__unraisablehook__(found)
 
     threading.excepthook, sys.unraisablehook = of_thread, unraisable
-    if sys.stdout is not None and getattr(sys.stdout, "errors", "") == "strict":
+    if sys.stdout is not None and getattr(sys.stdout, "errors", "") in (
+        "strict",
+        "surrogateescape",
+    ):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     yield

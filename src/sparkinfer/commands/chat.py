@@ -262,7 +262,13 @@ class Talk:
         if chat.num_dropped:
             parts.append(f"the oldest {chat.num_dropped} messages are left out")
         if run.stopped_by == "context":
-            parts.append("the context is full: /reset, /undo, or start with a longer one (-c)")
+            drops = chat.options.drops_oldest
+            parts.append(
+                "the context is full: the next message leaves the oldest ones out"
+                if drops
+                else "the context is full: /reset, /undo, or start with a longer one (-c) or with"
+                " --context-shift, which leaves out the oldest messages"
+            )
         elif run.stopped_by == NOT_STOPPED:
             parts.append("stopped by Ctrl-C" + ("" if count else " before anything was said"))
         elif run.stopped_by != "end of text":

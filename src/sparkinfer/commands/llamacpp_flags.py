@@ -166,20 +166,22 @@ def translate(ctx: click.Context, arguments: Sequence[str]) -> tuple[list[str], 
             continue
         values = [value] if has_value else _values(flag, rest)
         try:
-            taken += _translated(name, flag, values, notes)
+            taken += _translated(name, flag, values, notes, ctx.command.name or "")
         except click.UsageError as error:
             error.ctx = ctx
             raise
     return taken, notes
 
 
-def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> list[str]:
+def _translated(
+    name: str, flag: Flag, values: list[str], notes: list[str], command: str
+) -> list[str]:
     if flag.does == "refuse":
         raise click.UsageError(f"{name} is {flag.whose}: {flag.text}")
     if flag.does == "note" or values in (["off"], ["0"]) and flag.values == "optional":
         notes.append(f"note: {' '.join([name, *values])} has no effect: {flag.text}")
     if flag.does == "layers":
-        return _gpu_layers(name, values, notes)
+        return _gpu_layers(name, values, notes, command)
     if flag.does == "device":
         return ["--device", *(_DEVICE.sub("cuda:", v) if v != "none" else "cpu" for v in values)]
     if flag.does == "rename":
@@ -187,7 +189,7 @@ def _translated(name: str, flag: Flag, values: list[str], notes: list[str]) -> l
     return []
 
 
-def _gpu_layers(name: str, values: list[str], notes: list[str]) -> list[str]:
+def _gpu_layers(name: str, values: list[str], notes: list[str], command: str) -> list[str]:
     """Arguments for a number of GPU layers: 0 means the CPU, all of them the default, with a note
     where there is no GPU; for a number in between, raises UsageError, since that takes a plan."""
     text = values[0] if values else ""
@@ -199,7 +201,10 @@ def _gpu_layers(name: str, values: list[str], notes: list[str]) -> list[str]:
         if not any(os.path.exists(device) for device in GPU_DEVICES):
             notes.append(f"note: {name} {text[:9]} has no effect: there is no NVIDIA GPU here")
         return []
-    raise click.UsageError(f"{name} {text} is llama.cpp's: {_PLAN}")
+    how = (
+        "GPU memory is given in bytes, not in layers: --vram 8GiB" if command == "run" else _BUDGET
+    )
+    raise click.UsageError(f"{name} {text} is llama.cpp's: {how}")
 
 
 def _values(flag: Flag, rest: list[str]) -> list[str]:

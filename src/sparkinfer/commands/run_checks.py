@@ -12,6 +12,7 @@ from sparkinfer.commands.constraint_options import NAMES, ConstraintOptions, con
 from sparkinfer.commands.generate import check_output_options, endings_of
 from sparkinfer.commands.prompts import prompts_of
 from sparkinfer.commands.sampling import take_sampling_options
+from sparkinfer.commands.shared import say
 from sparkinfer.commands.speculation_options import take_speculation_options
 from sparkinfer.errors import SparkinferError
 
@@ -85,6 +86,8 @@ def check_model(job: "Job", options: dict[str, Any], *, dry_run: bool) -> None:
             f"{job.source.name}: has no chat template, so give it a text to continue (-p TEXT),"
             " or a template (--chat-template NAME)"
         )
+    if options["prompt"] is not None and not options["is_chat"] and has_template(model):
+        say("note: the text is continued; --chat has this chat model answer it as a message")
     constraint = ConstraintOptions(**{name: options[name] for name in NAMES})
     if template is None and constraint == ConstraintOptions():
         return
