@@ -53,12 +53,14 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     types.check_used(entries)
     model = ModelFile.of(config.source, keys, entries)
     is_more = config.predictors or config.thresholds or config.limits or config.activation
+    fallen = types.fallen_note(entries) if config.outtype else None
+    if entries == tensors and not is_more and fallen is not None:
+        raise SparkinferError(f"{config.source}: the file would not change: {fallen}")
     if entries == tensors and not is_more:
         raise SparkinferError(
             f"{config.source}: is a {found} model file already; give predictors, thresholds, limits,"
             " another type or the other layout"
         )
-    fallen = types.fallen_note(entries) if config.outtype else None
     notes = (
         *activation_notes(keys, model), *([fallen] if fallen else []),
         *_error_notes(tensors, entries, names),

@@ -223,6 +223,8 @@ def test_rows_of_partial_blocks_of_256_become_q8_0_or_are_refused(tmp_path):
             e for e in ModelFile.load(tmp_path / name).tensors.values() if len(e.shape) == 2
         ]
         assert {entry.kind for entry in matrices} == {"q8_0"}
+    with pytest.raises(SparkinferError, match="would not change: .* are q8_0, because their rows"):
+        run(tmp_path / "m.gguf", tmp_path / "n.gguf", outtype="q4_k")
     with pytest.raises(SparkinferError, match="rows of 64 values are not whole blocks of 256"):
         run(narrow, tmp_path / "n.gguf", tensor_types=("attn_q=q4_k",))
 
