@@ -8,6 +8,7 @@ Letters: T tokens, D model width, F neurons of a layer, L layers."""
 from collections.abc import Collection, Mapping
 from ctypes import Array, addressof, c_int64, pointer
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -72,21 +73,16 @@ class NativeLayers:
         step.max_rows = min(MAX_ROWS, step.context_length)
         x_TD = torch.zeros(step.max_rows, width)
         ffn_in_2TD = torch.zeros(2, step.max_rows, width)
-        for name, shared in {
-            "x": x_TD,
-            "ffn_in.0": ffn_in_2TD[0],
-            "ffn_in.1": ffn_in_2TD[1],
-        }.items():
-            step.vector[VALUES.index(name)] = shared.data_ptr()
+        shared = {"x": x_TD, "ffn_in.0": ffn_in_2TD[0], "ffn_in.1": ffn_in_2TD[1]}
+        for name, values in shared.items():
+            step.vector[VALUES.index(name)] = values.data_ptr()
         ops: list[OpStruct] = []
         ranges: dict[int, tuple[int, int]] = {}
         row_L = {index: row for row, index in enumerate(layers)}
         for index, layer in layers.items():
             begin = len(ops)
-            for lowered in native_ops(
-                layer_ops(index, layer_form(layer), input_layer_offset), row_L
-            ):
-                ops += lowered
+            own = layer_ops(index, layer_form(layer), input_layer_offset)
+            ops += chain.from_iterable(native_ops(own, row_L))
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
@@ -141,14 +137,14 @@ class NativeLayers:
         return self.ffn_in_2TD[int(ffn_in(index).rpartition(".")[2])]
 
     def _set_rows(self, sequence: int, start: int, count: int) -> None:
-        """Sets the rows of the next calls. Raises IndexError for positions without a block in the
+        """Sets the rows of the next call. Raises IndexError for positions without a block in the
         cache."""
+        last = (start + count - 1) // self.block_length
+        blocks_N = self.block_SN[sequence, : last + 1]
+        if start + count > self.step.context_length or bool((blocks_N < 0).any()):
+            raise IndexError(f"positions {start} to {start + count - 1} have no block in the cache")
         if self._place == (sequence, start, count):
             return
-        last = (start + count - 1) // self.block_length
-        blocks_N = self.block_SN[sequence]
-        if start + count > self.step.context_length or (blocks_N[: last + 1] < 0).any():
-            raise IndexError(f"positions {start} to {start + count - 1} have no block in the cache")
         rows = (RowStruct(0, start + t, sequence, False, -1) for t in range(count))
         self._rows = (RowStruct * count)(*rows)
         self._place = (sequence, start, count)
