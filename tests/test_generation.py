@@ -373,6 +373,16 @@ def test_the_ways_to_give_a_prompt(tmp_path, codec_model):
     assert want == b"ab cd" + bare
 
 
+def test_a_drawn_seed_is_named_and_repeats_the_text(codec_model):
+    common = (codec_model, "-n", 12, "--temp", 1.5, "-p", "ab cd")
+    first = json.loads(run(*common, "--json").stdout)
+    again = json.loads(run(*common, "--json", "--seed", first["seed"]).stdout)
+    assert again["token_ids"] == first["token_ids"] and "seed" not in again
+    assert len({json.loads(run(*common, "--json").stdout)["seed"] for _ in range(2)}) == 2
+    assert b"; seed " in run(*common).stderr
+    assert b"; seed " not in run(*common, "--temp", 0).stderr
+
+
 def test_several_prompts_and_events(tmp_path, codec_model):
     (tmp_path / "p.jsonl").write_text('"ab cd"\n{"prompt": "ef"}\n')
     (tmp_path / "p.txt").write_text("ab cd\n\nef\n")
@@ -470,7 +480,7 @@ def test_drafts_for_several_prompts_are_refused(tmp_path, drafts):
 
 def test_options_of_llamacpp_are_explained():
     for args, message in (
-        (("-ngl", "20"), "a plan decides what is on"),
+        (("-ngl", "20"), "sparkinfer run MODEL --vram 8GiB does everything"),
         (("-cnv",), "sparkinfer chat"),
     ):
         done = run("m.gguf", "-p", "a", *args, code=2)

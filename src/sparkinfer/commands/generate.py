@@ -1,9 +1,10 @@
 """`sparkinfer generate`: continues a text, or several together."""
 
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,10 @@ def write(
 ) -> None:  # fmt: skip
     """Runs `generate` with its options; `more` goes into the report."""
     sampling = take_sampling_options(options)
+    drawn = None  # a seed that the report names, so that the text can be repeated
+    if sampling.seed is None and sampling.temperature > 0 and prompts_file is None:
+        drawn = secrets.randbelow(1 << 32)
+        sampling = replace(sampling, seed=drawn)
     speculation, draft_model = take_speculation_options(options)
     constraints = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
     endings = endings_of(options)
@@ -181,7 +186,7 @@ def write(
             with speculating(engine, speculation, draft_model) as drafts:
                 code, writings = _write_one(engine, wanted, sampling, endings, make, drafts)
                 said = drafts.line() if drafts and drafts.totals.drafted else None
-        report, lines = report_of(engine, writings, num_threads, is_many=wanted.is_many)
+        report, lines = report_of(engine, writings, num_threads, drawn, is_many=wanted.is_many)
         lines += [f"[{said}]"] if said else []
     report |= more or {}
     if wanted.output == "lines":

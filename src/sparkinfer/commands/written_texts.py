@@ -30,9 +30,9 @@ def logprobs_of(token: "Token") -> dict:
 
 
 def report_of(
-    engine: "Engine", writings: list[Writing], num_threads: int, *, is_many: bool
+    engine: "Engine", writings: list[Writing], num_threads: int, seed: int | None, *, is_many: bool
 ) -> tuple[dict, list[str]]:
-    """The report, and its lines for the user."""
+    """The report, and its lines for the user; `seed`: one that was drawn."""
     roles, not_native = engine.bytes_by_role, engine.not_native
     memory = [asdict(report) for report in engine.memory_report()]
     runs = engine.last_runs if is_many else [engine.last_run]
@@ -43,6 +43,8 @@ def report_of(
     ]  # fmt: skip
     common: dict[str, Any] = {"mode": engine.mode, "load_s": engine.load_s, "num_threads": num_threads,
               "not_native": not_native, "bytes": roles, "memory": memory}  # fmt: skip
+    if seed is not None:
+        common |= {"seed": seed}
     cache = engine.neuron_cache
     if cache is not None:
         common |= {"neuron_cache": cache.facts}
@@ -60,7 +62,7 @@ def report_of(
     slow = f", steps in Python because {not_native}" if not_native else ""
     line = (
         f"[{engine.mode} on {engine.device}; loaded in {engine.load_s:.2f} s; {_speed(runs)},"
-        f" {num_threads} threads{slow}; {where}; stopped by"
+        f" {num_threads} threads{slow}; {where}; {'' if seed is None else f'seed {seed}; '}stopped by"
         f" {', '.join(dict.fromkeys(_end_of(run) for run in runs))}]"
     )
     return report, [line] if cache is None else [line, f"[{cache.line}]"]
