@@ -182,9 +182,9 @@ def compare_all(
     dense_shares: "ShareCounter | None" = None,
 ) -> list[EvalReport]:
     """Runs all engines on the same windows of token ids, and returns a report on each of `engines`.
-    All are observed, in torch unless native layers can show all of them, and thus take the same
-    code path, so that modes are compared and not orders of summation. `counted` marks the tokens whose prediction counts (None: all); `dense_shares`
-    observes the dense model's neurons.
+    All are observed, in torch unless native layers support all of them, and thus take the same code
+    path, so that modes are compared and not orders of summation. `counted` marks the tokens whose
+    prediction counts (None: all); `dense_shares` observes the dense model's neurons.
 
     Raises SparkinferError if no token is compared."""
     shares = [ShareCounter(engine.model) for engine in engines]

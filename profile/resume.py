@@ -14,7 +14,7 @@ from sparkinfer.errors import SparkinferError
 from sparkinfer.safetensors_file import load_arrays, save_arrays
 from sparkinfer.typed import shown
 
-FORMAT, VERSION = "sparkinfer.resume", 3
+FORMAT, VERSION = "sparkinfer.resume", 4
 SAVE_EVERY_S = 60.0
 Settings = dict[str, str | int | float | bool | None]
 

@@ -25,6 +25,7 @@ from sparkinfer.budget import DEFAULT_CONTEXT, SHORT_CHUNK
 from sparkinfer.errors import SparkinferError
 from sparkinfer.gguf_file import TensorEntry, prefetch, release
 from sparkinfer.model_file import ModelFile
+from sparkinfer.profile.config import has_transposed_gates
 from sparkinfer.profile.corpus import WINDOW
 from sparkinfer.profile.layer_trainer import Choices
 from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
@@ -286,7 +287,7 @@ class StreamedLayer:
     ) -> None:
         self.stream, self.index, self.waiting, self.load_s = stream, index, waiting, load_s
         self._layer: Layer | None = layer
-        self._native = NativeLayers.build({index: layer}, stream.rotary, stream.input_layer_offset)
+        self._native: NativeLayers | None = None
         self.is_through = [False] * len(waiting.windows)
         # For the current chunk: the previous layer's feed-forward input, if it is kept.
         self.before_TD: Tensor | None = None
@@ -309,8 +310,7 @@ class StreamedLayer:
     def _run(self, window: int) -> None:
         rotary, waiting, observers = self.stream.rotary, self.waiting, self.stream.observers
         length = len(waiting.windows[window])
-        wanted = observers.wanted_in_layers(self.stream.model.shape.num_layers)
-        native = self._native if shows_all(wanted) else None
+        native = self._native_layer()
         for start in range(0, length, SHORT_CHUNK):
             count = min(SHORT_CHUNK, length - start)
             at = waiting.starts[window] + start
@@ -338,6 +338,18 @@ class StreamedLayer:
             del x_TD, ffn_input_TD
             if self.layer.device.type == "cpu":
                 trim()
+
+    def _native_layer(self) -> NativeLayers | None:
+        """The layer in native operations, if they can show what observers want and support all
+        layers, so that a streamed model and one in memory take the same path."""
+        stream = self.stream
+        wanted = stream.observers.wanted_in_layers(stream.model.shape.num_layers)
+        if not shows_all(wanted) or has_transposed_gates(stream.model):
+            return None
+        if self._native is None:
+            layers = {self.index: self.layer}
+            self._native = NativeLayers.build(layers, stream.rotary, stream.input_layer_offset)
+        return self._native
 
     def close(self) -> None:
         """Frees the layer. Every window must be through."""

@@ -3,15 +3,21 @@ that must go through torch."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from models import make_model, make_shape
 from reference import logits_ref, rel_error
+from test_by_output import stock_of
 from test_native_step import BOUNDS, PAIRS
 from test_runtime import PATTERNS, make_split, saved
 
 from sparkinfer import Engine
+from sparkinfer.convert.convert import convert
+from sparkinfer.convert.options import ConvertConfig
+from sparkinfer.limits import LayerLimits, Limits
 from sparkinfer.model_file import PredictorInfo
+from sparkinfer.profile.quality import compare_all
 from sparkinfer.runtime.kernels.cpu import library
 from sparkinfer.runtime.step.native_layers import SHOWN, NativeLayers
 
@@ -104,11 +110,13 @@ def test_divided_neurons_are_seen_in_the_layers_order(tmp_path, calls, mode, pat
         compare(got, observed(engine, SHOWN | {"ffn_out"}), BOUNDS["q8_0"])
 
 
+@pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("num_neurons", [33, 96, 1056])
 @pytest.mark.parametrize("count", [2, 5, 30])
-def test_any_number_of_tokens_and_neurons(tmp_path, calls, num_neurons, count):
+def test_any_number_of_tokens_and_neurons(tmp_path, calls, num_neurons, count, activation):
     """Few tokens take other operations than many; threads share large layers."""
-    model = saved(tmp_path, shape=make_shape(num_neurons=num_neurons), kind="f32")
+    shape = make_shape(num_neurons=num_neurons)
+    model = saved(tmp_path, shape=shape, kind="f32", activation=activation)
     for mode in ("dense", "exact"):
         with Engine.load(model.path, mode=mode) as engine:
             got = observed(engine, SHOWN, IDS[:count])
@@ -126,6 +134,88 @@ def test_bits_do_not_depend_on_threads(tmp_path):
             found.append(observed(engine, SHOWN))
     for other in found[1:]:
         assert all(torch.equal(tensor, other[key]) for key, tensor in found[0].items())
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0", "q4_k"])
+@pytest.mark.parametrize("count", [2, 30])
+def test_stock_files(tmp_path, calls, kind, count):
+    """Their `down` has a row for each output."""
+    model = stock_of(tmp_path, kind)
+    with Engine.load(model.path, mode="dense", device="cpu") as engine:
+        got = observed(engine, SHOWN, IDS[:count])
+        assert calls == [0, 1]
+        compare(got, observed(engine, SHOWN | {"ffn_out"}, IDS[:count]), BOUNDS[kind])
+
+
+def test_several_sequences(tmp_path, calls):
+    """Each attends to its own tokens."""
+    model = saved(tmp_path, kind="f32")
+    texts = (IDS[:14], IDS[14:28])
+    found = []
+    for names in ({"layer_out"}, {"layer_out", "attn_out"}):
+        seen = []
+        with Engine.load(model.path, num_sequences=2) as engine:
+            with engine.observe(
+                lambda name, layer, tensor, seen=seen: seen.append(tensor.clone()),
+                lambda name, layer, names=names: name in names and (name, layer) != ("attn_out", 0),
+            ):
+                with engine.sequence() as first, engine.sequence() as second:
+                    for ids in (slice(0, 6), slice(6, 14)):
+                        for sequence, text in zip((first, second), texts, strict=True):
+                            sequence.extend(text[ids])
+        found.append([t for t in seen if t.shape[-1] == model.shape.width])
+    native, in_torch = found[0], found[1]
+    assert calls == [0, 1] * 4
+    outs = [t for t in in_torch]
+    assert len(native) == 8 and len(outs) == 12
+    outs = [outs[i] for i in range(12) if i % 3 != 1]
+    for mine, other in zip(native, outs, strict=True):
+        assert rel_error(mine, other) < BOUNDS["f32"]
+
+
+def test_what_one_layer_wants_decides_for_all(tmp_path, calls):
+    model = saved(tmp_path)
+    for name, expected in (("ffn_gate", [0, 1]), ("attn_out", [])):
+        seen = []
+        with Engine.load(model.path) as engine:
+            with engine.observe(
+                lambda name, layer, tensor, seen=seen: seen.append((name, layer)),
+                lambda found, layer, name=name: (found, layer) == (name, 1),
+            ):
+                engine.hidden(IDS)
+        assert seen == [(name, 1)] and calls == expected
+        calls.clear()
+
+
+def test_gates_stored_by_inputs_go_through_torch(tmp_path, calls):
+    """In one layer or in all."""
+    model = saved(tmp_path, activation="silu")
+    limits = LayerLimits(ffn_D=np.full(model.shape.width, 0.1, np.float32))
+    for layers in ((limits, limits), (LayerLimits(), limits)):
+        path = tmp_path / "limits.json"
+        Limits(model_id=model.model_id, layers=layers).save(path)
+        config = ConvertConfig(
+            source=model.path, output=tmp_path / "l.gguf", limits=path, force=True
+        )
+        convert(config)
+        with Engine.load(tmp_path / "l.gguf", mode="exact") as engine:
+            assert any(b.is_transposed for layer in engine.layers for b in layer.ffn.blocks)
+            assert not engine.has_native_layers
+            assert {name for name, _ in observed(engine, SHOWN)} >= {"ffn_norm", "layer_out"}
+    assert not calls
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_modes_are_compared_on_one_path(tmp_path, calls, is_native, monkeypatch):
+    model = saved(tmp_path, activation="silu")
+    with (
+        Engine.load(model.path, mode="dense") as dense,
+        Engine.load(model.path, mode="exact") as exact,
+    ):
+        if not is_native:
+            monkeypatch.setitem(exact._live.__dict__, "_native_layers", None)
+        compare_all(dense, [exact], [torch.tensor(IDS)])
+    assert calls == ([0, 1] * 2 if is_native else [])
 
 
 def test_a_pass_that_is_seen_leaves_the_same_keys_and_values(tmp_path, calls):

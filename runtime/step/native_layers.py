@@ -1,7 +1,8 @@
 """Layers in native operations, one layer in each call, for passes whose tensors observers see.
 
 `build` takes all layers of a model or, where a model is streamed, one of them; results are the same
-to the bit. What it does not support goes through torch (decoder.run_layer).
+to the bit if native layers support all of them. What they do not support goes through torch
+(decoder.run_layer).
 
 Letters: T tokens, D model width, F neurons of a layer, L layers."""
 
@@ -128,7 +129,7 @@ class NativeLayers:
         ffn_in_TD, out_TD = self._ffn_in(index)[:T].clone(), self.x_TD[:T].clone()
         observers.show("ffn_norm", index, ffn_in_TD)
         for name in wanted:
-            observers.show(name, index, self.seen[name][:T])
+            observers.show(name, index, self.seen[name][:T].clone())
         observers.show("layer_out", index, out_TD)
         return out_TD, ffn_in_TD
 
