@@ -212,7 +212,7 @@ def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
         profile(config(files, "cut"))
     path = files / "cut.resume"
     metadata, arrays = load_arrays(
-        path, "sparkinfer.resume", 3, {"settings", "phase", "done", "digest"}
+        path, "sparkinfer.resume", 4, {"settings", "phase", "done", "digest"}
     )
     if change in metadata:
         metadata[change] += 3
@@ -220,7 +220,7 @@ def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
         arrays["counter/active_count_LF"][1, 3] ^= 1
     else:
         del arrays["counter/num_tokens"]
-    save_arrays(path, "sparkinfer.resume", 3, metadata, arrays)
+    save_arrays(path, "sparkinfer.resume", 4, metadata, arrays)
     with pytest.raises(SparkinferError, match="is damaged .* delete it"):
         profile(config(files, "cut"))
     assert not (files / "cut").exists() and not (files / "cut.report.json").exists()
