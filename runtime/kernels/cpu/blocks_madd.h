@@ -40,25 +40,32 @@ constexpr int few_lane(int r, int p) { return 4 * r + p; }
 template <class F>
 constexpr int TILE_WEIGHTS = 16;
 
+#ifndef HAS_PANELS  // level avx2 has its own
+// Four bytes of each lane as four words: two in w[0], two in w[1].
+inline void signed_words(Ints bytes, Ints* w) {
+    w[0] = (bytes << 24 >> 24 & 0xffff) | (bytes << 16 >> 24 << 16);
+    w[1] = (bytes << 8 >> 24 & 0xffff) | (bytes >> 24 << 16);
+}
+
+inline void unsigned_words(Ints bytes, Ints* w) {
+    w[0] = (bytes & 0xff) | (bytes << 8 & 0xff0000);
+    w[1] = (bytes >> 16 & 0xff) | (bytes >> 8 & 0xff0000);
+}
+#endif
+
 template <class F>
 inline void tile_weights(const Ints* quarter, Ints* w) {
     for (int v = 0; v < 8; ++v) {
-        if constexpr (F::QUANT_BYTES == 16) {
-            const Ints bytes = v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f;
-            w[2 * v] = (bytes & 0xff) | (bytes << 8 & 0xff0000);
-            w[2 * v + 1] = (bytes >> 16 & 0xff) | (bytes >> 8 & 0xff0000);
-        } else {
-            const Ints bytes = quarter[v];
-            w[2 * v] = (bytes << 24 >> 24 & 0xffff) | (bytes << 16 >> 24 << 16);
-            w[2 * v + 1] = (bytes << 8 >> 24 & 0xffff) | (bytes >> 24 << 16);
-        }
+        if constexpr (F::QUANT_BYTES == 16)
+            unsigned_words(v < 4 ? quarter[v] & 0x0f0f0f0f : quarter[v - 4] >> 4 & 0x0f0f0f0f, w + 2 * v);
+        else
+            signed_words(quarter[v], w + 2 * v);
     }
 }
 
 template <class F>
 inline void byte_weights(const Ints* bytes, Ints* w) {
-    static_assert(F::QUANT_BYTES == 32, "signed bytes");
-    tile_weights<F>(bytes, w);
+    for (int v = 0; v < 8; ++v) unsigned_words(bytes[v], w + 2 * v);
 }
 
 constexpr int TILES_AT_ONCE = 1;

@@ -241,6 +241,9 @@ inline void dot_tile(Tile* tile, int64_t n, const Input& input, float* y, int64_
 #ifdef LEVEL_AMX
 #include "blocks_amx.h"
 #endif
+#ifdef HAS_PANELS
+#include "panels.h"
+#endif
 
 template <class F>
 void quantise_blocks(const Input& x, int64_t D) {
@@ -278,6 +281,9 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
     const int64_t n = rows.D / BLOCK;
     int64_t a = a0;
     const uint8_t* row[LANES];
+#ifdef HAS_PANELS
+    if (x.count > 1) a = dot_panels<F>(rows, x, y, y_stride, a0, a1);
+#else
     for (; x.count > 1 && a1 - a > LANES / 2; a += LANES) {
         const int64_t valid = a1 - a < LANES ? a1 - a : LANES;
         for (int64_t r = 0; r < LANES; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
@@ -288,6 +294,7 @@ void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, in
             dot_tile<F, 1>(&tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
         }
     }
+#endif
     if (rows.queue && x.count == 1) return dot_queued<F>(rows, PackedBlocks<F>(x, n), n, y, a, a1);
     // In contiguous rows, memory beyond the FEW rows that are being read is prefetched.
     const bool is_run = is_one_run(rows, n * F::BLOCK_BYTES);

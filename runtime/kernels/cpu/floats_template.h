@@ -24,15 +24,6 @@ inline Floats load_as(F32, const uint8_t* p) { return load_f32(p); }
 inline Floats load_as(F16, const uint8_t* p) { return load_f16(p); }
 inline Floats load_as(BF16, const uint8_t* p) { return load_bf16(p); }
 
-// Keeps a loaded value in a register. gcc would otherwise fold the load into every multiplication,
-// which repeats it (f32 with AVX-512: 33 GMAC/s instead of 45).
-inline Floats in_register(Floats v) {
-#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
-    asm("" : "+v"(v));
-#endif
-    return v;
-}
-
 // y[0..3] = the sums of the lanes of four vectors
 inline void four_sums(const Floats* v, float* y) {
 #if defined(LEVEL_AVX512)

@@ -199,22 +199,20 @@ void dot_super_rows(const uint8_t* const* rows, const uint8_t* const* next,
     }
 }
 
-// Number of vectors from which rows are unpacked once for all. Microseconds of 512 rows of 2048 values, one Zen
-// 5 core, one by one and unpacked once: AVX2 q4_K 2 vectors 72 and 92, 4 vectors 144 and 132; AVX-512 VNNI 2
-// vectors 44 and 38.
-#if defined(LEVEL_AVX2) && !defined(__AVXVNNI__)
-constexpr int64_t LEAST_SHARED = 4;
-#else
-constexpr int64_t LEAST_SHARED = 2;
+#ifdef HAS_PANELS
+#include "super_panels.h"
 #endif
 
 // Multiplies LANES rows by several vectors at a time. The last rows, if at most LANES / 2, and all
-// rows if there are fewer than LEAST_SHARED vectors, are multiplied by one vector at a time.
+// rows if there is one vector, are multiplied by one vector at a time.
 template <class F>
 void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     const int64_t n = rows.D / BLOCK;
     int64_t a = a0;
-    for (; x.count >= LEAST_SHARED && a1 - a > LANES / 2; a += LANES) {
+#ifdef HAS_PANELS
+    if (x.count > 1) a = dot_super_panels<F>(rows, x, y, y_stride, a0, a1);
+#else
+    for (; x.count > 1 && a1 - a > LANES / 2; a += LANES) {
         const int64_t valid = a1 - a < LANES ? a1 - a : LANES;
         const uint8_t* row[LANES];
         for (int64_t r = 0; r < LANES; ++r) row[r] = row_of(rows, r < valid ? a + r : a);
@@ -225,6 +223,7 @@ void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int
                               y + t * y_stride + a, y_stride, 0, valid);
         }
     }
+#endif
     for (int64_t t = 0; a < a1 && t < x.count; ++t) {
         const PackedBlocks<Q8_0> vector(x.part(t, t + 1), n);
         for_rows(rows, a, a1, [&](auto count, int64_t row, const uint8_t* const* from,

@@ -102,11 +102,6 @@ inline void fill_lanes(const LaneFloats& scale, const float (*c)[16], int64_t k,
     store_floats(factors.scale[b], by.scale);
 }
 
-inline Ints in_register(Ints v) {
-    asm("" : "+v"(v));
-    return v;
-}
-
 // y[i] += the sums of vectors t + i, i < COUNT, over all pairs of rows, in the order of add_unit().
 template <class Format, int COUNT>
 inline void add_signed_unit(const Ints* split, int64_t pairs, const UnitFactors<Format>& factors,

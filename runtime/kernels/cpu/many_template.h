@@ -6,24 +6,36 @@
 constexpr int64_t SPLIT_VECTORS = 64 * 1024 / (4 * LANES);  // of a chunk of SUM_ROWS rows, any format
 constexpr int64_t FILLED = 8;  // vectors whose factors stay in L1
 
+// y[v] += the unit's sums times their scales, for two vectors. Sums of `AT_ONCE` parts fill eight registers.
 template <class Format>
 inline void add_split_units(const Ints* split, int64_t k, const SumFactors* const* factors,
                             int64_t first, float* const* y) {
     constexpr int64_t PARTS = Format::PARTS, TIMES = Format::QUANT_BYTES / 4;
-    Ints sum[2][2][PARTS];
-    for (int v = 0; v < 2; ++v)
-        for (Ints* half : sum[v]) Format::start(spread<TIMES>(factors[v]->offset, first), half);
-    for (int64_t r = 0; r < (k + 1) / 2; ++r, split += 2 * PARTS) {
-        const Ints factor[2] = {spread<TIMES>(factors[0]->pair[r], first),
-                                spread<TIMES>(factors[1]->pair[r], first)};
-        for (int half = 0; half < 2; ++half)
-            for (int64_t p = 0; p < PARTS; ++p) {
-                const Ints w = split[half * PARTS + p];
-                for (int v = 0; v < 2; ++v)
-                    sum[v][half][p] = add_pairs(sum[v][half][p], w, factor[v]);
+    constexpr int AT_ONCE = 4, HALVES = AT_ONCE / PARTS;
+    for (int64_t at = 0; at < 2 * PARTS; at += AT_ONCE) {
+        Ints sum[2][AT_ONCE];
+        for (int v = 0; v < 2; ++v)
+            for (int h = 0; h < HALVES; ++h)
+                Format::start(spread<TIMES>(factors[v]->offset, first), sum[v] + h * PARTS);
+        const Ints* words = split + at;
+        for (int64_t r = 0; r < (k + 1) / 2; ++r, words += 2 * PARTS) {
+            const Ints factor[2] = {spread<TIMES>(factors[0]->pair[r], first),
+                                    spread<TIMES>(factors[1]->pair[r], first)};
+            for (int p = 0; p < AT_ONCE; ++p) {
+                const Ints w = in_register(words[p]);
+                for (int v = 0; v < 2; ++v) sum[v][p] = in_register(add_pairs(sum[v][p], w, factor[v]));
             }
+        }
+        for (int v = 0; v < 2; ++v) {
+            Floats scale[PARTS];
+            const int32_t* scale_bits = reinterpret_cast<const int32_t*>(factors[v]->scale);
+            Format::scales(reinterpret_cast<Floats>(spread<TIMES>(scale_bits, first)), scale);
+            for (int p = 0; p < AT_ONCE; ++p) {
+                float* to = y[v] + (at + p) * LANES;
+                store_floats(to, multiply_add(to_floats(sum[v][p]), scale[p % PARTS], load_floats(to)));
+            }
+        }
     }
-    for (int v = 0; v < 2; ++v) finish_unit<Format>(sum[v], *factors[v], first, y[v]);
 }
 
 // The quants of a chunk's whole units, in pairs of rows as add_unit() needs them.

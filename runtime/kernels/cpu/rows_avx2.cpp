@@ -3,6 +3,9 @@
 #include "kernels.h"
 
 #define LEVEL_AVX2
+#ifndef __AVXVNNI__
+#define HAS_PANELS
+#endif
 
 namespace {
 
@@ -138,12 +141,33 @@ inline Ints over_lanes(Ints v, const Op& op) {
 template <int TIMES>
 inline Ints spread(const int32_t* p, int64_t i) {
     if (TIMES == 8) return ints(_mm256_set1_epi32(p[i]));
-    const __m256i lanes = _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0);
-    const __m256i which = _mm256_add_epi32(lanes, _mm256_set1_epi32(static_cast<int>(i % 8)));
-    return ints(_mm256_permutevar8x32_epi32(load_32_bytes(p + i / 8 * 8), which));
+    const __m256d two = _mm256_broadcast_sd(reinterpret_cast<const double*>(p + i));
+    return ints(_mm256_castps_si256(
+        _mm256_permutevar_ps(_mm256_castpd_ps(two), _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0))));
 }
 
 constexpr int FEW = LANES / 4;
+
+#ifdef HAS_PANELS
+// Bytes FIRST and FIRST + 1 of each lane as two words, times 256 if IS_RAISED.
+template <int FIRST, bool IS_RAISED>
+inline __m256i words_of(Ints bytes) {
+    constexpr uint32_t step = IS_RAISED ? 0x01000100 : 0x00010001;
+    constexpr uint32_t first = (IS_RAISED ? 0x01800080 : 0x80018000) + FIRST * step;
+    constexpr int a = first, b = first + 4 * step, c = first + 8 * step, d = first + 12 * step;
+    return _mm256_shuffle_epi8(bits(bytes), _mm256_setr_epi32(a, b, c, d, a, b, c, d));
+}
+
+inline void signed_words(Ints bytes, Ints* w) {
+    w[0] = high_bytes(ints(words_of<0, true>(bytes)));
+    w[1] = high_bytes(ints(words_of<2, true>(bytes)));
+}
+
+inline void unsigned_words(Ints bytes, Ints* w) {
+    w[0] = ints(words_of<0, false>(bytes));
+    w[1] = ints(words_of<2, false>(bytes));
+}
+#endif
 
 inline Floats add_floats(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats fused(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }

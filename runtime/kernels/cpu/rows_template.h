@@ -67,6 +67,17 @@ inline const uint8_t* row_of(const Rows& rows, int64_t a) {
 inline Floats load_floats(const float* p) { return load_f32(reinterpret_cast<const uint8_t*>(p)); }
 inline void store_floats(float* p, Floats v) { store_f32(reinterpret_cast<uint8_t*>(p), v); }
 
+// Keeps a value in a register. Otherwise gcc folds a load into every instruction that takes it, which repeats it
+// (f32 with AVX-512: 33 GMAC/s instead of 45), or changes the order of additions, which can take more registers
+// than there are.
+template <class Vector>
+inline Vector in_register(Vector v) {
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
 template <int N>
 struct Count {
     static constexpr int VALUE = N;
@@ -270,40 +281,6 @@ void unpack_rows(const Rows& rows, float* out, int64_t a0, int64_t a1) {
 
 #include "k_tiled.h"
 
-// exp as 2^n * p(r), with the remainder |r| <= log(2) / 2 and a Taylor polynomial p of degree 7. Below -87, x
-// counts as -87.
-inline float exp_of(float x) {
-    x = x < -87.0f ? -87.0f : x;  // NaN stays
-    const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-    const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720, p = p * r + 1.0f / 120, p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6, p = p * r + 0.5f, p = p * r + 1.0f, p = p * r + 1.0f;
-    uint32_t exponent;  // unsigned: a NaN's may be negative
-    __builtin_memcpy(&exponent, &shifted, 4);
-    exponent = (exponent - 0x4b400000 + 127) << 23;
-    float power;
-    __builtin_memcpy(&power, &exponent, 4);
-    return p * power;
-}
-
-// 1 / (1 + exp(-x)), with relative error 3e-7 where it is above 1e-38.
-inline float sigmoid_of(float x) {
-    const float y = x < -88.0f ? 88.0f : -x;
-    return 1.0f / (1.0f + exp_of(y));
-}
-
-void smooth(float* x, int64_t n, int32_t activation) {
-    if (activation == ACTIVATION_SILU)
-        for (int64_t i = 0; i < n; ++i) x[i] *= sigmoid_of(x[i]);
-    else if (activation == ACTIVATION_GELU_TANH)  // 1 + tanh(u) = 2 sigmoid(2 u)
-        for (int64_t i = 0; i < n; ++i)
-            x[i] *= sigmoid_of(1.59576912f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
-    else
-        for (int64_t i = 0; i < n; ++i)
-            x[i] = 0.5f * x[i] * (1.0f + __builtin_erff(x[i] * 0.70710678f));
-}
-
 uint64_t above(const float* x, int64_t n, float limit) {
     uint64_t open = 0;
 #ifdef LEVEL_AVX512
@@ -348,24 +325,7 @@ void keep_only(float* x, uint64_t mask) {
 }
 
 #include "vectors_template.h"
-
-float exp_sum(float* x, int64_t n, float shift) {
-    for (int64_t i = 0; i < n; ++i) x[i] = exp_of(x[i] - shift);
-    return sum_of(n, [=](int64_t i) { return x[i]; });
-}
-
-// The largest of x [n], n > 0, sixteen at a time; NaN is skipped, unless it is the first.
-inline float largest_score(const float* x, int64_t n) {
-    float top[16];
-    for (int lane = 0; lane < 16; ++lane) top[lane] = x[0];
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        for (int lane = 0; lane < 16; ++lane)
-            top[lane] = x[i + lane] > top[lane] ? x[i + lane] : top[lane];
-    for (; i < n; ++i) top[0] = x[i] > top[0] ? x[i] : top[0];
-    for (int lane = 1; lane < 16; ++lane) top[0] = top[lane] > top[0] ? top[lane] : top[0];
-    return top[0];
-}
+#include "exponentials.h"
 
 int64_t choose(const float* score, int64_t n, float limit, int32_t* chosen) {
     int64_t count = 0, i = 0;
