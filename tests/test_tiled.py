@@ -216,8 +216,7 @@ def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, k
 
 
 @pytest.mark.parametrize("kind", TILED_KIND)
-def test_levels_of_short_vectors_keep_planar_rows(level, tmp_path, kind):
-    """Tiles of sixteen rows took 1.3 times as long with eight lanes."""
+def test_only_the_generic_level_keeps_planar_rows(level, tmp_path, kind):
     shape = make_shape(width=256 if kind in k_quants.BLOCK_BYTES else 64, num_neurons=96)
     make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
     with (
@@ -225,5 +224,5 @@ def test_levels_of_short_vectors_keep_planar_rows(level, tmp_path, kind):
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
     ):
         weight = copied.layers[0].ffn.blocks[0].gate.weight
-        assert is_tiled(weight.kind) == (level not in ("avxvnni", "avx2", "generic"))
+        assert is_tiled(weight.kind) == (level != "generic")
         assert torch.equal(decoded(copied, IDS), decoded(mapped, IDS))

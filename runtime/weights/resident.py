@@ -44,12 +44,12 @@ class Residence:
 
     def tiled(self, entry: TensorEntry) -> Matrix:
         """A copy of a matrix that is multiplied whole: tiled if its kind and size allow it and the
-        processor's vectors are wide enough."""
+        level is not the generic one."""
         return self._whole(entry, "tiled" if library.prefers_tiles() else "planar")
 
     def grouped(self, entry: TensorEntry) -> Matrix:
         """A copy of a matrix whose rows are always all added: grouped if its kind and size allow it
-        and the processor's vectors are wide enough."""
+        and the level is not the generic one."""
         return self._whole(entry, "grouped" if library.prefers_tiles() else "planar")
 
     def _whole(self, entry: TensorEntry, form: library.Form) -> Matrix:

@@ -89,8 +89,10 @@ inline void add_scaled(Floats exact, Floats scale, bool is_behind, float* y) {
     store_floats(y, is_behind ? add_floats(old, rounded) : multiply_add(exact, scale, old));
 }
 
-#ifdef LEVEL_AVX512
+#if defined(LEVEL_AVX512)
 #include "grouped_avx512.h"
+#elif defined(LEVEL_AVX2)
+#include "grouped_avx2.h"
 #endif
 
 // y[i][0 .. BLOCK-1] += the sums over a block's rows with the factors of vector i. `ahead`:
@@ -167,7 +169,7 @@ template <class F>
 void accumulate_grouped_many(const Rows& rows, int64_t a0, int64_t, const ManySums& s) {
     const uint8_t* group = rows.weight + a0 * rows.stride;
     int64_t done = 0;
-#ifdef LEVEL_AVX512
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
     done = add_grouped_lanes<F>(group, rows.D, s);
 #endif
     for (int64_t b = s.d0 / BLOCK; b < s.d1 / BLOCK; ++b) {

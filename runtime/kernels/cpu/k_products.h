@@ -110,7 +110,7 @@ inline void dot_super_tile(const Tile& tile, int64_t n, const Input& input, floa
         for (int pair = 0; pair < 4; ++pair) {
             Ints quants[8], bytes[2][8];
             tile.quants(block / 8, pair, quants);
-            F::bytes(quants, bits, pair, bytes[0], bytes[1]);
+            bytes_of_pair<F>(quants, bits, pair, bytes[0], bytes[1]);
             const Parts parts = F::parts(pair);
             for (int i = 0; i < 2; ++i) {
                 const int p = i == 0 ? parts.first : parts.second;
@@ -152,7 +152,7 @@ inline void dot_super_tile_one(const Tile& tile, int64_t n, const PackedBlocks<Q
         for (int pair = 0; pair < 4; ++pair) {
             Ints quants[8], bytes[2][8];
             tile.quants(block / 8, pair, quants);
-            F::bytes(quants, bits, pair, bytes[0], bytes[1]);
+            bytes_of_pair<F>(quants, bits, pair, bytes[0], bytes[1]);
 #pragma GCC unroll 2
             for (int i = 0; i < 2; ++i) {
                 const int p = i == 0 ? F::parts(pair).first : F::parts(pair).second;

@@ -20,6 +20,13 @@
 template <class Format>
 constexpr bool IS_SUPER = false;
 
+// The bytes of a pair's two parts, in eight vectors each; `above`: all that hold bits above nibbles.
+template <class F>
+inline void bytes_of_pair(const Ints* quants, const Ints* above, int pair, Ints* low, Ints* high) {
+    for (int v = 0; v < 8; ++v)
+        F::four(quants[v], F::BITS_BYTES > 0 ? above[F::above_at(pair, v)] : Ints{}, pair, low[v], high[v]);
+}
+
 template <int BYTES>
 struct WithMinima {
     static constexpr int64_t BLOCK_BYTES = BYTES;
@@ -31,9 +38,9 @@ struct WithMinima {
     }
 };
 
-// bytes(quants, bits, pair, low, high) writes the quants of a pair's two parts as bytes, without an
-// offset. Each vector holds four bytes of each of LANES rows: `quants` the pair's 32 bytes of
-// nibbles, in eight vectors, and `bits` all the bytes of a block that hold the bits above nibbles.
+// four(quants, above, pair, low, high) gives the quants of a pair's two parts as bytes, without an offset, four of
+// each row of a tile: `quants` holds the nibbles of both, and `above` vector above_at(pair, v) of the bytes that
+// hold the bits above them, for vector v of nibbles.
 
 struct Q4_K : WithMinima<144> {
     static constexpr int32_t KIND = KIND_Q4_K;
@@ -42,11 +49,10 @@ struct Q4_K : WithMinima<144> {
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q4_k(block + 16 + 32 * pair, w);
     }
-    static inline void bytes(const Ints* quants, const Ints*, int, Ints* low, Ints* high) {
-        for (int v = 0; v < 8; ++v) {
-            low[v] = quants[v] & 0x0f0f0f0f;
-            high[v] = quants[v] >> 4 & 0x0f0f0f0f;
-        }
+    static constexpr int above_at(int, int) { return 0; }
+    static inline void four(Ints quants, Ints, int, Ints& low, Ints& high) {
+        low = quants & 0x0f0f0f0f;
+        high = quants >> 4 & 0x0f0f0f0f;
     }
 };
 
@@ -57,12 +63,11 @@ struct Q5_K : WithMinima<176> {
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q5_k(block + 48 + 32 * pair, block + 16, 2 * pair, w);
     }
-    static inline void bytes(const Ints* quants, const Ints* bits, int pair, Ints* low, Ints* high) {
-        for (int v = 0; v < 8; ++v) {
-            const Ints above = bits[v] >> 2 * pair;
-            low[v] = (quants[v] & 0x0f0f0f0f) | (above & 0x01010101) << 4;
-            high[v] = (quants[v] >> 4 & 0x0f0f0f0f) | (above & 0x02020202) << 3;
-        }
+    static constexpr int above_at(int, int v) { return v; }
+    static inline void four(Ints quants, Ints above, int pair, Ints& low, Ints& high) {
+        above >>= 2 * pair;
+        low = (quants & 0x0f0f0f0f) | (above & 0x01010101) << 4;
+        high = (quants >> 4 & 0x0f0f0f0f) | (above & 0x02020202) << 3;
     }
 };
 
@@ -79,12 +84,11 @@ struct Q6_K {
     static inline void unpack(const uint8_t* block, int pair, Floats* w) {
         unpack_q6_k(block + 32 * pair, block + 128 + pair / 2 * 32, pair % 2, w);
     }
-    static inline void bytes(const Ints* quants, const Ints* bits, int pair, Ints* low, Ints* high) {
-        for (int v = 0; v < 8; ++v) {
-            const Ints above = bits[pair / 2 * 8 + v] >> pair % 2 * 2;
-            low[v] = (quants[v] & 0x0f0f0f0f) | (above & 0x03030303) << 4;
-            high[v] = (quants[v] >> 4 & 0x0f0f0f0f) | (above & 0x30303030);
-        }
+    static constexpr int above_at(int pair, int v) { return pair / 2 * 8 + v; }
+    static inline void four(Ints quants, Ints above, int pair, Ints& low, Ints& high) {
+        above >>= pair % 2 * 2;
+        low = (quants & 0x0f0f0f0f) | (above & 0x03030303) << 4;
+        high = (quants >> 4 & 0x0f0f0f0f) | (above & 0x30303030);
     }
 };
 

@@ -12,35 +12,36 @@ struct SuperTile {
     int64_t n, lane;  // n: blocks of a row
     const TiledAhead* ahead;  // or null
 
-    void factors(int64_t s, SuperFactors<F>& to) const {
-        const SuperPlace place = super_place(SHAPE, n, s);
-#ifdef LEVEL_AVX512
-        const Floats d = load_f16(tile + place.floats);
-        if constexpr (F::HAS_MINIMA) {
-            const Floats m = load_f16(tile + place.floats + 2 * TILE_ROWS);
-            const uint8_t* scales = tile + place.scales;
+    // The numbers of block s: `room` with eight scales and eight minima of each row, below 64, or q6_K's scales, which
+    // stay in the tile.
+    const uint8_t* numbers(int64_t s, uint8_t (*room)[TILE_ROWS]) const {
+        const uint8_t* scales = tile + super_place(SHAPE, n, s).scales;
+        if constexpr (!F::HAS_MINIMA) return scales;
+        for (int64_t at = 0; at < 4 * TILE_ROWS; at += 4 * LANES, scales += 4 * LANES) {
             const Ints first = load_ints(scales), second = load_ints(scales + 64), third = load_ints(scales + 128);
-            alignas(64) uint8_t numbers[16][TILE_ROWS];  // eight scales, eight minima
-            auto keep = [&](int at, Ints four) { __builtin_memcpy(numbers[at], &four, sizeof four); };
+            auto keep = [&](int number, Ints four) { __builtin_memcpy(room[number] + at, &four, sizeof four); };
             keep(0, first & 0x3f3f3f3f);
             keep(4, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030));
             keep(8, second & 0x3f3f3f3f);
             keep(12, (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030));
+        }
+        return room[0];
+    }
+
+    void factors(int64_t s, SuperFactors<F>& to) const {
+        const SuperPlace place = super_place(SHAPE, n, s);
+        const Floats d = load_f16(tile + place.floats + 2 * lane);
+        alignas(64) uint8_t room[16][TILE_ROWS];
+        const uint8_t* number = numbers(s, room) + lane;
+        if constexpr (F::HAS_MINIMA) {
+            const Floats m = load_f16(tile + place.floats + 2 * (TILE_ROWS + lane));
             for (int p = 0; p < 8; ++p) {
-                store_floats(to.factor[p], mul(_mm512_cvtepi32_ps(dwords_of(numbers[p])), d));
-                store_floats(to.minimum[p], mul(_mm512_cvtepi32_ps(dwords_of(numbers[p + 8])), m));
+                store_floats(to.factor[p], mul(load_i8(number + TILE_ROWS * p), d));
+                store_floats(to.minimum[p], mul(load_i8(number + TILE_ROWS * (p + 8)), m));
             }
         } else {
-            for (int i = 0; i < 16; ++i)
-                store_floats(to.factor[i], mul(load_i8(tile + place.scales + TILE_ROWS * i), d));
+            for (int i = 0; i < 16; ++i) store_floats(to.factor[i], mul(load_i8(number + TILE_ROWS * i), d));
         }
-#else
-        uint8_t block[LANES][F::BLOCK_BYTES];
-        const uint8_t* rows[LANES];
-        for (int64_t r = 0; r < LANES; ++r) copy_block(s, lane + r, block[r]), rows[r] = block[r];
-        (void)place;
-        to.read(rows, 0);
-#endif
     }
 
     void bits(int64_t s, Ints* to) const {
@@ -48,9 +49,14 @@ struct SuperTile {
         for (int64_t v = 0; v < F::BITS_BYTES / 4; ++v) to[v] = load_ints(at + 4 * TILE_ROWS * v);
     }
 
-    __attribute__((always_inline)) inline void quants(int64_t s, int pair, Ints* to) const {
+    // Prefetches what is due when a pair of parts of all rows is read.
+    __attribute__((always_inline)) inline void ask(int64_t s, int pair) const {
         constexpr int64_t BYTES = TILE_ROWS * F::BLOCK_BYTES / 4;  // of a pair, on average
         if (ahead) ahead->ask(tile, s * TILE_ROWS * F::BLOCK_BYTES + pair * BYTES, BYTES);
+    }
+
+    __attribute__((always_inline)) inline void quants(int64_t s, int pair, Ints* to) const {
+        ask(s, pair);
         const uint8_t* at = tile + super_place(SHAPE, n, s).quants + 32 * TILE_ROWS * pair + 4 * lane;
         for (int v = 0; v < 8; ++v) to[v] = load_in_order(at + 4 * TILE_ROWS * v);
     }
@@ -63,12 +69,32 @@ struct SuperTile {
     }
 };
 
+#ifdef LEVEL_AVX2
+#include "k_tiled_halves.h"
+#endif
+
 // Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
 template <class F>
 inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                                  int64_t a1, const TiledAhead* ahead) {
     const int64_t n = rows.D / BLOCK, first = a0 / TILE_ROWS * TILE_ROWS;
     const uint8_t* at = rows.weight + first * rows.stride;
+#ifdef LEVEL_AVX2
+    if (x.count == 1 && a0 < first + LANES && a1 > first + LANES) {
+        alignas(64) float sums[TILE_ROWS];
+        dot_whole_super_tile<F>({at, n / 8, 0, ahead}, PackedBlocks<Q8_0>(x, n), sums);
+        __builtin_memcpy(y, sums + (a0 - first), (a1 - a0) * sizeof(float));
+        return;
+    }
+#endif
+#ifdef HAS_PANELS
+    for (int64_t t = 0; x.count > 1 && t < x.count; t += PANEL_TOKENS) {
+        const int64_t t1 = t + PANEL_TOKENS < x.count ? t + PANEL_TOKENS : x.count;
+        const SuperTile<F> halves[2] = {{at, n / 8, 0, t == 0 ? ahead : nullptr}, {at, n / 8, LANES, nullptr}};
+        dot_super_panel<F, 2>(halves, n, x.part(t, t1), y + t * y_stride, y_stride, a0 - first, a1 - first);
+    }
+    if (x.count > 1) return;
+#endif
     for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES) {
         const int64_t begin = a0 > first + lane ? a0 - first - lane : 0;
         const int64_t end = a1 - first - lane < LANES ? a1 - first - lane : LANES;

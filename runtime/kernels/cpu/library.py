@@ -31,12 +31,6 @@ from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
 # Instruction sets, best first.
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
 LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
-_TILED_LEVELS = (
-    "amx",
-    "avx512bf16",
-    "avx512vnni",
-    "avx512",
-)  # a vector has as many lanes as a tile has rows
 _BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
 log = logging.getLogger(__name__)
 
@@ -123,9 +117,9 @@ def usable_levels() -> list[str]:
 
 
 def prefers_tiles() -> bool:
-    """True if products of tiled rows are faster than those of planar rows on this level. Both give
-    bit-identical results on every level."""
-    return level() in _TILED_LEVELS
+    """True if products of tiled rows, and sums of grouped ones, are faster than those of planar rows
+    on this level. Both give bit-identical results on every level."""
+    return level() != "generic"
 
 
 def rounds_to_bf16() -> bool:

@@ -68,9 +68,9 @@ inline void multiply_panel(const Panel<F, R>& panel, int64_t b0, int64_t m, cons
     }
 }
 
-// Multiplies `valid` rows, those of R tiles, by up to PANEL_TOKENS vectors.
-template <class F, int R>
-void dot_panel(RowsTile<F>* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t valid) {
+// Multiplies rows begin .. end-1 of R tiles by up to PANEL_TOKENS vectors.
+template <class F, int R, class Tile>
+void dot_panel(Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t begin, int64_t end) {
     const PackedBlocks<F> x(input, n);
     Floats acc[PANEL_TOKENS][4][R];
     __builtin_memset(acc, 0, input.count * sizeof acc[0]);
@@ -93,14 +93,14 @@ void dot_panel(RowsTile<F>* tile, int64_t n, const Input& input, float* y, int64
             auto part = [&](int p) { return acc[t][p][i]; };
             store_floats(sums + i * LANES, add_floats(add_floats(part(0), part(1)), add_floats(part(2), part(3))));
         }
-        __builtin_memcpy(y + t * y_stride, sums, valid * sizeof(float));
+        __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
     }
 }
 
 // Calls use(Count<R>, a, row, next) for the R tiles of rows from a on, until at most LANES / 2 rows are left,
 // and returns the first of them. next[i]: rows to prefetch while tile i is read.
 template <class Use>
-inline int64_t for_tiles(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
+inline int64_t for_tiles_of_rows(const Rows& rows, int64_t a0, int64_t a1, const Use& use) {
     int64_t a = a0;
     auto call = [&](auto count) {
         constexpr int R = decltype(count)::VALUE;
@@ -119,7 +119,7 @@ inline int64_t for_tiles(const Rows& rows, int64_t a0, int64_t a1, const Use& us
 template <class F>
 int64_t dot_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     const int64_t n = rows.D / BLOCK;
-    return for_tiles(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
+    return for_tiles_of_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
         constexpr int R = decltype(count)::VALUE;
         const int64_t valid = a1 - a < R * LANES ? a1 - a : R * LANES;
         for (int64_t t = 0; t < x.count; t += PANEL_TOKENS) {
@@ -127,10 +127,10 @@ int64_t dot_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride,
             if constexpr (R == 2) {
                 RowsTile<F> tile[R] = {{row, t == 0 ? next[0] : row[0], n},
                                        {row + LANES, t == 0 ? next[1] : row[LANES], n}};
-                dot_panel<F, R>(tile, n, x.part(t, end), y + t * y_stride + a, y_stride, valid);
+                dot_panel<F, R>(tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
             } else {
                 RowsTile<F> tile(row, t == 0 ? next[0] : row[0], n);
-                dot_panel<F, R>(&tile, n, x.part(t, end), y + t * y_stride + a, y_stride, valid);
+                dot_panel<F, R>(&tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
             }
         }
     });

@@ -78,6 +78,16 @@ inline Vector in_register(Vector v) {
     return v;
 }
 
+// Loads in program order: gcc would delay some, and a Zen 4 core would then read 9 GB/s of q4_0 from
+// memory instead of 26.
+inline Ints load_in_order(const uint8_t* p) {
+    Ints v = load_ints(p);
+#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
+    asm volatile("" : "+v"(v));
+#endif
+    return v;
+}
+
 template <int N>
 struct Count {
     static constexpr int VALUE = N;

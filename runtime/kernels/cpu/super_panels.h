@@ -50,10 +50,10 @@ inline void multiply_super_panel(const SuperPanel<F, R>& panel, int64_t block, c
     }
 }
 
-// Multiplies `valid` rows, those of R tiles, by up to PANEL_TOKENS vectors.
-template <class F, int R>
-void dot_super_panel(const SuperRows<F>* tile, int64_t n, const Input& input, float* y, int64_t y_stride,
-                     int64_t valid) {
+// Multiplies rows begin .. end-1 of R tiles by up to PANEL_TOKENS vectors.
+template <class F, int R, class Tile>
+void dot_super_panel(const Tile* tile, int64_t n, const Input& input, float* y, int64_t y_stride, int64_t begin,
+                     int64_t end) {
     const PackedBlocks<Q8_0> x(input, n);
     Floats part[PANEL_TOKENS][8][R];
     __builtin_memset(part, 0, input.count * sizeof part[0]);
@@ -67,7 +67,7 @@ void dot_super_panel(const SuperRows<F>* tile, int64_t n, const Input& input, fl
             for (int pair = 0; pair < 4; ++pair) {
                 Ints quants[8], bytes[2][8];
                 tile[i].quants(block / 8, pair, quants);
-                F::bytes(quants, above, pair, bytes[0], bytes[1]);
+                bytes_of_pair<F>(quants, above, pair, bytes[0], bytes[1]);
                 const Parts parts = F::parts(pair);
                 byte_weights<Q8_0>(bytes[0], panel.weights[parts.first][i]);
                 byte_weights<Q8_0>(bytes[1], panel.weights[parts.second][i]);
@@ -84,7 +84,7 @@ void dot_super_panel(const SuperRows<F>* tile, int64_t n, const Input& input, fl
             for (int q = 0; q < 4; ++q) sum[q] = add_floats(part[t][2 * q][i], part[t][2 * q + 1][i]);
             store_floats(sums + i * LANES, add_floats(add_floats(sum[0], sum[1]), add_floats(sum[2], sum[3])));
         }
-        __builtin_memcpy(y + t * y_stride, sums, valid * sizeof(float));
+        __builtin_memcpy(y + t * y_stride, sums + begin, (end - begin) * sizeof(float));
     }
 }
 
@@ -92,14 +92,14 @@ void dot_super_panel(const SuperRows<F>* tile, int64_t n, const Input& input, fl
 template <class F>
 int64_t dot_super_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     const int64_t n = rows.D / BLOCK;
-    return for_tiles(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
+    return for_tiles_of_rows(rows, a0, a1, [&](auto count, int64_t a, const uint8_t* const* row, const uint8_t* const* next) {
         constexpr int R = decltype(count)::VALUE;
         const int64_t valid = a1 - a < R * LANES ? a1 - a : R * LANES;
         for (int64_t t = 0; t < x.count; t += PANEL_TOKENS) {
             const int64_t end = t + PANEL_TOKENS < x.count ? t + PANEL_TOKENS : x.count;
             SuperRows<F> tile[R];
             for (int i = 0; i < R; ++i) tile[i] = {row + i * LANES, t == 0 ? next[i] : row[i * LANES]};
-            dot_super_panel<F, R>(tile, n, x.part(t, end), y + t * y_stride + a, y_stride, valid);
+            dot_super_panel<F, R>(tile, n, x.part(t, end), y + t * y_stride + a, y_stride, 0, valid);
         }
     });
 }

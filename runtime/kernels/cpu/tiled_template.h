@@ -92,16 +92,6 @@ struct TiledAhead {
     }
 };
 
-// Loads in program order: gcc would delay some, and a Zen 4 core would then read 9 GB/s of q4_0 from
-// memory instead of 26.
-inline Ints load_in_order(const uint8_t* p) {
-    Ints v = load_ints(p);
-#if defined(LEVEL_AVX512) || defined(LEVEL_AVX2)
-    asm volatile("" : "+v"(v));
-#endif
-    return v;
-}
-
 // LANES rows of a tile, from row `lane` on.
 template <class F>
 struct TiledTile {
@@ -125,6 +115,14 @@ struct TiledTile {
         }
         __builtin_prefetch(next + 16 * F::QUANT_BYTES);
         return scale;
+    }
+
+    // Prefetches what is due when block b of all rows is read.
+    __attribute__((always_inline)) inline void ask(int64_t b) const {
+        if (!ahead) return;
+        ahead->ask_others(tile, b, F::BLOCK_BYTES);
+        if (const uint8_t* next = ahead->address(tile, b * TILE_ROWS * F::BLOCK_BYTES))
+            for (int64_t at = 0; at < TILE_ROWS * F::BLOCK_BYTES; at += 64) __builtin_prefetch(next + at);
     }
 
   private:
@@ -161,12 +159,32 @@ inline void dot_tiled_one(const TiledTile<F>& tile, const PackedBlocks<F>& x, fl
     store_floats(y, add_floats(add_floats(next[0], next[1]), add_floats(next[2], next[3])));
 }
 
+#ifdef LEVEL_AVX2
+#include "tiled_halves.h"
+#endif
+
 // Multiplies rows a0 .. a1-1 of one tile; `rows` has no list. y[0] is the product of row a0.
 template <class F>
 inline void dot_tiled_rows(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,
                            int64_t a1, const TiledAhead& ahead) {
     const int64_t n = rows.D / BLOCK, first = a0 / TILE_ROWS * TILE_ROWS;
     const uint8_t* at = rows.weight + first * rows.stride;
+#ifdef LEVEL_AVX2
+    if (x.count == 1 && a0 < first + LANES && a1 > first + LANES) {
+        alignas(64) float sums[TILE_ROWS];
+        dot_whole_tile<F>({at, 0, n, &ahead}, PackedBlocks<F>(x, n), sums);
+        __builtin_memcpy(y, sums + (a0 - first), (a1 - a0) * sizeof(float));
+        return;
+    }
+#endif
+#ifdef HAS_PANELS
+    for (int64_t t = 0; x.count > 1 && t < x.count; t += PANEL_TOKENS) {
+        const int64_t t1 = t + PANEL_TOKENS < x.count ? t + PANEL_TOKENS : x.count;
+        const TiledTile<F> halves[2] = {{at, 0, n, t == 0 ? &ahead : nullptr}, {at, LANES, n, nullptr}};
+        dot_panel<F, 2>(halves, n, x.part(t, t1), y + t * y_stride, y_stride, a0 - first, a1 - first);
+    }
+    if (x.count > 1) return;
+#endif
     for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES) {
         const int64_t begin = a0 > first + lane ? a0 - first - lane : 0;
         const int64_t end = a1 - first - lane < LANES ? a1 - first - lane : LANES;
