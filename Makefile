@@ -177,6 +177,15 @@ $(LLAMACPP)/ready: $(LLAMACPP_PINS) tests/llamacpp/build.sh tests/llamacpp/mend.
 	@tests/llamacpp/build.sh $(PYTHON) $(LLAMACPP)
 	@touch $@
 
+# The same for a processor with AVX2, or also AVX-VNNI, and no more: a rival for our levels of these names.
+LLAMACPP_AVX2 := -DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON
+build/llamacpp-avx2-venv/ready: LLAMACPP_FLAGS := $(LLAMACPP_AVX2)
+build/llamacpp-avxvnni-venv/ready: LLAMACPP_FLAGS := $(LLAMACPP_AVX2) -DGGML_AVX_VNNI=ON
+build/llamacpp-avx2-venv/ready build/llamacpp-avxvnni-venv/ready: $(LLAMACPP_PINS) tests/llamacpp/build.sh
+	@echo "== set-up: llama.cpp, built from source, in $(@D) (about ten minutes, once)"
+	@CMAKE_ARGS="$(LLAMACPP_FLAGS)" tests/llamacpp/build.sh $(PYTHON) $(@D)
+	@touch $@
+
 test-llamacpp: build smollm2 $(LLAMACPP)/ready  ## our files in llama.cpp, its files in our runtime
 	$(BIN)/python -m pytest -q -rP tests/llamacpp
 

@@ -59,14 +59,13 @@ def k_quant_model() -> str:
 def chat_model_forced() -> str:
     parts = ("decode", *(f"prompt of {count}" for count in (1, 5, 16, 64, 256)))
     rows = []
-    for level, processor, name in (
-        ("avxvnni", "Zen 5", ZEN_5), ("avx2", "Zen 5", ZEN_5), ("avx2", "Zen 4", ZEN_4),
-    ):  # fmt: skip
-        found = chat("q8_0", f"chat-model-{level}-{name}")
-        rows.append(
-            [f"{processor}, {level}", *(times(found[part]["times_rival"]) for part in parts)]
-        )
-    return markdown(["level forced on ours alone, q8_0, times llama.cpp", *parts], rows)
+    for level in ("avxvnni", "avx2"):
+        models = [(kind, chat(kind, f"chat-model-{level}-{ZEN_5}")) for kind in TYPES]
+        k_quant = result(f"k-quant-model-{level}-{ZEN_5}")["types"]["q4_k_m"]["2"]
+        for label, found in (*models, ("1.1 B, Q4_K_M", k_quant)):
+            cells = (times(found[part]["times_rival"]) for part in parts)
+            rows.append([f"{level}, {label}", *cells])
+    return markdown(["level of both sides, times llama.cpp", *parts], rows)
 
 
 def batch(model: str, label: str, mode: str, processors: dict[str, str]) -> str:
@@ -156,6 +155,7 @@ def decode_planted() -> str:
     rows = []
     for name, processor in (
         (f"decode-{ZEN_5}", "Zen 5"),
+        (f"decode-avx2-{ZEN_5}", "Zen 5, AVX2 only"),
         (f"decode-{ZEN_4}", "Zen 4"),
         ("decode-intel-xeon-processor-2.50ghz", "Xeon"),
     ):
@@ -172,7 +172,8 @@ def prefill_planted() -> str:
     for name, processor in (
         (f"prefill-avx512bf16-{ZEN_5}", "Zen 5, AVX-512 VNNI and BF16"),
         (f"prefill-avx512vnni-{ZEN_4}", "Zen 4, AVX-512 VNNI"),
-        ("prefill-avx2-intel-xeon-processor-2.50ghz", "Xeon, AVX2 forced on both"),
+        (f"prefill-avx2-{ZEN_5}", "Zen 5, AVX2 only"),
+        ("prefill-avx2-intel-xeon-processor-2.50ghz", "Xeon, AVX2 only"),
     ):
         for kind, found in result(name)["types"].items():
             modes = [found["2"].get(mode) for mode in ("dense", "exact", "predicted")]
