@@ -34,6 +34,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses", responses),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
+    ("POST", "/chat/completions", chat_completions),  # as in llama-server
+    ("GET", "/models", models),
     ("POST", "/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/apply-template", apply_template),
@@ -46,8 +48,6 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 OF_LLAMACPP = {
     "/completion": "/v1/completions",
     "/completions": "/v1/completions",
-    "/chat/completions": "/v1/chat/completions",
-    "/models": "/v1/models",
     "/slots": "/metrics",
 }
 

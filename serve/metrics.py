@@ -20,6 +20,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 PATHS = (
     "/", "/health", "/metrics", "/props", "/tokenize", "/detokenize", "/apply-template",
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models",
+    "/chat/completions", "/models",
 )  # fmt: skip
 
 

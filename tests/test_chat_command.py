@@ -300,6 +300,9 @@ def test_at_a_terminal(model, tmp_path):
         term.enter(f"/save {path}\r")
         term.wait("2 messages written")
         assert said(path) == ["Hello"]
+        term.enter("exit\r")
+        term.wait("[/exit leaves; this is sent to the model]")
+        term.wait("max tokens]")
         term.enter("\x03")  # Ctrl-C where nothing is typed
         term.wait("Ctrl-D or /quit leaves]")
         term.enter("\x04")

@@ -73,6 +73,13 @@ def test_a_chat_equals_the_engines_text(served, engine):
     assert timings["predicted_per_second"] > 0
 
 
+def test_paths_without_v1_do_the_same(served):
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+    answers = [served.ask(f"{base}/chat/completions", body)[1] for base in ("/v1", "")]
+    assert text_of(answers[0]) == text_of(answers[1])
+    assert served.ask("/models")[1]["data"] == served.ask("/v1/models")[1]["data"]
+
+
 def test_a_stream_gives_the_same_text(served):
     body = {
         "messages": SAID,

@@ -212,6 +212,8 @@ class Talk:
         self.num_lines += 1
         name, rest = [*line.strip()[1:].split(maxsplit=1), "", ""][:2]
         if not line.startswith("/"):
+            if self.is_typed and line.strip().lower() in ("exit", "quit"):
+                note(f"[/{line.strip().lower()} leaves; this is sent to the model]")
             self._show(self.chat.say(line))
         elif line.startswith("//"):
             self._show(self.chat.say(line[1:]))
