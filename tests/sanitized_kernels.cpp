@@ -74,14 +74,17 @@ bool unpacks(int32_t kind, const uint8_t* w, int64_t D, const int32_t* index, in
 bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     const uint8_t* w = weights(kind, A, D);
     const int64_t row_bytes = row_bytes_of(kind, D);
-    constexpr int64_t T = 37;
+    constexpr int64_t T = 131;
     const float *x = floats(T * D), *c = floats(A);
     int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
     for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
     float *y = floats(A), *backwards = floats(A), *z = floats(D), *many = floats(T * A);
     if (spark_dot_rows(kind, w, row_bytes, A, D, x, 1, nullptr, A, y)) return false;
     if (spark_dot_rows(kind, w, row_bytes, A, D, x, 1, index, A, backwards)) return false;
-    if (spark_dot_rows(kind, w, row_bytes, A, D, x, T, index, A, many)) return false;
+    for (int64_t count : {int64_t{2}, int64_t{3}, int64_t{37}, T})
+        if (spark_dot_rows(kind, w, row_bytes, A, D, x, count, nullptr, A, many) ||
+            spark_dot_rows(kind, w, row_bytes, A, D, x, count, index, A, many))
+            return false;
     for (int64_t a = 0; a < A; ++a)
         if (y[a] != backwards[A - 1 - a] || y[a] != many[A - 1 - a]) return false;
     if (is_tiled(kind))
@@ -313,7 +316,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.table = {one_block, 1, 1, C, 1};
     step.epsilon = 1e-5f, step.mode = mode;
     step.key_kind = step.value_kind = KIND_F16;
-    step.activation = is_gated ? ACTIVATION_SILU : ACTIVATION_RELU;
+    step.activation = !is_gated ? ACTIVATION_RELU : rank == 32 ? ACTIVATION_GELU_TANH : ACTIVATION_SILU;
     const std::vector<SparkOp> ops = operations(step);
     step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     const int64_t size = spark_step_bytes(&step);

@@ -155,6 +155,22 @@ def test_a_grouped_matrix_adds_lists_and_parts(preferred):
 
 
 @pytest.mark.parametrize("kind", GROUPED_KIND)
+def test_several_vectors_have_the_bits_of_the_file_in_all_groups(level, preferred, tmp_path, kind):
+    """In rows of 160 values, the last block is rounded once more before it is added; chunks of two
+    groups add it to sums that are not 0."""
+    shape = make_shape(width=160, num_neurons=1088)
+    make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
+    with (
+        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
+        Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
+    ):
+        assert is_grouped(copied.layers[0].ffn.blocks[0].down.kind)
+        for count in (2, 3, 7, 9):
+            ids_T = torch.arange(1, count + 1)
+            assert torch.equal(copied.logits(ids_T), mapped.logits(ids_T))
+
+
+@pytest.mark.parametrize("kind", GROUPED_KIND)
 @pytest.mark.parametrize("width", [64, 160])
 def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
     preferred,

@@ -17,7 +17,7 @@ from sparkinfer.runtime.weights.resident import Residence
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}
-WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 576)]
+WIDTHS = [(kind, width) for kind in BLOCK_BYTES for width in (32, 64, 96, 160, 576, 1056)]
 WIDTHS += [(kind, width) for kind in k_quants.BLOCK_BYTES for width in (256, 512, 768)]
 
 
@@ -133,6 +133,16 @@ def test_products_have_the_bits_of_the_rows_in_the_file(level, kind, width):
             got_TA = library.dot_rows(tiles, TILED_KIND[kind], x_TD, index_A)
             assert torch.equal(got_TA, want_TA) and want_TA.abs().min() > 0
             assert not torch.equal(got_TA, want_TA.flip(1))
+
+
+@pytest.mark.parametrize("kind", TILED_KIND)
+def test_products_with_many_vectors_have_the_bits_of_single_ones(level, kind):
+    width = 256 if kind in k_quants.BLOCK_BYTES else 64
+    rows = rows_of(kind, 48, width)
+    x_TD = torch.randn(131, width, generator=torch.Generator().manual_seed(1))
+    want_TA = torch.cat([library.dot_rows(rows, kind, x_D[None]) for x_D in x_TD])
+    assert torch.equal(library.dot_rows(rows, kind, x_TD), want_TA)
+    assert torch.equal(library.dot_rows(tiled(rows, kind), TILED_KIND[kind], x_TD), want_TA)
 
 
 @pytest.fixture

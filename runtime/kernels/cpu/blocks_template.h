@@ -9,7 +9,7 @@
 //
 // There are two kernels. One takes FEW rows and one vector, four blocks per step; its lanes are
 // pairs of a row and a block. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes
-// are rows, and a block of weights is unpacked once for all vectors. A level defines, in
+// are rows, and a block of weights is unpacked once for all vectors (level avx2: panels.h). A level defines, in
 // blocks_madd.h, blocks_vnni.h or blocks_avxvnni.h,
 //   unit<F>()                         the number of blocks in a unit of packed x
 //   quantise_unit<F>(value, to)       packs the int16 values of a unit
@@ -270,7 +270,7 @@ void quantise_blocks(const Input& x, int64_t D) {
 #endif
 }
 
-// Multiplies LANES rows by several vectors at a time (with AMX, by fewer than LEAST_VECTORS). The
+// Multiplies LANES rows by several vectors at a time (with AMX, by fewer than LEAST_VECTORS; avx2: panels). The
 // last rows, if at most LANES / 2, and all rows if there is one vector, take one vector at a time.
 template <class F>
 void dot_blocks(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0,

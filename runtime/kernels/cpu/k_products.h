@@ -13,7 +13,7 @@
 //
 // There are two kernels, as for q8_0 and q4_0. One takes SUPER_ROWS rows and one vector; its lanes are pairs
 // of a row and a part. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes are rows, and a
-// part is unpacked once for all vectors. A level defines
+// part is unpacked once for all vectors (level avx2: super_panels.h). A level defines
 //   SUPER_ROWS, SuperSums              number of rows multiplied together; type of their part[p]
 //   add_super<F>(block, x, sums)       adds the terms of one block of each row, times x's scales
 //   store_super(sums, to)              writes part[p] of row r to to[8 * r + p]
@@ -203,7 +203,7 @@ void dot_super_rows(const uint8_t* const* rows, const uint8_t* const* next,
 #include "super_panels.h"
 #endif
 
-// Multiplies LANES rows by several vectors at a time. The last rows, if at most LANES / 2, and all
+// Multiplies LANES rows by several vectors at a time (avx2: panels). The last rows, if at most LANES / 2, and all
 // rows if there is one vector, are multiplied by one vector at a time.
 template <class F>
 void dot_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {

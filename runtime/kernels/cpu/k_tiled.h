@@ -80,7 +80,8 @@ inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int
     const int64_t n = rows.D / BLOCK, first = a0 / TILE_ROWS * TILE_ROWS;
     const uint8_t* at = rows.weight + first * rows.stride;
 #ifdef LEVEL_AVX2
-    if (x.count == 1 && a0 < first + LANES && a1 > first + LANES) {
+    const bool has_both_halves = a0 < first + LANES && a1 > first + LANES;
+    if (x.count == 1 && has_both_halves) {
         alignas(64) float sums[TILE_ROWS];
         dot_whole_super_tile<F>({at, n / 8, 0, ahead}, PackedBlocks<Q8_0>(x, n), sums);
         __builtin_memcpy(y, sums + (a0 - first), (a1 - a0) * sizeof(float));
@@ -88,12 +89,13 @@ inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int
     }
 #endif
 #ifdef HAS_PANELS
-    for (int64_t t = 0; x.count > 1 && t < x.count; t += PANEL_TOKENS) {
-        const int64_t t1 = t + PANEL_TOKENS < x.count ? t + PANEL_TOKENS : x.count;
-        const SuperTile<F> halves[2] = {{at, n / 8, 0, t == 0 ? ahead : nullptr}, {at, n / 8, LANES, nullptr}};
-        dot_super_panel<F, 2>(halves, n, x.part(t, t1), y + t * y_stride, y_stride, a0 - first, a1 - first);
-    }
-    if (x.count > 1) return;
+    if (x.count > 1)
+        return for_halves(x, a0 - first, has_both_halves, [&](auto halves, int64_t lane, int64_t t, const Input& part) {
+            const SuperTile<F> tile[2] = {{at, n / 8, lane, lane + t == 0 ? ahead : nullptr},
+                                          {at, n / 8, LANES, nullptr}};
+            dot_super_panel<F, decltype(halves)::VALUE>(tile, n, part, y + t * y_stride, y_stride, a0 - first - lane,
+                                                        a1 - first - lane);
+        });
 #endif
     for (int64_t lane = a0 % TILE_ROWS / LANES * LANES; first + lane < a1; lane += LANES) {
         const int64_t begin = a0 > first + lane ? a0 - first - lane : 0;
@@ -106,15 +108,17 @@ inline void dot_tiled_super_rows(const Rows& rows, const Input& x, float* y, int
             __builtin_memcpy(to, sums + begin, (end - begin) * sizeof(float));
             continue;
         }
+#ifndef HAS_PANELS
         for (int64_t t = 0; t < x.count; t += TILE_TOKENS) {
             const int64_t t1 = t + TILE_TOKENS < x.count ? t + TILE_TOKENS : x.count;
             const SuperTile<F> tile = {at, n / 8, lane, t == 0 && lane == 0 ? ahead : nullptr};
             dot_super_tile<F>(tile, n, x.part(t, t1), to + t * y_stride, y_stride, begin, end);
         }
+#endif
     }
 }
 
-// For a row of a list, the LANES rows of its tile that include it are computed.
+// For a row of a list, the LANES rows of its tile that include it are computed (half of a tile with AVX2).
 template <class F>
 void dot_tiled_super(const Rows& rows, const Input& x, float* y, int64_t y_stride, int64_t a0, int64_t a1) {
     if (rows.index) {

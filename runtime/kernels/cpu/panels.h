@@ -135,3 +135,16 @@ int64_t dot_panels(const Rows& rows, const Input& x, float* y, int64_t y_stride,
         }
     });
 }
+
+// Calls use(Count<HALVES>, lane, t, part) for up to PANEL_TOKENS vectors at a time: `part`, from vector t on. Rows from
+// `begin` on are in both halves of a tile, with lane 0, or in one, with its first lane.
+template <class Use>
+inline void for_halves(const Input& x, int64_t begin, bool are_both, const Use& use) {
+    for (int64_t t = 0; t < x.count; t += PANEL_TOKENS) {
+        const Input part = x.part(t, t + PANEL_TOKENS < x.count ? t + PANEL_TOKENS : x.count);
+        if (are_both)
+            use(Count<2>{}, int64_t{0}, t, part);
+        else
+            use(Count<1>{}, begin < LANES ? int64_t{0} : int64_t{LANES}, t, part);
+    }
+}

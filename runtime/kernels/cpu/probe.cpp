@@ -47,6 +47,27 @@ bool products_alike(const Kernels& tried, const Kernels& reference, int32_t kind
     return true;
 }
 
+// A range of rows that begins and ends within a tile has the products of these rows.
+bool ranges_alike(const Kernels& tried, int32_t kind, int64_t row_bytes) {
+    const Rows rows = {weight, row_bytes, D, nullptr, ROWS};
+    for (int64_t T : {int64_t{1}, VECTORS}) {
+        const Input input{x, packed[0], D, VECTORS, 0, T};
+        tried.quantise[kind](input, D);
+        tried.dot_rows[kind](rows, input, y[0], ROWS, 0, ROWS);
+        for (int64_t begin : {3, 9})
+            for (int64_t end : {7, 13}) {
+                if (end < begin) continue;
+                std::memset(y[1], 0, sizeof y[1]);
+                tried.dot_rows[kind](rows, input, y[1], ROWS, begin, end);
+                for (int64_t i = 0; i < T * ROWS; ++i) {
+                    const bool is_inside = begin <= i % ROWS && i % ROWS < end;
+                    if (y[1][i] != (is_inside ? y[0][i] : 0.0f)) return false;
+                }
+            }
+    }
+    return true;
+}
+
 // Compares sums of rows for one vector, and for several that take all rows, two, or a quarter of them.
 bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, int64_t row_bytes) {
     constexpr int64_t T = 16;  // enough for a quarter of the rows to be listed: see by_window()
@@ -71,6 +92,16 @@ bool sums_alike(const Kernels& tried, const Kernels& reference, int32_t kind, in
             for (int64_t t = 0; order_sums && t < T; ++t) order_sums(y[which] + t * D, 0, D);
         }
         if (!are_close(y[0], y[1], T * D)) return false;
+        if (mask == 0) continue;
+        constexpr int64_t FROM = D / 2;  // some columns: the others stay
+        std::memset(y[1], 0, sizeof y[1]);
+        tried.accumulate_many[kind](rows, 0, count, {some, masks, y[1], count, 1, D, 0, 0, T, FROM, D});
+        OrderSums* order_sums = tried.order_sums[kind];
+        for (int64_t t = 0; t < T; ++t) {
+            if (order_sums) order_sums(y[1] + t * D, FROM, D);
+            for (int64_t d = 0; d < D; ++d)
+                if (y[1][t * D + d] != (d < FROM ? 0.0f : y[0][t * D + d])) return false;
+        }
     }
     return true;
 }
@@ -202,6 +233,18 @@ bool rows_of_floats_alike(const Kernels& tried, const Kernels& reference) {
         }
         if (!are_close(y[0], y[1], 2 * D)) return false;
     }
+    constexpr float SPECIAL[] = {NAN, INFINITY, -INFINITY, 0.0f, -0.0f, 90.0f, -90.0f, 87.5f, -87.5f, 1e-40f, -1e-40f, 3.0f, -3.0f};
+    constexpr int64_t N = sizeof SPECIAL / sizeof *SPECIAL;
+    for (int32_t activation : {ACTIVATION_SILU, ACTIVATION_GELU_TANH}) {  // the same bits at all levels
+        for (int which = 0; which < 2; ++which) {
+            std::memcpy(y[which], SPECIAL, sizeof SPECIAL);
+            std::memcpy(y[which] + N, x, (D - N) * sizeof(float));
+            both[which]->smooth(y[which], N, activation);
+            both[which]->smooth(y[which] + N, D - N, activation);
+            if (!std::isnan(y[which][0])) return false;
+        }
+        if (std::memcmp(y[0] + 3, y[1] + 3, (D - 3) * sizeof(float)) != 0) return false;  // behind infinity
+    }
     uint64_t above[2], beyond[2];
     for (int which = 0; which < 2; ++which) {
         for (int64_t i = 0; i < 64; ++i) y[which][i] = x[i];
@@ -244,6 +287,7 @@ bool agree(const Kernels& tried, const Kernels& reference) {
         weight[i] = i % 2 ? 0x3c : static_cast<uint8_t>(i * 37 + i / 512 * 46);
     for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
         if (!(is_grouped(kind) || products_alike(tried, reference, kind, row_bytes[kind])) ||
+            !(!is_tiled(kind) || ranges_alike(tried, kind, row_bytes[kind])) ||
             !(is_tiled(kind) || sums_alike(tried, reference, kind, row_bytes[kind])) ||
             !unpack_alike(tried, reference, kind, row_bytes[kind]))
             return false;

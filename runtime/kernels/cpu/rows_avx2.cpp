@@ -141,9 +141,10 @@ inline Ints over_lanes(Ints v, const Op& op) {
 template <int TIMES>
 inline Ints spread(const int32_t* p, int64_t i) {
     if (TIMES == 8) return ints(_mm256_set1_epi32(p[i]));
-    const __m256d two = _mm256_broadcast_sd(reinterpret_cast<const double*>(p + i));
-    return ints(_mm256_castps_si256(
-        _mm256_permutevar_ps(_mm256_castpd_ps(two), _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0))));
+    int64_t two;
+    __builtin_memcpy(&two, p + i, 8);
+    return ints(_mm256_castps_si256(_mm256_permutevar_ps(_mm256_castsi256_ps(_mm256_set1_epi64x(two)),
+                                                         _mm256_set_epi32(1, 1, 1, 1, 0, 0, 0, 0))));
 }
 
 constexpr int FEW = LANES / 4;
