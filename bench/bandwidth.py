@@ -10,13 +10,13 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.profile.calibrate import buffer_bytes
-from sparkinfer.profile.calibrate_gpu import READ_BYTES
-from sparkinfer.profile.rounds import seconds_of
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.weights.matrix import matrix_of
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit.gguf_file import array_entry
+from hotsplit.profile.calibrate import buffer_bytes
+from hotsplit.profile.calibrate_gpu import READ_BYTES
+from hotsplit.profile.rounds import seconds_of
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights.matrix import matrix_of
+from hotsplit.runtime.weights.resident import Residence
 
 ROW_VALUES = 4096
 TRIES = 3  # the fastest counts

@@ -1,26 +1,26 @@
 """Measures a model's prefill and decode speed on this machine: against the limit of memory
 bandwidth, by part, and beside llama.cpp.
 
-Each round measures the memory bandwidth and runs every test of one depth once; sparkinfer and
+Each round measures the memory bandwidth and runs every test of one depth once; hotsplit and
 llama.cpp alternate in going first. Each test is warmed up before its timed runs."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from sparkinfer.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
-from sparkinfer.bench.config import BenchConfig
-from sparkinfer.bench.result import BenchReport
-from sparkinfer.bench.rival import Rival, RivalOptions, located, program_of, rival_of
-from sparkinfer.bench.rounds import Rounds
-from sparkinfer.bench.runner import RandomTokens, Runner, TextTokens, Tokens
-from sparkinfer.bench.setting import load_now, setting_of
-from sparkinfer.bench.summary import report_of
-from sparkinfer.errors import SparkinferError
-from sparkinfer.longer_texts import with_rope_scaling
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.threads import use_threads
-from sparkinfer.split_file import Split
+from hotsplit.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
+from hotsplit.bench.config import BenchConfig
+from hotsplit.bench.result import BenchReport
+from hotsplit.bench.rival import Rival, RivalOptions, located, program_of, rival_of
+from hotsplit.bench.rounds import Rounds
+from hotsplit.bench.runner import RandomTokens, Runner, TextTokens, Tokens
+from hotsplit.bench.setting import load_now, setting_of
+from hotsplit.bench.summary import report_of
+from hotsplit.errors import HotsplitError
+from hotsplit.longer_texts import with_rope_scaling
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.threads import use_threads
+from hotsplit.split_file import Split
 
 
 def bench(
@@ -28,7 +28,7 @@ def bench(
 ) -> BenchReport:
     """Runs the benchmark; calls `on_test` after each run of a test, `config.num_runs` times in all.
 
-    Raises SparkinferError for options that the model, the plan or llama.cpp does not support."""
+    Raises HotsplitError for options that the model, the plan or llama.cpp does not support."""
     load_before = load_now()
     file = ModelFile.load(config.model)
     _check_lengths(config, file)
@@ -54,7 +54,7 @@ def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
     longest = scaled.shape.context_length
     for test in config.tests:
         if test.depth + test.length > longest:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{test.name} takes {test.depth + test.length} tokens, the model has a context of"
                 f" {longest}; give shorter lengths with -p, -n and -d, or --rope-scaling yarn"
             )
@@ -66,17 +66,17 @@ def _check_rival(config: BenchConfig, file: ModelFile) -> None:
         return
     program_of(config.compare)
     if config.compare_model is None and file.layout != "stock":
-        raise SparkinferError(
+        raise HotsplitError(
             f"{file.path}: llama.cpp cannot load the sparse layout; give the same weights in a form"
-            " that it loads with --compare-model FILE (sparkinfer convert --layout stock writes one)"
+            " that it loads with --compare-model FILE (hotsplit convert --layout stock writes one)"
         )
     if config.compare_model is not None and not config.compare_model.is_file():
-        raise SparkinferError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
+        raise HotsplitError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
 
 
 def _load(config: BenchConfig, plan: Split | None) -> Engine:
     if plan is not None and plan.context_length < config.num_tokens:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.split}: the plan has a context of {plan.context_length}, the longest test takes"
             f" {config.num_tokens}; give shorter lengths, or solve again with --context"
         )
@@ -121,7 +121,7 @@ def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
     )
     if rival.about.vocab_size not in (0, engine.model.shape.vocab_size):
         rival.close()
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.compare_model or config.model}: has {rival.about.vocab_size} tokens in"
             f" llama.cpp, {config.model} has {engine.model.shape.vocab_size}: another model;"
             " give the same one with --compare-model"

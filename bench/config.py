@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sparkinfer.engine_config import EngineConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.neuron_cache import CacheOptions, Off
-from sparkinfer.rope import check_scaling
+from hotsplit.engine_config import EngineConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_quality import RunMode
+from hotsplit.neuron_cache import CacheOptions, Off
+from hotsplit.rope import check_scaling
 
 MOST_TOKENS = 1 << 24  # upper limit of -p, -n and -d
 MOST_TESTS, MOST_REPETITIONS = 256, 10_000
@@ -64,22 +64,22 @@ class BenchConfig:
         for option, lengths in named.items():
             for length in lengths:
                 if not 0 <= length <= MOST_TOKENS:
-                    raise SparkinferError(f"{option} is {length}, wanted 0 to {MOST_TOKENS}")
+                    raise HotsplitError(f"{option} is {length}, wanted 0 to {MOST_TOKENS}")
         if not 1 <= self.repetitions <= MOST_REPETITIONS:
-            raise SparkinferError(f"-r is {self.repetitions}, wanted 1 to {MOST_REPETITIONS}")
+            raise HotsplitError(f"-r is {self.repetitions}, wanted 1 to {MOST_REPETITIONS}")
         if not 1 <= len(self.tests) <= MOST_TESTS:
-            raise SparkinferError(
+            raise HotsplitError(
                 "-p and -n are both 0, which leaves nothing to measure; give one of them a length"
                 if not self.tests
                 else f"{len(self.tests)} tests asked for, wanted at most {MOST_TESTS}"
             )
         check_scaling(self.rope_scaling, self.rope_scale)
         if self.seed < 0:
-            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
+            raise HotsplitError(f"seed is {self.seed}, wanted 0 or more")
         if self.compare is None and (self.compare_model or self.compare_gpu_layers is not None):
-            raise SparkinferError("there is nothing to compare with; give --compare PATH too")
+            raise HotsplitError("there is nothing to compare with; give --compare PATH too")
         if self.compare_gpu_layers is not None and self.compare_gpu_layers < 0:
-            raise SparkinferError(f"{self.compare_gpu_layers} layers on a GPU, wanted 0 or more")
+            raise HotsplitError(f"{self.compare_gpu_layers} layers on a GPU, wanted 0 or more")
 
     @property
     def tests(self) -> tuple[BenchTest, ...]:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from sparkinfer.bench.result import BenchReport, Result, Setting, Times
+from hotsplit.bench.result import BenchReport, Result, Setting, Times
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def backend(setting: Setting) -> str:
 def _shared(report: BenchReport) -> dict[str, Any]:
     setting = report.setting
     return {
-        "build_commit": f"sparkinfer-{version('sparkinfer')}",
+        "build_commit": f"hotsplit-{version('hotsplit')}",
         "build_number": 0,
         "cpu_info": setting.cpu_name,
         "gpu_info": setting.gpu_name,

@@ -1,6 +1,6 @@
 """llama.cpp's half of a comparison, run by a Python that has llama-cpp-python.
 
-It imports nothing from sparkinfer; its source is passed with -c. Its argument is a JSON object:
+It imports nothing from hotsplit; its source is passed with -c. Its argument is a JSON object:
 model, context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout describes
 llama.cpp and the model, or is {"error": ...}; then each line on stdin gets one on stdout:
     {"do": "depth", "ids": [...]}     fills the cache with these tokens: {}

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from sparkinfer.runtime.step.step_times import PARTS
-from sparkinfer.split_file import Split
+from hotsplit.runtime.step.step_times import PARTS
+from hotsplit.split_file import Split
 
 PROJECTIONS, CACHE, PREDICTOR, HEAD = "projections", "cache", "predictor", "head"
 HOT, COLD, NEURONS, OTHER, OUTSIDE = "hot", "cold", "neurons", "other", "outside"

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkinfer.bench.config import BenchConfig, BenchTest
-from sparkinfer.bench.rival import About
+from hotsplit.bench.config import BenchConfig, BenchTest
+from hotsplit.bench.rival import About
 
 
 @dataclass(frozen=True, kw_only=True)

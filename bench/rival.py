@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from sparkinfer.bench.config import BenchTest
-from sparkinfer.errors import SparkinferError
+from hotsplit.bench.config import BenchTest
+from hotsplit.errors import HotsplitError
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
 PROBE_S = 60.0  # timeout for --version and --help
@@ -65,17 +65,17 @@ class Rival(Protocol):
 
 
 def rival_of(options: RivalOptions) -> Rival:
-    """Starts llama.cpp. Raises SparkinferError if it cannot load the model."""
+    """Starts llama.cpp. Raises HotsplitError if it cannot load the model."""
     is_python = program_of(options.path) == "python"
     return PythonRival(options) if is_python else LlamaBench(options)
 
 
 def program_of(path: Path) -> Literal["python", "llama-bench"]:
-    """The kind of program at `path`. Raises SparkinferError for anything else."""
+    """The kind of program at `path`. Raises HotsplitError for anything else."""
     path = located(path)
     if not path.is_file() or not os.access(path, os.X_OK):
         what = "is not a program" if path.exists() else "no such file"
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: {what}; wanted a Python that has llama_cpp (pip install llama-cpp-python), or"
             " a llama-bench"
         )
@@ -83,7 +83,7 @@ def program_of(path: Path) -> Literal["python", "llama-bench"]:
         return "python"
     if "n-prompt" in _says(path, "--help"):
         return "llama-bench"
-    raise SparkinferError(f"{path}: is neither a Python nor a llama-bench; wanted one of the two")
+    raise HotsplitError(f"{path}: is neither a Python nor a llama-bench; wanted one of the two")
 
 
 def located(path: Path) -> Path:
@@ -99,7 +99,7 @@ def _says(path: Path, option: str) -> str:
             stderr=subprocess.STDOUT, timeout=PROBE_S, check=False,
         )  # fmt: skip
     except OSError as error:
-        raise SparkinferError(f"{path}: cannot be run: {error.strerror}") from error
+        raise HotsplitError(f"{path}: cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout.decode(errors="replace")
@@ -134,9 +134,9 @@ class PythonRival:
         log = [line for line in found.get("log", []) if line]
         words = f"{options.path}: {found['error']}"
         if not log and "log" not in found:
-            raise SparkinferError(f"{words}; pip install llama-cpp-python there, or name another")
+            raise HotsplitError(f"{words}; pip install llama-cpp-python there, or name another")
         words += f" {options.model}" + (f" ({log[0][:MOST_LETTERS]})" if log else "")
-        raise SparkinferError(f"{words}; give a file that it loads with --compare-model")
+        raise HotsplitError(f"{words}; give a file that it loads with --compare-model")
 
     def go_to(self, ids: Sequence[int]) -> None:
         if self._ids != list(ids):
@@ -172,7 +172,7 @@ class PythonRival:
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip().splitlines()
             last = f": {said[-1][:MOST_LETTERS]}" if said else ""
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self._path}: llama.cpp ended unexpectedly (code {self._process.wait()}){last}"
             ) from None
 
@@ -199,7 +199,7 @@ class LlamaBench:
         try:
             return int(found["samples_ns"][0])
         except (KeyError, IndexError, TypeError, ValueError):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self._options.path}: reports no samples_ns for {test.name}; use a newer"
                 " llama-bench"
             ) from None
@@ -230,11 +230,11 @@ class LlamaBench:
         time.sleep(PAUSE_S)
         return found
 
-    def _failed(self, test: BenchTest, done: subprocess.CompletedProcess[bytes]) -> SparkinferError:
+    def _failed(self, test: BenchTest, done: subprocess.CompletedProcess[bytes]) -> HotsplitError:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         errors = [line for line in said if "error" in line.lower()] or said[-1:]
         words = f" ({errors[0].strip()[:MOST_LETTERS]})" if errors else ""
-        return SparkinferError(
+        return HotsplitError(
             f"{self._options.path}: cannot measure {test.name} of {self._options.model}{words}; give"
             " a file that it loads with --compare-model"
         )

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from sparkinfer.bench.bandwidth import Bandwidth
-from sparkinfer.bench.config import BenchConfig, BenchTest
-from sparkinfer.bench.rival import Rival
-from sparkinfer.bench.runner import Runner, Sample, Tokens
+from hotsplit.bench.bandwidth import Bandwidth
+from hotsplit.bench.config import BenchConfig, BenchTest
+from hotsplit.bench.rival import Rival
+from hotsplit.bench.runner import Runner, Sample, Tokens
 
 WARM_UP = 4  # tokens generated in a warm-up
 

@@ -10,15 +10,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sparkinfer.bench.config import BenchTest
-from sparkinfer.bench.step_bytes import Steps
-from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_text
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.native_step import NativeStep
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.runtime.step.step_times import timed_parts
+from hotsplit.bench.config import BenchTest
+from hotsplit.bench.step_bytes import Steps
+from hotsplit.errors import HotsplitError
+from hotsplit.json_file import read_text
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.step.step_times import timed_parts
 
 FIRST_ID = 3  # lower ids are special tokens in Llama's vocabulary
 
@@ -55,7 +55,7 @@ class TextTokens:
         self._ids = engine.codec.encode(read_text(path, "text"))
         self._at = 0
         if len(self._ids) < longest:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: has {len(self._ids)} tokens, the longest test takes {longest}; give a"
                 " longer text"
             )

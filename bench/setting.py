@@ -5,13 +5,13 @@ from collections import Counter
 
 import torch
 
-from sparkinfer.bench.result import Setting
-from sparkinfer.budget import is_predictor
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.calibrate import cpu_name, last_cache_bytes, num_cores
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.split_file import Split
+from hotsplit.bench.result import Setting
+from hotsplit.budget import is_predictor
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.calibrate import cpu_name, last_cache_bytes, num_cores
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.split_file import Split
 
 
 def load_now() -> float | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkinfer.bench.parts import (
+from hotsplit.bench.parts import (
     CACHE,
     COLD,
     HEAD,
@@ -23,17 +23,17 @@ from sparkinfer.bench.parts import (
     PROJECTIONS,
     neuron_parts,
 )
-from sparkinfer.budget import (
+from hotsplit.budget import (
     head_bytes,
     is_dense,
     is_predictor,
     layer_bytes,
     layer_tensors,
 )
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.step_times import PARTS
-from sparkinfer.split_file import Split
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.step_times import PARTS
+from hotsplit.split_file import Split
 
 Bytes = dict[tuple[str, str], float]  # per token, by part and role
 ROLES = ("gpu", "cpu")

@@ -2,16 +2,16 @@
 
 import statistics
 
-from sparkinfer.bench.config import BenchConfig, BenchTest
-from sparkinfer.bench.parts import ORDER, part_ns
-from sparkinfer.bench.result import BenchReport, Limit, Part, Result, Setting, Times
-from sparkinfer.bench.rounds import Measured, Rounds
-from sparkinfer.bench.runner import Sample
-from sparkinfer.bench.setting import format_count
-from sparkinfer.bench.step_bytes import StepBytes, step_bytes
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.sizes import format_bytes
-from sparkinfer.split_file import Split
+from hotsplit.bench.config import BenchConfig, BenchTest
+from hotsplit.bench.parts import ORDER, part_ns
+from hotsplit.bench.result import BenchReport, Limit, Part, Result, Setting, Times
+from hotsplit.bench.rounds import Measured, Rounds
+from hotsplit.bench.runner import Sample
+from hotsplit.bench.setting import format_count
+from hotsplit.bench.step_bytes import StepBytes, step_bytes
+from hotsplit.runtime.engine import Engine
+from hotsplit.sizes import format_bytes
+from hotsplit.split_file import Split
 
 SAME_MODEL = 0.02  # relative difference in parameters above which models count as different
 WIDE = 0.2  # spread relative to the median above which numbers are doubtful

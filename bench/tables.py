@@ -3,11 +3,11 @@
 import statistics
 from collections.abc import Sequence
 
-from sparkinfer.bench.fields import backend
-from sparkinfer.bench.parts import MEANINGS
-from sparkinfer.bench.result import BenchReport, Result
-from sparkinfer.bench.setting import format_count
-from sparkinfer.sizes import format_bytes
+from hotsplit.bench.fields import backend
+from hotsplit.bench.parts import MEANINGS
+from hotsplit.bench.result import BenchReport, Result
+from hotsplit.bench.setting import format_count
+from hotsplit.sizes import format_bytes
 
 MB = 1e6
 Row = Sequence[str]

@@ -21,10 +21,10 @@ from pathlib import Path
 from machine import machine, processor, slug
 from rival import Rival
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step.sequences import Part
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.sequences import Part
 
 CONTEXT = 256
 PROMPT = 16

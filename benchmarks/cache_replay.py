@@ -26,21 +26,21 @@ from typing import Any
 import numpy as np
 from machine import machine
 
-from sparkinfer import Engine
-from sparkinfer.bench.cache_replay.bound import lower_bound
-from sparkinfer.bench.cache_replay.policies import POLICIES, Case, belady, hindsight
-from sparkinfer.bench.cache_replay.recording import Trace, record
-from sparkinfer.bench.cache_replay.replay import case_of
-from sparkinfer.bench.cache_replay.times import Outcome, seconds_T
-from sparkinfer.budget import layer_bytes
-from sparkinfer.files import partial_file
-from sparkinfer.json_file import read_text
-from sparkinfer.machine_file import CpuCosts, Figure, Gpu, Machine
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import CacheOptions
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.bench.cache_replay.bound import lower_bound
+from hotsplit.bench.cache_replay.policies import POLICIES, Case, belady, hindsight
+from hotsplit.bench.cache_replay.recording import Trace, record
+from hotsplit.bench.cache_replay.replay import case_of
+from hotsplit.bench.cache_replay.times import Outcome, seconds_T
+from hotsplit.budget import layer_bytes
+from hotsplit.files import partial_file
+from hotsplit.json_file import read_text
+from hotsplit.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.mode_quality import RunMode
+from hotsplit.model_file import ModelFile
+from hotsplit.neuron_cache import CacheOptions
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.split_file import Split
 
 # A layer's neurons in a model of 7 B parameters: 11,008, each three rows of 4,096 values in q4_0.
 LAYER_BYTES = 11008 * 3 * 4096 * 18 / 32
@@ -78,8 +78,8 @@ def machine_of(cpu_gb_per_s: float, link_gb_per_s: float, scale: float) -> Machi
     )  # fmt: skip
 
 
-def sparkinfer(*arguments: object) -> None:
-    command = [sys.executable, "-m", "sparkinfer", *map(str, arguments)]
+def hotsplit(*arguments: object) -> None:
+    command = [sys.executable, "-m", "hotsplit", *map(str, arguments)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -92,17 +92,17 @@ def profiled(
     if source.suffix == ".gguf":
         base = source
     else:
-        sparkinfer("convert", source, "-o", base, "--outtype", "q8_0", "--force")
+        hotsplit("convert", source, "-o", base, "--outtype", "q8_0", "--force")
     options = ["--target-sparsity", sparsity] if sparsity else []
     options += ["--train-predictors", folder] if is_predicted else []
-    sparkinfer(
+    hotsplit(
         "profile", base, "--corpus", text, "-o", profile, "--tokens", 16384, "--force", *options
     )
     made = ["--thresholds", profile] if sparsity else []
     made += ["--predictors", folder] if is_predicted else []
     if not made:
         return base, profile
-    sparkinfer("convert", base, "-o", model, *made, "--force")
+    hotsplit("convert", base, "-o", model, *made, "--force")
     return model, profile
 
 

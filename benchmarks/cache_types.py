@@ -23,12 +23,12 @@ from machine import machine, processor, slug
 from rival import Rival
 from torch import Tensor
 
-from sparkinfer import Engine
-from sparkinfer.cache_types import NAMES, CacheTypes
-from sparkinfer.files import partial_file
-from sparkinfer.profile.comparison import Compared, Comparison
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine
+from hotsplit.cache_types import NAMES, CacheTypes
+from hotsplit.files import partial_file
+from hotsplit.profile.comparison import Compared, Comparison
+from hotsplit.profile.corpus import read_windows
+from hotsplit.runtime.kernels.cpu import library
 
 DEPTHS = (512, 4096, 8000)
 SPEEDS = ("f16", "q8_0", "q4_0")

@@ -33,11 +33,11 @@ from decode import _bandwidth
 from machine import machine, processor, slug
 from rival import Rival
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.gguf_file import array_entry
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights.resident import Residence
 
 CONTEXT = 512
 PROMPT = 16  # before decode, as in llamacpp_cpu.py

@@ -1,4 +1,4 @@
-"""Benchmarks `sparkinfer convert` against llama.cpp's convert_hf_to_gguf.py, on a random 1.1 B
+"""Benchmarks `hotsplit convert` against llama.cpp's convert_hf_to_gguf.py, on a random 1.1 B
 Llama in bf16.
 
 Ours runs with --no-verify, because the rival does not verify.
@@ -28,12 +28,12 @@ import numpy as np
 from gguf import GGUFReader
 from machine import machine, processor, slug
 
-from sparkinfer.files import partial_file
+from hotsplit.files import partial_file
 
 RIVAL_OUTTYPE = {"f16": "f16", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "f16"}
 WITHOUT_FSYNC = (
     "import os, sys; os.fsync = lambda descriptor: None;"
-    "from sparkinfer.cli import main; sys.exit(main(sys.argv[1:]))"
+    "from hotsplit.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 MIB = 1 << 20
 
@@ -98,7 +98,7 @@ def _round(rival: Path, checkpoint: Path, outtypes: list[str]) -> dict[str, Run]
         if f"rival {theirs}" not in runs:
             runs[f"rival {theirs}"] = _watch(_rival_command(rival, checkpoint, theirs))
         options = _our_options(checkpoint, outtype)
-        runs[f"ours {outtype}"] = _watch([sys.executable, "-m", "sparkinfer", *options])
+        runs[f"ours {outtype}"] = _watch([sys.executable, "-m", "hotsplit", *options])
         runs[f"no fsync {outtype}"] = _watch([sys.executable, "-c", WITHOUT_FSYNC, *options])
     for name, run in runs.items():
         print(f"{name}: {run.seconds:.1f} s, {run.max_rss_mib:.0f} MiB", file=sys.stderr)
@@ -175,7 +175,7 @@ def _count_equal(rival: Path, checkpoint: Path, outtype: str) -> int:
     """The number of tensors in a file; checks that each is the same in both files."""
     _watch(_rival_command(rival, checkpoint, outtype))
     options = [*_our_options(checkpoint, outtype), "--layout", "stock"]
-    _watch([sys.executable, "-m", "sparkinfer", *options])
+    _watch([sys.executable, "-m", "hotsplit", *options])
     theirs, ours = (
         {tensor.name: tensor for tensor in GGUFReader(checkpoint.parent / name).tensors}
         for name in ("rival.gguf", "ours.gguf")

@@ -3,7 +3,7 @@
     python benchmarks/decode.py FOLDER --rival path/to/venv/bin/python
 
 Models: a synthetic Llama of 1.1 B parameters with planted sparsity (planted_checkpoint.py), which
-sparkinfer runs in all modes, and for llama.cpp its SiLU twin of the same shape and type. Files
+hotsplit runs in all modes, and for llama.cpp its SiLU twin of the same shape and type. Files
 missing in FOLDER are made first. A round runs every mode and the rival (with flash attention) once,
 on the same token ids; figures are medians of the rounds, unless named otherwise. The limit is the
 read bandwidth over the bytes that a token must read; the bandwidth, which may change within seconds,
@@ -31,15 +31,15 @@ from planted_checkpoint import make_planted
 from random_checkpoint import Shape
 from rival import Rival
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import ConvertConfig, convert
-from sparkinfer.files import partial_file
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.device.bits import pack_bits
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Gate
-from sparkinfer.runtime.model.native_neurons import NativeNeurons
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit import Engine
+from hotsplit.convert.convert import ConvertConfig, convert
+from hotsplit.files import partial_file
+from hotsplit.gguf_file import array_entry
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.weights.resident import Residence
 
 MODES = ("dense", "exact", "predicted")
 FFN = "a tenth of all neurons"

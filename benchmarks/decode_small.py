@@ -23,11 +23,11 @@ import torch
 from decode import MODES, _bandwidth
 from machine import machine, processor, slug
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.gguf_file import array_entry
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights.resident import Residence
 
 CONTEXT, PROMPT, STEPS = 128, 16, 100
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from machine import machine, processor, slug
 
-from sparkinfer.files import partial_file
-from sparkinfer.runtime.kernels.threads import physical_cores
+from hotsplit.files import partial_file
+from hotsplit.runtime.kernels.threads import physical_cores
 
 BOUND = 3.0
 EVAL_TOKENS, PROMPT_BYTES = 1024, 4000
@@ -54,7 +54,7 @@ def seconds(model: Path, corpus: Path, prompt: Path) -> dict[str, float]:
 
 
 def run(*words: object) -> dict[str, Any]:
-    command = [sys.executable, "-m", "sparkinfer", *map(str, words)]
+    command = [sys.executable, "-m", "hotsplit", *map(str, words)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found

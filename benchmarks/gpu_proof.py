@@ -69,9 +69,9 @@ def launches_of_plan(name: str, folder: Path) -> tuple:
 def _model(whose: str, kind: str, folder: Path):
     from models import make_shape, shape_only
 
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.convert.convert import convert
+    from hotsplit.convert.options import ConvertConfig
+    from hotsplit.model_file import ModelFile
 
     if whose == "7B":  # its width and heads, with fewer layers and neurons and a smaller vocabulary
         return shape_only(
@@ -93,7 +93,7 @@ def execute_plans() -> dict:
     import ptx_plans
     from ptx.kernels import PtxKernels
 
-    from sparkinfer.runtime.kernels.gpu import launch
+    from hotsplit.runtime.kernels.gpu import launch
 
     launch.LEAST_PROGRAMS = 512
     machines = {arch: PtxKernels(arch) for arch in ARCHITECTURES}
@@ -128,7 +128,7 @@ def plant_faults() -> dict:
     "barriers": for each kernel, removed barriers counted by what detected them}."""
     from ptx_mutants import BARRIERS, MUTANTS, outcome, without_each_barrier
 
-    from sparkinfer.runtime.kernels.gpu import launch
+    from hotsplit.runtime.kernels.gpu import launch
 
     launch.LEAST_PROGRAMS = 1
     faults = []

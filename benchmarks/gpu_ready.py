@@ -11,7 +11,7 @@ import importlib
 import sys
 from importlib.util import find_spec
 
-OURS = {"gguf", "pulp", "highspy", "sparkinfer"}  # installed by gpu_setup.sh
+OURS = {"gguf", "pulp", "highspy", "hotsplit"}  # installed by gpu_setup.sh
 PACKAGES = ",".join(("torch", "triton", *sorted(OURS)))
 
 
@@ -53,7 +53,7 @@ def reason(packages: list[str], *, needs_kernels: bool, needs_device: bool) -> s
         )
         return f"{sys.executable} has no {', '.join(missing)}; {remedy}"
     if needs_kernels:
-        library = importlib.import_module("sparkinfer.runtime.kernels.cpu.library")
+        library = importlib.import_module("hotsplit.runtime.kernels.cpu.library")
         if not library.is_available():
             return "the C++ kernels are not built; run benchmarks/gpu_setup.sh again"
     return None

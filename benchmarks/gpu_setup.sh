@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a machine without a network ready for the GPU checks: installs the wheels of
-# `make gpu-wheels`, and sparkinfer built there, into the folder SITE for PYTHONPATH.
+# `make gpu-wheels`, and hotsplit built there, into the folder SITE for PYTHONPATH.
 #
 #     benchmarks/gpu_setup.sh PYTHON WHEELS SITE [--without-device]
 # PYTHON has torch and Triton, and nothing is installed over its packages, not even another torch. No
@@ -31,6 +31,6 @@ if [ ! -e "$site/ready" ]; then
   done
   touch "$site/ready"
 fi
-PYTHONPATH=$site "${install[@]}" --no-build-isolation "$here/.." || refuse "sparkinfer was not built; the reason is above"
-PYTHONPATH="$site" "$python" "$here/gpu_ready.py" --packages gguf,pulp,highspy,sparkinfer --needs-kernels "${options[@]}"
+PYTHONPATH=$site "${install[@]}" --no-build-isolation "$here/.." || refuse "hotsplit was not built; the reason is above"
+PYTHONPATH="$site" "$python" "$here/gpu_ready.py" --packages gguf,pulp,highspy,hotsplit --needs-kernels "${options[@]}"
 echo "gpu_setup: ready in $((SECONDS - began)) s: PYTHONPATH=$site $python"

@@ -3,7 +3,7 @@
     python gpu_worker.py MODEL --mode MODE [--split SPLIT] [--device cuda] [--threads N]
 
 Each line on stdin is a JSON request, each line on stdout the JSON of its answer; the first line,
-with the number of threads, comes once everything is imported. The answer for a SparkinferError is
+with the number of threads, comes once everything is imported. The answer for a HotsplitError is
 {"error": "..."}."""
 
 import argparse
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.kernels.threads import use_threads
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.threads import use_threads
 
 TIMELINE_STEPS = 3
 
@@ -35,7 +35,7 @@ def main() -> None:
             asked = json.loads(line)
             try:
                 _answer(answers, worker.does[asked.pop("do")](**asked))
-            except SparkinferError as error:
+            except HotsplitError as error:
                 _answer(answers, {"error": str(error)})
 
 

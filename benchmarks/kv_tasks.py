@@ -34,13 +34,13 @@ from kv_selection import REPRESENTATIVES, UNIT, Head, Rule, heads_of, infllm, ta
 from machine import machine, processor, slug
 from torch import Tensor
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.runtime.generate.prompt_cache import PromptKey
-from sparkinfer.runtime.model import attention
-from sparkinfer.runtime.step.sequences import Sequence
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.key_selection import KeySelection
+from hotsplit.runtime.generate.prompt_cache import PromptKey
+from hotsplit.runtime.model import attention
+from hotsplit.runtime.step.sequences import Sequence
+from hotsplit.runtime.text.codec import TextCodec
 
 F16 = 2  # bytes
 LEAST = "block=16,sinks=0,window=16,top=16"  # so that attention in torch calls attend_to_chosen

@@ -25,12 +25,12 @@ import torch
 from machine import machine, processor, slug
 from rival import Rival
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step.sequences import Sequence
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.key_selection import KeySelection
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.sequences import Sequence
 
 DEPTHS = (8192, 32768, 131072)
 STEPS = 8

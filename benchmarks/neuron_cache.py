@@ -31,17 +31,17 @@ from typing import Any
 import numpy as np
 from machine import machine
 
-from sparkinfer import Engine
-from sparkinfer.budget import layer_bytes
-from sparkinfer.files import partial_file
-from sparkinfer.json_file import read_text
-from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import OFF, CacheCosts, CacheOptions
-from sparkinfer.runtime.neuron_cache.cycle import SWAP, Policy
-from sparkinfer.runtime.neuron_cache.policy import CachePolicy
-from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.runtime.neuron_cache.setup import CacheSetup
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.budget import layer_bytes
+from hotsplit.files import partial_file
+from hotsplit.json_file import read_text
+from hotsplit.model_file import ModelFile
+from hotsplit.neuron_cache import OFF, CacheCosts, CacheOptions
+from hotsplit.runtime.neuron_cache.cycle import SWAP, Policy
+from hotsplit.runtime.neuron_cache.policy import CachePolicy
+from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.neuron_cache.setup import CacheSetup
+from hotsplit.split_file import Split
 
 TURN = 8  # tokens
 WARM_UP = 32

@@ -6,7 +6,7 @@
                     maximise the sum of firing frequencies of the neurons on the GPU, where a layer
                     has none or at least C_l of them (from C_l on they save more time than a
                     synchronisation takes); neurons in batches of 64, solved by HiGHS through PuLP
-    ours            `sparkinfer solve`
+    ours            `hotsplit solve`
 
 Dense blocks first, as PowerInfer allocates its memory: the attention, norms, predictor and cache of
 each layer, from the first on, as far as they fit; the head too if there is room for all.
@@ -30,10 +30,10 @@ import pulp
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from models import make_machine, make_profile, make_shape, power_law_frequencies, shape_only
 
-from sparkinfer.model_file import ModelFile
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.optimise import find_plan
-from sparkinfer.solver.problem import (
+from hotsplit.model_file import ModelFile
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.problem import (
     Placement,
     Problem,
     is_feasible,

@@ -1,6 +1,6 @@
 """Plots for docs/solver.md: a curve over budgets and two plans, of a 7B shape.
 
-Synthetic activity and datasheet figures, as in placement.py; `sparkinfer solve --sweep` and
+Synthetic activity and datasheet figures, as in placement.py; `hotsplit solve --sweep` and
 `--heat-map` plot the same for real files.
 
     python placement_plots.py [FOLDER]    # docs by default"""
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from placement import make_inputs, make_model
 
-from sparkinfer.solver.optimise import find_plan
-from sparkinfer.solver.plots import draw_heat_map, plot_sweep
-from sparkinfer.solver.solve import split_of
-from sparkinfer.solver.sweep import sweep_of
+from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.plots import draw_heat_map, plot_sweep
+from hotsplit.solver.solve import split_of
+from hotsplit.solver.sweep import sweep_of
 
 GIB = 1 << 30
 

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 from random_checkpoint import Shape, make_checkpoint
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.machine_file import CpuCosts, Figure, Machine
-from sparkinfer.profile.calibrate import CalibrateConfig, calibrate
-from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.prefill.workspace import measure_workspace
-from sparkinfer.solver.solve import SolveConfig, solve
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.machine_file import CpuCosts, Figure, Machine
+from hotsplit.profile.calibrate import CalibrateConfig, calibrate
+from hotsplit.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.solver.solve import SolveConfig, solve
 
 SIZES = {
     "150m": Shape(num_layers=8, width=1024, num_neurons=2816, num_heads=16, num_kv_heads=4),

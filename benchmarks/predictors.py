@@ -22,19 +22,19 @@ from machine import machine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparkinfer.budget import LayerBytes, layer_bytes
-from sparkinfer.files import partial_file
-from sparkinfer.predictor_file import FILE_NAME, Predictors
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.layer_trainer import row_norms
-from sparkinfer.profile.predictor_options import Target
-from sparkinfer.profile.predictor_output import with_predictors
-from sparkinfer.profile.rounding import rounded
-from sparkinfer.profile.selection import Candidate, Quality, Tally
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock, Predictor
-from sparkinfer.runtime.model.loader import load_predictors
-from sparkinfer.runtime.weights.matrix import Linear
+from hotsplit.budget import LayerBytes, layer_bytes
+from hotsplit.files import partial_file
+from hotsplit.predictor_file import FILE_NAME, Predictors
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.layer_trainer import row_norms
+from hotsplit.profile.predictor_options import Target
+from hotsplit.profile.predictor_output import with_predictors
+from hotsplit.profile.rounding import rounded
+from hotsplit.profile.selection import Candidate, Quality, Tally
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock, Predictor
+from hotsplit.runtime.model.loader import load_predictors
+from hotsplit.runtime.weights.matrix import Linear
 
 EPOCHS, LEARNING_RATE, BATCH = 20, 1e-3, 512
 

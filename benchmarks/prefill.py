@@ -10,7 +10,7 @@ with and without flash attention; the faster counts. Figures are medians of the 
 To force the instruction set of an older processor, with a rival built for the same one
 (CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON ..."):
 
-    SPARKINFER_CPU_LEVEL=avx2 python benchmarks/prefill.py FOLDER --rival ..."""
+    HOTSPLIT_CPU_LEVEL=avx2 python benchmarks/prefill.py FOLDER --rival ..."""
 
 import argparse
 import json
@@ -28,12 +28,12 @@ from machine import machine, processor, slug
 from random_checkpoint import Shape
 from rival import Rival
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.threads import use_threads
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.threads import use_threads
 
-FORCED = ("SPARKINFER_CPU_LEVEL",)
+FORCED = ("HOTSPLIT_CPU_LEVEL",)
 
 
 def main() -> None:

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from machine import processor, slug
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.profile.counting import Counter
-from sparkinfer.runtime.model.feed_forward import Gate
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.profile.counting import Counter
+from hotsplit.runtime.model.feed_forward import Gate
 
 
 def main() -> None:

@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 from machine import machine, processor, slug
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.limits import LayerLimits
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.limit_meter import LimitMeter
-from sparkinfer.profile.limit_scores import INPUTS, LayerScores, sample_scores
-from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate
-from sparkinfer.profile.thresholds import up_to
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.limits import LayerLimits
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.limit_meter import LimitMeter
+from hotsplit.profile.limit_scores import INPUTS, LayerScores, sample_scores
+from hotsplit.profile.limit_search import RULES, Allocation, Bytes, allocate
+from hotsplit.profile.thresholds import up_to
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.23, 0.28)
@@ -119,7 +119,7 @@ def _limits(
 
 def _draw(result: dict[str, Any], path: Path) -> None:
     """KL by saved share: a panel per type, a line per rule."""
-    from sparkinfer.profile.plots import load_pyplot
+    from hotsplit.profile.plots import load_pyplot
 
     pyplot = load_pyplot()
     kinds = [kind for kind in result["types"] if result["types"][kind]["points"]]

@@ -27,12 +27,12 @@ from test_hybrid_step import hybrid, steps
 from test_limits import ALL, ATTENTION, NEURONS, STORED, Reference, model_of, stored
 from test_runtime import IDS, make_split
 
-from sparkinfer import Engine
-from sparkinfer.limits import Limits
-from sparkinfer.model_file import KINDS, ModelFile
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.step.plain_backend import plain_backend
+from hotsplit import Engine
+from hotsplit.limits import Limits
+from hotsplit.model_file import KINDS, ModelFile
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.step.plain_backend import plain_backend
 
 MODES = ("dense", "exact", "predicted")
 

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from machine import machine, processor, slug
 
-from sparkinfer.files import partial_file
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.files import partial_file
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
 
 SIZES = (32_000, 49_152, 151_936, 262_144)
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 1}

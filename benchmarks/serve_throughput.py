@@ -1,4 +1,4 @@
-"""Benchmarks `sparkinfer serve` against llama-server, alternating in one run.
+"""Benchmarks `hotsplit serve` against llama-server, alternating in one run.
 
 It measures tokens per second and the time to the first token with 1, 4 and 16 clients, and the time
 to the first token with and without a cached prefix.
@@ -42,7 +42,7 @@ from typing import Any
 from machine import machine, processor, slug
 from serve_load import WORDS
 
-from sparkinfer.files import partial_file
+from hotsplit.files import partial_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from serve_client import COMPLETE, Answer, ServerProcess, ask, stream  # noqa: E402
@@ -51,7 +51,7 @@ COUNTS = (1, 4, 16)
 CONTEXT = 2048  # per text
 PROMPT_WORDS, PREFIX_WORDS = 80, 800  # of one to three tokens each
 PAUSE_S = 0.1  # in which the other side's spinning threads go to sleep
-OURS, FLASH = "sparkinfer", "llama-server, flash"
+OURS, FLASH = "hotsplit", "llama-server, flash"
 RIVALS = {"llama-server": "off", FLASH: "on"}
 
 Samples = dict[str, dict[str, list[float]]]  # by side and figure, one per round

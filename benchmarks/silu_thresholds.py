@@ -27,13 +27,13 @@ import torch
 from machine import machine, processor, slug
 from torch import Tensor
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.files import partial_file
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.quality import ShareCounter
-from sparkinfer.profile.thresholds import (
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.files import partial_file
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.quality import ShareCounter
+from hotsplit.profile.thresholds import (
     TUNE_TOKENS,
     Allocation,
     Meter,
@@ -42,7 +42,7 @@ from sparkinfer.profile.thresholds import (
     thresholds_for,
     up_to,
 )
-from sparkinfer.profile_file import EDGES, NUM_BINS
+from hotsplit.profile_file import EDGES, NUM_BINS
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (0.25, 0.4, 0.5, 0.65)

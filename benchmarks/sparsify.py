@@ -1,6 +1,6 @@
 """Measures what training for sparsity gains: trained checkpoints compared with the untrained model.
 
-    sparkinfer sparsify MODEL --corpus TRAIN ... --save-checkpoint OUT --json > run.json
+    hotsplit sparsify MODEL --corpus TRAIN ... --save-checkpoint OUT --json > run.json
     python benchmarks/sparsify.py DENSE OUT-60 OUT-75 --corpus TRAIN --text HELD-OUT --text CODE
 
 DENSE is the dense checkpoint's folder or model file. Untrained is the same dense model with limits
@@ -23,19 +23,19 @@ import torch
 from machine import machine, processor, slug
 from torch import Tensor
 
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.files import partial_file
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.feed_forward import matrix_names, put_matrices
-from sparkinfer.sparsify.quality import Quality, evaluate
-from sparkinfer.sparsify.schedule import Schedule
-from sparkinfer.sparsify.source import as_checkpoint
-from sparkinfer.sparsify.student import Student, dtype_of, load_student
-from sparkinfer.sparsify.texts import HELD_OUT_WINDOW, codec_of, read_texts, up_to
-from sparkinfer.sparsify.trained_checkpoint import read_trained
-from sparkinfer.sparsify.trainer import Trainer
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.files import partial_file
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.ranks import Ranks
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.feed_forward import matrix_names, put_matrices
+from hotsplit.sparsify.quality import Quality, evaluate
+from hotsplit.sparsify.schedule import Schedule
+from hotsplit.sparsify.source import as_checkpoint
+from hotsplit.sparsify.student import Student, dtype_of, load_student
+from hotsplit.sparsify.texts import HELD_OUT_WINDOW, codec_of, read_texts, up_to
+from hotsplit.sparsify.trained_checkpoint import read_trained
+from hotsplit.sparsify.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 GOALS = (0.25, 0.2, 0.12)  # KL, for the extrapolation

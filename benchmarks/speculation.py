@@ -29,15 +29,15 @@ from pathlib import Path
 import torch
 from machine import machine, processor, slug
 
-from sparkinfer import Engine
-from sparkinfer.files import partial_file
-from sparkinfer.runtime.generate.draft_model import DraftModel
-from sparkinfer.runtime.generate.draft_options import SpeculationOptions
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.generate.speculation import Drafter, Speculation
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine
+from hotsplit.files import partial_file
+from hotsplit.runtime.generate.draft_model import DraftModel
+from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.speculation import Drafter, Speculation
+from hotsplit.runtime.kernels.cpu import library
 
 KINDS = ("q8_0", "q4_0")
 ROWS = range(1, 18)

@@ -103,7 +103,7 @@ def speculation() -> str:
 
 def serve_throughput() -> str:
     found = result(f"serve-throughput-smollm2-q8_0-{ZEN_4}")
-    ours, ratios = found["medians"]["sparkinfer"], found["ratios"]
+    ours, ratios = found["medians"]["hotsplit"], found["ratios"]
     names = ("llama-server", "llama-server, flash")
     rows = []
     for clients in (1, 4, 16):
@@ -126,7 +126,7 @@ def serve_first_token() -> str:
     rows = []
     for name in ("new", "kept"):
         key = f"{name} 1,000 tokens, first token ms"
-        ours = found["medians"]["sparkinfer"][key]
+        ours = found["medians"]["hotsplit"][key]
         rows.append([f"{name} 1,000 tokens", f"{ours:,.0f} ms", times(found["ratios"][key])])
     return markdown(["prompt", "first token", "times as fast as llama-server"], rows)
 

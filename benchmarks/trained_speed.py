@@ -1,6 +1,6 @@
 """Measures what a model that was trained to be sparse costs and gains: KL, bytes and step times.
 
-    sparkinfer convert TRAINED -o trained-60-q8_0.gguf --outtype q8_0           # and other types
+    hotsplit convert TRAINED -o trained-60-q8_0.gguf --outtype q8_0           # and other types
     python benchmarks/trained_speed.py --dense f16.gguf q8_0.gguf \\
         --trained trained-60-f16.gguf trained-60-q8_0.gguf --text held-out.txt
 
@@ -25,13 +25,13 @@ from typing import Any
 
 from machine import machine, processor, slug
 
-from sparkinfer import Engine
-from sparkinfer.budget import head_bytes
-from sparkinfer.files import partial_file
-from sparkinfer.profile.comparison import Comparison
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Mode
+from hotsplit import Engine
+from hotsplit.budget import head_bytes
+from hotsplit.files import partial_file
+from hotsplit.profile.comparison import Comparison
+from hotsplit.profile.corpus import read_windows
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Mode
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW, STEPS = 512, 16

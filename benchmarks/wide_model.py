@@ -27,8 +27,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparkinfer.limits import FILE_NAME as LIMITS_FILE
-from sparkinfer.sparsify.source import as_checkpoint
+from hotsplit.limits import FILE_NAME as LIMITS_FILE
+from hotsplit.sparsify.source import as_checkpoint
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 SMALLEST_SHARE = 0.5  # before shares are divided by their sum; the largest is 1.5

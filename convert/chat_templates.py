@@ -6,10 +6,10 @@ chat_template.json."""
 
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import Value
-from sparkinfer.json_file import read_object, read_text
-from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import Value
+from hotsplit.json_file import read_object, read_text
+from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY
 
 DEFAULT = "default"
 OTHERS = "additional_chat_templates"
@@ -19,7 +19,7 @@ def template_keys(folder: Path) -> tuple[dict[str, Value], list[str]]:
     """Returns (keys, notes). The default template gets GGUF's standard key, each other template a
     key derived from its name, and one more key lists those names.
 
-    Raises SparkinferError for a file that cannot be read, for templates that are not strings, and
+    Raises HotsplitError for a file that cannot be read, for templates that are not strings, and
     for two names with the same key."""
     found = _of_files(folder) or _of_json(folder / "tokenizer_config.json")
     found = found or _of_json(folder / "chat_template.json")
@@ -39,7 +39,7 @@ def _by_key_name(found: dict[str, str], folder: Path) -> dict[str, str]:
     for name in found:
         other = origin.setdefault(_key_name(name), name)
         if other != name:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{folder}: the chat templates {other[:80]!r} and {name[:80]!r} would both be"
                 f" stored as {_key_name(name)[:80]!r}; rename one of them"
             )
@@ -70,7 +70,7 @@ def _of_json(path: Path) -> dict[str, str]:
     named: dict[str, str] = {}
     for name, text in pairs:
         if not isinstance(name, str) or not name or not isinstance(text, str):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: chat_template is neither a string nor a list of named templates; download"
                 " the file again"
             )

@@ -12,12 +12,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparkinfer.convert.pickle_source import read_state_dict
-from sparkinfer.convert.safetensors_source import read_safetensors
-from sparkinfer.convert.source_tensor import SourceTensor
-from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_object
-from sparkinfer.model_file import compute_model_id, sample_bytes
+from hotsplit.convert.pickle_source import read_state_dict
+from hotsplit.convert.safetensors_source import read_safetensors
+from hotsplit.convert.source_tensor import SourceTensor
+from hotsplit.errors import HotsplitError
+from hotsplit.json_file import read_object
+from hotsplit.model_file import compute_model_id, sample_bytes
 
 Reader = Callable[[Path], dict[str, SourceTensor]]
 # The first one present is read, in transformers' order.
@@ -45,21 +45,21 @@ class Checkpoint:
     def open(cls, folder: Path) -> "Checkpoint":
         """Reads the config and every file's header, but no weights.
 
-        Raises SparkinferError for a missing, truncated or inconsistent file, for weights of a type
+        Raises HotsplitError for a missing, truncated or inconsistent file, for weights of a type
         that is not in DTYPES, and for a name longer than MAX_NAME."""
         if not folder.is_dir():
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{folder}: no such folder; wanted a checkpoint folder, a model file (.gguf) or"
                 " the name of a model on the Hugging Face hub (org/name)"
             )
         models = sorted(file.name for file in folder.glob("*.gguf"))
         if models and not (folder / "config.json").exists():
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{folder}: no checkpoint (config.json), but GGUF files; name one of them, e.g."
                 f" {folder / models[0]}"
             )
         if not (folder / "config.json").exists():
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{folder}: is a folder without config.json; wanted a checkpoint folder or a model"
                 " file (.gguf)"
             )
@@ -67,12 +67,12 @@ class Checkpoint:
         tensors = _open_weights(folder)
         for name, tensor in tensors.items():
             if len(name) > MAX_NAME:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{tensor.file}: the name {name[:60]!r}... is too long; wanted at most"
                     f" {MAX_NAME} characters"
                 )
             if tensor.dtype not in DTYPES:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{tensor.file}: tensor {name!r} is {tensor.dtype}, wanted one of"
                     f" {', '.join(DTYPES)}; convert the checkpoint that it was made from"
                 )
@@ -115,7 +115,7 @@ def _open_weights(folder: Path) -> dict[str, SourceTensor]:
         if (folder / name).is_file():
             is_index = name.endswith(".index.json")
             return _sharded(folder / name, read) if is_index else read(folder / name)
-    raise SparkinferError(
+    raise HotsplitError(
         f"{folder}: none of {', '.join(WEIGHTS)}; download the checkpoint again"
         " or save it with save_pretrained of transformers"
     )
@@ -125,11 +125,11 @@ def _sharded(path: Path, read: Reader) -> dict[str, SourceTensor]:
     """All tensors of all shards; they must be exactly those listed in the index."""
     index = read_object(path, "list of shards").get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
-        raise SparkinferError(f"{path}: no 'weight_map' of names to files; download it again")
+        raise HotsplitError(f"{path}: no 'weight_map' of names to files; download it again")
     shards = {name: path.parent / name for name in sorted(set(index.values()))}
     for name, shard in shards.items():
         if not _is_file_name(name) or not shard.is_file():
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: names the file {name[:100]!r}, but there is no such file; download it again"
             )
     headers = {name: read(shard) for name, shard in shards.items()}
@@ -144,13 +144,13 @@ def _is_file_name(name: str) -> bool:
 
 
 def _compare(path: Path, index: dict, headers: dict[str, dict[str, SourceTensor]]) -> None:
-    """Raises SparkinferError if the index and the shards list different tensors."""
+    """Raises HotsplitError if the index and the shards list different tensors."""
     listed = set(index.items())
     found = {(name, shard) for shard, header in headers.items() for name in header}
     if listed != found:
         name, shard = min(listed ^ found)
         where = ("index", "shard") if (name, shard) in listed else ("shard", "index")
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: tensor {name[:MAX_NAME]!r} is in the {where[0]} but not in the {where[1]}"
             f" ({shard[:MAX_NAME]});"
             " download both again"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from sparkinfer.architecture import Activation, ModelShape
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.convert import Draft, draft_of
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sizes import format_bytes
+from hotsplit.architecture import Activation, ModelShape
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.convert import Draft, draft_of
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,12 @@ class CheckpointSummary:
             ("vocabulary", f"{s.vocab_size:,}"),
             ("context", f"{s.context_length:,}"),
             *(("note", note) for note in self.notes),
-            ("next", f"sparkinfer convert {self.path} -o model.gguf"),
+            ("next", f"hotsplit convert {self.path} -o model.gguf"),
         ]
 
 
 def summarise_checkpoint(folder: Path) -> CheckpointSummary:
-    """The summary of a folder. Raises SparkinferError if it is not a complete checkpoint."""
+    """The summary of a folder. Raises HotsplitError if it is not a complete checkpoint."""
     checkpoint = Checkpoint.open(folder)
     own = [tensor for tensor in checkpoint.tensors.values() if tensor.same_as is None]
     draft, refusal = _draft(folder)
@@ -88,8 +88,8 @@ def summarise_checkpoint(folder: Path) -> CheckpointSummary:
 
 def _draft(folder: Path) -> tuple[Draft | None, str | None]:
     """The draft of the model file that `convert` would make, or why it would make none."""
-    with tempfile.TemporaryDirectory(prefix="sparkinfer-") as empty:
+    with tempfile.TemporaryDirectory(prefix="hotsplit-") as empty:
         try:
             return draft_of(ConvertConfig(source=folder, output=Path(empty, "model.gguf"))), None
-        except SparkinferError as error:
+        except HotsplitError as error:
             return None, str(error).removeprefix(f"{folder}: ")

@@ -9,11 +9,11 @@ from typing import cast
 
 import numpy as np
 
-from sparkinfer.architecture import Activation, ModelShape
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_keys import MAX_COUNT, MAX_LAYERS
-from sparkinfer.rope import RopeScaling
-from sparkinfer.typed import shown
+from hotsplit.architecture import Activation, ModelShape
+from hotsplit.errors import HotsplitError
+from hotsplit.model_keys import MAX_COUNT, MAX_LAYERS
+from hotsplit.rope import RopeScaling
+from hotsplit.typed import shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_WORDS = {
@@ -51,7 +51,7 @@ class ConfigReader:
         number = _number(default if value is None else value)
         if number is None or not 0 < np.float32(number) < np.inf:  # as stored in a model file
             found = f"is {shown(value)}" if key in self.values else "is missing"
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {self.prefix}{key} {found}, wanted a positive number"
             )
         return number
@@ -60,7 +60,7 @@ class ConfigReader:
         value = self.positive(key, default)
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
         if value > most or value != int(value):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {self.prefix}{key} is {value}, wanted a count up to {most}"
             )
         return int(value)
@@ -68,7 +68,7 @@ class ConfigReader:
     def flag(self, key: str) -> bool:
         value = self.values.get(key)
         if not isinstance(value, bool):
-            raise SparkinferError(f"{self.path}: {key} is {shown(value)}, wanted true or false")
+            raise HotsplitError(f"{self.path}: {key} is {shown(value)}, wanted true or false")
         return value
 
     def is_tied(self) -> bool | None:
@@ -80,9 +80,9 @@ class ConfigReader:
     def refuse(
         self, key: str, *plain: object, why: str = "the graph does not compute that"
     ) -> None:
-        """Raises SparkinferError unless the key is absent, null or one of `plain`."""
+        """Raises HotsplitError unless the key is absent, null or one of `plain`."""
         if self.values.get(key) not in (*plain, None):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {key} is {shown(self.values[key])}, wanted"
                 f" {' or '.join(map(repr, plain)) or 'none'}: {why}; this checkpoint is not supported"
             )
@@ -91,7 +91,7 @@ class ConfigReader:
         """`known` maps the checkpoint's names to a model file's."""
         found = self.values.get(key)
         if not isinstance(found, str) or found not in known:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {key} {shown(found)} is unknown; known: {', '.join(known)}"
             )
         return cast(Activation, known[found])
@@ -103,7 +103,7 @@ class ConfigReader:
             return 0.0
         number = _number(self.values.get("hidden_act_param"))
         if number is None or number < 0:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: hidden_act is fatrelu and hidden_act_param is"
                 f" {shown(self.values.get('hidden_act_param'))}; wanted its threshold, a number; ask the"
                 " model's authors for it and add it"
@@ -118,14 +118,14 @@ class ConfigReader:
         head_width = self.count("head_dim", max(1, width // heads))
         is_even = self.values.get("head_dim") is not None or width % heads == 0
         if not is_even or heads % kv_heads or head_width % 2:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {heads} heads and {kv_heads} key heads of width {head_width} do not"
                 f" fit a model of width {width}; wanted whole groups of heads of even width"
             )
         return heads, kv_heads, head_width
 
     def check_size(self, shape: ModelShape, num_positions: int = 0) -> None:
-        """Raises SparkinferError for a size above the largest dimension of the checkpoint's
+        """Raises HotsplitError for a size above the largest dimension of the checkpoint's
         tensors. Called before anything of that size is allocated."""
         sizes = {
             "hidden_size": shape.width,
@@ -136,7 +136,7 @@ class ConfigReader:
         }
         name, size = max(sizes.items(), key=lambda item: item[1])
         if size > self.max_rows:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {name} is {size}, but the largest dimension of a tensor is"
                 f" {self.max_rows}; config and weights belong to different models"
             )
@@ -154,13 +154,11 @@ class ConfigReader:
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
         if not isinstance(values, dict):
-            raise SparkinferError(
-                f"{self.path}: {key} is {shown(values)}, wanted an object or null"
-            )
+            raise HotsplitError(f"{self.path}: {key} is {shown(values)}, wanted an object or null")
         rope = ConfigReader(self.path, values, prefix=key + ".")
         kind = values.get("rope_type", values.get("type", "default"))  # old configs spell it `type`
         if kind not in known:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {key} is of type {shown(kind)}, which is not supported; supported for"
                 f" this family: {', '.join(ROPE_WORDS[name] for name in known)}{_instead(kind)}"
             )
@@ -198,7 +196,7 @@ class ConfigReader:
         types = self.values.get("layer_types") or []
         found = [t for t in types if t not in known] if isinstance(types, list) else [types]
         if found:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: layer_types has {shown(found[0])}, wanted {' or '.join(known)}:"
                 " the graph does not compute that; this checkpoint is not supported"
             )
@@ -225,9 +223,7 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
         rope.refuse(key, 0)
     rope.refuse("truncate", True)
     if shape.rope_theta <= 1.0:
-        raise SparkinferError(
-            f"{rope.path}: rope_theta is {shape.rope_theta:g}; YaRN wants above 1"
-        )
+        raise HotsplitError(f"{rope.path}: rope_theta is {shape.rope_theta:g}; YaRN wants above 1")
     length = rope.count("original_max_position_embeddings", shape.context_length)
     longer = shape.context_length / length
     scaling = RopeScaling(
@@ -240,7 +236,7 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
     attention = rope.positive("attention_factor", scaling.magnitude)
     longest = scaling.factor * length
     if longest > MAX_COUNT:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{rope.path}: {rope.prefix}factor is {scaling.factor:g}; times"
             f" {length:,} tokens it is a context of more than {MAX_COUNT}"
         )
@@ -259,7 +255,7 @@ def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
     low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
     context = rope.positive("original_max_position_embeddings")
     if not low < high:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{rope.path}: {rope.prefix}low_freq_factor {low} is not below high_freq_factor {high}"
         )
     exponents = np.arange(0, shape.head_width, 2, dtype=np.float64) / shape.head_width

@@ -16,24 +16,24 @@ import gguf
 import numpy as np
 from gguf import LlamaFileType
 
-from sparkinfer.architecture import Activation, Architecture, optional_layer_shapes
-from sparkinfer.convert import gguf_source, tensors
-from sparkinfer.convert.blueprint import Blueprint
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.families.table import read_blueprint
-from sparkinfer.convert.hub import find_folder
-from sparkinfer.convert.options import ConvertConfig, ConvertReport, Outtype
-from sparkinfer.convert.predictors import add_predictors
-from sparkinfer.convert.tensor_types import TensorTypes
-from sparkinfer.convert.tokenizer import tokenizer_keys
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import Value
-from sparkinfer.limits import FILE_NAME as LIMITS_NAME
-from sparkinfer.limits import Limits, transposed_by
-from sparkinfer.model_file import ModelFile
-from sparkinfer.outputs import check_output
-from sparkinfer.thresholds import with_thresholds
-from sparkinfer.written import Restored, Written
+from hotsplit.architecture import Activation, Architecture, optional_layer_shapes
+from hotsplit.convert import gguf_source, tensors
+from hotsplit.convert.blueprint import Blueprint
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.families.table import read_blueprint
+from hotsplit.convert.hub import find_folder
+from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
+from hotsplit.convert.predictors import add_predictors
+from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import Value
+from hotsplit.limits import FILE_NAME as LIMITS_NAME
+from hotsplit.limits import Limits, transposed_by
+from hotsplit.model_file import ModelFile
+from hotsplit.outputs import check_output
+from hotsplit.thresholds import with_thresholds
+from hotsplit.written import Restored, Written
 
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
@@ -68,9 +68,9 @@ def convert(
 
     `on_total` is called once with the total size of the tensors, `on_bytes` with the size of each
     piece as it is written. `verify` gets the written file before it is renamed: it compares it with
-    the source and returns a line and further notes for the user, or raises SparkinferError.
+    the source and returns a line and further notes for the user, or raises HotsplitError.
 
-    Raises SparkinferError, with nothing written, for any source that cannot be converted."""
+    Raises HotsplitError, with nothing written, for any source that cannot be converted."""
     started = time.perf_counter()
     _check_output(config, config.source)
     draft = draft_of(config)
@@ -124,7 +124,7 @@ def _written(draft: Draft, output: Path, path: Path) -> Written:
 
 
 def _check_output(config: ConvertConfig, source: Path) -> None:
-    """Raises SparkinferError for an output that exists (unless `force`), or that is among the files
+    """Raises HotsplitError for an output that exists (unless `force`), or that is among the files
     that are read.
 
     Those are the model file or everything in the checkpoint folder, the predictors, the profile
@@ -141,7 +141,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
     checkpoint = Checkpoint.open(folder)
     plan = read_blueprint(folder / "config.json", checkpoint.config, checkpoint.max_rows)
     if config.activation is not None:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.source}: a checkpoint states its activation; --activation is for GGUF files"
         )
     if config.layout == "stock":
@@ -189,7 +189,7 @@ def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
     if config.limits is not None or not own.is_file():
         return config.limits
     if config.layout == "stock":
-        raise SparkinferError(
+        raise HotsplitError(
             f"{own}: the checkpoint was made to run with these limits, which llama.cpp does not"
             " support; use the sparse layout, or remove the file to run it without them"
         )
@@ -199,20 +199,18 @@ def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
 def _refuse_stock(
     source: Path, graph: Architecture, activation: Activation, options: Iterable[str]
 ) -> None:
-    """Raises SparkinferError for a model that llama.cpp would refuse, or run wrongly."""
+    """Raises HotsplitError for a model that llama.cpp would refuse, or run wrongly."""
     if not graph.stock_activations:
-        raise SparkinferError(
-            f"{source}: llama.cpp has no {graph.name} graph; use the sparse layout"
-        )
+        raise HotsplitError(f"{source}: llama.cpp has no {graph.name} graph; use the sparse layout")
     if activation not in graph.stock_activations:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source}: llama.cpp's {graph.name} graph computes"
             f" {'SiLU' if graph.is_gated else 'GELU'}, this model is"
             f" {activation}: it would run and answer wrongly; use the sparse layout"
         )
     unknown = sorted(set(options) - graph.stock_options)
     if unknown:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source}: llama.cpp's {graph.name} graph has no {unknown[0]}, which this model has;"
             " use the sparse layout"
         )
@@ -243,7 +241,7 @@ def _from_model_file(config: ConvertConfig) -> Draft:
         before = model.limits.sha256
         model = model.with_limits(Limits.load(config.limits), str(config.limits))
         if model.predictor and not config.predictors and model.limits.sha256 != before:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{config.source}: its predictors were not trained with the limits of"
                 f" {config.limits}; give --predictors that were, or convert a file without any"
             )
@@ -252,7 +250,7 @@ def _from_model_file(config: ConvertConfig) -> Draft:
         options = [name for name in optional if f"blk.0.{name}" in model.tensors]
         _refuse_stock(config.source, model.graph, model.activation, options)
         if model.predictor is not None or any(model.threshold_L):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{config.source}: has predictors or thresholds, which the stock layout cannot"
                 " hold; convert its checkpoint"
             )

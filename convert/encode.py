@@ -9,9 +9,9 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
-from sparkinfer.convert.native.library import encode_rows
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import type_of
+from hotsplit.convert.native.library import encode_rows
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import type_of
 
 # The smallest magnitude that is refused. Floats: where rounding overflows the type. Blocks: where
 # their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of that at
@@ -45,18 +45,18 @@ def encode(
 
     `rows` are the indices of the rows to take, in order; None means all. A transposed view is read
     in place. An error names the tensor and its file by `name`, and suggests the outtype `wider`
-    (f32 if `kind` is bf16). Raises SparkinferError for NaN and infinite values, and for
+    (f32 if `kind` is bf16). Raises HotsplitError for NaN and infinite values, and for
     values that `kind` cannot hold. The bytes are those of gguf.quants or, for K-quants, of ggml."""
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     assert tensor.dim() in (1, 2) and tensor.numel() > 0, tensor.shape
     encoded, largest = encode_rows(torch.atleast_2d(tensor), kind, LIMITS[kind], rows=rows)
     if not math.isfinite(largest):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{name} has NaN or infinite values; its file is damaged: download it again"
         )
     if largest >= LIMITS[kind]:
         other = "f32" if kind == "bf16" else wider
-        raise SparkinferError(
+        raise HotsplitError(
             f"{name} holds a magnitude of {largest:g}, which overflows {kind}; use outtype {other}"
         )
     encoded = encoded.view(DTYPES.get(kind, np.uint8))

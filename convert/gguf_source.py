@@ -14,17 +14,17 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from sparkinfer.architecture import ARCHITECTURES, SMOOTH, Layout
-from sparkinfer.convert.encode import encode
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.convert.rounding import restore
-from sparkinfer.convert.tensor_types import TensorTypes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, Value, row_bytes, type_of
-from sparkinfer.limits import Limits, base_name, transposed_by, transposed_name
-from sparkinfer.model_file import KINDS, TOKENIZER_KEY, ModelFile, read_model_gguf
-from sparkinfer.tokenizer_text import read_tokenizer
-from sparkinfer.written import Restored
+from hotsplit.architecture import ARCHITECTURES, SMOOTH, Layout
+from hotsplit.convert.encode import encode
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.rounding import restore
+from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, Value, row_bytes, type_of
+from hotsplit.limits import Limits, base_name, transposed_by, transposed_name
+from hotsplit.model_file import KINDS, TOKENIZER_KEY, ModelFile, read_model_gguf
+from hotsplit.tokenizer_text import read_tokenizer
+from hotsplit.written import Restored
 
 FLOATS = ("f32", "f16", "bf16")
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
@@ -36,7 +36,7 @@ DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     """The model in `config.source`, in the layout and types asked for, and notes for the user.
 
-    Raises SparkinferError for a file that cannot be run, for types or limits that do not fit it,
+    Raises HotsplitError for a file that cannot be run, for types or limits that do not fit it,
     and if there is nothing to change."""
     keys, tensors = read_model_gguf(config.source)
     tokenizer = keys.get(TOKENIZER_KEY)
@@ -55,9 +55,9 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     is_more = config.predictors or config.thresholds or config.limits or config.activation
     fallen = types.fallen_note(entries) if config.outtype else None
     if entries == tensors and not is_more and fallen is not None:
-        raise SparkinferError(f"{config.source}: the file would not change: {fallen}")
+        raise HotsplitError(f"{config.source}: the file would not change: {fallen}")
     if entries == tensors and not is_more:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.source}: is a {found} model file already; give predictors, thresholds, limits,"
             " another type or the other layout"
         )
@@ -76,7 +76,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
 def _targets(
     config: ConvertConfig, keys: dict[str, Value], tensors: dict[str, TensorEntry]
 ) -> dict[str, str]:
-    """Maps the new name of each tensor to its name in the source. Raises SparkinferError for one
+    """Maps the new name of each tensor to its name in the source. Raises HotsplitError for one
     that the source has twice."""
     graph = ARCHITECTURES.get(str(keys.get("general.architecture")))
     wanted: frozenset[str] = frozenset()
@@ -91,7 +91,7 @@ def _targets(
             is_transposed = usual in wanted if config.limits is not None else name != usual
         both = names.setdefault(transposed_name(usual) if is_transposed else usual, name)
         if both != name:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{config.source}: holds {both} and {name}, one matrix twice; only one of them"
                 " can be right: download the file again"
             )
@@ -120,16 +120,16 @@ def _activation_keys(
     """Keys for the activation that the user gives because a stock file does not state it."""
     if config.activation is None:
         return {}
-    if "sparkinfer.ffn.activation" in keys:
-        raise SparkinferError(
+    if "hotsplit.ffn.activation" in keys:
+        raise HotsplitError(
             f"{config.source}: already states its activation,"
-            f" {keys['sparkinfer.ffn.activation']}; leave out --activation"
+            f" {keys['hotsplit.ffn.activation']}; leave out --activation"
         )
     activation, _, threshold = config.activation.partition("=")
-    own: dict[str, Value] = {"sparkinfer.ffn.activation": activation}
+    own: dict[str, Value] = {"hotsplit.ffn.activation": activation}
     if threshold:
         count = keys.get(f"{keys.get('general.architecture')}.block_count", np.uint32(0))
-        own["sparkinfer.ffn.threshold"] = [float(threshold)] * int(count)  # type: ignore[arg-type]
+        own["hotsplit.ffn.threshold"] = [float(threshold)] * int(count)  # type: ignore[arg-type]
     return own
 
 
@@ -156,13 +156,13 @@ def _entry(
 
 
 def _checked(entry: TensorEntry, label: str) -> TensorEntry:
-    """A tensor that is copied unchanged; reading it raises SparkinferError for NaN and infinite
+    """A tensor that is copied unchanged; reading it raises HotsplitError for NaN and infinite
     values."""
 
     def read_rows(start: int, stop: int) -> np.ndarray:
         data = entry.read_rows(start, stop)
         if not _is_finite(data, entry.kind):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{label} has NaN or infinite values; its file is damaged: download it again"
             )
         return data
@@ -204,13 +204,13 @@ def _unpack(data: np.ndarray, kind: str) -> np.ndarray:
     try:
         return dequantize(data, type_of(kind))
     except NotImplementedError as error:
-        raise SparkinferError(
+        raise HotsplitError(
             f"tensors of type {kind} cannot be unpacked; use a file of another type"
         ) from error
 
 
 def activation_notes(keys: dict[str, Value], model: ModelFile) -> tuple[str, ...]:
-    if "sparkinfer.ffn.activation" in keys or model.activation not in SMOOTH:
+    if "hotsplit.ffn.activation" in keys or model.activation not in SMOOTH:
         return ()
     return (
         f"activation assumed to be {model.activation}, llama.cpp's for {model.architecture}: a stock"

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from sparkinfer.convert.chat_templates import OTHERS
-from sparkinfer.errors import SparkinferError
+from hotsplit.convert.chat_templates import OTHERS
+from hotsplit.errors import HotsplitError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Configs, tokenizers (including SentencePiece's), chat templates, and indices of shards.
@@ -28,7 +28,7 @@ def find_folder(source: Path) -> Path:
     """`source` itself if it exists, if its parent folder does, or if it is not of the form
     `org/name`; otherwise the folder in the hub's usual cache, with missing files downloaded.
 
-    Raises SparkinferError if files are missing there and cannot be downloaded."""
+    Raises HotsplitError if files are missing there and cannot be downloaded."""
     name = source.as_posix()
     # models/llama beside a folder `models` is a mistyped path rather than an organisation.
     if source.exists() or source.parent.is_dir() or not HUB_NAME.fullmatch(name):
@@ -75,6 +75,6 @@ def _download(name: str) -> Path:
 
 
 def _refuse(name: str, what: str, next_step: str, error: Exception) -> NoReturn:
-    raise SparkinferError(
+    raise HotsplitError(
         f"{name}: no such folder; as a name on the hub: {what}; {next_step}"
     ) from error

@@ -5,7 +5,7 @@ The differences are noted when a file for llama.cpp is written; they do not affe
 
 from typing import cast
 
-from sparkinfer.convert.vocabulary import (
+from hotsplit.convert.vocabulary import (
     BYTE_TOKEN,
     NFC,
     Json,

@@ -4,18 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from sparkinfer.architecture import Activation, Layout
-from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import shown
+from hotsplit.architecture import Activation, Layout
+from hotsplit.errors import HotsplitError
+from hotsplit.typed import shown
 
 Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
 
 
 def check_outtype(kind: str, what: str) -> None:
-    """Raises SparkinferError, about `what`, for a type that no tensor can be written in."""
+    """Raises HotsplitError, about `what`, for a type that no tensor can be written in."""
     known = get_args(Outtype)
     if kind not in known:
-        raise SparkinferError(f"{what}: {kind!r} is unknown; known: {', '.join(known)}")
+        raise HotsplitError(f"{what}: {kind!r} is unknown; known: {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ConvertConfig:
     - `predictor_input_layer_offset`: the layer whose input they read, if the folder does not state
       it: 0 their own, 1 the one before.
     - `thresholds`: a profile whose thresholds the model is to run with.
-    - `limits`: a limits file (sparkinfer.limits); by default the one in the checkpoint's folder, if
+    - `limits`: a limits file (hotsplit.limits); by default the one in the checkpoint's folder, if
       any. Matrices with input limits are stored transposed."""
 
     source: Path
@@ -51,29 +51,29 @@ class ConvertConfig:
         if self.outtype is not None:
             check_outtype(self.outtype, "outtype")
         if self.layout not in get_args(Layout):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"layout {self.layout!r} is unknown; known: {', '.join(get_args(Layout))}"
             )
         name, _, threshold = (self.activation or "relu").partition("=")
         is_number = _is_threshold(threshold) if name == "fatrelu" else not threshold
         if name not in get_args(Activation) or not is_number:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"activation {shown(self.activation)}; wanted one of {', '.join(get_args(Activation))},"
                 " fatrelu with its threshold (fatrelu=0.01)"
             )
         if self.predictor_input_layer_offset not in (None, 0, 1):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"predictor input layer offset {self.predictor_input_layer_offset} is unknown;"
                 " known: 0 and 1"
             )
         if self.predictor_input_layer_offset is not None and self.predictors is None:
-            raise SparkinferError(
+            raise HotsplitError(
                 "a predictor input layer offset was given, but no predictors; give a folder of them"
             )
         given = {name: getattr(self, name) for name in ("predictors", "thresholds", "limits")}
         extra = [name for name, path in given.items() if path]
         if self.layout == "stock" and extra:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"the stock layout cannot hold {extra[0]}: llama.cpp would refuse or ignore them;"
                 " leave them out, or use the sparse layout"
             )

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkinfer.convert.source_tensor import SourceTensor
-from sparkinfer.convert.torch_pickle import View, read_views
-from sparkinfer.convert.torch_zip import RESAVE, Broken, TorchZip, open_torch_zip
-from sparkinfer.errors import SparkinferError
+from hotsplit.convert.source_tensor import SourceTensor
+from hotsplit.convert.torch_pickle import View, read_views
+from hotsplit.convert.torch_zip import RESAVE, Broken, TorchZip, open_torch_zip
+from hotsplit.errors import HotsplitError
 
 TORCH_TYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64,
@@ -23,7 +23,7 @@ TORCH_TYPES = {
 def read_state_dict(path: Path) -> dict[str, SourceTensor]:
     """Reads names, shapes and types, but no weights; the file stays mapped while its tensors live.
 
-    Raises SparkinferError for a missing, truncated or foreign file, and if it holds anything but
+    Raises HotsplitError for a missing, truncated or foreign file, and if it holds anything but
     tensors that lie within their storages."""
     archive = open_torch_zip(path, "state dict")
     try:
@@ -31,7 +31,7 @@ def read_state_dict(path: Path) -> dict[str, SourceTensor]:
         for view in views.values():
             _check_storage(archive, view)
     except Broken as error:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: not a whole state dict ({error}); download it again, or {RESAVE}"
         ) from error
     last_name = {view: name for name, view in sorted(views.items())}

@@ -17,17 +17,17 @@ from typing import cast
 
 import numpy as np
 
-from sparkinfer.architecture import SMOOTH, ModelShape
-from sparkinfer.convert.checkpoint import DTYPES
-from sparkinfer.convert.encode import encode
-from sparkinfer.convert.pickle_source import read_state_dict
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.json_file import read_object
-from sparkinfer.limits import check_made_with
-from sparkinfer.mode_quality import ModeQuality, SparseMode
-from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.architecture import SMOOTH, ModelShape
+from hotsplit.convert.checkpoint import DTYPES
+from hotsplit.convert.encode import encode
+from hotsplit.convert.pickle_source import read_state_dict
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.json_file import read_object
+from hotsplit.limits import check_made_with
+from hotsplit.mode_quality import ModeQuality, SparseMode
+from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
 # A state dict's names of the arrays, and LayerPredictor's.
@@ -60,7 +60,7 @@ def add_predictors(
     Matrices get the type that the predictors declare, and `kind` if they declare none; biases
     become f32. `input_layer_offset` is what the user stated, or None.
 
-    Raises SparkinferError for predictors of another model, for broken ones, and if the user and the
+    Raises HotsplitError for predictors of another model, for broken ones, and if the user and the
     folder contradict each other."""
     source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
@@ -101,16 +101,16 @@ def _read_rows(
 def _open(folder: Path, model: ModelFile, stated: int | None) -> PredictorSource:
     """Opens the predictors in a folder, or in the file predictors.safetensors itself.
 
-    Raises SparkinferError unless it holds predictors that fit the model."""
+    Raises HotsplitError unless it holds predictors that fit the model."""
     if folder.is_file():
         return _open_ours(folder, model, stated)
     if not folder.is_dir():
-        raise SparkinferError(f"{folder}: no such folder; wanted a folder with predictors")
+        raise HotsplitError(f"{folder}: no such folder; wanted a folder with predictors")
     is_ours, has_layers = (folder / FILE_NAME).exists(), any(folder.glob("*.pt"))
     if is_ours == has_layers:
         found = "both" if is_ours else "neither"
         and_or = "and" if is_ours else "nor"
-        raise SparkinferError(
+        raise HotsplitError(
             f"{folder}: has {found} {FILE_NAME} {and_or} model_0.pt, ...; wanted one of the two"
         )
     if is_ours:
@@ -122,19 +122,19 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
     predictors = Predictors.load(path)
     offset = predictors.info.input_layer_offset
     if stated not in (None, offset):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: input_layer_offset is {offset}, but {stated} was asked for; leave out"
             f" {OFFSET_OPTION}"
         )
     if predictors.model_id not in (None, model.model_id):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: made for model {str(predictors.model_id)[:12]}, this is"
             f" {model.model_id[:12]}; train predictors for this model"
         )
     again = "train predictors for this model file"
     check_made_with(predictors.limits, path, model.limits, model.path, again)
     if len(predictors.layers) != model.shape.num_layers:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: has {len(predictors.layers)} layers, but the model {model.shape.num_layers}"
         )
     for layer, predictor in enumerate(predictors.layers):
@@ -156,7 +156,7 @@ def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> Predict
     if found != set(wanted):
         name = min(found ^ set(wanted), key=_layer_number)
         what = "is missing" if name in wanted else "is not expected"
-        raise SparkinferError(
+        raise HotsplitError(
             f"{folder}: {name} {what}; wanted {wanted[0]} to {wanted[-1]} for"
             f" {shape.num_layers} layers"
         )
@@ -184,7 +184,7 @@ def _dejavu_threshold(path: Path, config: dict[str, object]) -> float:
     value = config.get("sparse_threshold", 0.0)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not abs(cast(float, value)) < 1e30:  # excludes NaN
-        raise SparkinferError(f"{path}: sparse_threshold is {str(value)[:60]}, wanted a number")
+        raise HotsplitError(f"{path}: sparse_threshold is {str(value)[:60]}, wanted a number")
     return float(cast(float, value))
 
 
@@ -197,9 +197,9 @@ def _dejavu_offset(
     of the layer before. Their files look alike."""
     written = config.get("input_layer_offset")
     if written not in (None, 0, 1) or isinstance(written, bool | float):
-        raise SparkinferError(f"{path}: input_layer_offset is {str(written)[:60]}, wanted 0 or 1")
+        raise HotsplitError(f"{path}: input_layer_offset is {str(written)[:60]}, wanted 0 or 1")
     if stated is not None and written is not None and stated != written:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: input_layer_offset is {written}, but {stated} was asked for; leave out"
             f" {OFFSET_OPTION}, or correct the file"
         )
@@ -218,14 +218,14 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
     state = read_state_dict(path)
     if not {"fc1.weight", "fc2.weight"} <= state.keys() <= PARTS.keys():
         found = ", ".join(sorted(state))
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: holds {found[:100]}, wanted the tensors fc1.weight, fc2.weight and optionally"
             " fc1.bias, fc2.bias"
         )
     rank = state["fc1.weight"].shape[0] if state["fc1.weight"].shape else 0
     for name, tensor in state.items():
         if tensor.dtype not in DTYPES:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: {name} is {tensor.dtype}, wanted one of {', '.join(DTYPES)}"
             )
         f, d = shape.num_neurons, shape.width
@@ -251,18 +251,18 @@ def _name(layer: int, part: str) -> str:
 
 def _wrong_shape(
     path: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
-) -> SparkinferError:
-    return SparkinferError(f"{path}: {name} is {list(found)}, wanted {list(wanted)} for this model")
+) -> HotsplitError:
+    return HotsplitError(f"{path}: {name} is {list(found)}, wanted {list(wanted)} for this model")
 
 
 def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: ModelShape) -> None:
-    """Raises SparkinferError unless the arrays are finite and fit the model."""
+    """Raises HotsplitError unless the arrays are finite and fit the model."""
     if predictor.down is not None and not predictor.down.data.size:
-        raise SparkinferError(f"{path}: the predictor has rank 0; download it again")
+        raise HotsplitError(f"{path}: the predictor has rank 0; download it again")
     wanted = predictor.wanted_shapes(shape.num_neurons, shape.width)
     for name, array in predictor.arrays(layer).items():
         of_name = wanted[name.split(".", 2)[2]]
         if array.shape != of_name:
             raise _wrong_shape(path, name, array.shape, of_name)
         if not np.isfinite(array).all():
-            raise SparkinferError(f"{path}: {name} has NaN or infinite values; download it again")
+            raise HotsplitError(f"{path}: {name} has NaN or infinite values; download it again")

@@ -7,8 +7,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, type_of
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, type_of
 
 # Bounds of a value's error, relative to the largest magnitude of its block or, for floats, to its
 # own magnitude. Blocks add the rounding of their f16 scale; q4_0 goes from -8 to 7, so a value at
@@ -35,10 +35,10 @@ TINY = {"f32": 0.0, "f16": 2.0**-24, "bf16": 1e-38, "q8_0": 127 * 2.0**-24, "q4_
 def restore(entry: TensorEntry, want: np.ndarray, name: str) -> np.ndarray:
     """The values of `entry` as f32; it was made from `want`, f32 of the same shape.
 
-    Raises SparkinferError if they differ by more than the type's rounding."""
+    Raises HotsplitError if they differ by more than the type's rounding."""
     values = dequantize(entry.read(), type_of(entry.kind)).reshape(entry.shape)
     if not is_rounding(values, want, entry.kind):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{name}: written as {entry.kind}, it does not read back as it was; the file is not"
             " kept: is the disk failing? please report it"
         )

@@ -6,15 +6,15 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparkinfer.convert.source_tensor import SourceTensor
-from sparkinfer.errors import SparkinferError
-from sparkinfer.safetensors_file import check_header
+from hotsplit.convert.source_tensor import SourceTensor
+from hotsplit.errors import HotsplitError
+from hotsplit.safetensors_file import check_header
 
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:
     """Reads the header, but no weights.
 
-    Raises SparkinferError for a missing, truncated or inconsistent file."""
+    Raises HotsplitError for a missing, truncated or inconsistent file."""
     check_header(path, "safetensors file")
     try:
         with safe_open(path, framework="pt") as file:
@@ -42,8 +42,8 @@ def _read(path: Path, name: str) -> Tensor:
         raise _broken(path, error) from error
 
 
-def _broken(path: Path, error: Exception) -> SparkinferError:
+def _broken(path: Path, error: Exception) -> HotsplitError:
     reason = " ".join(str(error).split())[:200]
-    return SparkinferError(
+    return HotsplitError(
         f"{path}: not a whole safetensors file ({reason}); download or save it again"
     )

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from gguf import GGML_QUANT_SIZES
 
-from sparkinfer.convert.encode import kind_for
-from sparkinfer.convert.options import check_outtype
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, type_of
-from sparkinfer.typed import shown
+from hotsplit.convert.encode import kind_for
+from hotsplit.convert.options import check_outtype
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, type_of
+from hotsplit.typed import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +29,12 @@ class TensorTypes:
         for text in self.overrides:
             name, _, kind = text.rpartition("=")
             if not name:
-                raise SparkinferError(f"tensor type {shown(text)}; wanted NAME=TYPE")
+                raise HotsplitError(f"tensor type {shown(text)}; wanted NAME=TYPE")
             check_outtype(kind.lower(), f"tensor type {shown(text)}")
             try:
                 re.compile(name)
             except re.error as error:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"tensor type {shown(text)}: {shown(name)} is not a regular expression ({error})"
                 ) from error
 
@@ -47,13 +47,13 @@ class TensorTypes:
         return None
 
     def kind(self, name: str, shape: tuple[int, ...]) -> str:
-        """The type of a tensor. Raises SparkinferError for an override that its rows do not fit."""
+        """The type of a tensor. Raises HotsplitError for an override that its rows do not fit."""
         kind = self.override(name) if len(shape) > 1 else None
         if kind is None:
             return kind_for(shape, self.outtype)
         block = GGML_QUANT_SIZES[type_of(kind)][0]
         if shape[-1] % block:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"tensor type {kind} for {name}: rows of {shape[-1]} values are not whole blocks"
                 f" of {block}; leave it out for this tensor"
             )
@@ -76,10 +76,10 @@ class TensorTypes:
         )
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raises SparkinferError for an override that matches no tensor, most likely a typo."""
+        """Raises HotsplitError for an override that matches no tensor, most likely a typo."""
         every = list(names)
         for text in self.overrides:
             if not any(re.search(text.rpartition("=")[0], name) for name in every):
-                raise SparkinferError(
+                raise HotsplitError(
                     f"tensor type {shown(text)}: no tensor has such a name; the first is {every[0]}"
                 )

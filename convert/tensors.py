@@ -7,22 +7,22 @@ from functools import partial
 import numpy as np
 import torch
 
-from sparkinfer.architecture import (
+from hotsplit.architecture import (
     Layout,
     layer_shapes,
     optional_layer_shapes,
     outer_shapes,
 )
-from sparkinfer.convert.blueprint import Blueprint, Rows
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.encode import encode
-from sparkinfer.convert.rounding import restore
-from sparkinfer.convert.tensor_types import TensorTypes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, array_entry
-from sparkinfer.limits import transposed_name
-from sparkinfer.model_file import ModelFile
-from sparkinfer.written import Restored
+from hotsplit.convert.blueprint import Blueprint, Rows
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.encode import encode
+from hotsplit.convert.rounding import restore
+from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, array_entry
+from hotsplit.limits import transposed_name
+from hotsplit.model_file import ModelFile
+from hotsplit.written import Restored
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -37,7 +37,7 @@ def tensor_entries(
     """Every tensor of the model file by its name there; its source is read when it is written.
     Tensors named in `transposed` are transposed, as are the down projections of the sparse layout.
 
-    Raises SparkinferError for an unknown or missing tensor, a wrong shape, a tied head that differs
+    Raises HotsplitError for an unknown or missing tensor, a wrong shape, a tied head that differs
     from the embedding, and a type that does not fit."""
     wanted = _wanted(plan)
     sources = _sources(checkpoint, plan, wanted)
@@ -161,12 +161,12 @@ def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[st
             continue
         place = plan.name_of(source)
         if place not in shapes or place in sources:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{tensor.file}: no rule for tensor {source!r} in a {plan.architecture} of"
                 f" {plan.shape.num_layers} layers; is this another architecture?"
             )
         if tensor.shape != shapes[place]:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{tensor.file}: tensor {source!r} is {list(tensor.shape)}, wanted"
                 f" {list(shapes[place])} by config.json; the two belong to different models"
             )
@@ -179,18 +179,18 @@ def _tied(
 ) -> dict[str, str]:
     """`sources` without an output head that repeats the embedding.
 
-    Raises SparkinferError for missing tensors, and for a tied head that differs."""
+    Raises HotsplitError for missing tensors, and for a tied head that differs."""
     may_tie = plan.is_tied is not False
     lacking = sorted(missing - ({"output.weight"} if may_tie else set()))
     if lacking:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{checkpoint.folder}: no tensor for {lacking[0]!r}"
             f" ({len(lacking)} missing); download the checkpoint again"
         )
     if plan.is_tied and "output.weight" in sources:
         head, embedding = sources.pop("output.weight"), sources["token_embd.weight"]
         if not torch.equal(checkpoint.read(head), checkpoint.read(embedding)):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{checkpoint.folder}: tie_word_embeddings is true, but {head!r} differs from"
                 f" {embedding!r}; set it to false in config.json, or remove {head!r}"
             )

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 from gguf import Keys, SpecialVocab
 
-from sparkinfer.architecture import Layout
-from sparkinfer.convert.chat_templates import template_keys
-from sparkinfer.convert.llama_differences import differences
-from sparkinfer.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import Value
-from sparkinfer.json_file import parse_object, read_object, read_text
-from sparkinfer.model_file import END_KEY, TOKENIZER_KEY
-from sparkinfer.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
-from sparkinfer.typed import one_line, shown
+from hotsplit.architecture import Layout
+from hotsplit.convert.chat_templates import template_keys
+from hotsplit.convert.llama_differences import differences
+from hotsplit.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import Value
+from hotsplit.json_file import parse_object, read_object, read_text
+from hotsplit.model_file import END_KEY, TOKENIZER_KEY
+from hotsplit.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
+from hotsplit.typed import one_line, shown
 
 ID_KEYS = {
     "bos": Keys.Tokenizer.BOS_ID,
@@ -42,7 +42,7 @@ class TokenizerKeys:
 def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKeys:
     """The keys of a checkpoint's tokenizer, special tokens and chat templates, with notes.
 
-    Raises SparkinferError for a broken file, and for the stock layout if there is no tokenizer or
+    Raises HotsplitError for a broken file, and for the stock layout if there is no tokenizer or
     llama.cpp has none that is known to be equal."""
     path = folder / "tokenizer.json"
     keys: dict[str, Value] = {}
@@ -62,7 +62,7 @@ def tokenizer_keys(folder: Path, vocab_size: int, layout: Layout) -> TokenizerKe
         if surplus > 0:
             notes.append(f"{path}: tokens {vocab_size} and up ({surplus}) are not in the model")
     if layout == "stock" and Keys.Tokenizer.MODEL not in keys:
-        raise SparkinferError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
+        raise HotsplitError(f"{notes[0]}; the stock layout needs one; use the sparse layout")
     with_merges = keys.get(Keys.Tokenizer.MODEL) == "gpt2"
     ends, left_out = _end_ids(folder, vocab_size)
     left_out += _check_special(folder / "config.json", vocab_size)
@@ -98,22 +98,20 @@ def _tokenizer_text(path: Path) -> tuple[str | None, list[str]]:
 
 
 def _check_older(folder: Path) -> None:
-    """Raises SparkinferError for a vocab.json and merges.txt that are not BPE."""
+    """Raises HotsplitError for a vocab.json and merges.txt that are not BPE."""
     path = folder / "vocab.json"
     if not path.exists():
         return
     vocabulary = read_object(path, "vocab.json")
     if not all(type(n) is int and 0 <= n < MAX_TOKENS for n in vocabulary.values()):
-        raise SparkinferError(
-            f"{path}: a token without an id below {MAX_TOKENS}; download it again"
-        )
+        raise HotsplitError(f"{path}: a token without an id below {MAX_TOKENS}; download it again")
     path = folder / "merges.txt"
     lines = read_text(path, "merges.txt").split("\n")
     for number, line in enumerate(lines, start=1):
         parts = line.split(" ")
         is_merge = len(parts) == 2 and {*parts, "".join(parts)} <= vocabulary.keys()
         if line and not line.startswith("#version") and not is_merge:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: line {number} is not a merge of two tokens of vocab.json; download both"
                 " again"
             )
@@ -122,7 +120,7 @@ def _check_older(folder: Path) -> None:
 def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
     """All tokens that end a text (llama.cpp's keys have room for only a few of them), and notes.
 
-    Raises SparkinferError for a value that is not a token id."""
+    Raises HotsplitError for a value that is not a token id."""
     ids, notes = set[int](), list[str]()
     for name in ("config.json", "generation_config.json"):
         path = folder / name
@@ -138,7 +136,7 @@ def _end_ids(folder: Path, vocab_size: int) -> tuple[list[int], list[str]]:
 
 
 def _check_special(path: Path, vocab_size: int) -> list[str]:
-    """Notes on other special tokens that the model lacks; raises SparkinferError for a value that
+    """Notes on other special tokens that the model lacks; raises HotsplitError for a value that
     is not a token id."""
     values = read_object(path, path.name) if path.exists() else {}
     notes = []
@@ -155,7 +153,7 @@ def _check_special(path: Path, vocab_size: int) -> list[str]:
 def _check_ids(path: Path, key: str, numbers: list[object]) -> None:
     wrong = [number for number in numbers if type(number) is not int or number < 0]
     if wrong:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: {key} has {shown(wrong[0])}, wanted token ids; correct it there"
         )
 
@@ -178,19 +176,19 @@ def _special_keys(
 
 
 def _check_names(path: Path) -> None:
-    """Raises SparkinferError for special tokens that are not strings, and flags that are not
+    """Raises HotsplitError for special tokens that are not strings, and flags that are not
     booleans."""
     values = read_object(path, path.name)
     for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = values.get(key)
         text = value.get("content") if isinstance(value, dict) else value
         if not isinstance(text, str) and value is not None:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: {key} is {shown(value)}, wanted the text of a token; correct it there"
             )
     for key in ("add_bos_token", "add_eos_token"):
         if not isinstance(values.get(key), bool | None):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: {key} is {shown(values[key])}, wanted true or false; correct it there"
             )
 
@@ -204,7 +202,7 @@ def _special_vocab(folder: Path, vocab_size: int, with_merges: bool) -> SpecialV
     try:
         return SpecialVocab(folder, with_merges, names, vocab_size)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{folder}: the special tokens cannot be read ({one_line(error)}); download"
             " tokenizer.json and tokenizer_config.json again"
         ) from error

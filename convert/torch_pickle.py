@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from sparkinfer.convert.torch_zip import Broken
+from hotsplit.convert.torch_zip import Broken
 
 # By storage class: the name of its type in safetensors, and bytes per value.
 DTYPES = {

@@ -13,9 +13,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import require_file
-from sparkinfer.mapped_files import map_whole
+from hotsplit.errors import HotsplitError
+from hotsplit.files import require_file
+from hotsplit.mapped_files import map_whole
 
 # A model of 405 billion parameters has 1,200 tensors; each takes up to about 150 bytes of the
 # pickle and of the directory.
@@ -45,13 +45,13 @@ class Broken(Exception):
 def open_torch_zip(path: Path, what: str) -> TorchZip:
     """Maps a file written by torch.save and reads its directory and its pickle's bytes.
 
-    Raises SparkinferError for a missing, truncated, compressed, big-endian or foreign file."""
+    Raises HotsplitError for a missing, truncated, compressed, big-endian or foreign file."""
     require_file(path, what)
     try:
         with path.open("rb") as stream:
             mapping = map_whole(stream)
             if mapping[:4] != b"PK\3\4":
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{path}: not a whole {what} (not a zip file: saved before torch 1.6, or something"
                     f" else); {RESAVE}"
                 )
@@ -62,7 +62,7 @@ def open_torch_zip(path: Path, what: str) -> TorchZip:
             struct.error) as error:  # fmt: skip
         # zipfile raises ValueError for names that are not text, NotImplementedError for unknown
         # versions, struct.error for truncated extra fields.
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: not a whole {what} ({_line(error)}); download it again"
         ) from error
 
@@ -98,7 +98,7 @@ def _checked(path: Path, archive: zipfile.ZipFile, mapping: mmap.mmap) -> TorchZ
     if "data.pkl" not in places:
         raise Broken("it has no data.pkl")
     if read(mapping, places.get("byteorder", (0, 0)), 16) not in (b"", b"little"):
-        raise SparkinferError(f"{path}: is big-endian; {RESAVE} on a little-endian machine")
+        raise HotsplitError(f"{path}: is big-endian; {RESAVE} on a little-endian machine")
     return TorchZip(
         path=path,
         mapping=mapping,
@@ -118,7 +118,7 @@ def _place(entry: zipfile.ZipInfo, mapping: mmap.mmap, path: Path) -> tuple[int,
     """Start and size of an entry's bytes; the name and extra fields before them may have other
     sizes than in the directory (torch pads with them)."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-        raise SparkinferError(f"{path}: is a compressed zip, which cannot be mapped; {RESAVE}")
+        raise HotsplitError(f"{path}: is a compressed zip, which cannot be mapped; {RESAVE}")
     if entry.flag_bits & 1:
         raise Broken("it is encrypted")
     header = entry.header_offset

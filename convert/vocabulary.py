@@ -11,9 +11,9 @@ from typing import cast
 
 from gguf import Keys, TokenType
 
-from sparkinfer.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import Value
+from hotsplit.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import Value
 
 Json = Mapping[str, object]
 
@@ -24,12 +24,10 @@ DIGITS = {"type": "Digits", "individual_digits": True}
 
 
 def check_tokenizer(path: Path, tokenizer: Json) -> None:
-    """Raises SparkinferError for malformed tables of tokens and, of a BPE tokenizer, merges."""
+    """Raises HotsplitError for malformed tables of tokens and, of a BPE tokenizer, merges."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list):
-        raise SparkinferError(
-            f"{path}: no 'model' table; wanted a tokenizer.json; download it again"
-        )
+        raise HotsplitError(f"{path}: no 'model' table; wanted a tokenizer.json; download it again")
     vocabulary, merges = model.get("vocab"), model.get("merges")
     is_bpe = model.get("type") == "BPE"
     ids: list[object] = [None] if is_bpe else []  # other models may have a list of tokens
@@ -37,11 +35,11 @@ def check_tokenizer(path: Path, tokenizer: Json) -> None:
     ids += [item.get("id") if isinstance(item, dict) else None for item in added]
     has_text = all(isinstance(item, dict) and type(item.get("content")) is str for item in added)
     if not all(type(i) is int and i >= 0 for i in ids) or not has_text:
-        raise SparkinferError(f"{path}: a token without text or id; download tokenizer.json again")
+        raise HotsplitError(f"{path}: a token without text or id; download tokenizer.json again")
     if not is_bpe:
         return
     if not isinstance(merges, list) or not all(len(pair_of(merge)) == 2 for merge in merges):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: a merge that is not two tokens; download tokenizer.json again"
         )
 

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparkinfer import Engine, GenerationOptions, SamplingOptions, SparkinferError
+from hotsplit import Engine, GenerationOptions, HotsplitError, SamplingOptions
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
@@ -32,5 +32,5 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
 if __name__ == "__main__":
     try:
         main()
-    except SparkinferError as error:
+    except HotsplitError as error:
         sys.exit(str(error))

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparkinfer import ChatOptions, Engine, GenerationOptions, SparkinferError
+from hotsplit import ChatOptions, Engine, GenerationOptions, HotsplitError
 
 
 def main(argv: Sequence[str] | None = None) -> list[str]:
@@ -36,5 +36,5 @@ def main(argv: Sequence[str] | None = None) -> list[str]:
 if __name__ == "__main__":
     try:
         main()
-    except SparkinferError as error:
+    except HotsplitError as error:
         sys.exit(str(error))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkinfer import Engine, Part, SparkinferError
+from hotsplit import Engine, HotsplitError, Part
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
@@ -42,5 +42,5 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 if __name__ == "__main__":
     try:
         main()
-    except SparkinferError as error:
+    except HotsplitError as error:
         sys.exit(str(error))

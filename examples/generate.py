@@ -8,13 +8,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparkinfer import Engine, SparkinferError
+from hotsplit import Engine, HotsplitError
 
 
 def main(argv: Sequence[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--split", help="a plan, as sparkinfer solve writes it")
+    parser.add_argument("--split", help="a plan, as hotsplit solve writes it")
     parser.add_argument("--prompt", default="def main():")
     parser.add_argument("--tokens", type=int, default=32)
     wanted = parser.parse_args(argv)
@@ -31,5 +31,5 @@ def main(argv: Sequence[str] | None = None) -> str:
 if __name__ == "__main__":
     try:
         main()
-    except SparkinferError as error:
+    except HotsplitError as error:
         sys.exit(str(error))

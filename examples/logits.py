@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from sparkinfer import Engine, SparkinferError
+from hotsplit import Engine, HotsplitError
 
 
 def perplexity(engine: Engine, text: str) -> float:
     """exp of the mean negative log-likelihood of a text's tokens after its first."""
     ids = engine.codec.encode(text)
     if len(ids) < 2:
-        raise SparkinferError(f"{text!r} has fewer than two tokens; give a longer text")
+        raise HotsplitError(f"{text!r} has fewer than two tokens; give a longer text")
     logits_TV = engine.logits(ids)
     log_p_TV = torch.log_softmax(logits_TV[:-1], dim=-1)
     next_T = torch.tensor(ids[1:])
@@ -40,5 +40,5 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 if __name__ == "__main__":
     try:
         main()
-    except SparkinferError as error:
+    except HotsplitError as error:
         sys.exit(str(error))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparkinfer import Engine, SparkinferError
+from hotsplit import Engine, HotsplitError
 
 
 def main(argv: Sequence[str] | None = None) -> dict[int, float]:
@@ -37,5 +37,5 @@ def main(argv: Sequence[str] | None = None) -> dict[int, float]:
 if __name__ == "__main__":
     try:
         main()
-    except SparkinferError as error:
+    except HotsplitError as error:
         sys.exit(str(error))

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sparkinfer import Engine, NgramDrafter, SparkinferError, Speculation, SpeculationOptions
+from hotsplit import Engine, HotsplitError, NgramDrafter, Speculation, SpeculationOptions
 
 REPEATED = "a = 1\nb = 2\nc = 3\nd = 4\n" * 6
 
@@ -45,5 +45,5 @@ def main(argv: Sequence[str] | None = None) -> tuple[str, str, int]:
 if __name__ == "__main__":
     try:
         main()
-    except SparkinferError as error:
+    except HotsplitError as error:
         sys.exit(str(error))

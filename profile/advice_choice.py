@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sparkinfer.profile.limit_meter import Closeness
+from hotsplit.profile.limit_meter import Closeness
 
 LEAST_GAIN = 0.03  # smallest gain in speed that is worth a rule's loss
 LEAST_SPEED = 0.9  # a rule's least speed, relative to what the bytes that it saves promise

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkinfer.files import partial_file
-from sparkinfer.profile.plots import load_pyplot
+from hotsplit.files import partial_file
+from hotsplit.profile.plots import load_pyplot
 
 if TYPE_CHECKING:
-    from sparkinfer.profile.advise import Advice
+    from hotsplit.profile.advise import Advice
 
 MARKS = {"dense": "s", "gates": "^", "hidden": "v", "neurons": "D", "inputs": "<", "mixed": "o",
          "limits": "P"}  # fmt: skip

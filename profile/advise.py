@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.mode_quality import ModeQuality, is_recordable
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.advice_choice import (
+from hotsplit.architecture import SMOOTH
+from hotsplit.errors import HotsplitError
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.mode_quality import ModeQuality, is_recordable
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.advice_choice import (
     Point,
     Trial,
     choose,
@@ -32,13 +32,13 @@ from sparkinfer.profile.advice_choice import (
     to_time,
     with_front,
 )
-from sparkinfer.profile.advise_config import AdviseConfig
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.limit_meter import LimitMeter, fitting
-from sparkinfer.profile.limit_scores import LayerScores, sample_scores
-from sparkinfer.profile.limit_search import RULES, Allocation, Bytes, allocate, num_probes
-from sparkinfer.profile.thresholds import up_to
-from sparkinfer.profile.turns import (
+from hotsplit.profile.advise_config import AdviseConfig
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.limit_meter import LimitMeter, fitting
+from hotsplit.profile.limit_scores import LayerScores, sample_scores
+from hotsplit.profile.limit_search import RULES, Allocation, Bytes, allocate, num_probes
+from hotsplit.profile.thresholds import up_to
+from hotsplit.profile.turns import (
     FEW,
     MORE,
     MOST_POSITIONS,
@@ -48,8 +48,8 @@ from sparkinfer.profile.turns import (
     Timings,
     Turns,
 )
-from sparkinfer.progress import progress
-from sparkinfer.runtime.engine import Engine
+from hotsplit.progress import progress
+from hotsplit.runtime.engine import Engine
 
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
@@ -74,9 +74,9 @@ class Adviser:
         self.config, self.say = config, say
         self.model = ModelFile.load(config.model)
         if self.model.activation not in SMOOTH:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{config.model}: sparse by itself ({self.model.activation}): mode exact loses"
-                " nothing, so no rule is needed; train predictors with sparkinfer profile"
+                " nothing, so no rule is needed; train predictors with hotsplit profile"
             )
         assert not self.model.has_limits, "see advise_own_limits"
         self.bytes_of = Bytes.of(self.model)
@@ -203,7 +203,7 @@ def advise(
     the same with limits in it; `free_disk` returns the bytes left for such files. `types` begins
     with the model's own type.
 
-    Raises SparkinferError for a model that is sparse by itself, and for a text that is too
+    Raises HotsplitError for a model that is sparse by itself, and for a text that is too
     short."""
     adviser = Adviser(config, say)
     points: list[Point] = []

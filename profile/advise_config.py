@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.24, 0.32)  # shares of all weight bytes to save
 MIN_TOKENS = 2048
@@ -21,19 +21,19 @@ class AdviseConfig:
 
     def __post_init__(self) -> None:
         if self.max_tokens < MIN_TOKENS:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"tokens is {self.max_tokens}, wanted {MIN_TOKENS} or more: fewer cannot tell"
                 " rules apart"
             )
         if not 0 <= self.max_loss < 10:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"max loss is {self.max_loss}, wanted 0 or more and less than 10, e.g. 0.01"
             )
 
     def check_text(self, num_tokens: int) -> None:
-        """Raises SparkinferError for a text that is too short to tell points apart."""
+        """Raises HotsplitError for a text that is too short to tell points apart."""
         if num_tokens < MIN_TOKENS:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.corpora[0]}: {num_tokens} tokens, wanted {MIN_TOKENS} or more; give a longer"
                 " text"
             )

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparkinfer.budget import head_bytes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import row_bytes
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.advice_choice import Point
-from sparkinfer.profile.advise import Advice, advice_of, line_of, text_to_time, timed
-from sparkinfer.profile.advise_config import AdviseConfig
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.limit_meter import LimitMeter, fitting
-from sparkinfer.profile.limit_search import Bytes
-from sparkinfer.profile.turns import TextDecoder, Turns
-from sparkinfer.runtime.engine import Engine
+from hotsplit.budget import head_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import row_bytes
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.advice_choice import Point
+from hotsplit.profile.advise import Advice, advice_of, line_of, text_to_time, timed
+from hotsplit.profile.advise_config import AdviseConfig
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.limit_meter import LimitMeter, fitting
+from hotsplit.profile.limit_search import Bytes
+from hotsplit.profile.turns import TextDecoder, Turns
+from hotsplit.runtime.engine import Engine
 
 RULE = "limits"
 WHOLE_BLOCKS = 256  # values that are whole blocks in every type
@@ -41,7 +41,7 @@ def advise_own_limits(
     """Measures and advises. `dense` is the model that the file was trained from (None: the file's
     own mode dense); `types` begins with the file's own type.
 
-    Raises SparkinferError for a dense model with another vocabulary size, with limits or in a
+    Raises HotsplitError for a dense model with another vocabulary size, with limits or in a
     smaller type than the file, and for a text that is too short."""
     reference = config.model if dense is None else dense
     own = _own_type(reference)
@@ -92,17 +92,17 @@ def _own_type(path: Path) -> str:
 def _check_reference(path: Path, dense: Path) -> None:
     model, other = ModelFile.load(path), ModelFile.load(dense)
     if dense != path and other.has_limits:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{dense}: has limits; --dense must be the model that {path} was trained from"
         )
     if other.shape.vocab_size != model.shape.vocab_size:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{dense}: has a vocabulary of {other.shape.vocab_size:,}, but {path} has one of"
             f" {model.shape.vocab_size:,}; --dense must be the model that {path} was trained from"
         )
     own, kind = _own_type(path), _own_type(dense)
     if row_bytes(WHOLE_BLOCKS, kind) < row_bytes(WHOLE_BLOCKS, own):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{dense}: is in {kind}, less precise than the {own} of {path}, so its rounding would"
             f" count as a fault of that file; give the model that it was trained from in {own} or a"
             " larger type"

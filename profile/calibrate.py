@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.machine_file import CpuCosts, Figure, Gpu, Machine
-from sparkinfer.outputs import check_output
-from sparkinfer.profile.calibrate_cpu import measure_costs
-from sparkinfer.profile.calibrate_gpu import measure_gpu
-from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.system_memory import free_memory_bytes, memory_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.outputs import check_output
+from hotsplit.profile.calibrate_cpu import measure_costs
+from hotsplit.profile.calibrate_gpu import measure_gpu
+from hotsplit.profile.rounds import Probe, run_rounds, seconds_of
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.system_memory import free_memory_bytes, memory_bytes
 
 BUFFER_BYTES = 256 << 20  # or twice the third-level caches, if they are known and larger
 MAX_BUFFER_BYTES = 1 << 30
@@ -53,13 +53,13 @@ def calibrate(
     """Measures and writes `output`; `say` gets the results as lines, `on_probe` is called after
     each timing. If there is no GPU here, the figures of `gpu_from`'s GPUs are taken.
 
-    Raises SparkinferError for an output that exists unless `force`, and for a `gpu_from` that has
+    Raises HotsplitError for an output that exists unless `force`, and for a `gpu_from` that has
     no GPU."""
     inputs = () if config.gpu_from is None else (config.gpu_from,)
     check_output(config.output, force=config.force, inputs=inputs)
     borrowed = None if config.gpu_from is None else Machine.load(config.gpu_from)
     if borrowed is not None and not borrowed.gpus:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.gpu_from}: has no GPU; give the file of a machine that has one"
         )
     total, free = memory_bytes()

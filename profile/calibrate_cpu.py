@@ -21,19 +21,19 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
-from sparkinfer.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
-from sparkinfer.gguf_file import TensorEntry, array_entry, row_bytes, type_of
-from sparkinfer.machine_file import CHOSEN_SHARE, CpuCosts, Figure
-from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
-from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
-from sparkinfer.runtime.device.bits import pack_bits
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock
-from sparkinfer.runtime.model.native_neurons import NativeNeurons
-from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.split_file import PlanMode
+from hotsplit.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
+from hotsplit.gguf_file import TensorEntry, array_entry, row_bytes, type_of
+from hotsplit.machine_file import CHOSEN_SHARE, CpuCosts, Figure
+from hotsplit.model_file import KINDS, ModelFile, PredictorInfo
+from hotsplit.profile.rounds import Probe, run_rounds, seconds_of
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock
+from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.split_file import PlanMode
 
 CPU = torch.device("cpu")
 ROW_VALUES = 4096

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparkinfer.machine_file import Gpu
-from sparkinfer.profile.rounds import Probe, run_rounds, seconds_of
+from hotsplit.machine_file import Gpu
+from hotsplit.profile.rounds import Probe, run_rounds, seconds_of
 
 READ_BYTES = 1 << 30  # far above any second-level cache
 COPY_BYTES = 128 << 20

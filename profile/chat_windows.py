@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.corpus import MIN_WINDOW, WINDOW, draw
-from sparkinfer.profile.sources import find_sources, stdin_as_file
-from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.corpus import MIN_WINDOW, WINDOW, draw
+from hotsplit.profile.sources import find_sources, stdin_as_file
+from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
+from hotsplit.runtime.text.codec import TextCodec
 
 BLANK_LINES = re.compile(r"\n[ \t]*(?:\n[ \t]*)+")
 
@@ -36,7 +36,7 @@ def read_chat_windows(
     are counted, up to `max_tokens` in all. A window is cut after WINDOW tokens, and skipped if
     fewer than MIN_WINDOW of them count. `template` is as in chat_template_of.
 
-    Raises SparkinferError if there is no template, for a template that changes messages, and for a
+    Raises HotsplitError if there is no template, for a template that changes messages, and for a
     corpus without a paragraph that is long enough."""
     length = min(WINDOW, context_length)
     windows, counted, left = list[Tensor](), list[Tensor](), max_tokens
@@ -57,7 +57,7 @@ def read_chat_windows(
     finally:
         found.close()
     if not windows:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{files[0]}: no paragraph of {MIN_WINDOW} tokens or more; give a longer text"
         )
     return windows, counted
@@ -75,7 +75,7 @@ def _window(paragraph: str, codec: TextCodec, template: ChatTemplate) -> tuple[T
     text = template.render([message], add_generation_prompt=False)
     start = text.find(paragraph)
     if start < 0:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{template.name}: the chat template changes messages, so the tokens of the corpus"
             " cannot be identified; leave --chat-template out"
         )

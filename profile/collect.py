@@ -10,25 +10,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import layer_bytes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import ModeQuality, SparseMode
-from sparkinfer.model_file import ModelFile
-from sparkinfer.outputs import check_output
-from sparkinfer.predictor_file import Predictors
-from sparkinfer.profile.collect_streamed import collect_streamed
-from sparkinfer.profile.config import (
+from hotsplit.budget import layer_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_quality import ModeQuality, SparseMode
+from hotsplit.model_file import ModelFile
+from hotsplit.outputs import check_output
+from hotsplit.predictor_file import Predictors
+from hotsplit.profile.collect_streamed import collect_streamed
+from hotsplit.profile.config import (
     DEFAULT_TOKENS,
     ProfileConfig,
     check_model,
     check_text,
     has_transposed_gates,
 )
-from sparkinfer.profile.corpus import Windows, read_windows, spread_windows
-from sparkinfer.profile.counting import Counter, gates_of
-from sparkinfer.profile.layer_trainer import LayerQuality, phases
-from sparkinfer.profile.predictor_options import predictor_choices
-from sparkinfer.profile.predictor_output import (
+from hotsplit.profile.corpus import Windows, read_windows, spread_windows
+from hotsplit.profile.counting import Counter, gates_of
+from hotsplit.profile.layer_trainer import LayerQuality, phases
+from hotsplit.profile.predictor_options import predictor_choices
+from hotsplit.profile.predictor_output import (
     MAX_TOKENS,
     Measured,
     PredictorOutput,
@@ -37,21 +37,21 @@ from sparkinfer.profile.predictor_output import (
     recorded,
     sha256_of_corpora,
 )
-from sparkinfer.profile.predictor_training import Trained, train_whole
-from sparkinfer.profile.quality import EvalReport, ShareCounter
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.report import report_paths, save_report
-from sparkinfer.profile.resume import Settings, resume_path
-from sparkinfer.profile.run import Run
-from sparkinfer.profile.sources import STDIN
-from sparkinfer.profile.streamed_quality import compare_streamed
-from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
-from sparkinfer.profile.thresholds import Found, Goal, ThresholdReport, search, thresholds_for
-from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.engine_options import check_rules, device_of
-from sparkinfer.runtime.kernels.arithmetic import arithmetic
-from sparkinfer.runtime.model.feed_forward import Gate, Mode
+from hotsplit.profile.predictor_training import Trained, train_whole
+from hotsplit.profile.quality import EvalReport, ShareCounter
+from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.report import report_paths, save_report
+from hotsplit.profile.resume import Settings, resume_path
+from hotsplit.profile.run import Run
+from hotsplit.profile.sources import STDIN
+from hotsplit.profile.streamed_quality import compare_streamed
+from hotsplit.profile.streaming import LayerStream, StreamPlan, plan_stream
+from hotsplit.profile.thresholds import Found, Goal, ThresholdReport, search, thresholds_for
+from hotsplit.profile_file import Profile
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.engine_options import check_rules, device_of
+from hotsplit.runtime.kernels.arithmetic import arithmetic
+from hotsplit.runtime.model.feed_forward import Gate, Mode
 
 OnTokens = Callable[[float], None]
 Say = Callable[[str], None]
@@ -127,7 +127,7 @@ def profile(
 
 
 def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | None) -> None:
-    """Raises SparkinferError for errors that can be found before text is read."""
+    """Raises HotsplitError for errors that can be found before text is read."""
     inputs = (config.model, *(path for path in config.corpora if path != STDIN))
     outputs = (config.output, *report_paths(config.output))
     for path in outputs:
@@ -142,7 +142,7 @@ def _stream_plan(
 ) -> StreamPlan | None:
     """The plan for streaming; None for a model that fits into memory.
 
-    Raises SparkinferError for limits that do not run on the device, if not even one layer fits, and
+    Raises HotsplitError for limits that do not run on the device, if not even one layer fits, and
     if a model with gates stored by inputs, or a run of several processes, would be streamed."""
     check_rules(model, None, device_of(device))
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
@@ -154,12 +154,12 @@ def _stream_plan(
         folder=config.output.parent,
     )
     if plan is not None and has_transposed_gates(model):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.model}: does not fit into the memory, and gates stored by inputs (limits of the"
             " feed-forward's inputs) cannot be streamed layer by layer; raise --max-memory"
         )
     if plan is not None and ranks.size > 1:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.model}: does not fit into the memory, and several processes cannot stream"
             " its layers; run one process, or raise --max-memory"
         )

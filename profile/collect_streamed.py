@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.counting import Counter, gates_of
-from sparkinfer.profile.predictor_training import Trained, train_streamed
-from sparkinfer.profile.streaming import LayerStream
-from sparkinfer.profile.thresholds import thresholds_for
-from sparkinfer.runtime.model.feed_forward import Gate
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.counting import Counter, gates_of
+from hotsplit.profile.predictor_training import Trained, train_streamed
+from hotsplit.profile.streaming import LayerStream
+from hotsplit.profile.thresholds import thresholds_for
+from hotsplit.runtime.model.feed_forward import Gate
 
 OnTokens = Callable[[float], None]
 
@@ -22,10 +22,10 @@ def collect_streamed(
 ) -> tuple[tuple[Gate, ...], Counter, Trained | None]:
     """(gates with the thresholds that firings were counted with, counts, predictors if asked for).
 
-    Raises SparkinferError for a perplexity budget, and if the model gives NaN."""
+    Raises HotsplitError for a perplexity budget, and if the model gives NaN."""
     model = stream.model
     if config.perplexity_budget is not None:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.model}: a perplexity budget is measured on the whole model, which does not"
             " fit into the memory; give --target-sparsity, or more memory"
         )

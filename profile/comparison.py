@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 PIECE = 64  # tokens compared at a time
 BATCH = 128
@@ -82,9 +82,9 @@ class Comparison:
         self.lengths[-1] += len(next_T)
 
     def result(self, number: int) -> Compared:
-        """The result of one of the others. Raises SparkinferError if nothing was added."""
+        """The result of one of the others. Raises HotsplitError if nothing was added."""
         if not sum(self.lengths):
-            raise SparkinferError("the corpus has single tokens only; give a longer text")
+            raise HotsplitError("the corpus has single tokens only; give a longer text")
         dense_T, loss_T = torch.cat(self.dense_loss), torch.cat(self.loss[number])
         divergence_T = torch.cat(self.divergence[number])
         return Compared(

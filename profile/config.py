@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.predictor_options import PredictorOptions, predictor_choices
-from sparkinfer.profile.resume import SAVE_EVERY_S
+from hotsplit.architecture import SMOOTH
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.predictor_options import PredictorOptions, predictor_choices
+from hotsplit.profile.resume import SAVE_EVERY_S
 
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072
@@ -39,20 +39,20 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         if not self.corpora:
-            raise SparkinferError("no corpus; give one or more text files with --corpus")
+            raise HotsplitError("no corpus; give one or more text files with --corpus")
         if self.target_sparsity is not None and not 0 < self.target_sparsity < 1:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"target_sparsity is {self.target_sparsity}, wanted more than 0 and less than 1"
             )
         budget = self.perplexity_budget
         if budget is not None and not 0 < budget < math.inf:
-            raise SparkinferError(f"perplexity budget is {budget}, wanted more than 0, e.g. 0.01")
+            raise HotsplitError(f"perplexity budget is {budget}, wanted more than 0, e.g. 0.01")
         if self.seed < 0:
-            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
+            raise HotsplitError(f"seed is {self.seed}, wanted 0 or more")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise SparkinferError(f"tokens is {self.max_tokens}, wanted 1 or more")
+            raise HotsplitError(f"tokens is {self.max_tokens}, wanted 1 or more")
         if self.input_layer_offset not in (0, 1):
-            raise SparkinferError(f"input layer offset is {self.input_layer_offset}, wanted 0 or 1")
+            raise HotsplitError(f"input layer offset is {self.input_layer_offset}, wanted 0 or 1")
 
     @property
     def chooses_thresholds(self) -> bool:
@@ -64,15 +64,15 @@ class ProfileConfig:
 
 
 def check_model(config: ProfileConfig, model: ModelFile) -> None:
-    """Raises SparkinferError if the model does not suit the options."""
+    """Raises HotsplitError if the model does not suit the options."""
     if config.chooses_thresholds and model.activation not in SMOOTH:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: thresholds are for SiLU and GELU models; the activation here is"
             f" {model.activation}, which silences neurons without thresholds; leave"
             " --target-sparsity and --perplexity-budget out"
         )
     if config.chooses_thresholds and model.has_limits:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: has limits, by which its firings are counted; thresholds are for a model"
             " without them: leave --target-sparsity and --perplexity-budget out, or give the model"
             " that it was made from"
@@ -82,18 +82,18 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
     is_silenced = any(model.threshold_L) or model.limits.has_neurons
     is_dense = model.activation in SMOOTH and not is_silenced
     if is_dense and model.has_limits:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: has limits of inputs and none of neurons, so every neuron fires, which"
             " leaves nothing to predict; leave --train-predictors out"
         )
     if is_dense and not config.chooses_thresholds:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: every neuron of a {model.activation} model without thresholds"
             " fires, which leaves nothing to predict; give --target-sparsity, e.g. 0.5, or"
             " --perplexity-budget, e.g. 0.01"
         )
     if has_transposed_gates(model):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: gates are stored by inputs (limits of the feed-forward's inputs), so"
             " predictors would save nothing; leave --train-predictors out, or convert without these"
             " limits"
@@ -108,14 +108,14 @@ def has_transposed_gates(model: ModelFile) -> bool:
 
 
 def check_text(config: ProfileConfig, num_windows: int) -> None:
-    """Raises SparkinferError if there is too little text for the options."""
-    from sparkinfer.profile.corpus import WINDOW  # imports torch
+    """Raises HotsplitError if there is too little text for the options."""
+    from hotsplit.profile.corpus import WINDOW  # imports torch
 
     if config.chooses_thresholds and num_windows < 2:
-        raise SparkinferError("thresholds need two windows of text or more; give a longer corpus")
+        raise HotsplitError("thresholds need two windows of text or more; give a longer corpus")
     count = num_windows - config.num_for_thresholds(num_windows)
     if config.train_predictors is not None and count < MIN_TRAINING_WINDOWS:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{count} windows of {WINDOW} tokens cannot train predictors,"
             f" wanted {MIN_TRAINING_WINDOWS} or more; give a longer corpus or more --tokens"
         )

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.sources import Source, find_sources, sha256_of_text, stdin_as_file
-from sparkinfer.profile_file import Corpus
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.sources import Source, find_sources, sha256_of_text, stdin_as_file
+from hotsplit.profile_file import Corpus
+from hotsplit.runtime.text.codec import TextCodec
 
 WINDOW = 512
 MIN_WINDOW = 16  # a shorter remainder of a stretch is dropped
@@ -63,11 +63,11 @@ def read_windows(
     `-` is standard input. Blocks are read and tokenised until there are enough tokens; then the
     files that tokens came from are read through for their sha256.
 
-    Raises SparkinferError for a file that is missing or unreadable, for a corpus without a stretch
+    Raises HotsplitError for a file that is missing or unreadable, for a corpus without a stretch
     of MIN_WINDOW tokens (or of the context, if that is shorter) or, with `must_fill`, of fewer than
     `max_tokens` tokens, for tokens at or above `vocab_size`, and for a context of one token."""
     if context_length < 2:
-        raise SparkinferError("the model has a context of one token, which no text fits into")
+        raise HotsplitError("the model has a context of one token, which no text fits into")
     with stdin_as_file(files) as paths:
         sources = find_sources(paths, text_key)
         length = min(WINDOW, context_length)
@@ -151,7 +151,7 @@ def _num_stretches(text: str) -> int:
 
 def _check_ids(ids: list[int], vocab_size: int | None, codec: TextCodec, source: Source) -> None:
     if vocab_size is not None and ids and max(ids) >= vocab_size:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source.path}: token {max(ids)} of the tokenizer"
             f" ({codec.tokenizer.get_vocab_size()} tokens) is not in the model's vocabulary of"
             f" {vocab_size}; convert the checkpoint again with the tokenizer it was trained with"
@@ -163,9 +163,9 @@ def _check_enough(
 ) -> None:
     name = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
     if not found:
-        raise SparkinferError(f"{name}: no text of {least} tokens or more; give a longer text")
+        raise HotsplitError(f"{name}: no text of {least} tokens or more; give a longer text")
     if must_fill and found < wanted:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{name}: {found:,} tokens in all, --tokens asks for {wanted:,};"
             " give a longer text or fewer --tokens"
         )

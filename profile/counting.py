@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import LayerLimits
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.native.library import NUM_BUCKETS, count
-from sparkinfer.profile_file import EDGES, NUM_BINS
-from sparkinfer.runtime.model.feed_forward import Gate
-from sparkinfer.runtime.weights.neuron_block import above
+from hotsplit.architecture import SMOOTH
+from hotsplit.errors import HotsplitError
+from hotsplit.limits import LayerLimits
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.native.library import NUM_BUCKETS, count
+from hotsplit.profile_file import EDGES, NUM_BINS
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.weights.neuron_block import above
 
 _MAX_ADDED = 255  # ones that a uint8 can count
 
@@ -124,9 +124,9 @@ class Counter:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Raises SparkinferError for NaN: such a model has no firings to count."""
+        """Raises HotsplitError for NaN: such a model has no firings to count."""
         if self._has_nan is not None and self._has_nan:
-            raise SparkinferError("the model gave NaN; convert its checkpoint again")
+            raise HotsplitError("the model gave NaN; convert its checkpoint again")
 
     def arrays(self) -> dict[str, Tensor]:
         """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first

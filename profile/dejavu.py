@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_folder
-from sparkinfer.predictor_file import Predictors
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_folder
+from hotsplit.predictor_file import Predictors
 
 CONFIG = "config.json"
 F16_MAX = torch.finfo(torch.float16).max  # PowerInfer and SparkInfer may convert to f16
@@ -38,18 +38,18 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
     """Writes `folder` (f32 state dicts and config.json), whole or not at all, replacing an existing
     one; returns the sparse_threshold.
 
-    Raises SparkinferError for predictors that the form cannot express (of a kind other than linear,
+    Raises HotsplitError for predictors that the form cannot express (of a kind other than linear,
     with a single matrix in a layer, with biases), and for thresholds that are of both signs, not
     finite, almost 0, or so far apart that scaled values exceed f16."""
     info = predictors.info
     if info.kind != "linear" or 0 in info.rank_L:
-        raise SparkinferError(
+        raise HotsplitError(
             f"predictors of kind {info.kind} and ranks {list(info.rank_L)} cannot be written in"
             " DejaVu's form, wanted kind linear and two matrices a layer; leave --predictor-format"
             " out"
         )
     if any(p.up_bias_F is not None or p.down_bias_R is not None for p in predictors.layers):
-        raise SparkinferError("predictors with biases have no DejaVu form; train them without")
+        raise HotsplitError("predictors with biases have no DejaVu form; train them without")
     threshold = _common_threshold(info.threshold_L)
     config = {"sparse_threshold": threshold, "input_layer_offset": info.input_layer_offset}
     with partial_folder(folder) as partial:
@@ -63,14 +63,14 @@ def save_dejavu(predictors: Predictors, folder: Path) -> float:
 
 
 def _state(predictors: Predictors, layer: int, scale: float) -> dict[str, torch.Tensor]:
-    """The state dict of a layer, with fc2 scaled. Raises SparkinferError for values beyond f16."""
+    """The state dict of a layer, with fc2 scaled. Raises HotsplitError for values beyond f16."""
     predictor = predictors.layers[layer]
     assert predictor.down is not None
     down_RD = torch.from_numpy(predictor.down.values())
     up_FR = torch.from_numpy(predictor.up.values()) * scale
     largest = max(float(down_RD.abs().max()), float(up_FR.abs().max()))
     if not largest <= F16_MAX:
-        raise SparkinferError(
+        raise HotsplitError(
             f"the predictor of layer {layer} has a value of {largest:.3g} once its threshold is the"
             f" largest layer's, wanted at most {F16_MAX:g}, f16's largest number; train with"
             " another --target-contribution, or leave --predictor-format out"
@@ -85,10 +85,10 @@ def _common_threshold(threshold_L: tuple[float, ...]) -> float:
     """The threshold of largest magnitude, so that matrices are only scaled up: scaled down, values
     could become too small for a reader that converts them to f16.
 
-    Raises SparkinferError unless all are finite, of one sign and not almost 0."""
+    Raises HotsplitError unless all are finite, of one sign and not almost 0."""
     signs = {math.copysign(1.0, t) for t in threshold_L}
     if len(signs) > 1 or not all(math.isfinite(t) and abs(t) > 1e-6 for t in threshold_L):
-        raise SparkinferError(
+        raise HotsplitError(
             f"thresholds {[round(t, 3) for t in threshold_L]} cannot be made one sparse_threshold,"
             " which needs them finite, of one sign and not 0; train with another --target-contribution"
         )

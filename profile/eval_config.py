@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.rope import check_scaling
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_quality import RunMode
+from hotsplit.rope import check_scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +27,16 @@ class EvalConfig:
     # For both models, as in EngineConfig
     rope_scaling: str | None = None
     rope_scale: float | None = None
-    # Types of keys and values (sparkinfer.cache_types); the dense model keeps its own
+    # Types of keys and values (hotsplit.cache_types); the dense model keeps its own
     cache_type_k: str | None = None
     cache_type_v: str | None = None
     kv_offload: str | None = None
 
     def __post_init__(self) -> None:
         if not self.corpora:
-            raise SparkinferError("no corpus; give one or more text files with --corpus")
+            raise HotsplitError("no corpus; give one or more text files with --corpus")
         if self.max_tokens < 2:
-            raise SparkinferError(f"tokens is {self.max_tokens}, wanted 2 or more")
+            raise HotsplitError(f"tokens is {self.max_tokens}, wanted 2 or more")
         if self.seed < 0:
-            raise SparkinferError(f"seed is {self.seed}, wanted 0 or more")
+            raise HotsplitError(f"seed is {self.seed}, wanted 0 or more")
         check_scaling(self.rope_scaling, self.rope_scale)

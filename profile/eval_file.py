@@ -1,4 +1,4 @@
-"""Builds and reads the output of `sparkinfer eval --json`: a comparison of one mode with the
+"""Builds and reads the output of `hotsplit eval --json`: a comparison of one mode with the
 dense model."""
 
 import json
@@ -6,26 +6,26 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import cast, get_args
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_object
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.profile.quality import EvalReport
-from sparkinfer.typed import Fields, shown
+from hotsplit.errors import HotsplitError
+from hotsplit.json_file import read_object
+from hotsplit.mode_quality import RunMode
+from hotsplit.profile.quality import EvalReport
+from hotsplit.typed import Fields, shown
 
-FORMAT, VERSION = "sparkinfer.eval", 3
+FORMAT, VERSION = "hotsplit.eval", 3
 MOST = 1e12  # the largest float that is accepted
-_WHAT = "comparison (sparkinfer eval --json)"
+_WHAT = "comparison (hotsplit eval --json)"
 _NAMES = {"format", "version", *(field.name for field in fields(EvalReport))}
 
 
 def eval_content(report: EvalReport) -> dict[str, object]:
-    """The object to print. Raises SparkinferError if `load_eval` would refuse it: for figures that
+    """The object to print. Raises HotsplitError if `load_eval` would refuse it: for figures that
     are not finite or above MOST, such as the perplexity of a broken mode."""
     content = {"format": FORMAT, "version": VERSION, **asdict(report)}
     try:
         _report(Fields(json.loads(json.dumps(content)), keys=_NAMES))
-    except SparkinferError as error:
-        raise SparkinferError(
+    except HotsplitError as error:
+        raise HotsplitError(
             f"mode {report.mode}: {error}, so the comparison cannot be stored; without --json, all"
             " its figures are shown"
         ) from error
@@ -33,18 +33,18 @@ def eval_content(report: EvalReport) -> dict[str, object]:
 
 
 def load_eval(path: Path) -> EvalReport:
-    """The comparison in a file. Raises SparkinferError unless it is complete, finite and of this
+    """The comparison in a file. Raises HotsplitError unless it is complete, finite and of this
     version."""
     values = read_object(path, _WHAT)
     if (values.get("format"), values.get("version")) != (FORMAT, VERSION):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: format {shown(values.get('format'))}, version {shown(values.get('version'))};"
             f" wanted a {_WHAT} of version {VERSION}"
         )
     try:
         return _report(Fields(values, keys=_NAMES))
-    except SparkinferError as error:
-        raise SparkinferError(f"{path}: {error}; run sparkinfer eval --json again") from error
+    except HotsplitError as error:
+        raise HotsplitError(f"{path}: {error}; run hotsplit eval --json again") from error
 
 
 def _report(read: Fields) -> EvalReport:
@@ -79,7 +79,7 @@ def _report(read: Fields) -> EvalReport:
 def _number(read: Fields, key: str, least: float, most: float = MOST) -> float:
     number = read.number(key, least=least)
     if number > most:
-        raise SparkinferError(f"{key} is {shown(number)}, wanted {least:g} to {most:g}")
+        raise HotsplitError(f"{key} is {shown(number)}, wanted {least:g} to {most:g}")
     return number
 
 
@@ -94,12 +94,12 @@ def _interval(read: Fields, key: str) -> tuple[float, float] | None:
         return None
     ends = read.numbers(key)
     if len(ends) != 2 or ends != sorted(ends) or max(map(abs, ends)) > MOST:
-        raise SparkinferError(f"{key} is {shown(ends)}, wanted two ascending numbers")
+        raise HotsplitError(f"{key} is {shown(ends)}, wanted two ascending numbers")
     return ends[0], ends[1]
 
 
 def _shares(read: Fields, key: str) -> tuple[float, ...]:
     shares = read.numbers(key)
     if not all(0 <= share <= 1 for share in shares):
-        raise SparkinferError(f"{key} is {shown(shares)}, wanted shares from 0 to 1")
+        raise HotsplitError(f"{key} is {shown(shares)}, wanted shares from 0 to 1")
     return tuple(shares)

@@ -10,10 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import LayerBytes
-from sparkinfer.profile.selection import Quality, bytes_per_token
-from sparkinfer.runtime.model.predictor import Predictor
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.budget import LayerBytes
+from hotsplit.profile.selection import Quality, bytes_per_token
+from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.weights.matrix import Matrix
 
 
 class Examiner:

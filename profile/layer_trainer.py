@@ -22,18 +22,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import LayerBytes
-from sparkinfer.gguf_file import is_whole_blocks
-from sparkinfer.predictor_file import LayerPredictor
-from sparkinfer.profile.examine import Examiner
-from sparkinfer.profile.moments import Moments
-from sparkinfer.profile.predictor_options import Target
-from sparkinfer.profile.rounding import stored
-from sparkinfer.profile.selection import Candidate, Quality, Tally, bytes_per_token, choose
-from sparkinfer.profile.training import Agree, Batch, LowRank, whole
-from sparkinfer.runtime.model.feed_forward import Gate
-from sparkinfer.runtime.weights.matrix import Matrix
-from sparkinfer.runtime.weights.neuron_block import above
+from hotsplit.budget import LayerBytes
+from hotsplit.gguf_file import is_whole_blocks
+from hotsplit.predictor_file import LayerPredictor
+from hotsplit.profile.examine import Examiner
+from hotsplit.profile.moments import Moments
+from hotsplit.profile.predictor_options import Target
+from hotsplit.profile.rounding import stored
+from hotsplit.profile.selection import Candidate, Quality, Tally, bytes_per_token, choose
+from hotsplit.profile.training import Agree, Batch, LowRank, whole
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.neuron_block import above
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512

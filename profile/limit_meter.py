@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.runtime.engine import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.runtime.engine import Engine
 
 KEPT_BYTES = 2 << 30  # memory for dense log probabilities, f32
 PIECE = 256  # tokens compared at a time
@@ -54,7 +54,7 @@ class LimitMeter:
         """The dense side is `engine` without limits."""
         self.windows = [ids_T for ids_T in windows if len(ids_T) > 1]
         if not self.windows:
-            raise SparkinferError("the text has no window of two tokens or more; give a longer one")
+            raise HotsplitError("the text has no window of two tokens or more; give a longer one")
         self.no_limits = tuple(LayerLimits() for _ in engine.layers)
         set_limits(engine, self.no_limits)
         self.dense = [_log_probabilities(engine, ids_T) for ids_T in self.windows]
@@ -88,7 +88,7 @@ class LimitMeter:
         """Measures this engine, or another with the same vocabulary, with these limits (None: the
         current ones), on all windows or on the first ones until they have `most_tokens`.
 
-        Raises SparkinferError if the model gives NaN or infinity."""
+        Raises HotsplitError if the model gives NaN or infinity."""
         engine = engine or self.engine
         if limits_L is not None:
             set_limits(engine, limits_L)
@@ -99,7 +99,7 @@ class LimitMeter:
             sums.append(_compare(want_TV, _log_probabilities(engine, ids_T), ids_T[1:]))
         found = _closeness(torch.tensor(sums, dtype=torch.float64))
         if not math.isfinite(found.kl):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{engine.model.path}: the model gave NaN or infinity; convert its checkpoint again"
             )
         return found

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import tile_rows
-from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import LayerLimits
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.model.layers import Layer
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.budget import tile_rows
+from hotsplit.errors import HotsplitError
+from hotsplit.limits import LayerLimits
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.weights.matrix import Matrix
 
 SHARES = tuple(round(0.05 * step, 2) for step in range(20))  # of a layer's values; 0: no limit
 SAMPLE_TOKENS = 512  # about, of all windows, evenly spaced; 70 MB per layer of a 7 B model
@@ -137,14 +137,14 @@ class _Sample:
     def take(self, name: str, layer: int) -> Tensor:
         value = torch.cat(self.values.pop((name, layer)))
         if not torch.isfinite(value).all():
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{name} of layer {layer} is not finite; convert its checkpoint again"
             )
         return value
 
 
 def sample_scores(engine: Engine, windows: Sequence[Tensor]) -> tuple[LayerScores, ...]:
-    """Scores of a dense engine's layers on a text. Raises SparkinferError for NaN and
+    """Scores of a dense engine's layers on a text. Raises HotsplitError for NaN and
     infinities."""
     assert engine.mode == "dense", engine.mode
     count = sum(len(ids_T) for ids_T in windows)

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.limit_scores import INPUTS, SHARES, LayerScores
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.limit_scores import INPUTS, SHARES, LayerScores
 
 # The shares that the probes silence.
 PROBE = {"gate": 0.2, "hidden": 0.5, "qkv": 0.3, "output": 0.3, "ffn": 0.25}

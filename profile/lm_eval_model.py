@@ -13,12 +13,12 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.typed import shown
 
 MAX_TOKENS = 256  # default of a task without a limit; lm-eval's own
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -54,7 +54,7 @@ class EngineModel(TemplateLM):
         codec = self.engine.codec
         known = [codec.begin_id] if codec.begin_id is not None else sorted(codec.end_ids)
         if not known:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.engine.model.path}: its tokenizer has no token that begins or ends a text,"
                 " which tasks need; convert the checkpoint again"
             )
@@ -123,14 +123,14 @@ class EngineModel(TemplateLM):
     def _cut(self, context: list[int], more: list[int]) -> tuple[list[int], list[int]]:
         """The end of the context that fits together with `more`, whose last token is not run.
 
-        Raises SparkinferError if either is empty, and if `more` does not fit."""
+        Raises HotsplitError if either is empty, and if `more` does not fit."""
         if not context:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a continuation of {len(more)} tokens after none; wanted one or more tokens before"
                 " it: the task must not leave the context empty"
             )
         if not 0 < len(more) <= self.max_length:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a continuation of {len(more)} tokens after {len(context)}; wanted 1 to"
                 f" {self.max_length}, which is the context"
             )
@@ -156,7 +156,7 @@ class EngineModel(TemplateLM):
         sampling, options = options_of(requests[numbers[0]].args[1], self.seed)
         room = self.max_length - options.max_tokens
         if room < 1:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"the task asks for up to {options.max_tokens} tokens, and the context has"
                 f" {self.max_length}; there is no room for the question"
             )
@@ -190,11 +190,11 @@ def _score(place: TextSequence, context: list[int], more: list[int]) -> Scored:
 
 
 def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, GenerationOptions]:
-    """A task's generation_kwargs as our options. Raises SparkinferError for unknown options, and
+    """A task's generation_kwargs as our options. Raises HotsplitError for unknown options, and
     for a temperature or a limit that is not a number."""
     unknown = sorted(set(asked) - KNOWN)
     if unknown:
-        raise SparkinferError(
+        raise HotsplitError(
             f"the task asks for the unknown generation option {shown(unknown[0])}; known:"
             f" {', '.join(sorted(KNOWN))}"
         )
@@ -203,7 +203,7 @@ def options_of(asked: dict[str, Any], seed: int) -> tuple[SamplingOptions, Gener
     limit = next((name for name in LIMITS if asked.get(name) is not None), None)
     max_tokens = float(MAX_TOKENS) if limit is None else _number(limit, asked[limit])
     if max_tokens % 1:
-        raise SparkinferError(f"the task asks for {limit} {max_tokens:g}; wanted a whole number")
+        raise HotsplitError(f"the task asks for {limit} {max_tokens:g}; wanted a whole number")
     temperature = _number("temperature", asked.get("temperature") or 0.0)
     is_greedy = asked.get("do_sample") is False or temperature <= 0
     own = {name: asked[name] for name in ("top_k", "top_p", "min_p") if name in asked}
@@ -221,5 +221,5 @@ def _number(name: str, given: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise SparkinferError(f"the task asks for {name} {shown(given)}; wanted a number")
+        raise HotsplitError(f"the task asks for {name} {shown(given)}; wanted a number")
     return number

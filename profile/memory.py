@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.budget import (
+from hotsplit.budget import (
     LOGITS_CHUNK,
     SHORT_CHUNK,
     bytes_on_one_side,
     kv_bytes_per_layer,
     workspace_bytes,
 )
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices
-from sparkinfer.sizes import format_bytes
-from sparkinfer.system_memory import free_memory_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.layer_trainer import KEPT_TOKENS, Choices
+from hotsplit.sizes import format_bytes
+from hotsplit.system_memory import free_memory_bytes
 
 # The share of free memory that a profile may take: the rest is for other programs, and for
 # fragmentation.
@@ -53,7 +53,7 @@ def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
     """The smaller of FREE_SHARE of the free memory and what `max_memory_bytes` leaves.
 
     On the CPU the latter bounds all resident memory: anonymous memory and pages of mapped files,
-    the program's own included. On CUDA it bounds what torch allocates there. Raises SparkinferError
+    the program's own included. On CUDA it bounds what torch allocates there. Raises HotsplitError
     if the resident memory is needed and unknown, and if the bound leaves nothing."""
     if device.type == "cuda":
         free, taken = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]), 0
@@ -63,7 +63,7 @@ def room_of(device: torch.device, max_memory_bytes: int | None) -> Room:
     if max_memory_bytes is None or max_memory_bytes - taken > free:
         return Room(num_bytes=free, taken_bytes=taken, says=f"{format_bytes(free)} are free")
     if max_memory_bytes <= taken:
-        raise SparkinferError(
+        raise HotsplitError(
             f"max memory is {format_bytes(max_memory_bytes)}, but the program alone takes"
             f" {format_bytes(taken)}; give more"
         )
@@ -141,14 +141,14 @@ def trim() -> None:
 
 
 def resident_bytes() -> int:
-    """This process's resident memory. Raises SparkinferError if it is unknown."""
+    """This process's resident memory. Raises HotsplitError if it is unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         kinds = ("RssAnon", "RssFile", "RssShmem")
         return sum(1024 * int(fields[kind].split()[0]) for kind in kinds)
     except (OSError, KeyError, ValueError) as error:
-        raise SparkinferError(
+        raise HotsplitError(
             "max memory needs /proc/self/status (Linux), which shows what this process takes;"
             " leave it out"
         ) from error

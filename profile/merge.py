@@ -5,9 +5,9 @@ from functools import reduce
 from itertools import combinations
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.outputs import check_output
-from sparkinfer.profile_file import Corpus, Profile
+from hotsplit.errors import HotsplitError
+from hotsplit.outputs import check_output
+from hotsplit.profile_file import Corpus, Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class MergeConfig:
     def __post_init__(self) -> None:
         if len(self.profiles) < 2:
             found = "one profile" if self.profiles else "no profiles"
-            raise SparkinferError(f"{found} to merge, wanted two or more")
+            raise HotsplitError(f"{found} to merge, wanted two or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class MergeReport:
 def merge(config: MergeConfig) -> MergeReport:
     """Writes the sum of the profiles.
 
-    Raises SparkinferError for profiles of different models, sizes, thresholds or limits, and,
+    Raises HotsplitError for profiles of different models, sizes, thresholds or limits, and,
     unless `force`, if two have a text in common: a profile does not record which parts of a text
     it counted, so both may have counted the same ones."""
     check_output(config.output, force=config.force, inputs=config.profiles)
@@ -48,7 +48,7 @@ def merge(config: MergeConfig) -> MergeReport:
             name = next(c.name for c in a.corpora if c.sha256 in shared)
             line = f"{path_a} and {path_b} both count {name}; parts of it may be counted twice"
             if not config.force:
-                raise SparkinferError(f"{line}; leave one out, or add them anyway with --force")
+                raise HotsplitError(f"{line}; leave one out, or add them anyway with --force")
             notes.append(line)
     result = reduce(Profile.merge, (profile for _, profile in loaded))
     result.save(config.output)
@@ -65,17 +65,17 @@ def merge(config: MergeConfig) -> MergeReport:
 def _check_alike(path_a: Path, a: Profile, path_b: Path, b: Profile) -> None:
     pair = f"{path_a} and {path_b}"
     if a.model_id != b.model_id or a.active_count_LF.shape != b.active_count_LF.shape:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{pair}: profiles of two models ({a.model_id[:12]}, {b.model_id[:12]});"
             " only those of one model add up"
         )
     if a.limits != b.limits:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{pair}: counted by different limits; profile again with one model file"
         )
     for layer, thresholds in enumerate(zip(a.threshold_L, b.threshold_L, strict=True)):
         if thresholds[0] != thresholds[1]:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{pair}: layer {layer} was counted above {thresholds[0]:.6g} and above"
                 f" {thresholds[1]:.6g}; profile again with one threshold"
             )

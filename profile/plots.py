@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from sparkinfer.files import all_or_none, partial_file
-from sparkinfer.profile.layer_trainer import LayerQuality
-from sparkinfer.profile.report import report_paths
-from sparkinfer.profile.report_file import load_predictor_report
-from sparkinfer.profile.selection import Quality
-from sparkinfer.profile_file import Profile
+from hotsplit.files import all_or_none, partial_file
+from hotsplit.profile.layer_trainer import LayerQuality
+from hotsplit.profile.report import report_paths
+from hotsplit.profile.report_file import load_predictor_report
+from hotsplit.profile.selection import Quality
+from hotsplit.profile_file import Profile
 
 PICTURES = ("density.png", "firings.png", "predictors.png")
 OTHERS, CHOSEN = "#777f8a", "#c8452d"

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.counting import gates_of
-from sparkinfer.profile.verify import text_token_ids
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.loader import load_predictors
-from sparkinfer.runtime.model.predictor import Predictor
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.counting import gates_of
+from hotsplit.profile.verify import text_token_ids
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.model.loader import load_predictors
+from hotsplit.runtime.model.predictor import Predictor
 
 # Below this, (recall - predicted share) / (1 - predicted share) is near chance: 1 is perfect, 0 is
 # random.

@@ -5,16 +5,16 @@ Does not import torch, so that wrong options are refused at once."""
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
+from hotsplit.architecture import SMOOTH
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
 
 if TYPE_CHECKING:
-    from sparkinfer.profile.layer_trainer import Choices
+    from hotsplit.profile.layer_trainer import Choices
 
 PredictorForm = Literal["auto", "low-rank", "whole"]
 PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
-PredictorFormat = Literal["sparkinfer", "dejavu"]
+PredictorFormat = Literal["hotsplit", "dejavu"]
 # Ranks tried by default are multiples of it, so that every type can hold them; in models too small
 # for any, the rank is a quarter of the width.
 BLOCK = 32
@@ -36,7 +36,7 @@ class Target:
         for name in ("contribution", "lost_norm", "precision"):
             value = getattr(self, name)
             if not 0 < value < 1:
-                raise SparkinferError(f"target {name} is {value}, wanted more than 0, less than 1")
+                raise HotsplitError(f"target {name} is {value}, wanted more than 0, less than 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,36 +47,36 @@ class PredictorOptions:
     rank: int | None = None
     form: PredictorForm = "auto"
     type: PredictorType = "auto"
-    format: PredictorFormat = "sparkinfer"
+    format: PredictorFormat = "hotsplit"
     target: Target = Target()
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
-            raise SparkinferError(f"predictor rank is {self.rank}, wanted 1 or more")
+            raise HotsplitError(f"predictor rank is {self.rank}, wanted 1 or more")
         for name, known in (
             ("form", PredictorForm), ("type", PredictorType), ("format", PredictorFormat)
         ):  # fmt: skip
             value = getattr(self, name)
             if value not in get_args(known):
-                raise SparkinferError(
+                raise HotsplitError(
                     f"predictor {name} {value!r} is unknown; known: {', '.join(get_args(known))}"
                 )
         if self.rank is not None and self.form == "whole":
-            raise SparkinferError("a whole predictor has no rank; leave --predictor-rank out")
+            raise HotsplitError("a whole predictor has no rank; leave --predictor-rank out")
         if self.format == "dejavu" and (self.form == "whole" or self.type not in ("auto", "f16")):
-            raise SparkinferError(
+            raise HotsplitError(
                 "predictors in DejaVu's form are two matrices of f32 or f16;"
                 " leave --predictor-form and --predictor-type out"
             )
 
 
 def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
-    """The candidates to try. Raises SparkinferError for options that do not suit this model."""
-    from sparkinfer.profile.layer_trainer import Choices  # imports torch
+    """The candidates to try. Raises HotsplitError for options that do not suit this model."""
+    from hotsplit.profile.layer_trainer import Choices  # imports torch
 
     width, neurons = model.shape.width, model.shape.num_neurons
     if options.rank is not None and options.rank > min(width, neurons):
-        raise SparkinferError(
+        raise HotsplitError(
             f"predictor rank is {options.rank}, wanted at most {min(width, neurons)}, the smaller"
             " of the model's width and its neurons per layer"
         )
@@ -87,7 +87,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
     if options.form == "whole" and width % BLOCK:
         is_blocks = options.type not in ("auto", "f16")
-        raise SparkinferError(
+        raise HotsplitError(
             f"a whole predictor needs a type smaller than f16, whose rows are whole blocks of {BLOCK};"
             f" the model's width is {width}: give --predictor-form low-rank"
             + (" and --predictor-type f16" if is_blocks else "")
@@ -95,7 +95,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
                                        or options.rank % BLOCK == 0)  # fmt: skip
     if options.type not in ("auto", "f16") and not rows_fit:
-        raise SparkinferError(
+        raise HotsplitError(
             f"predictors of type {options.type} need a width ({width}) and a rank of whole blocks"
             f" of {BLOCK}; give --predictor-type f16"
         )
@@ -103,13 +103,13 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     if options.rank is not None:
         forms = ("low-rank",)
     if options.form == "whole" and options.type == "f16":
-        raise SparkinferError(
+        raise HotsplitError(
             "a whole predictor has as many values as the gate matrix, so that it pays only in a"
             " type smaller than f16; give --predictor-type q4_0 or --predictor-form low-rank"
         )
     if options.format == "dejavu":
         if model.activation in SMOOTH:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{model.path}: neurons of a {model.activation} model fire on both sides of zero,"
                 " which DejaVu's form cannot express; leave --predictor-format out"
             )

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.mode_quality import ModeQuality, SparseMode
-from sparkinfer.model_file import ModelFile
-from sparkinfer.outputs import check_output_folder, check_outputs
-from sparkinfer.predictor_file import FILE_NAME, Predictors
-from sparkinfer.profile.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
-from sparkinfer.profile.predictor_options import PredictorFormat
-from sparkinfer.profile.quality import EvalReport, ShareCounter, bytes_read, compare_all
-from sparkinfer.profile_file import Corpus
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Gate, Mode
+from hotsplit.architecture import SMOOTH
+from hotsplit.mode_quality import ModeQuality, SparseMode
+from hotsplit.model_file import ModelFile
+from hotsplit.outputs import check_output_folder, check_outputs
+from hotsplit.predictor_file import FILE_NAME, Predictors
+from hotsplit.profile.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
+from hotsplit.profile.predictor_options import PredictorFormat
+from hotsplit.profile.quality import EvalReport, ShareCounter, bytes_read, compare_all
+from hotsplit.profile_file import Corpus
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Gate, Mode
 
 # The model is compared with its dense self on at most this many tokens, and one more if the last
 # window would otherwise have a single one.
@@ -39,7 +39,7 @@ class PredictorOutput:
         return self.folder if self.format == "dejavu" else self.folder / FILE_NAME
 
     def check(self, num_layers: int, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-        """Raises SparkinferError if the predictors' files exist already (unless `force`) or are
+        """Raises HotsplitError if the predictors' files exist already (unless `force`) or are
         among `inputs`, and if a folder of DejaVu's form, which is replaced as a whole, holds other
         files, or `outputs` are to be written into it."""
         check_outputs(self.paths(num_layers), force=self.force, inputs=inputs)
@@ -51,7 +51,7 @@ class PredictorOutput:
 
     def paths(self, num_layers: int) -> list[Path]:
         """All files of a model with `num_layers` layers."""
-        is_ours = self.format == "sparkinfer"
+        is_ours = self.format == "hotsplit"
         return [self.path] if is_ours else dejavu_paths(self.folder, num_layers)
 
     def save(self, predictors: Predictors) -> None:

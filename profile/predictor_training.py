@@ -9,24 +9,24 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.budget import layer_bytes
-from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.predictor_file import LayerPredictor, Predictors
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.layer_trainer import (
+from hotsplit.architecture import SMOOTH
+from hotsplit.budget import layer_bytes
+from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.predictor_file import LayerPredictor, Predictors
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.layer_trainer import (
     LayerQuality,
     LayerTrainer,
     Phase,
     PredictorTrainer,
     phases,
 )
-from sparkinfer.profile.predictor_options import predictor_choices
-from sparkinfer.profile.run import Run
-from sparkinfer.profile.streaming import LayerStream, StreamedLayer
-from sparkinfer.profile.trainer_state import Kept, SharedSteps, Sums, Weights, num_steps
-from sparkinfer.runtime.model.feed_forward import Gate
-from sparkinfer.runtime.model.layers import Layer
+from hotsplit.profile.predictor_options import predictor_choices
+from hotsplit.profile.run import Run
+from hotsplit.profile.streaming import LayerStream, StreamedLayer
+from hotsplit.profile.trainer_state import Kept, SharedSteps, Sums, Weights, num_steps
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.model.layers import Layer
 
 Finished = tuple[LayerPredictor, LayerQuality]
 Trained = tuple[Predictors, tuple[LayerQuality, ...]]

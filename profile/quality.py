@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import head_bytes, layer_bytes
-from sparkinfer.mode_choice import dense_bytes, mode_meant
-from sparkinfer.mode_quality import ModeQuality, is_recordable
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.chat_windows import read_chat_windows
-from sparkinfer.profile.comparison import (
+from hotsplit.budget import head_bytes, layer_bytes
+from hotsplit.mode_choice import dense_bytes, mode_meant
+from hotsplit.mode_quality import ModeQuality, is_recordable
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.chat_windows import read_chat_windows
+from hotsplit.profile.comparison import (
     Comparison,
     Estimate,
     batch_mean,
     increase_of,
     perplexity_of,
 )
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Gate, Mode
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.eval_config import EvalConfig
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Gate, Mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ def compare_all(
     path, so that modes are compared and not orders of summation. `counted` marks the tokens whose
     prediction counts (None: all); `dense_shares` observes the dense model's neurons.
 
-    Raises SparkinferError if no token is compared."""
+    Raises HotsplitError if no token is compared."""
     shares = [ShareCounter(engine.model) for engine in engines]
     comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
     observed = [(dense, watcher), *zip(engines, shares, strict=True)]
@@ -216,7 +216,7 @@ def compare_all(
 def report_of(
     comparison: Comparison, number: int, mode: Mode, model: ModelFile, shares: "ShareCounter"
 ) -> EvalReport:
-    """The report on one mode. Raises SparkinferError if nothing was compared."""
+    """The report on one mode. Raises HotsplitError if nothing was compared."""
     found = comparison.result(number)
     increase = increase_of(found.loss_difference)
     own, dense = perplexity_of(found.loss), perplexity_of(found.dense_loss)

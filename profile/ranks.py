@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 Result = TypeVar("Result")
 # Timeout of a collective call: the others wait while the first process reads the corpus.
@@ -32,7 +32,7 @@ def size_here() -> int:
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal()):
-        raise SparkinferError(f"environment variable {name} is {text!r}, wanted a number")
+        raise HotsplitError(f"environment variable {name} is {text!r}, wanted a number")
     return int(text)
 
 
@@ -48,12 +48,12 @@ class Ranks:
         """The device for this process: each of several processes gets a GPU of its own if torch
         sees any and `asked` is "cuda" or None; otherwise it is `asked`.
 
-        Raises SparkinferError if torch sees GPUs, but none that is left for this process."""
+        Raises HotsplitError if torch sees GPUs, but none that is left for this process."""
         local, count = _number("LOCAL_RANK", 0), torch.cuda.device_count()
         if self.size == 1 or asked not in (None, "cuda") or not count:
             return asked
         if local >= count:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"process {local} of this machine has no GPU of its own: torch sees {count};"
                 f" give --nproc-per-node {count} or --device cpu"
             )
@@ -64,7 +64,7 @@ class Ranks:
         if self.size > 1 and not dist.is_initialized():
             missing = [name for name in VARIABLES if name not in os.environ]
             if missing:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"WORLD_SIZE is {self.size}, but {missing[0]} is not set; start with torchrun,"
                     " or unset WORLD_SIZE"
                 )
@@ -82,14 +82,14 @@ class Ranks:
         return self.rank == 0
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` in every process; if it raises SparkinferError in any of them, all end.
+        """Runs `work` in every process; if it raises HotsplitError in any of them, all end.
 
         The failed process of the lowest rank raises its error, all others exit silently."""
         result: list[Result] = []
-        failure: SparkinferError | None = None
+        failure: HotsplitError | None = None
         try:
             result.append(work())
-        except SparkinferError as error:
+        except HotsplitError as error:
             failure = error
         first = self.size - self.largest(self.size - self.rank if failure else 0)
         if failure is not None and first == self.rank:

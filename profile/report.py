@@ -11,17 +11,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparkinfer.files import partial_file
-from sparkinfer.mode_quality import MAX_LOSS, ModeQuality
-from sparkinfer.profile.layer_trainer import LayerQuality
-from sparkinfer.profile.quality import EvalReport
-from sparkinfer.profile.selection import Quality
-from sparkinfer.sizes import format_bytes
+from hotsplit.files import partial_file
+from hotsplit.mode_quality import MAX_LOSS, ModeQuality
+from hotsplit.profile.layer_trainer import LayerQuality
+from hotsplit.profile.quality import EvalReport
+from hotsplit.profile.selection import Quality
+from hotsplit.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from sparkinfer.profile.collect import ProfileReport
+    from hotsplit.profile.collect import ProfileReport
 
-FORMAT, VERSION = "sparkinfer.profile_report", 1
+FORMAT, VERSION = "hotsplit.profile_report", 1
 
 
 def report_paths(output: Path) -> tuple[Path, Path]:
@@ -76,7 +76,7 @@ def warnings(report: "ProfileReport") -> list[str]:
         *lines,
         f"{line}; a model file made with this runs dense unless asked otherwise."
         f" --perplexity-budget {MAX_LOSS:g} finds thresholds that cost no more, a smaller type may"
-        " save more for less (sparkinfer convert --outtype q4_0), and sparkinfer sparsify trains a"
+        " save more for less (hotsplit convert --outtype q4_0), and hotsplit sparsify trains a"
         " model to be sparse",
     ]
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_object
-from sparkinfer.profile.layer_trainer import LayerQuality
-from sparkinfer.profile.report import FORMAT, VERSION
-from sparkinfer.profile.selection import Form, Quality
-from sparkinfer.typed import Fields, shown
+from hotsplit.errors import HotsplitError
+from hotsplit.json_file import read_object
+from hotsplit.profile.layer_trainer import LayerQuality
+from hotsplit.profile.report import FORMAT, VERSION
+from hotsplit.profile.selection import Form, Quality
+from hotsplit.typed import Fields, shown
 
 MOST = 1e18  # the largest number that is accepted
 _WHAT = "report of a profile"
@@ -26,11 +26,11 @@ class PredictorReport:
 
 
 def load_predictor_report(path: Path, model_id: str) -> PredictorReport:
-    """Raises SparkinferError for anything but the report of a profile of this model."""
+    """Raises HotsplitError for anything but the report of a profile of this model."""
     values = read_object(path, _WHAT)
     found = (values.get("format"), values.get("version"), values.get("model_id"))
     if found != (FORMAT, VERSION, model_id):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: not the report of a profile of model {model_id[:12]}; profile again"
         )
     try:
@@ -38,8 +38,8 @@ def load_predictor_report(path: Path, model_id: str) -> PredictorReport:
         quality_L = tuple(
             _layer(Fields(layer, f"quality_L[{number}]")) for number, layer in enumerate(layers)
         )
-    except SparkinferError as error:
-        raise SparkinferError(f"{path}: {error}; profile again") from error
+    except HotsplitError as error:
+        raise HotsplitError(f"{path}: {error}; profile again") from error
     return PredictorReport(model_id=model_id, quality_L=quality_L)
 
 
@@ -82,5 +82,5 @@ def _share(read: Fields, key: str) -> float:
 def _number(read: Fields, key: str, most: float) -> float:
     number = read.number(key, least=0)
     if number > most:
-        raise SparkinferError(f"{read.name}.{key} is {shown(number)}, wanted 0 to {most:g}")
+        raise HotsplitError(f"{read.name}.{key} is {shown(number)}, wanted 0 to {most:g}")
     return number

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load, save
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.safetensors_file import load_arrays, save_arrays
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.safetensors_file import load_arrays, save_arrays
+from hotsplit.typed import shown
 
-FORMAT, VERSION = "sparkinfer.resume", 4
+FORMAT, VERSION = "hotsplit.resume", 4
 SAVE_EVERY_S = 60.0
 Settings = dict[str, str | int | float | bool | None]
 
@@ -69,7 +69,7 @@ def save_position(path: Path, settings: Settings, position: Position) -> None:
 def load_position(path: Path, settings: Settings, *, force: bool) -> Position | None:
     """The position of a run; None if there is no file or, with `force`, none that fits.
 
-    Without `force`, raises SparkinferError for a damaged file, and for one of another run: with
+    Without `force`, raises HotsplitError for a damaged file, and for one of another run: with
     another model, corpus, seed or other settings."""
     if not path.exists():
         return None
@@ -80,26 +80,26 @@ def load_position(path: Path, settings: Settings, *, force: bool) -> Position | 
         _compare(path, metadata["settings"], settings)
         phase, done = metadata["phase"], metadata["done"]
         if not all(type(number) is int and number >= 0 for number in (phase, done)):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: its position is window {shown(done)} of phase {shown(phase)}, wanted two"
                 " counts"
             )
         position = Position(phase=phase, done=done, arrays=arrays)
         if position.digest() != metadata["digest"]:
-            raise SparkinferError(f"{path}: is damaged (its contents are not what was saved)")
-    except SparkinferError as error:
+            raise HotsplitError(f"{path}: is damaged (its contents are not what was saved)")
+    except HotsplitError as error:
         if force:
             return None
-        raise SparkinferError(f"{error}; delete it, or start over with --force") from error
+        raise HotsplitError(f"{error}; delete it, or start over with --force") from error
     return position
 
 
 def _compare(path: Path, found: object, wanted: Settings) -> None:
     if not isinstance(found, dict) or found.keys() != wanted.keys():
-        raise SparkinferError(f"{path}: was written by another version of this program")
+        raise HotsplitError(f"{path}: was written by another version of this program")
     for key, value in wanted.items():
         if found[key] != value:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: was begun with {key} {_short(found[key])}, this run has {_short(value)}"
             )
 

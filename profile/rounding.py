@@ -12,10 +12,10 @@ import torch
 from gguf import quants
 from torch import Tensor
 
-from sparkinfer.gguf_file import is_whole_blocks, type_of
-from sparkinfer.predictor_file import StoredMatrix
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.gguf_file import is_whole_blocks, type_of
+from hotsplit.predictor_file import StoredMatrix
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.weights.matrix import Matrix
 
 BLOCK = 32
 DAMPING = 0.01  # relative to the mean of the moment's diagonal, as in GPTQ

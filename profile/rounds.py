@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sparkinfer.machine_file import Figure
+from hotsplit.machine_file import Figure
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 15
 

@@ -16,18 +16,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import Interrupted
-from sparkinfer.files import remove_stale
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.resume import (
+from hotsplit.errors import Interrupted
+from hotsplit.files import remove_stale
+from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.resume import (
     SAVE_EVERY_S,
     Position,
     Settings,
     load_position,
     save_position,
 )
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.signals import NUMBERS, put_back
+from hotsplit.runtime.engine import Engine
+from hotsplit.signals import NUMBERS, put_back
 
 SAVE_SHARE = 0.05  # largest share of the time spent saving: larger states are saved less often
 _SAVE, _STOP = 1, 2
@@ -43,7 +43,7 @@ class Part(Protocol):
     def load(self, arrays: dict[str, Tensor]) -> None: ...
 
     def check(self) -> None:
-        """Raises SparkinferError if the gathered values cannot be right."""
+        """Raises HotsplitError if the gathered values cannot be right."""
 
 
 class Lockstep(Protocol):
@@ -92,7 +92,7 @@ class Run:
             part.load({key: torch.from_numpy(array) for key, array in found.items()})
 
     def total(self, name: str) -> dict[str, Tensor]:
-        """A part's arrays, added up over the processes if they are sums. Raises SparkinferError if
+        """A part's arrays, added up over the processes if they are sums. Raises HotsplitError if
         a process's `check` of the part does."""
         part = self.parts[name]
         self.ranks.together(part.check)

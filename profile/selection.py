@@ -25,9 +25,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import LayerBytes
-from sparkinfer.profile.predictor_options import Target
-from sparkinfer.runtime.model.predictor import Predictor
+from hotsplit.budget import LayerBytes
+from hotsplit.profile.predictor_options import Target
+from hotsplit.runtime.model.predictor import Predictor
 
 NUM_BINS = 8192
 RANGE = 16.0  # in standard deviations of the scores, on either side

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import CHUNK_BYTES, require_file, temporary_folder
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.files import CHUNK_BYTES, require_file, temporary_folder
+from hotsplit.typed import shown
 
 BLOCK_BYTES = 8192
 BLOCK_ROWS = 8  # of a parquet file
@@ -45,7 +45,7 @@ class Source(Protocol):
     def texts(self, block: int) -> list[str]:
         """The texts that begin in a block; together, the blocks hold every text once.
 
-        Raises SparkinferError for unreadable content."""
+        Raises HotsplitError for unreadable content."""
         ...
 
 
@@ -118,7 +118,7 @@ class JsonLinesSource:
         offset = file.tell()
         line = file.readline(MAX_RECORD_BYTES + 1)
         if len(line) > MAX_RECORD_BYTES:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: byte {offset}: a line longer than {MAX_RECORD_BYTES >> 20} MiB;"
                 " wanted one JSON object a line"
             )
@@ -129,14 +129,14 @@ class JsonLinesSource:
         try:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: byte {offset}: not JSON ({str(error)[:80]});"
                 " wanted one JSON object a line"
             ) from error
         text = record.get(self.text_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
             keys = shown(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: byte {offset}: no text at key {self.text_key!r}, found {keys};"
                 " name the key with --text-key"
             )
@@ -161,7 +161,7 @@ class ParquetSource:
             "large_string",
             "string_view",
         ):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: no text in column {text_key!r}, found {shown(schema.names[:8])};"
                 " name the column with --text-key"
             )
@@ -180,14 +180,12 @@ class ParquetSource:
             for number, batch in enumerate(batches):
                 if number == index:
                     return [text for text in batch.column(0).to_pylist() if text is not None]
-        raise SparkinferError(f"{self.path}: row group {group} ends early; make the file again")
+        raise HotsplitError(f"{self.path}: row group {group} ends early; make the file again")
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         if find_spec("pyarrow") is None:
-            raise SparkinferError(
-                f"{self.path}: reading parquet needs pyarrow: pip install pyarrow"
-            )
+            raise HotsplitError(f"{self.path}: reading parquet needs pyarrow: pip install pyarrow")
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
@@ -196,7 +194,7 @@ class ParquetSource:
                 yield file
         except (ArrowException, OSError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())[:160]
-            raise SparkinferError(f"{self.path}: not a parquet file ({reason})") from error
+            raise HotsplitError(f"{self.path}: not a parquet file ({reason})") from error
 
 
 def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
@@ -206,7 +204,7 @@ def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
     A file given by name may have any suffix: unless it is JSON lines or parquet, it is read as
     text. In a folder, empty files and names that begin with a dot are skipped.
 
-    Raises SparkinferError for a missing path, for a folder that is unreadable or without a corpus,
+    Raises HotsplitError for a missing path, for a folder that is unreadable or without a corpus,
     for a parquet file without the column `text_key`, and for a file given by name that is refused
     by `_refuse_blank`."""
     sources: list[Source] = []
@@ -214,7 +212,7 @@ def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
         if path.is_dir():
             found = _in_folder(path)
             if not found:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{path}: no corpus in it; wanted files named"
                     f" {', '.join('*' + s for s in TEXT + JSON_LINES + PARQUET)}"
                 )
@@ -228,7 +226,7 @@ def find_sources(paths: Sequence[Path], text_key: str) -> tuple[Source, ...]:
 
 def _in_folder(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
-        raise SparkinferError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        raise HotsplitError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     found = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
@@ -254,14 +252,14 @@ def _source(name: str, path: Path, text_key: str) -> Source:
 
 
 def _refuse_blank(source: Source) -> None:
-    """Raises SparkinferError for a file of at most one block without text, and for a text file with
+    """Raises HotsplitError for a file of at most one block without text, and for a text file with
     NUL bytes in its first block, such as UTF-16, a disk image or a sparse file."""
     if isinstance(source, TextSource) and "\0" in "".join(_first(source)[:1])[:BLOCK_BYTES]:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source.path}: has NUL bytes, so it is not text; convert it to UTF-8, or leave it out"
         )
     if source.num_blocks < 2 and not any(text.strip() for text in _first(source)):
-        raise SparkinferError(f"{source.path}: an empty corpus; give a file with text in it")
+        raise HotsplitError(f"{source.path}: an empty corpus; give a file with text in it")
 
 
 def _first(source: Source) -> list[str]:
@@ -274,7 +272,7 @@ def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
     if STDIN not in paths:
         yield tuple(paths)
         return
-    with temporary_folder("sparkinfer-") as folder:
+    with temporary_folder("hotsplit-") as folder:
         spooled = folder / "stdin"
         with spooled.open("wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
@@ -284,7 +282,7 @@ def stdin_as_file(paths: Sequence[Path]) -> Iterator[tuple[Path, ...]]:
 def sha256_of_text(source: Source) -> str:
     """Hex digest of the file's content, read piece by piece.
 
-    Raises SparkinferError if a text file has bytes that are not UTF-8."""
+    Raises HotsplitError if a text file has bytes that are not UTF-8."""
     digest, total = hashlib.sha256(), 0
     decoder = codecs.getincrementaldecoder("utf-8")()
     with opened(source.path) as file:
@@ -309,8 +307,8 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         raise _not_utf8(path, offset + error.start) from error
 
 
-def _not_utf8(path: Path, offset: int) -> SparkinferError:
-    return SparkinferError(f"{path}: not UTF-8 text (byte {offset}); convert it")
+def _not_utf8(path: Path, offset: int) -> HotsplitError:
+    return HotsplitError(f"{path}: not UTF-8 text (byte {offset}); convert it")
 
 
 @contextmanager
@@ -319,4 +317,4 @@ def opened(path: Path) -> Iterator[Any]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise SparkinferError(f"{path}: cannot be read: {error.strerror}") from error
+        raise HotsplitError(f"{path}: cannot be read: {error.strerror}") from error

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sizes import format_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
 
 
 class States(Protocol):
@@ -48,18 +48,18 @@ class FileStates:
     ends."""
 
     def __init__(self, num_tokens: int, width: int, folder: Path) -> None:
-        """Raises SparkinferError if the folder cannot be written or has too little space."""
+        """Raises HotsplitError if the folder cannot be written or has too little space."""
         self.width = width
         num_bytes = 4 * num_tokens * width
         try:
             self.file: io.FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
         except OSError as error:
-            raise SparkinferError(f"{folder}: cannot be written: {error.strerror}") from error
+            raise HotsplitError(f"{folder}: cannot be written: {error.strerror}") from error
         try:
             os.posix_fallocate(self.file.fileno(), 0, num_bytes)
         except OSError as error:
             self.file.close()
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{folder}: no space for {format_bytes(num_bytes)} of hidden states"
                 f" ({error.strerror}); write the profile to another disk, or take fewer --tokens"
             ) from error

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import LOGITS_CHUNK
-from sparkinfer.gguf_file import release
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.comparison import Comparison
-from sparkinfer.profile.memory import room_of
-from sparkinfer.profile.quality import EvalReport, ShareCounter, report_of
-from sparkinfer.profile.streaming import CPU, LayerStream, StreamPlan
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.observers import Observe, Wants
-from sparkinfer.runtime.weights.matrix import Linear, matrix_of
+from hotsplit.budget import LOGITS_CHUNK
+from hotsplit.gguf_file import release
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.comparison import Comparison
+from hotsplit.profile.memory import room_of
+from hotsplit.profile.quality import EvalReport, ShareCounter, report_of
+from hotsplit.profile.streaming import CPU, LayerStream, StreamPlan
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.model.observers import Observe, Wants
+from hotsplit.runtime.weights.matrix import Linear, matrix_of
 
 ROOM_SHARE = 1 / 4  # share of the room for the hidden states of all passes
 

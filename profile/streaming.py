@@ -21,27 +21,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import DEFAULT_CONTEXT, SHORT_CHUNK
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, prefetch, release
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.config import has_transposed_gates
-from sparkinfer.profile.corpus import WINDOW
-from sparkinfer.profile.layer_trainer import Choices
-from sparkinfer.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
-from sparkinfer.profile.states import FileStates, MemoryStates, States
-from sparkinfer.runtime.model.attention import Norm
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.layers import Layer
-from sparkinfer.runtime.model.loader import Builder
-from sparkinfer.runtime.model.observers import Observation, Observe, Observers, Wants
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.decoder import embed, run_layer
-from sparkinfer.runtime.step.native_layers import NativeLayers, shows_all
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.runtime.weights.matrix import matrix_of
-from sparkinfer.sizes import format_bytes
-from sparkinfer.system_memory import free_memory_bytes
+from hotsplit.budget import DEFAULT_CONTEXT, SHORT_CHUNK
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, prefetch, release
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.config import has_transposed_gates
+from hotsplit.profile.corpus import WINDOW
+from hotsplit.profile.layer_trainer import Choices
+from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
+from hotsplit.profile.states import FileStates, MemoryStates, States
+from hotsplit.runtime.model.attention import Norm
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.model.loader import Builder
+from hotsplit.runtime.model.observers import Observation, Observe, Observers, Wants
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.decoder import embed, run_layer
+from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.weights.matrix import matrix_of
+from hotsplit.sizes import format_bytes
+from hotsplit.system_memory import free_memory_bytes
 
 CPU = torch.device("cpu")
 OnTokens = Callable[[float], None]
@@ -68,7 +68,7 @@ def plan_stream(
     """Plans streaming; None if the whole model fits. `choices` are those of the predictors to
     train, if any.
 
-    Raises SparkinferError if not even one layer fits."""
+    Raises HotsplitError if not even one layer fits."""
     longest = model.shape.context_length
     needs = needs_of(
         model,
@@ -84,10 +84,10 @@ def plan_stream(
 
 
 def _room(model: ModelFile, plan: StreamPlan) -> Room:
-    """The room available now. Raises SparkinferError if it is not enough for a layer."""
+    """The room available now. Raises HotsplitError if it is not enough for a layer."""
     room = room_of(plan.device, plan.max_memory_bytes)
     if plan.needs.layer_bytes > room.num_bytes:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: {room.says}, one layer at a time takes"
             f" {format_bytes(room.taken_bytes + plan.needs.layer_bytes)}; give that much memory,"
             " or, if predictors are trained, --predictor-form whole or a small --predictor-rank"
@@ -208,7 +208,7 @@ class LayerStream:
         positions = matrix_of(learned, CPU) if learned else None
         for window, ids_T in enumerate(waiting.windows):
             if ids_T.max() >= embedding.num_rows:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{self.model.path}: its tokenizer gives token {int(ids_T.max())}, its"
                     f" embedding has {embedding.num_rows}; convert the checkpoint again"
                 )

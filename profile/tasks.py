@@ -1,4 +1,4 @@
-"""Runs lm-eval's tasks on an engine: `sparkinfer eval --tasks`.
+"""Runs lm-eval's tasks on an engine: `hotsplit eval --tasks`.
 
 lm-eval is an optional dependency (the extra `tasks`). Its requests are computed in
 lm_eval_model."""
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.profile.tasks_config import TasksConfig
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.engine_options import device_of
-from sparkinfer.typed import one_line, shown
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_quality import RunMode
+from hotsplit.profile.tasks_config import TasksConfig
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.engine_options import device_of
+from hotsplit.typed import one_line, shown
 
 NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
 NUM_TEXTS = 4  # texts generated together on the CPU without a plan
@@ -51,7 +51,7 @@ class TasksReport:
 def run_tasks(
     config: TasksConfig, on_requests: Callable[[float], None] = lambda count: None
 ) -> TasksReport:
-    """Runs the tasks. Raises SparkinferError if lm-eval, a task or its data is unavailable, and if
+    """Runs the tasks. Raises HotsplitError if lm-eval, a task or its data is unavailable, and if
     lm-eval cannot prepare the tasks."""
     lm_eval = _library()
     manager = _manager(config)
@@ -69,14 +69,14 @@ def run_tasks(
         except OSError as error:
             if model.is_asked:
                 raise
-            raise SparkinferError(
+            raise HotsplitError(
                 f"tasks {', '.join(config.tasks)}: their data is unavailable"
                 f" ({one_line(error)}); the first run downloads it from the hub and needs a network"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             if model.is_asked:
                 raise
-            raise SparkinferError(
+            raise HotsplitError(
                 f"tasks {', '.join(config.tasks)}: lm-eval cannot prepare them"
                 f" ({type(error).__name__}: {one_line(error)}); see the task's own requirements"
             ) from error
@@ -92,7 +92,7 @@ def _library() -> Any:
     try:
         import lm_eval
     except ImportError as error:
-        raise SparkinferError(
+        raise HotsplitError(
             f"tasks need lm-eval ({one_line(error)}): pip install lm-eval"
         ) from error
     for name in ("lm_eval", "datasets", "huggingface_hub"):
@@ -104,7 +104,7 @@ def _manager(config: TasksConfig) -> Any:
     """The task manager. lm-eval's own tasks are thousands of files, which are not read if the given
     folder has all tasks asked for.
 
-    Raises SparkinferError for unknown tasks."""
+    Raises HotsplitError for unknown tasks."""
     from lm_eval.tasks import TaskManager
 
     if config.folder is not None:
@@ -114,7 +114,7 @@ def _manager(config: TasksConfig) -> Any:
     manager = TaskManager(include_path=None if config.folder is None else str(config.folder))
     unknown = [name for name in config.tasks if name not in set(manager.all_tasks)]
     if unknown:
-        raise SparkinferError(
+        raise HotsplitError(
             f"no task is called {shown(unknown[0])}; lm-eval ls tasks lists them, and --task-folder"
             " adds a folder of your own"
         )
@@ -131,7 +131,7 @@ def _load(config: TasksConfig, num_texts: int) -> Engine:
 
 
 def _model(engine: Engine, num_texts: int, seed: int, on_requests: Callable[[float], None]) -> Any:
-    from sparkinfer.profile.lm_eval_model import EngineModel
+    from hotsplit.profile.lm_eval_model import EngineModel
 
     return EngineModel(engine, num_texts=num_texts, seed=seed, on_requests=on_requests)
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.rope import check_scaling
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_quality import RunMode
+from hotsplit.rope import check_scaling
+from hotsplit.typed import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +27,14 @@ class TasksConfig:
 
     def __post_init__(self) -> None:
         if not self.tasks or not all(self.tasks) or len(set(self.tasks)) < len(self.tasks):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"tasks are {', '.join(map(shown, self.tasks)) or 'none'}; wanted different names,"
                 " separated by commas"
             )
         for name, least in (("limit", 1), ("num_fewshot", 0), ("seed", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise SparkinferError(f"{name} is {value}, wanted {least} or more")
+                raise HotsplitError(f"{name} is {value}, wanted {least} or more")
         if self.folder is not None and not self.folder.is_dir():
-            raise SparkinferError(f"{self.folder}: no such folder; wanted one with tasks (YAML)")
+            raise HotsplitError(f"{self.folder}: no such folder; wanted one with tasks (YAML)")
         check_scaling(self.rope_scaling, self.rope_scale)

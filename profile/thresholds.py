@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.counting import Counter, gates_of
-from sparkinfer.profile_file import EDGES, NUM_BINS
-from sparkinfer.runtime.engine import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.counting import Counter, gates_of
+from hotsplit.profile_file import EDGES, NUM_BINS
+from hotsplit.runtime.engine import Engine
 
 STEP = 0.05  # the share of a layer's neurons that a step of the search silences
 MOST_STEPS = 19  # a layer keeps at least the largest 5 %
@@ -84,7 +84,7 @@ class Meter:
         self.engine, self.histogram_LB = engine, histogram_LB
         self.windows = [ids_T for ids_T in windows if len(ids_T) > 1]
         if not self.windows:
-            raise SparkinferError("thresholds need a text of two tokens or more; give a longer one")
+            raise HotsplitError("thresholds need a text of two tokens or more; give a longer one")
         self.dense_TV: list[Tensor] = []  # log probabilities
         engine.set_thresholds((0.0,) * len(histogram_LB))
         self.dense_TV = [self._log_probabilities(ids_T) for ids_T in self.windows]
@@ -92,7 +92,7 @@ class Meter:
         self.num_runs, self.seconds = 0, 0.0
 
     def __call__(self, sparsity_L: Sequence[float]) -> Cost:
-        """The cost of the thresholds for these shares. Raises SparkinferError if the model gives
+        """The cost of the thresholds for these shares. Raises HotsplitError if the model gives
         NaN or infinity."""
         self.engine.set_thresholds(thresholds_for(self.histogram_LB, sparsity_L))
         return self.run()
@@ -123,7 +123,7 @@ class Meter:
             divergence += F.kl_div(got_TV, want_TV, reduction="sum", log_target=True).item()
             loss += F.nll_loss(got_TV, ids_T[1:], reduction="sum").item()
         if not math.isfinite(divergence + loss):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.engine.model.path}: the model gave NaN or infinity; convert its checkpoint"
                 " again"
             )
@@ -226,14 +226,14 @@ def search(
 ) -> tuple[tuple[float, ...], ThresholdReport]:
     """Thresholds of a greedy search, and their cost; leaves the engine without thresholds.
 
-    Raises SparkinferError if the goal is too small for any step, if the text is too short, and if
+    Raises HotsplitError if the goal is too small for any step, if the text is too short, and if
     the model gives NaN or infinity."""
     began = time.perf_counter()
     num_layers = len(histogram_LB)
     meter = Meter(engine, histogram_LB, up_to(tune, TUNE_TOKENS))
     found = _follow(meter, num_layers, goal, on_line)
     if not any(found.steps_L):
-        raise SparkinferError(
+        raise HotsplitError(
             f"a perplexity budget of {goal.perplexity_budget:.2g} and a sparsity of"
             f" {goal.sparsity:.2g} leave no room for one step of {STEP:.0%} in one layer; give more"
         )

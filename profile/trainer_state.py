@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import SHORT_CHUNK
-from sparkinfer.profile.layer_trainer import KEPT_TOKENS, LayerTrainer
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.training import Batch, LowRank
+from hotsplit.budget import SHORT_CHUNK
+from hotsplit.profile.layer_trainer import KEPT_TOKENS, LayerTrainer
+from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.training import Batch, LowRank
 
 
 class Sums:

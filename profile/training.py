@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.profile.moments import Start
-from sparkinfer.profile.rounding import rounded, values_of
-from sparkinfer.runtime.model.predictor import Predictor
-from sparkinfer.runtime.weights.matrix import Linear
-from sparkinfer.runtime.weights.neuron_block import Gate
+from hotsplit.architecture import SMOOTH
+from hotsplit.profile.moments import Start
+from hotsplit.profile.rounding import rounded, values_of
+from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.weights.matrix import Linear
+from hotsplit.runtime.weights.neuron_block import Gate
 
 # Relative to a tensor's RMS; 0.003 and 0.03 are no better (docs/log/predictors.md).
 LEARNING_RATE = 0.01

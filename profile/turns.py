@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol, Self
 
-from sparkinfer.profile.advice_choice import Gain, Point, Trial
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.system_memory import free_memory_bytes
+from hotsplit.profile.advice_choice import Gain, Point, Trial
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.system_memory import free_memory_bytes
 
 STEPS = 8  # tokens of a model's turn; one more comes first and is not counted
 FEW, MORE = 5, 20  # rounds for all models, and further ones for those that may be recommended

@@ -5,7 +5,7 @@ with the file's values put back into it, so that both sides have the rounding of
 whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
 unpacked to f32, hence with an f32 KV cache. The logits can then differ by the order of f32 sums and
 by errors: wrong names, a wrong order of rows, a wrong graph. Reading the values back (see
-sparkinfer.written) also checks that they equal the source's up to rounding.
+hotsplit.written) also checks that they equal the source's up to rounding.
 
 Letters: T tokens, V vocabulary."""
 
@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, array_entry
-from sparkinfer.model_file import ModelFile, read_model_gguf
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.runtime.weights.matrix import matrix_of
-from sparkinfer.system_memory import free_memory_bytes
-from sparkinfer.typed import shown
-from sparkinfer.written import Restored, Written
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, array_entry
+from hotsplit.model_file import ModelFile, read_model_gguf
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.weights.matrix import matrix_of
+from hotsplit.system_memory import free_memory_bytes
+from hotsplit.typed import shown
+from hotsplit.written import Restored, Written
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1876, def fib(n): return n if n < 2 else"
@@ -57,7 +57,7 @@ class Skipped(Exception):
 @torch.inference_mode()
 def verify(written: Written) -> Verification:
     """Compares a written file with its source; the logits only if there is a reference. Raises
-    SparkinferError if they differ."""
+    HotsplitError if they differ."""
     model = ModelFile.load(written.path)
     ids = text_token_ids(model)
     is_folder = written.source.is_dir()
@@ -74,7 +74,7 @@ def verify(written: Written) -> Verification:
         got_TV = engine.logits(ids)
     error = _relative_error(got_TV, want_TV)
     if not error <= BOUND:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{written.output.name}: its logits differ from {name} by"
             f" {error:.1e} on {len(ids)} tokens, more than {BOUND:.0e}; the file is not kept:"
             " please report the source; --no-verify keeps it"
@@ -82,7 +82,7 @@ def verify(written: Written) -> Verification:
     line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens"
     kinds = [entry.kind for entry in model.tensors.values()]
     kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
-    if kind is not None:  # the cost of the rounding itself is measured by sparkinfer eval
+    if kind is not None:  # the cost of the rounding itself is measured by hotsplit eval
         line += f", both with the weights as rounded to {kind}"
     return Verification(relative_error=error, line=line)
 
@@ -107,7 +107,7 @@ def text_token_ids(model: ModelFile) -> list[int]:
     limit, vocab_size = min(MAX_TOKENS, model.shape.context_length), model.shape.vocab_size
     try:
         ids = [token for token in TextCodec.of(model).encode(TEXT) if token < vocab_size]
-    except SparkinferError:  # the file has no known tokenizer
+    except HotsplitError:  # the file has no known tokenizer
         ids = []
     return (ids or [(7919 * place + 11) % vocab_size for place in range(MAX_TOKENS)])[:limit]
 
@@ -153,7 +153,7 @@ def _load(folder: Path) -> torch.nn.Module:
 
 
 def _check_known(folder: Path, values: Mapping[str, object]) -> None:
-    """Raises Skipped for a model that transformers does not know, and SparkinferError if it would
+    """Raises Skipped for a model that transformers does not know, and HotsplitError if it would
     run an architecture other than the one in `architectures`, which `convert` went by."""
     from transformers.activations import ACT2FN
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -166,7 +166,7 @@ def _check_known(folder: Path, values: Mapping[str, object]) -> None:
     if taken is None:
         raise Skipped(f"transformers does not know model_type {str(kind)[:60]!r}")
     if taken != named and named in classes.values():
-        raise SparkinferError(
+        raise HotsplitError(
             f"{folder / 'config.json'}: model_type is {shown(kind)}, which is {taken}, but architectures"
             f" has {shown(named)}; correct the one that is wrong"
         )
@@ -221,8 +221,8 @@ def _source_logits(written: Written, ids: list[int]) -> Tensor:
     if needed > 0.8 * free_memory_bytes():
         raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
     own = ModelFile.load(written.path)
-    keys = keys | {"sparkinfer.ffn.activation": own.activation}
-    keys["sparkinfer.ffn.threshold"] = list(own.threshold_L)
+    keys = keys | {"hotsplit.ffn.activation": own.activation}
+    keys["hotsplit.ffn.threshold"] = list(own.threshold_L)
     entries = {r.source: array_entry(r.values, "f32") for r in written.restored()}
     entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
     source = ModelFile.of(written.source, keys, entries)

@@ -4,21 +4,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import sha256_of
-from sparkinfer.limits import check_made_with
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.predictor_file import FILE_NAME, Predictors
-from sparkinfer.profile.eval_file import load_eval
-from sparkinfer.profile.layer_trainer import LayerQuality
-from sparkinfer.profile.quality import EvalReport
-from sparkinfer.profile.report import report_paths
-from sparkinfer.profile.report_file import load_predictor_report
-from sparkinfer.profile_file import Profile
-from sparkinfer.report.config import ReportConfig
-from sparkinfer.solver.verify import verify
-from sparkinfer.split_file import Split
+from hotsplit.errors import HotsplitError
+from hotsplit.files import sha256_of
+from hotsplit.limits import check_made_with
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.predictor_file import FILE_NAME, Predictors
+from hotsplit.profile.eval_file import load_eval
+from hotsplit.profile.layer_trainer import LayerQuality
+from hotsplit.profile.quality import EvalReport
+from hotsplit.profile.report import report_paths
+from hotsplit.profile.report_file import load_predictor_report
+from hotsplit.profile_file import Profile
+from hotsplit.report.config import ReportConfig
+from hotsplit.solver.verify import verify
+from hotsplit.split_file import Split
 
 _AGAIN = "give files of one model file"
 
@@ -54,7 +54,7 @@ class Artifacts:
 
 
 def load_artifacts(config: ReportConfig) -> Artifacts:
-    """Loads the files. Raises SparkinferError for a file that is damaged or of another model or
+    """Loads the files. Raises HotsplitError for a file that is damaged or of another model or
     limits, and for a plan made from another profile or machine."""
     model = ModelFile.load(config.model)
     profile = None if config.profile is None else Profile.load(config.profile)
@@ -114,9 +114,9 @@ def _predictors_path(given: Path | None) -> Path | None:
 
 
 def _check_model(model: ModelFile, path: Path, model_id: str | None) -> None:
-    """Raises SparkinferError for a file of another model; files without a model id (None) pass."""
+    """Raises HotsplitError for a file of another model; files without a model id (None) pass."""
     if model_id not in (None, model.model_id):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: is for model {str(model_id)[:12]}, but {model.path} is {model.model_id[:12]};"
             " give files of one model"
         )
@@ -124,7 +124,7 @@ def _check_model(model: ModelFile, path: Path, model_id: str | None) -> None:
 
 def _check_shape(path: Path, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: has {list(found)} layers and neurons, but the model has {list(wanted)}; give"
             " files of one model"
         )

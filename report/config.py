@@ -1,9 +1,9 @@
-"""The configuration of `sparkinfer report`, and the summary that it returns."""
+"""The configuration of `hotsplit report`, and the summary that it returns."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 MAX_BYTES = 2 << 20  # of a page
 
@@ -19,12 +19,12 @@ class ReportConfig:
     split: Path | None = None
     machine: Path | None = None
     predictors: Path | None = None  # predictors.safetensors or its folder
-    evals: tuple[Path, ...] = ()  # output of `sparkinfer eval --json`
+    evals: tuple[Path, ...] = ()  # output of `hotsplit eval --json`
     force: bool = False
 
     def __post_init__(self) -> None:
         if len(set(self.evals)) < len(self.evals):
-            raise SparkinferError("a comparison is given twice; give each --eval-json once")
+            raise HotsplitError("a comparison is given twice; give each --eval-json once")
 
     @property
     def inputs(self) -> tuple[Path, ...]:

@@ -25,7 +25,7 @@ VARIABLES = {
 GPUS = (BLUE, ORANGE, GREEN, PURPLE)
 WIDTH, POINTS = 345, 72.0  # a plot's width in points, and points per inch
 STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "sparkinfer", "font.size": 10.0,
+    "svg.fonttype": "none", "svg.hashsalt": "hotsplit", "font.size": 10.0,
     "text.color": INK, "axes.labelcolor": SOFT, "xtick.color": LINE, "ytick.color": LINE,
     "xtick.labelcolor": SOFT, "ytick.labelcolor": SOFT, "axes.edgecolor": LINE,
     "axes.facecolor": "none", "figure.facecolor": "none", "grid.color": LINE,

@@ -1,10 +1,10 @@
 """The section with the machine's measured figures, on which predictions rest."""
 
-from sparkinfer.machine_file import Figure, Machine
-from sparkinfer.report.artifacts import Artifacts
-from sparkinfer.report.names import Names
-from sparkinfer.report.page import Missing, Section, Table
-from sparkinfer.sizes import format_bytes
+from hotsplit.machine_file import Figure, Machine
+from hotsplit.report.artifacts import Artifacts
+from hotsplit.report.names import Names
+from hotsplit.report.page import Missing, Section, Table
+from hotsplit.sizes import format_bytes
 
 NONE = "–"
 
@@ -20,7 +20,7 @@ def machine_section(found: Artifacts, names: Names) -> Section:
     doubt = Missing(
         line=f"{doubtful} of {len(machine.figures)} figures varied by more than a quarter while they"
         " were measured: calibrate again when the machine is idle.",
-        command=f"sparkinfer calibrate -o {names.machine} --force",
+        command=f"hotsplit calibrate -o {names.machine} --force",
     )
     tables = [_cpu_table(machine), *(_gpu_table(machine) if machine.gpus else ())]
     tables += _cost_tables(machine)

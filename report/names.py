@@ -2,8 +2,8 @@
 
 import shlex
 
-from sparkinfer.report.config import ReportConfig
-from sparkinfer.report.page import Missing
+from hotsplit.report.config import ReportConfig
+from hotsplit.report.page import Missing
 
 PROFILE, MACHINE, PLAN = "model.profile.safetensors", "machine.json", "model.split.gguf"
 
@@ -20,22 +20,22 @@ class Names:
 
     @property
     def no_profile(self) -> Missing:
-        command = f"sparkinfer profile {self.model} --corpus text.txt -o {PROFILE}"
+        command = f"hotsplit profile {self.model} --corpus text.txt -o {PROFILE}"
         return Missing(line="No profile was given (--profile); this makes one:", command=command)
 
     @property
     def no_machine(self) -> Missing:
-        command = f"sparkinfer calibrate -o {MACHINE}"
+        command = f"hotsplit calibrate -o {MACHINE}"
         return Missing(line="No machine was given (--machine); this measures one:", command=command)
 
     @property
     def new_machine(self) -> str:
-        return f"sparkinfer calibrate --gpu-from card.json -o {MACHINE}"
+        return f"hotsplit calibrate --gpu-from card.json -o {MACHINE}"
 
     @property
     def no_split(self) -> Missing:
         command = (
-            f"sparkinfer solve {self.model} --profile {self.profile} --machine {self.machine}"
+            f"hotsplit solve {self.model} --profile {self.profile} --machine {self.machine}"
             f" --vram-budget 8GiB -o {PLAN}"
         )
         return Missing(line="No plan was given (--split); this makes one:", command=command)
@@ -43,7 +43,7 @@ class Names:
     @property
     def no_predictors(self) -> Missing:
         command = (
-            f"sparkinfer profile {self.model} --corpus text.txt -o {PROFILE}"
+            f"hotsplit profile {self.model} --corpus text.txt -o {PROFILE}"
             " --train-predictors predictors"
         )
         return Missing(
@@ -55,7 +55,7 @@ class Names:
     @property
     def no_eval(self) -> Missing:
         plan = f" --split {self.split}" if self.split else ""
-        command = f"sparkinfer eval {self.model}{plan} --corpus held-out.txt --json > eval.json"
+        command = f"hotsplit eval {self.model}{plan} --corpus held-out.txt --json > eval.json"
         return Missing(
             line="No comparison was given (--eval-json); this makes one:", command=command
         )

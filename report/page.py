@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from sparkinfer.report.drawing import Plot
+from hotsplit.report.drawing import Plot
 
 TEMPLATE = "page.html"
 MAX_ROWS = 256  # of a table

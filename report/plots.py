@@ -10,10 +10,10 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from sparkinfer.budget import ITEMS, Items
-from sparkinfer.profile.layer_trainer import LayerQuality
-from sparkinfer.profile_file import Profile
-from sparkinfer.report.drawing import (
+from hotsplit.budget import ITEMS, Items
+from hotsplit.profile.layer_trainer import LayerQuality
+from hotsplit.profile_file import Profile
+from hotsplit.report.drawing import (
     BLUE,
     CPU,
     GPUS,
@@ -28,10 +28,10 @@ from sparkinfer.report.drawing import (
     plot_of,
     style,
 )
-from sparkinfer.sizes import format_bytes, unit_of
-from sparkinfer.solver.plots import device_of_ranks, firings_on_gpu
-from sparkinfer.solver.sweep import Sweep
-from sparkinfer.split_file import Split
+from hotsplit.sizes import format_bytes, unit_of
+from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
+from hotsplit.solver.sweep import Sweep
+from hotsplit.split_file import Split
 
 NUM_SHARES = 101
 MAX_THIN = 12  # most layers with a line each

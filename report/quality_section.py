@@ -3,13 +3,13 @@ records given."""
 
 from dataclasses import dataclass
 
-from sparkinfer.mode_choice import is_smooth
-from sparkinfer.mode_quality import ModeQuality, RunMode
-from sparkinfer.profile.quality import EvalReport
-from sparkinfer.report.artifacts import Artifacts
-from sparkinfer.report.names import Names
-from sparkinfer.report.page import Section, Table
-from sparkinfer.report.plots import plot_quality
+from hotsplit.mode_choice import is_smooth
+from hotsplit.mode_quality import ModeQuality, RunMode
+from hotsplit.profile.quality import EvalReport
+from hotsplit.report.artifacts import Artifacts
+from hotsplit.report.names import Names
+from hotsplit.report.page import Section, Table
+from hotsplit.report.plots import plot_quality
 
 NONE = "–"
 

@@ -4,19 +4,19 @@ The sections are in `sections`, `quality_section` and `machine_section`, the HTM
 
 from importlib.metadata import version
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
-from sparkinfer.mode_choice import choose_mode
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.outputs import check_outputs
-from sparkinfer.profile.report import report_paths
-from sparkinfer.report.artifacts import Artifacts, load_artifacts
-from sparkinfer.report.config import MAX_BYTES, ReportConfig, ReportSummary
-from sparkinfer.report.machine_section import machine_section
-from sparkinfer.report.names import Names
-from sparkinfer.report.page import Page, Table, Tile, render
-from sparkinfer.report.quality_section import cost_of, costs_nothing, quality_section, within
-from sparkinfer.report.sections import (
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file
+from hotsplit.mode_choice import choose_mode
+from hotsplit.mode_quality import RunMode
+from hotsplit.outputs import check_outputs
+from hotsplit.profile.report import report_paths
+from hotsplit.report.artifacts import Artifacts, load_artifacts
+from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
+from hotsplit.report.machine_section import machine_section
+from hotsplit.report.names import Names
+from hotsplit.report.page import Page, Table, Tile, render
+from hotsplit.report.quality_section import cost_of, costs_nothing, quality_section, within
+from hotsplit.report.sections import (
     bytes_section,
     firing_section,
     placement_section,
@@ -24,14 +24,14 @@ from sparkinfer.report.sections import (
     rate,
     speed_section,
 )
-from sparkinfer.report.speeds import Speeds, speeds_of
-from sparkinfer.sizes import format_bytes
+from hotsplit.report.speeds import Speeds, speeds_of
+from hotsplit.sizes import format_bytes
 
 NAME_KEY = "general.name"
 
 
 def report(config: ReportConfig) -> ReportSummary:
-    """Writes the page. Raises SparkinferError for files that do not belong together, and for a page
+    """Writes the page. Raises HotsplitError for files that do not belong together, and for a page
     that gets too large."""
     beside = () if config.profile is None else (report_paths(config.profile)[0],)
     check_outputs([config.output], force=config.force, inputs=(*config.inputs, *beside))
@@ -39,7 +39,7 @@ def report(config: ReportConfig) -> ReportSummary:
     page = page_of(config, found)
     content = render(page).encode(errors="backslashreplace")  # names may have any bytes
     if len(content) > MAX_BYTES:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{config.output}: the page has {format_bytes(len(content))}, more than the"
             f" {format_bytes(MAX_BYTES)} that a page may have; give fewer files"
         )
@@ -79,7 +79,7 @@ def page_of(config: ReportConfig, found: Artifacts) -> Page:
                        for file in found.files),
             num_texts=2,
         ),
-        program=f"sparkinfer {version('sparkinfer')}",
+        program=f"hotsplit {version('hotsplit')}",
     )  # fmt: skip
 
 

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparkinfer.budget import ITEMS
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.report import plots
-from sparkinfer.report.artifacts import Artifacts
-from sparkinfer.report.names import Names
-from sparkinfer.report.page import Missing, Section, Table
-from sparkinfer.report.speeds import Speeds
-from sparkinfer.sizes import format_bytes
-from sparkinfer.split_file import Split
+from hotsplit.budget import ITEMS
+from hotsplit.model_file import ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.report import plots
+from hotsplit.report.artifacts import Artifacts
+from hotsplit.report.names import Names
+from hotsplit.report.page import Missing, Section, Table
+from hotsplit.report.speeds import Speeds
+from hotsplit.sizes import format_bytes
+from hotsplit.split_file import Split
 
 NONE = "–"
 

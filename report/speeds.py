@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_quality import MAX_LOSS
-from sparkinfer.model_file import ModelFile
-from sparkinfer.report.artifacts import Artifacts
-from sparkinfer.report.config import ReportConfig
-from sparkinfer.solver.advice import Advice, advise
-from sparkinfer.solver.inputs import Inputs, load_inputs
-from sparkinfer.solver.modes import allowed_modes
-from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
-from sparkinfer.solver.problem import Placement
-from sparkinfer.solver.solve import estimated_workspace
-from sparkinfer.solver.sweep import Sweep, sweep_of
-from sparkinfer.split_file import PlanMode, Split
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_quality import MAX_LOSS
+from hotsplit.model_file import ModelFile
+from hotsplit.report.artifacts import Artifacts
+from hotsplit.report.config import ReportConfig
+from hotsplit.solver.advice import Advice, advise
+from hotsplit.solver.inputs import Inputs, load_inputs
+from hotsplit.solver.modes import allowed_modes
+from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.problem import Placement
+from hotsplit.solver.solve import estimated_workspace
+from hotsplit.solver.sweep import Sweep, sweep_of
+from hotsplit.split_file import PlanMode, Split
 
 NUM_BUDGETS = 25
 BEYOND = 1.08  # end of the curve, relative to the memory that holds everything
@@ -46,7 +46,7 @@ def speeds_of(config: ReportConfig, found: Artifacts) -> Speeds:
         if not inputs.machine.gpus:
             return Speeds(advice=advice, why_not="The machine file has no GPU to plan for.")
         return Speeds(advice=advice, curve=_curve(inputs, found.split))
-    except SparkinferError as error:  # the files are valid, but there is no plan for them
+    except HotsplitError as error:  # the files are valid, but there is no plan for them
         line = str(error)
         for path in (config.model, profile, machine):  # the page names files, not folders
             line = line.replace(str(path), path.name)

@@ -1,9 +1,9 @@
-"""The cache folder of `sparkinfer run`: one folder per artifact, named by its key.
+"""The cache folder of `hotsplit run`: one folder per artifact, named by its key.
 
     CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
-    CACHE/rates.json                        see sparkinfer.run.rates
-    CACHE/device-checks/                    see sparkinfer.device_checks
-    CACHE/prefetch-distance.json            see sparkinfer.runtime.kernels.prefetch_distance
+    CACHE/rates.json                        see hotsplit.run.rates
+    CACHE/device-checks/                    see hotsplit.device_checks
+    CACHE/prefetch-distance.json            see hotsplit.runtime.kernels.prefetch_distance
 
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
 the state from which an interrupted stage resumes. Users of an artifact hold its lock shared; to
@@ -21,12 +21,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from sparkinfer.cache_place import VARIABLE, cache_folder, unwritable
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import NO_ROOM, partial_file
-from sparkinfer.run.keys import STAGES, digest
+from hotsplit.cache_place import VARIABLE, cache_folder, unwritable
+from hotsplit.errors import HotsplitError
+from hotsplit.files import NO_ROOM, partial_file
+from hotsplit.run.keys import STAGES, digest
 
-FORMAT, VERSION = "sparkinfer.cache-entry", 1
+FORMAT, VERSION = "hotsplit.cache-entry", 1
 ENTRY, LOCK = "entry.json", "lock"
 # Does not follow a symbolic link, and does not block on a named pipe.
 LOCKING = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -102,7 +102,7 @@ class Cache:
 
     @classmethod
     def open(cls, say: Say = lambda line: None) -> "Cache":
-        """Opens the cache. Raises SparkinferError if its folder is not writable."""
+        """Opens the cache. Raises HotsplitError if its folder is not writable."""
         folder = cache_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class Cache:
             if self._read.get(path) != changed:
                 stage.load(path)
                 self._read[path] = changed
-        except (SparkinferError, OSError) as error:
+        except (HotsplitError, OSError) as error:
             if path not in self._refused:
                 self._refused.add(path)
                 self.say(f"{stage.what} in the cache must be made again: {error}")
@@ -213,7 +213,7 @@ class Cache:
             except FileNotFoundError:  # another run is removing it
                 continue
             except OSError as error:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{folder}: cannot be written: {error.strerror}; {VARIABLE} names another folder"
                 ) from error
             try:

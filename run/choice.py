@@ -1,4 +1,4 @@
-"""Chooses how `sparkinfer run` runs a model: type, device, mode, predictors, plan.
+"""Chooses how `hotsplit run` runs a model: type, device, mode, predictors, plan.
 
 Each decision is announced in one line with its reason. Everything that follows from sizes and
 memories is decided before any stage runs; whether predictors pay off is decided after a first look
@@ -9,28 +9,28 @@ from typing import get_args
 
 import torch
 
-from sparkinfer.architecture import Layout
-from sparkinfer.budget import (
+from hotsplit.architecture import Layout
+from hotsplit.budget import (
     bytes_on_one_side,
     head_bytes,
     layer_bytes,
     stored_neuron_bytes,
     workspace_bytes,
 )
-from sparkinfer.convert.options import Outtype
-from sparkinfer.errors import SparkinferError
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.longer_texts import with_rope_scaling
-from sparkinfer.mode_choice import can_silence, is_smooth
-from sparkinfer.mode_quality import MAX_LOSS, RunMode
-from sparkinfer.model_file import ModelFile
-from sparkinfer.rope import check_scaling
-from sparkinfer.run.source import Source
-from sparkinfer.runtime.engine_options import cache_types_of, device_of
-from sparkinfer.runtime.engine_options import context_of as longest_text
-from sparkinfer.runtime.prefill.workspace import measure_workspace
-from sparkinfer.sizes import format_bytes
-from sparkinfer.system_memory import memory_limit_bytes
+from hotsplit.convert.options import Outtype
+from hotsplit.errors import HotsplitError
+from hotsplit.key_selection import KeySelection
+from hotsplit.longer_texts import with_rope_scaling
+from hotsplit.mode_choice import can_silence, is_smooth
+from hotsplit.mode_quality import MAX_LOSS, RunMode
+from hotsplit.model_file import ModelFile
+from hotsplit.rope import check_scaling
+from hotsplit.run.source import Source
+from hotsplit.runtime.engine_options import cache_types_of, device_of
+from hotsplit.runtime.engine_options import context_of as longest_text
+from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.sizes import format_bytes
+from hotsplit.system_memory import memory_limit_bytes
 
 # From nearly lossless to the smallest useful type.
 BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
@@ -75,11 +75,11 @@ class Wishes:
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in get_args(RunMode):
-            raise SparkinferError(f"mode {self.mode!r}; wanted one of {get_args(RunMode)}")
+            raise HotsplitError(f"mode {self.mode!r}; wanted one of {get_args(RunMode)}")
         if not self.max_loss >= 0:
-            raise SparkinferError(f"max loss is {self.max_loss}, wanted 0 or more")
+            raise HotsplitError(f"max loss is {self.max_loss}, wanted 0 or more")
         if self.tokens is not None and self.tokens < 1:
-            raise SparkinferError(f"tokens is {self.tokens}, wanted 1 or more")
+            raise HotsplitError(f"tokens is {self.tokens}, wanted 1 or more")
         check_scaling(self.rope_scaling, self.rope_scale)
 
     @property
@@ -123,7 +123,7 @@ def room_here(wishes: Wishes) -> Room:
 
 
 def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
-    """Chooses how to run a model. Raises SparkinferError if it cannot be run as wished."""
+    """Chooses how to run a model. Raises HotsplitError if it cannot be run as wished."""
     outtype, type_line = choose_type(source, wishes, room)
     layout = choose_layout(source, outtype, wishes, room)
     own = source.as_it_is(outtype, layout)
@@ -155,7 +155,7 @@ def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
 
 
 def context_of(model: ModelFile, wishes: Wishes) -> int:
-    """The context length to use. Raises SparkinferError for more than the model supports with the
+    """The context length to use. Raises HotsplitError for more than the model supports with the
     scaling of rotary embeddings that is asked for, or if it cannot be scaled."""
     model = with_rope_scaling(model, *wishes.rope, wishes.context_length)
     selection = None if wishes.kv_offload is None else KeySelection.parse(wishes.kv_offload)
@@ -165,7 +165,7 @@ def context_of(model: ModelFile, wishes: Wishes) -> int:
 def _check_cache(
     model: ModelFile, wishes: Wishes, budgets: tuple[int, ...], device: str | None
 ) -> None:
-    """Raises SparkinferError for cache options that the engine would refuse after all stages."""
+    """Raises HotsplitError for cache options that the engine would refuse after all stages."""
     asked = (wishes.cache_type_k, wishes.cache_type_v, wishes.kv_offload)
     if any(option is not None for option in asked):
         offload = wishes.kv_offload
@@ -196,7 +196,7 @@ def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room:
         return "sparse"
     try:
         _ = source.as_it_is(outtype, "stock") or source.draft(outtype, "stock")
-    except SparkinferError:  # llama.cpp does not have this model's graph or tokenizer
+    except HotsplitError:  # llama.cpp does not have this model's graph or tokenizer
         return "sparse"
     return "stock"
 
@@ -270,9 +270,9 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
 
 def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
     if wishes.mode == "predicted" and model.predictor is None and not can_silence(model):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source.name}: every neuron of this {model.activation} model fires, so there is"
-            " nothing to predict; leave --mode out, or make it sparse first: sparkinfer sparsify"
+            " nothing to predict; leave --mode out, or make it sparse first: hotsplit sparsify"
         )
 
 
@@ -289,7 +289,7 @@ def choose_predictors(
     if not can_silence(model):
         return False, (
             f"mode dense: every neuron of a {model.activation} model fires, so a profile would"
-            " be useless (sparkinfer sparsify makes a model sparse)"
+            " be useless (hotsplit sparsify makes a model sparse)"
         )
     if is_smooth(model) or model.has_limits:
         return False, "the file has thresholds or limits: the fastest mode by its own record"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.files import partial_file
-from sparkinfer.run.cache_folder import Cache
-from sparkinfer.run.keys import identity_of_texts
+from hotsplit.files import partial_file
+from hotsplit.run.cache_folder import Cache
+from hotsplit.run.keys import identity_of_texts
 
 PACKED = Path(__file__).with_name("corpus") / "default.txt.xz"
 NAME = "default.txt"

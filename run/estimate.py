@@ -7,14 +7,14 @@ with their time limits."""
 import shutil
 from dataclasses import dataclass, replace
 
-from sparkinfer.budget import layer_bytes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile import calibrate
-from sparkinfer.run.cache_folder import VARIABLE
-from sparkinfer.run.choice import PREDICTOR_SHARE
-from sparkinfer.run.rates import encode_bytes_per_s, matmul_flops, unpack_values_per_s
-from sparkinfer.run.stages import (
+from hotsplit.budget import layer_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.profile import calibrate
+from hotsplit.run.cache_folder import VARIABLE
+from hotsplit.run.choice import PREDICTOR_SHARE
+from hotsplit.run.rates import encode_bytes_per_s, matmul_flops, unpack_values_per_s
+from hotsplit.run.stages import (
     LOOK_TOKENS,
     Job,
     conversion_name,
@@ -27,7 +27,7 @@ from sparkinfer.run.stages import (
     plan_key,
     profile_key,
 )
-from sparkinfer.sizes import format_bytes
+from hotsplit.sizes import format_bytes
 
 # Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M
 # parameters in q8_0, two shared cores of a Zen 4); with training it took 2.9 to 3.3 times as long.
@@ -81,12 +81,12 @@ class Estimate:
         )
 
     def check_disk(self, folder: object) -> None:
-        """Raises SparkinferError if the disk has no room for the stages' outputs."""
+        """Raises HotsplitError if the disk has no room for the stages' outputs."""
         if self.works and self.num_bytes + SPARE_BYTES > self.free_bytes:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{folder}: about {format_bytes(self.num_bytes)} would be written, but only"
                 f" {format_bytes(self.free_bytes)} are free; set {VARIABLE} to a folder on another"
-                " disk, or make room with sparkinfer cache clear"
+                " disk, or make room with hotsplit cache clear"
             )
 
 

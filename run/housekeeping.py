@@ -1,4 +1,4 @@
-"""Lists and clears the cache of `sparkinfer run`; only our own files that are not in use are
+"""Lists and clears the cache of `hotsplit run`; only our own files that are not in use are
 removed."""
 
 import fcntl
@@ -11,12 +11,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from sparkinfer.cache_place import PREFETCH_FILE
-from sparkinfer.device_checks import forget_checks
-from sparkinfer.errors import SparkinferError
-from sparkinfer.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
-from sparkinfer.run.keys import STAGES
-from sparkinfer.run.rates import FILE as RATES
+from hotsplit.cache_place import PREFETCH_FILE
+from hotsplit.device_checks import forget_checks
+from hotsplit.errors import HotsplitError
+from hotsplit.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
+from hotsplit.run.keys import STAGES
+from hotsplit.run.rates import FILE as RATES
 
 State = Literal["ready", "unfinished", "stale"]
 NAME = re.compile(r"([a-z]+)-[0-9a-f]{24}")
@@ -58,13 +58,13 @@ def clear(cache: Path, names: Sequence[str] = (), *, stale_only: bool = False) -
     `stale_only` only stale and unfinished ones. Removing all includes the results of GPU checks and
     the rates.
 
-    Raises SparkinferError for a name that matches nothing."""
+    Raises HotsplitError for a name that matches nothing."""
     shelved = list_cache(cache)
     for name in names:
         if not any(_has_name(s, name) for s in shelved):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{name!r}: nothing in {cache} has this name or comes from this source, so nothing"
-                " was removed; sparkinfer cache list shows all there is"
+                " was removed; hotsplit cache list shows all there is"
             )
     chosen = [s for s in shelved if not names or any(_has_name(s, name) for name in names)]
     chosen = [s for s in chosen if not stale_only or s.state != "ready"]
@@ -97,7 +97,7 @@ def _folders(cache: Path) -> Iterator[Path]:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise SparkinferError(f"{cache}: cannot be read: {error.strerror}") from error
+        raise HotsplitError(f"{cache}: cannot be read: {error.strerror}") from error
     for folder in inside:
         if not NAME.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
             continue

@@ -1,4 +1,4 @@
-"""Finds the files that `sparkinfer run` has cached for a model, for use by other commands."""
+"""Finds the files that `hotsplit run` has cached for a model, for use by other commands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from sparkinfer.architecture import Layout
-from sparkinfer.cache_place import cache_folder
-from sparkinfer.convert.options import Outtype
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.run.cache_folder import Cache
-from sparkinfer.run.housekeeping import Shelved, list_cache
-from sparkinfer.run.keys import STAGES, conversion_key, identity_of_source
-from sparkinfer.split_file import Split
+from hotsplit.architecture import Layout
+from hotsplit.cache_place import cache_folder
+from hotsplit.convert.options import Outtype
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.run.cache_folder import Cache
+from hotsplit.run.housekeeping import Shelved, list_cache
+from hotsplit.run.keys import STAGES, conversion_key, identity_of_source
+from hotsplit.split_file import Split
 
 Load = Callable[[Path], ModelFile | Profile | Split]
 _PROFILES = ("profile", "look")  # the better kind first
@@ -45,7 +45,7 @@ def kept_for(model: Path) -> Kept:
         if own is None:
             copy = _converted(cache, model)
             own = None if copy is None else _id(ModelFile.load, copy)
-    except (SparkinferError, OSError):
+    except (HotsplitError, OSError):
         return Kept()
 
     def first(kinds: tuple[str, ...], load: Load) -> Path | None:
@@ -81,5 +81,5 @@ def _id(load: Load, path: Path) -> str | None:
     """The id of the model that a file contains or was made for; None if it cannot be loaded."""
     try:
         return load(path).model_id
-    except (SparkinferError, OSError):
+    except (HotsplitError, OSError):
         return None

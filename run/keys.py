@@ -1,4 +1,4 @@
-"""The parts of the keys of `sparkinfer run`'s artifacts: identities of sources and files, and
+"""The parts of the keys of `hotsplit run`'s artifacts: identities of sources and files, and
 versions of stages.
 
 A file is identified, wherever it is, by its size, its modification time and samples of its bytes; a
@@ -13,16 +13,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from sparkinfer import machine_file, model_keys, predictor_file, profile_file, split_file
-from sparkinfer.architecture import Layout
-from sparkinfer.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
-from sparkinfer.convert.options import Outtype
-from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import FILE_NAME as LIMITS_NAME
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.split_file import Split
+from hotsplit import machine_file, model_keys, predictor_file, profile_file, split_file
+from hotsplit.architecture import Layout
+from hotsplit.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
+from hotsplit.convert.options import Outtype
+from hotsplit.errors import HotsplitError
+from hotsplit.limits import FILE_NAME as LIMITS_NAME
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.split_file import Split
 
 SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
@@ -38,7 +38,7 @@ class Stage:
     files: tuple[str, ...]  # patterns of file names that it may write
     file: str  # the one that other commands take
     facts: tuple[tuple[str, float], ...] = ()  # numbers that later stages read, and their minimum
-    # Reads `file`. Raises SparkinferError if it is damaged; None if any content is accepted.
+    # Reads `file`. Raises HotsplitError if it is damaged; None if any content is accepted.
     load: Callable[[Path], object] | None = None
 
 
@@ -99,7 +99,7 @@ def digest(values: Any) -> str:
 def identity_of_source(path: Path) -> str:
     """The identity of a GGUF, or of a checkpoint folder by the files that `convert` reads.
 
-    `path` must exist. Raises SparkinferError for a file that cannot be read."""
+    `path` must exist. Raises HotsplitError for a file that cannot be read."""
     if path.is_file():
         return digest(_identity(path))
     patterns = (*DESCRIPTIONS, *SAFETENSORS, *PICKLED, LIMITS_NAME)
@@ -121,7 +121,7 @@ def identity_of_texts(paths: Iterable[Path]) -> str:
         elif path.is_file():
             found.append((path.name, *_identity(path)))
         else:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: no such file; wanted text, .jsonl or .parquet, or a folder of them"
             )
     return digest(found)
@@ -139,7 +139,7 @@ def _identity(path: Path) -> tuple[object, ...]:
                 file.seek(number * step)
                 found.update(file.read(SAMPLE_BYTES))
     except OSError as error:
-        raise SparkinferError(f"{path}: cannot be read: {error.strerror}") from error
+        raise HotsplitError(f"{path}: cannot be read: {error.strerror}") from error
     return stat.st_size, stat.st_mtime_ns, found.hexdigest()
 
 

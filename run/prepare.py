@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sparkinfer.errors import Interrupted, SparkinferError
-from sparkinfer.mode_quality import RunMode
-from sparkinfer.profile.config import MIN_TRAINING_WINDOWS
-from sparkinfer.profile.corpus import WINDOW
-from sparkinfer.run import stages
-from sparkinfer.run.cache_folder import Cache, Entry
-from sparkinfer.run.choice import Choice, Wishes, choose, room_here, worth
-from sparkinfer.run.estimate import (
+from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.mode_quality import RunMode
+from hotsplit.profile.config import MIN_TRAINING_WINDOWS
+from hotsplit.profile.corpus import WINDOW
+from hotsplit.run import stages
+from hotsplit.run.cache_folder import Cache, Entry
+from hotsplit.run.choice import Choice, Wishes, choose, room_here, worth
+from hotsplit.run.estimate import (
     Estimate,
     decided,
     estimate,
@@ -23,9 +23,9 @@ from sparkinfer.run.estimate import (
     too_long,
     words,
 )
-from sparkinfer.run.rates import Rates
-from sparkinfer.run.source import Source
-from sparkinfer.run.stages import Job
+from hotsplit.run.rates import Rates
+from hotsplit.run.source import Source
+from hotsplit.run.stages import Job
 
 # Makes an artifact in a folder, from the model without predictors: (model, folder) -> facts.
 Make = Callable[[Path, Path], Mapping[str, Any]]
@@ -90,7 +90,7 @@ def job_of(
     is_verified: bool | None = None,
 ) -> Job:
     """Decides everything that can be decided before any stage runs, and says why. Raises
-    SparkinferError for a source that cannot be run with these options."""
+    HotsplitError for a source that cannot be run with these options."""
     choice = choose(source, wishes, room_here(wishes))
     _check_tokens(choice, wishes)
     for line in choice.lines:
@@ -103,18 +103,18 @@ def job_of(
 
 
 def _check_tokens(choice: Choice, wishes: Wishes) -> None:
-    """Raises SparkinferError for too few tokens to train predictors, which would otherwise be found
+    """Raises HotsplitError for too few tokens to train predictors, which would otherwise be found
     only after the conversion."""
     least = MIN_TRAINING_WINDOWS * min(WINDOW, choice.model.shape.context_length)
     if wishes.tokens is not None and wishes.tokens < least and choice.predictors is not False:
-        raise SparkinferError(
+        raise HotsplitError(
             f"--tokens {wishes.tokens}: too few to train predictors, wanted {least:,} or more;"
             " without --tokens the number is chosen by the time that it takes"
         )
 
 
 def estimate_of(job: Job) -> Estimate:
-    """The estimate of a job. Raises SparkinferError if the disk has no room."""
+    """The estimate of a job. Raises HotsplitError if the disk has no room."""
     found = estimate(job, expected_tokens(job))
     found.check_disk(job.cache.folder)
     return found

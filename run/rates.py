@@ -1,4 +1,4 @@
-"""This machine's speed in the stages of `sparkinfer run`: measured briefly, or remembered from
+"""This machine's speed in the stages of `hotsplit run`: measured briefly, or remembered from
 earlier runs in the cache's rates.json."""
 
 import json
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from gguf.quants import dequantize, quantize
 
-from sparkinfer.cache_place import unwritable
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
-from sparkinfer.gguf_file import type_of
-from sparkinfer.model_file import ModelFile
-from sparkinfer.pipeline import num_threads
+from hotsplit.cache_place import unwritable
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file
+from hotsplit.gguf_file import type_of
+from hotsplit.model_file import ModelFile
+from hotsplit.pipeline import num_threads
 
 FILE = "rates.json"
 ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # seconds of each measurement
@@ -56,7 +56,7 @@ class Rates:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             content = found if isinstance(found, dict) else {}
         content[self.machine] = self.stored
-        with suppress(SparkinferError, OSError), partial_file(self.path) as partial:
+        with suppress(HotsplitError, OSError), partial_file(self.path) as partial:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def write_bytes_per_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The source given to `sparkinfer run`: a checkpoint folder, a name on the hub, or any GGUF.
+"""The source given to `hotsplit run`: a checkpoint folder, a name on the hub, or any GGUF.
 
 A name on the hub is downloaded; of large local files only headers and samples of bytes are
 read."""
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sparkinfer.architecture import Layout
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.convert import draft_of
-from sparkinfer.convert.gguf_source import activation_notes
-from sparkinfer.convert.hub import find_folder
-from sparkinfer.convert.options import ConvertConfig, Outtype
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile, read_model_gguf
-from sparkinfer.run.keys import identity_of_source
+from hotsplit.architecture import Layout
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.convert import draft_of
+from hotsplit.convert.gguf_source import activation_notes
+from hotsplit.convert.hub import find_folder
+from hotsplit.convert.options import ConvertConfig, Outtype
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile, read_model_gguf
+from hotsplit.run.keys import identity_of_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,10 @@ class Source:
 
     def draft(self, outtype: Outtype | None, layout: Layout = "sparse") -> ModelFile:
         """The model file that a conversion would write, without reading weights; `own` if there is
-        one and it cannot be converted. Raises SparkinferError for any other source that cannot."""
+        one and it cannot be converted. Raises HotsplitError for any other source that cannot."""
         try:
             return _draft(self.path, outtype, layout, self.activation, self.scratch)
-        except SparkinferError:
+        except HotsplitError:
             if self.own is None:
                 raise
             return self.own  # e.g. rows that are not whole blocks of that type: nothing to convert
@@ -61,11 +61,11 @@ def _draft(
 
 
 def look_at(given: Path, activation: str | None, scratch: Path) -> Source:
-    """Inspects a source, fetching it from the hub if needed. Raises SparkinferError if it is
+    """Inspects a source, fetching it from the hub if needed. Raises HotsplitError if it is
     missing or cannot be read."""
     path = find_folder(given)
     if not path.exists():
-        raise SparkinferError(
+        raise HotsplitError(
             f"{given}: no such folder or file; wanted a checkpoint folder, a model file (.gguf) or"
             " the name of a model on the Hugging Face hub (org/name)"
         )
@@ -99,7 +99,7 @@ def _as_it_is(
         return ModelFile.of(path, keys, tensors), None, (), kind
     try:
         stock = ModelFile.of(path, keys, tensors)
-    except SparkinferError:  # `draft` says what else is wrong with it
+    except HotsplitError:  # `draft` says what else is wrong with it
         return None, None, (), kind
     return None, stock, activation_notes(keys, stock), kind
 

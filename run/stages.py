@@ -1,4 +1,4 @@
-"""The stages of `sparkinfer run`, each of which makes an artifact in the cache.
+"""The stages of `hotsplit run`, each of which makes an artifact in the cache.
 
 Each stage does the work of a command (convert, profile, calibrate or solve). An artifact's key
 contains its inputs and the options that its content depends on, except the device that computes it.
@@ -13,30 +13,30 @@ from typing import Any
 
 import torch
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.predictor_check import check_predictors
-from sparkinfer.profile.report import warnings
-from sparkinfer.profile.verify import verify
-from sparkinfer.progress import progress
-from sparkinfer.run import corpora
-from sparkinfer.run.cache_folder import Cache, Entry
-from sparkinfer.run.choice import Choice, Wishes
-from sparkinfer.run.keys import conversion_key, digest
-from sparkinfer.run.rates import Rates
-from sparkinfer.run.source import Source
-from sparkinfer.runtime.engine_options import device_of
-from sparkinfer.runtime.prefill.workspace import measure_workspace
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.steady import reading
-from sparkinfer.system_memory import memory_bytes
-from sparkinfer.written import Written
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.predictor_check import check_predictors
+from hotsplit.profile.report import warnings
+from hotsplit.profile.verify import verify
+from hotsplit.progress import progress
+from hotsplit.run import corpora
+from hotsplit.run.cache_folder import Cache, Entry
+from hotsplit.run.choice import Choice, Wishes
+from hotsplit.run.keys import conversion_key, digest
+from hotsplit.run.rates import Rates
+from hotsplit.run.source import Source
+from hotsplit.runtime.engine_options import device_of
+from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.steady import reading
+from hotsplit.system_memory import memory_bytes
+from hotsplit.written import Written
 
 LOOK_TOKENS = 512
 MODEL, LOOK, PROFILE = "model.gguf", "look.safetensors", "model.profile.safetensors"

@@ -1,6 +1,6 @@
 """The engine: a loaded model that produces logits and tokens.
 
-    from sparkinfer import Engine
+    from hotsplit import Engine
     with Engine.load("m.gguf", split="m.split.gguf") as engine:
         for token in engine.generate("def main():", max_tokens=64, temperature=0.0):
             print(token.text, end="")
@@ -17,22 +17,22 @@ from typing import Self, Unpack
 import torch
 from torch import Tensor
 
-from sparkinfer.engine_config import EngineConfig, EngineOptions
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
-from sparkinfer.runtime.engine_options import check_rules
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.generate.text_engine import TextEngine
-from sparkinfer.runtime.gpu_setup import set_aside
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.loading import Loaded, load, open_plan, with_positions
-from sparkinfer.runtime.model.layers import Layer, limited
-from sparkinfer.runtime.model.observers import Observation, Observe, Wants
-from sparkinfer.runtime.step.batch import rows_of
-from sparkinfer.split_file import Split
-from sparkinfer.thresholds import replace_thresholds
+from hotsplit.engine_config import EngineConfig, EngineOptions
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
+from hotsplit.runtime.engine_options import check_rules
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.text_engine import TextEngine
+from hotsplit.runtime.gpu_setup import set_aside
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.loading import Loaded, load, open_plan, with_positions
+from hotsplit.runtime.model.layers import Layer, limited
+from hotsplit.runtime.model.observers import Observation, Observe, Wants
+from hotsplit.runtime.step.batch import rows_of
+from hotsplit.split_file import Split
+from hotsplit.thresholds import replace_thresholds
 
 
 class Engine(TextEngine):
@@ -56,9 +56,9 @@ class Engine(TextEngine):
         **options: Unpack[EngineOptions],
     ) -> "Engine":
         """Loads a model file, with or without a plan. `options` are the fields of
-        sparkinfer.engine_config.EngineConfig, which documents them.
+        hotsplit.engine_config.EngineConfig, which documents them.
 
-        Raises SparkinferError for a wrong file, plan, mode, device, profile, limits or types."""
+        Raises HotsplitError for a wrong file, plan, mode, device, profile, limits or types."""
         config = EngineConfig(**options)
         file = with_positions(ModelFile.load(Path(model)), config)
         return cls._of(file, open_plan(split, file), config)
@@ -81,7 +81,7 @@ class Engine(TextEngine):
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
         """Replaces the thresholds of a SiLU or GELU model from now on.
 
-        They replace gate limits too. Raises SparkinferError for other models, and unless there is
+        They replace gate limits too. Raises HotsplitError for other models, and unless there is
         one finite threshold, at least 0, per layer."""
         source, own = str(self.model.path), self.model.limits
         other = tuple(replace(layer, gate_F=None) for layer in own.layers)
@@ -93,7 +93,7 @@ class Engine(TextEngine):
         """Replaces the limits of a SiLU or GELU model from now on; None removes them.
 
         Gate limits replace thresholds. The layout of matrices does not change: input limits save
-        bytes only where matrices are transposed. Raises SparkinferError for other models, for
+        bytes only where matrices are transposed. Raises HotsplitError for other models, for
         limits of another model or shape, and for limits on a GPU."""
         none = (LayerLimits(),) * self.model.shape.num_layers
         limits = limits or Limits(model_id=None, layers=none)

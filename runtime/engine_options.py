@@ -1,6 +1,6 @@
 """Resolves the options of an engine: mode, devices, context, placement of weights.
 
-Each function raises a one-line SparkinferError for options that cannot be satisfied."""
+Each function raises a one-line HotsplitError for options that cannot be satisfied."""
 
 import logging
 from collections.abc import Callable
@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import torch
 
-from sparkinfer.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
-from sparkinfer.cache_types import CacheTypes
-from sparkinfer.engine_config import check_device
-from sparkinfer.errors import SparkinferError
-from sparkinfer.key_selection import MOST, KeySelection
-from sparkinfer.mode_choice import choose_mode, loss_line
-from sparkinfer.mode_quality import MAX_LOSS
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.split_file import Split
-from sparkinfer.system_memory import free_memory_bytes
+from hotsplit.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
+from hotsplit.cache_types import CacheTypes
+from hotsplit.engine_config import check_device
+from hotsplit.errors import HotsplitError
+from hotsplit.key_selection import MOST, KeySelection
+from hotsplit.mode_choice import choose_mode, loss_line
+from hotsplit.mode_quality import MAX_LOSS
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.split_file import Split
+from hotsplit.system_memory import free_memory_bytes
 
 # The share of free memory that the CPU's side (weights, cache and workspace) may take. The rest is
 # for the page cache, which loading uses.
@@ -35,7 +35,7 @@ def residence_of(
 ) -> Residence | None:
     """The memory for weights on the CPU; None if they stay in the file."""
     if is_resident and not library.is_available():
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: only the C++ kernels, which are not built, can arrange weights in memory"
             " (is_resident); run make build, or leave is_resident out"
         )
@@ -63,7 +63,7 @@ def mode_of(
     """The requested mode, else the plan's, else that of mode_choice for `max_loss`. `notice` gets
     the reason for the choice, `warn` a warning about a larger loss.
 
-    Raises SparkinferError for a mode that the model or the plan does not support."""
+    Raises HotsplitError for a mode that the model or the plan does not support."""
     choice = choose_mode(model, max_loss) if mode is None else None
     asked = mode if plan is None else mode or plan.mode
     if choice is not None and asked in (None, choice.mode):
@@ -83,35 +83,35 @@ def _of_plan(plan: Split | None) -> str:
     if plan is None:
         return ""
     return (
-        f"; the plan is for mode {plan.mode}: for another mode, run sparkinfer solve again with"
+        f"; the plan is for mode {plan.mode}: for another mode, run hotsplit solve again with"
         " --mode or --max-loss"
     )
 
 
 def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
-    """Raises SparkinferError for a mode whose prerequisites are missing."""
+    """Raises HotsplitError for a mode whose prerequisites are missing."""
     if mode == "predicted" and model.predictor is None:
-        raise SparkinferError(
-            f"{model.path}: has no predictors; train them with sparkinfer profile"
-            " --train-predictors and add them with sparkinfer convert --predictors"
+        raise HotsplitError(
+            f"{model.path}: has no predictors; train them with hotsplit profile"
+            " --train-predictors and add them with hotsplit convert --predictors"
         )
     if mode == "predicted" and plan is not None and plan.mode != "predicted":
-        raise SparkinferError(
+        raise HotsplitError(
             f"the plan is for mode {plan.mode} and has no room for predictors; leave --mode out, or"
-            " run sparkinfer solve with --mode predicted"
+            " run hotsplit solve with --mode predicted"
         )
 
 
 def check_rules(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
-    """Raises SparkinferError for sparsity rules that the GPU or the plan cannot run."""
+    """Raises HotsplitError for sparsity rules that the GPU or the plan cannot run."""
     if gpu.type == "cuda" and file.has_limits:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{file.path}: limits of neurons and inputs run only on the CPU so far; use device cpu,"
             " or convert the model without them"
         )
     gate = file.gate_name
     if plan is not None and any(file.is_transposed(i, gate) for i in range(file.shape.num_layers)):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{file.path}: gates are stored by inputs (limits of the feed-forward's inputs), so no"
             " plan can divide the neurons; leave the plan out, or convert without these limits"
         )
@@ -129,7 +129,7 @@ def placement_of(
     CPU, too; a plan states this itself."""
     num_layers = model.shape.num_layers
     if plan is not None and cpu_ffn:
-        raise SparkinferError(
+        raise HotsplitError(
             "a plan says where the neurons go, and so does --cpu-ffn (cpu_ffn): leave one out"
         )
     if plan is not None:
@@ -185,20 +185,20 @@ def gpus_of(plan: Split | None, first: torch.device) -> tuple[torch.device, ...]
         return (first,) * wanted
     start = first.index or 0
     if start + wanted > torch.cuda.device_count():
-        raise SparkinferError(
+        raise HotsplitError(
             f"the plan is for {wanted} GPUs, but the number of GPUs from {first} on is"
-            f" {torch.cuda.device_count() - start}; run sparkinfer solve with one budget per GPU"
+            f" {torch.cuda.device_count() - start}; run hotsplit solve with one budget per GPU"
         )
     return tuple(torch.device("cuda", start + number) for number in range(wanted))
 
 
 def device_of(device: str | None) -> torch.device:
-    """The requested device; by default a CUDA device if there is one. Raises SparkinferError for an
+    """The requested device; by default a CUDA device if there is one. Raises HotsplitError for an
     unknown or missing device."""
     check_device(device)
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise SparkinferError(
+        raise HotsplitError(
             f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here"
         )
     if found.type == "cuda" and found.index is None:
@@ -216,9 +216,9 @@ def context_of(
     of it, and for the plan's where there is a plan."""
     if plan is not None:
         if asked not in (None, 0, plan.context_length):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"context of {asked} asked for, but the plan budgets {plan.context_length};"
-                " run sparkinfer solve with --context"
+                " run hotsplit solve with --context"
             )
         return plan.context_length
     longest = model.shape.context_length
@@ -230,9 +230,9 @@ def context_of(
         longest = MOST
     if not 1 <= asked <= longest:
         if asked < 1:
-            raise SparkinferError(f"context of {asked} asked for, wanted 1 to {longest}")
+            raise HotsplitError(f"context of {asked} asked for, wanted 1 to {longest}")
         hint = "; --rope-scaling yarn stretches it" if model.graph.rotary else ""
-        raise SparkinferError(
+        raise HotsplitError(
             f"context of {asked} asked for, but the model has up to {longest}{hint}"
         )
     return asked
@@ -243,9 +243,9 @@ def sequences_of(asked: int, plan: Split | None) -> int:
     if plan is None:
         return asked
     if asked > plan.num_sequences:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{asked} sequences asked for, but the plan's cache is for {plan.num_sequences};"
-            f" run sparkinfer solve with --sequences {asked}"
+            f" run hotsplit solve with --sequences {asked}"
         )
     return plan.num_sequences
 
@@ -268,16 +268,16 @@ def cache_types_of(
     selection = planned if offload is None else KeySelection.parse(offload)
     types = replace(CacheTypes.of(key, value), selection=selection)
     if has_plan and selection != planned:
-        raise SparkinferError(_other_offload(selection, planned))
+        raise HotsplitError(_other_offload(selection, planned))
     stored = replace(types, selection=None)
     if has_plan and stored != CacheTypes.of(own):
-        raise SparkinferError(
+        raise HotsplitError(
             f"a cache in {stored} asked for, but a plan budgets it in {own}; leave one of the two out"
         )
     is_on_cpu = device.type == "cpu" or (selection is not None and (has_plan or cpu_ffn))
     if types != CacheTypes.of(own) and not is_on_cpu:
-        raise SparkinferError(
-            f"a cache in {types} asked for on {device}, where it needs a plan: run sparkinfer solve with"
+        raise HotsplitError(
+            f"a cache in {types} asked for on {device}, where it needs a plan: run hotsplit solve with"
             " --kv-offload, or use --cpu-ffn"
             if selection is not None
             else f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
@@ -285,7 +285,7 @@ def cache_types_of(
     for kind in (types.key, types.value):
         kind.check(model.shape.head_width)
     if has_plan and selection is not None and selection.is_capped:
-        raise SparkinferError(
+        raise HotsplitError(
             "positions=capped asked for, which does not work with a plan; leave one of the two out"
         )
     if selection is not None and selection.is_capped:
@@ -297,26 +297,26 @@ def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> 
     if planned is None:
         return (
             f"--kv-offload {asked} asked for, but the plan budgets keys and values where the attention"
-            " is; run sparkinfer solve with --kv-offload"
+            " is; run hotsplit solve with --kv-offload"
         )
     return (
-        f"--kv-offload {asked} asked for, but the plan is for {planned}; leave it out, or run sparkinfer"
+        f"--kv-offload {asked} asked for, but the plan is for {planned}; leave it out, or run hotsplit"
         " solve with it"
     )
 
 
 def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) -> None:
     if model.graph.rotary is None:
-        raise SparkinferError(
+        raise HotsplitError(
             "positions=capped asked for, but this model has learned positions; leave it out"
         )
     if types.key.is_rotated:
-        raise SparkinferError(
+        raise HotsplitError(
             f"positions=capped asked for with keys in {types.key.name}, which are rotated by a"
             f" Hadamard matrix; use f16, bf16 or {types.key.name}-plain"
         )
     if selection.longest > model.shape.context_length:
-        raise SparkinferError(
+        raise HotsplitError(
             f"positions=capped: sinks, top, window and block are {selection.longest} positions together,"
             f" but the model's context is {model.shape.context_length}; make window or top smaller"
         )

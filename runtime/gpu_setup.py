@@ -14,32 +14,32 @@ from dataclasses import replace
 
 import torch
 
-from sparkinfer.budget import FLOAT_BYTES, SHORT_CHUNK, Items
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.progress import progress
-from sparkinfer.runtime.device import pinned
-from sparkinfer.runtime.device.device_memory import (
+from hotsplit.budget import FLOAT_BYTES, SHORT_CHUNK, Items
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.progress import progress
+from hotsplit.runtime.device import pinned
+from hotsplit.runtime.device.device_memory import (
     ALIGNMENT,
     LEAST_BUDGET_BYTES,
     SEGMENT_BYTES,
     DeviceMemory,
 )
-from sparkinfer.runtime.device.staging import Staging, copy_stream
-from sparkinfer.runtime.device.streams import PlainStream
-from sparkinfer.runtime.model.attention import has_flash
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.prefill.cold_spans import ColdBlock
-from sparkinfer.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
-from sparkinfer.runtime.prefill.pass_bytes import GAPS, decode_bytes, pass_bytes
-from sparkinfer.runtime.step.hybrid_device import Take
-from sparkinfer.runtime.weights.neuron_block import by_role
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.upload import PIECE_BYTES, Uploader
-from sparkinfer.sizes import format_bytes
-from sparkinfer.split_file import Split
+from hotsplit.runtime.device.staging import Staging, copy_stream
+from hotsplit.runtime.device.streams import PlainStream
+from hotsplit.runtime.model.attention import has_flash
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.prefill.cold_spans import ColdBlock
+from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS, ColdStream, CurrentStream
+from hotsplit.runtime.prefill.pass_bytes import GAPS, decode_bytes, pass_bytes
+from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.weights.neuron_block import by_role
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.runtime.weights.upload import PIECE_BYTES, Uploader
+from hotsplit.sizes import format_bytes
+from hotsplit.split_file import Split
 
 Memories = dict[torch.device, DeviceMemory]
 # The most bytes of cold weights per copy, enough for copies to run at full speed.
@@ -66,7 +66,7 @@ def memories_of(
     """A slab for each GPU of a placement, for everything permanent. Without `keeps_budget`, torch's
     allocator is not limited to the budget. `max_rows`: the most rows of a decode step.
 
-    Raises SparkinferError if a GPU does not have enough memory."""
+    Raises HotsplitError if a GPU does not have enough memory."""
     if placement.homes[0].type != "cuda":
         return {}
     budgets: list[int | None]
@@ -169,7 +169,7 @@ def pin(residence: Residence, notice: Callable[[str], None]) -> None:
         return
     try:
         residence.pin()
-    except SparkinferError as error:
+    except HotsplitError as error:
         notice(
             f"{error}; until then, prompts copy cold weights through staging buffers, more slowly"
         )
@@ -189,7 +189,7 @@ def with_cold_streams(
     """(weights with streams attached, maximum tokens per pass: `chunk`, or fewer if memory is
     short).
 
-    Raises SparkinferError if a GPU's budget leaves no room for a single token."""
+    Raises HotsplitError if a GPU's budget leaves no room for a single token."""
     num_sequences = weights.cache.table.num_sequences
     context_length = _attended(placement, context_length)
     cold = {device: cold_blocks(weights, placement, device) for device in memories}
@@ -232,7 +232,7 @@ def _most_tokens(
     beside: int = 0,
 ) -> int:
     """Tokens per pass: `chunk`, halved until the temporaries fit into the memory outside the
-    slab; those of more than SHORT_CHUNK tokens leave `beside` bytes of it. Raises SparkinferError
+    slab; those of more than SHORT_CHUNK tokens leave `beside` bytes of it. Raises HotsplitError
     if those of a single token do not fit."""
     room = int(memory.room_bytes * (1 - GAPS))
     tokens, is_flash = chunk, has_flash(memory.device)
@@ -241,9 +241,9 @@ def _most_tokens(
         if wanted + (beside if tokens > SHORT_CHUNK else 0) <= room:
             return tokens
         if tokens == 1:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{memory.device}: {format_bytes(room)} left after weights and cache, one token"
-                f" takes {format_bytes(wanted)}; run sparkinfer solve with a larger --vram-budget or"
+                f" takes {format_bytes(wanted)}; run hotsplit solve with a larger --vram-budget or"
                 " a smaller --context"
             )
         tokens = -(-tokens // 2)

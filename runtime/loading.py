@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
-from sparkinfer.engine_config import EngineConfig
-from sparkinfer.limits import Limits
-from sparkinfer.longer_texts import with_rope_scaling
-from sparkinfer.mode_choice import mode_meant
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.check.device_check import MORE, DeviceLost, checked
-from sparkinfer.runtime.engine_options import (
+from hotsplit.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
+from hotsplit.engine_config import EngineConfig
+from hotsplit.limits import Limits
+from hotsplit.longer_texts import with_rope_scaling
+from hotsplit.mode_choice import mode_meant
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
+from hotsplit.runtime.engine_options import (
     bytes_by_role_of,
     cache_types_of,
     check_rules,
@@ -31,7 +31,7 @@ from sparkinfer.runtime.engine_options import (
     residence_of,
     sequences_of,
 )
-from sparkinfer.runtime.gpu_setup import (
+from hotsplit.runtime.gpu_setup import (
     Memories,
     memories_of,
     set_aside,
@@ -39,24 +39,24 @@ from sparkinfer.runtime.gpu_setup import (
     uploading,
     with_cold_streams,
 )
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import ROWS
-from sparkinfer.runtime.kernels.prefetch_distance import set_for_this_processor
-from sparkinfer.runtime.model.feed_forward import Mode, Traffic
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.loader import load_weights
-from sparkinfer.runtime.model.neuron_loader import runs_by_output
-from sparkinfer.runtime.model.observers import Observers
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.neuron_cache.setup import setup_of, slot_bytes
-from sparkinfer.runtime.prefill.pass_bytes import step_rows
-from sparkinfer.runtime.step.decode_step import DecodeStep, decode_step
-from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.step.host_attention import HostAttention
-from sparkinfer.runtime.step.hybrid_step import Backend
-from sparkinfer.split_file import Split
-from sparkinfer.thresholds import with_thresholds
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.kernels.prefetch_distance import set_for_this_processor
+from hotsplit.runtime.model.feed_forward import Mode, Traffic
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.neuron_loader import runs_by_output
+from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.neuron_cache.setup import setup_of, slot_bytes
+from hotsplit.runtime.prefill.pass_bytes import step_rows
+from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.split_file import Split
+from hotsplit.thresholds import with_thresholds
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Loaded:
 
 
 def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
-    """Reads a plan from a file. Raises SparkinferError unless it is valid for the model."""
+    """Reads a plan from a file. Raises HotsplitError unless it is valid for the model."""
     if split is None:
         return None
     plan = Split.load(Path(split))

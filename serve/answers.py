@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkinfer.runtime.generate.generation import Token
-from sparkinfer.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
-from sparkinfer.serve.chat_requests import ChatRequest
-from sparkinfer.serve.served_model import ServedModel
-from sparkinfer.serve.texts import Report
-from sparkinfer.serve.tool_calls import ToolCall, ToolSplitter
+from hotsplit.runtime.generate.generation import Token
+from hotsplit.runtime.generate.reasoning import BEGIN, END, ReasoningSplitter
+from hotsplit.serve.chat_requests import ChatRequest
+from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.texts import Report
+from hotsplit.serve.tool_calls import ToolCall, ToolSplitter
 
 Body = dict[str, object]
 

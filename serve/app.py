@@ -8,14 +8,14 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sparkinfer.serve.api_error import ApiError
-from sparkinfer.serve.chat_api import chat_completions
-from sparkinfer.serve.completions_api import completions
-from sparkinfer.serve.exchange import error_response
-from sparkinfer.serve.guard import Guard
-from sparkinfer.serve.responses_api import responses
-from sparkinfer.serve.service import Service
-from sparkinfer.serve.side_api import (
+from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.chat_api import chat_completions
+from hotsplit.serve.completions_api import completions
+from hotsplit.serve.exchange import error_response
+from hotsplit.serve.guard import Guard
+from hotsplit.serve.responses_api import responses
+from hotsplit.serve.service import Service
+from hotsplit.serve.side_api import (
     apply_template,
     detokenize,
     health,

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sparkinfer.serve.answers import (
+from hotsplit.serve.answers import (
     Body,
     Delta,
     Head,
@@ -18,10 +18,10 @@ from sparkinfer.serve.answers import (
     timings_of,
     usage_of,
 )
-from sparkinfer.serve.chat_requests import ChatRequest, chat_request
-from sparkinfer.serve.exchange import EventStream, Exchange, JsonResponse, sse
-from sparkinfer.serve.service import Service
-from sparkinfer.serve.texts import Ended, Report
+from hotsplit.serve.chat_requests import ChatRequest, chat_request
+from hotsplit.serve.exchange import EventStream, Exchange, JsonResponse, sse
+from hotsplit.serve.service import Service
+from hotsplit.serve.texts import Ended, Report
 
 
 async def chat_completions(service: Service, request: Request) -> Response:

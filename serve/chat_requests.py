@@ -5,14 +5,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparkinfer.runtime.generate.reasoning import BEGIN, END, opens_reasoning
-from sparkinfer.runtime.text.chat_template import ChatTemplate
-from sparkinfer.serve.api_error import wrong
-from sparkinfer.serve.fields import Fields
-from sparkinfer.serve.served_model import ServedModel
-from sparkinfer.serve.text_requests import MAX_LOGPROBS, Wanted, jobs_of, take_wanted
-from sparkinfer.serve.texts import Job
-from sparkinfer.serve.tool_calls import ToolForm, form_of
+from hotsplit.runtime.generate.reasoning import BEGIN, END, opens_reasoning
+from hotsplit.runtime.text.chat_template import ChatTemplate
+from hotsplit.serve.api_error import wrong
+from hotsplit.serve.fields import Fields
+from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.text_requests import MAX_LOGPROBS, Wanted, jobs_of, take_wanted
+from hotsplit.serve.texts import Job
+from hotsplit.serve.tool_calls import ToolForm, form_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

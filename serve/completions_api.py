@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sparkinfer.runtime.generate.generation import Token
-from sparkinfer.serve.answers import (
+from hotsplit.runtime.generate.generation import Token
+from hotsplit.serve.answers import (
     Body,
     Head,
     Said,
@@ -15,10 +15,10 @@ from sparkinfer.serve.answers import (
     timings_of,
     usage_of,
 )
-from sparkinfer.serve.exchange import EventStream, Exchange, JsonResponse, sse
-from sparkinfer.serve.service import Service
-from sparkinfer.serve.text_requests import TextRequest, completion_request
-from sparkinfer.serve.texts import Ended, Report
+from hotsplit.serve.exchange import EventStream, Exchange, JsonResponse, sse
+from hotsplit.serve.service import Service
+from hotsplit.serve.text_requests import TextRequest, completion_request
+from hotsplit.serve.texts import Ended, Report
 
 
 async def completions(service: Service, request: Request) -> Response:

@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.typed import shown
 
 MAX_PARALLEL = 256
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[A-Za-z0-9.-]+)(:\d{1,5})?")
@@ -50,22 +50,22 @@ class ServeConfig:
         if self.kept is not None:
             self._check_range("kept", 0, MAX_PARALLEL)
         if self.max_tokens < 1 and self.max_tokens != -1:
-            raise SparkinferError(f"max_tokens is {self.max_tokens}, wanted 1 or more, or -1")
+            raise HotsplitError(f"max_tokens is {self.max_tokens}, wanted 1 or more, or -1")
         for name in ("timeout_s", "drain_s", "read_s"):
             if not 0 < getattr(self, name) <= 1e6:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{name} is {getattr(self, name)}, wanted more than 0 and at most 1e6"
                 )
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise SparkinferError(
+                raise HotsplitError(
                     f"--cors {shown(origin)}: wanted a page's origin, say http://localhost:3000 or"
                     " https://example.org (no path), or *"
                 )
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise SparkinferError("the API key has characters not allowed in a header; use ASCII")
+            raise HotsplitError("the API key has characters not allowed in a header; use ASCII")
         if self.api_key == "":
-            raise SparkinferError("the API key is empty; omit it or give one")
+            raise HotsplitError("the API key is empty; omit it or give one")
 
     @property
     def num_kept(self) -> int:
@@ -73,4 +73,4 @@ class ServeConfig:
 
     def _check_range(self, name: str, low: int, high: int) -> None:
         if not low <= getattr(self, name) <= high:
-            raise SparkinferError(f"{name} is {getattr(self, name)}, wanted {low} to {high}")
+            raise HotsplitError(f"{name} is {getattr(self, name)}, wanted {low} to {high}")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from sparkinfer.serve.guard import MAX_HEAD_BYTES
+from hotsplit.serve.guard import MAX_HEAD_BYTES
 
 LINGER_S, LINGER_BYTES = 10.0, 64 << 20
 TOO_LONG = f"the headers have more than {MAX_HEAD_BYTES} bytes".encode()

@@ -13,11 +13,11 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sparkinfer.serve.api_error import ApiError, unavailable
-from sparkinfer.serve.scheduler import QueueFull, Scheduler
-from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Said, Stopping, Text
+from hotsplit.serve.api_error import ApiError, unavailable
+from hotsplit.serve.scheduler import QueueFull, Scheduler
+from hotsplit.serve.texts import Ended, Event, Failed, Job, Late, Said, Stopping, Text
 
-log = logging.getLogger("sparkinfer.serve")
+log = logging.getLogger("hotsplit.serve")
 Result = TypeVar("Result")
 # nginx's code for a client that closed the connection; never sent, only logged and counted
 STATUS_GONE = 499

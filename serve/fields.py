@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sparkinfer.serve.api_error import ApiError, wrong
+from hotsplit.serve.api_error import ApiError, wrong
 
 MAX_SHOWN = 60  # characters of a wrong value in an error
 LARGEST = sys.float_info.max

@@ -18,12 +18,12 @@ from h11 import LocalProtocolError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sparkinfer.serve.api_error import ApiError
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.serve.exchange import STATUS_GONE, Gone, drop_body, error_response
-from sparkinfer.serve.request_log import RequestLine
+from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.exchange import STATUS_GONE, Gone, drop_body, error_response
+from hotsplit.serve.request_log import RequestLine
 
-log = logging.getLogger("sparkinfer.serve")
+log = logging.getLogger("hotsplit.serve")
 OPEN_PATHS = ("/health",)
 MAX_HEAD_BYTES = 32 << 10
 MAX_DIGITS = 20  # of a content length, as in h11
@@ -121,7 +121,7 @@ class Guard:
         if given is not None and hmac.compare_digest(given, wanted.encode()):
             return
         what = "wrong" if given is not None else "missing: send Authorization: Bearer KEY"
-        scheme = 'Basic realm="sparkinfer", charset="UTF-8"' if is_page else "Bearer"
+        scheme = 'Basic realm="hotsplit", charset="UTF-8"' if is_page else "Bearer"
         raise ApiError(401, f"the API key is {what}", code="invalid_api_key",
                        headers={"WWW-Authenticate": scheme})  # fmt: skip
 

@@ -11,10 +11,10 @@ from prometheus_client import (
     generate_latest,
 )
 
-from sparkinfer.serve.request_log import RequestLine
-from sparkinfer.serve.texts import Report
+from hotsplit.serve.request_log import RequestLine
+from hotsplit.serve.texts import Report
 
-NAMESPACE = "sparkinfer"
+NAMESPACE = "hotsplit"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 # Paths that have a label; labels for all paths that clients send could fill the memory.
 PATHS = (

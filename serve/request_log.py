@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-_LOGGERS = ("sparkinfer.serve", "uvicorn.error")
+_LOGGERS = ("hotsplit.serve", "uvicorn.error")
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class _Format(logging.Formatter):
 
 
 def log_line(line: RequestLine) -> None:
-    logging.getLogger("sparkinfer.serve").info("request", extra={"line": line})
+    logging.getLogger("hotsplit.serve").info("request", extra={"line": line})
 
 
 def start_log(*, is_json: bool) -> None:

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Iterator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sparkinfer.serve.answers import Body, Delta, Voice, timings_of, usage_of
-from sparkinfer.serve.api_error import ApiError
-from sparkinfer.serve.chat_api import gathered
-from sparkinfer.serve.exchange import EventStream, Exchange, JsonResponse, sse
-from sparkinfer.serve.responses_requests import responses_request
-from sparkinfer.serve.service import Service
-from sparkinfer.serve.texts import Ended, Report
-from sparkinfer.serve.tool_calls import ToolCall
+from hotsplit.serve.answers import Body, Delta, Voice, timings_of, usage_of
+from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.chat_api import gathered
+from hotsplit.serve.exchange import EventStream, Exchange, JsonResponse, sse
+from hotsplit.serve.responses_requests import responses_request
+from hotsplit.serve.service import Service
+from hotsplit.serve.texts import Ended, Report
+from hotsplit.serve.tool_calls import ToolCall
 
 
 async def responses(service: Service, request: Request) -> Response:

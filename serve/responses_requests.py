@@ -4,10 +4,10 @@ Nothing is stored here, so references to an earlier response are refused."""
 
 from collections.abc import Mapping
 
-from sparkinfer.serve.api_error import ApiError, wrong
-from sparkinfer.serve.chat_requests import MAX_TOOLS, ChatRequest, chat_request
-from sparkinfer.serve.fields import Fields
-from sparkinfer.serve.served_model import ServedModel
+from hotsplit.serve.api_error import ApiError, wrong
+from hotsplit.serve.chat_requests import MAX_TOOLS, ChatRequest, chat_request
+from hotsplit.serve.fields import Fields
+from hotsplit.serve.served_model import ServedModel
 
 MAX_ITEMS = 4096
 MAX_INSTRUCTIONS = 1 << 24

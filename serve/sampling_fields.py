@@ -5,14 +5,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.sampling_options import (
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.sampling_options import (
     SamplingOptions,
     samplers_of_letters,
     samplers_of_names,
 )
-from sparkinfer.serve.api_error import ApiError, wrong
-from sparkinfer.serve.fields import Fields
+from hotsplit.serve.api_error import ApiError, wrong
+from hotsplit.serve.fields import Fields
 
 MAX_BIASES, MAX_BIAS, MAX_BIASED_LENGTH = 1024, 1e6, 256
 MAX_BREAKERS, MAX_BREAKER_LENGTH = 64, 256
@@ -58,7 +58,7 @@ def take_sampling(
         if (samplers := fields.take("samplers")) is not None:
             given["samplers"] = _samplers(samplers)
         return replace(defaults, **given)  # type: ignore[arg-type]
-    except SparkinferError as error:
+    except HotsplitError as error:
         raise _named(error, names) from error
 
 
@@ -128,7 +128,7 @@ def _samplers(value: object) -> tuple[str, ...]:
     return samplers_of_names(";".join(value))
 
 
-def _named(error: SparkinferError, names: Mapping[str, str]) -> ApiError:
+def _named(error: HotsplitError, names: Mapping[str, str]) -> ApiError:
     """Converts an error of SamplingOptions, whose message begins with a field's name, to an
     ApiError with the request's name for that field."""
     first = str(error).split()[0]

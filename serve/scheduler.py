@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkinfer.runtime.generate.text_engine import TextEngine
-from sparkinfer.runtime.step.sequences import Part
-from sparkinfer.serve.shelf import Shelf, common
-from sparkinfer.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said, Stopping, Text
+from hotsplit.runtime.generate.text_engine import TextEngine
+from hotsplit.runtime.step.sequences import Part
+from hotsplit.serve.shelf import Shelf, common
+from hotsplit.serve.texts import Ended, Event, Failed, Job, Late, Listen, Said, Stopping, Text
 
-log = logging.getLogger("sparkinfer.serve")
+log = logging.getLogger("hotsplit.serve")
 
 Batch = list[tuple[Text, Event]]
 # Most rows of a step, unless more than STEP_ROWS - LEAST_ROWS texts generate; a native step reads

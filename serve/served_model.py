@@ -7,14 +7,14 @@ from functools import cached_property
 
 from tokenizers import pre_tokenizers
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.drawing import chain_of
-from sparkinfer.runtime.generate.dry import BreakerSets
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.text.chat_template import ChatTemplate, Message
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.serve.api_error import ApiError, wrong
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.drawing import chain_of
+from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.text.chat_template import ChatTemplate, Message
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.serve.api_error import ApiError, wrong
 
 LONG_TEXT = 1 << 12  # characters; 10 ms to tokenise
 
@@ -51,14 +51,14 @@ class ServedModel:
         """Tokens of a prompt, including those that the tokenizer adds. Raises ApiError."""
         try:
             return self._long_ids(text, is_special=True) or self.codec.encode(text)
-        except SparkinferError as error:
+        except HotsplitError as error:
             raise wrong("prompt", str(error)) from error
 
     def encode_plain(self, text: str, param: str = "content") -> list[int]:
         """Tokens of the text, with none added. Raises ApiError."""
         try:
             return self._long_ids(text, is_special=False) or self.codec.encode_rendered(text)
-        except SparkinferError as error:
+        except HotsplitError as error:
             raise wrong(param, str(error)) from error
 
     def _long_ids(self, text: str, *, is_special: bool) -> list[int] | None:
@@ -96,7 +96,7 @@ class ServedModel:
                 continue_final_message=continues,
                 add_generation_prompt=add_generation_prompt and not continues,
             )
-        except SparkinferError as error:
+        except HotsplitError as error:
             raise wrong("messages", str(error)) from error
 
     def chain(self, sampling: SamplingOptions) -> SamplerChain:

@@ -17,19 +17,19 @@ from importlib.metadata import version
 
 import uvicorn
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.constraints import json_schema_constraint
-from sparkinfer.runtime.generate.text_engine import TextEngine
-from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
-from sparkinfer.serve.app import app_of
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.serve.connections import connection_class
-from sparkinfer.serve.guard import MAX_HEAD_BYTES
-from sparkinfer.serve.scheduler import Batch, Limits, Scheduler
-from sparkinfer.serve.served_model import ServedModel
-from sparkinfer.serve.service import Service
-from sparkinfer.serve.shelf import Shelf
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.constraints import json_schema_constraint
+from hotsplit.runtime.generate.text_engine import TextEngine
+from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
+from hotsplit.serve.app import app_of
+from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.connections import connection_class
+from hotsplit.serve.guard import MAX_HEAD_BYTES
+from hotsplit.serve.scheduler import Batch, Limits, Scheduler
+from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.service import Service
+from hotsplit.serve.shelf import Shelf
+from hotsplit.typed import shown
 
 LAST_S = 2.0  # time to send the last answers
 
@@ -49,13 +49,13 @@ class Server:
     ) -> None:
         self.config, self._num_places = config, num_places
         self._open_engine, self._on_ready = open_engine, on_ready
-        self.service = Service(config, f"sparkinfer-{version('sparkinfer')}")
+        self.service = Service(config, f"hotsplit-{version('hotsplit')}")
         self._scheduler: Scheduler | None = None
         self._error: BaseException | None = None
         self._num_signals = 0
 
     def run(self) -> None:
-        """Runs until a signal. Raises SparkinferError if the port or the model is unavailable."""
+        """Runs until a signal. Raises HotsplitError if the port or the model is unavailable."""
         listener = _listener(self.config)
         try:
             asyncio.run(self._serve(listener))
@@ -179,7 +179,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
         template: ChatTemplate | str = chat_template_of(model, codec, config.template)
         if isinstance(template, ChatTemplate):
             template.render([{"role": "user", "content": "Hello"}])  # starts the worker process
-    except SparkinferError as error:
+    except HotsplitError as error:
         if config.template is not None:
             raise
         template = str(error)
@@ -200,7 +200,7 @@ def served_of(config: ServeConfig, engine: TextEngine) -> ServedModel:
     served.chain(config.sampling)  # refuses impossible options
     try:
         json_schema_constraint({"type": "object"}, codec)  # fills the cache of the vocabulary
-    except SparkinferError:
+    except HotsplitError:
         pass  # requests with constraints are answered with the reason
     return served
 
@@ -218,9 +218,9 @@ def _listener(config: ServeConfig) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise SparkinferError(f"--host {shown(config.host)}: {error.strerror or error}") from error
+        raise HotsplitError(f"--host {shown(config.host)}: {error.strerror or error}") from error
     except UnicodeError as error:  # from the idna codec: a label is empty or over 63 characters
-        raise SparkinferError(
+        raise HotsplitError(
             f"--host {shown(config.host)} is not a host name; give one, or an address such as"
             " 127.0.0.1"
         ) from error
@@ -231,7 +231,7 @@ def _listener(config: ServeConfig) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise SparkinferError(
+        raise HotsplitError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; give another"
             " --port, or 0 for any"
         ) from error

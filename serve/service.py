@@ -7,15 +7,15 @@ from typing import Literal, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from sparkinfer.serve.api_error import ApiError, unavailable
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.serve.exchange import Exchange, Gone, drop_body, while_there
-from sparkinfer.serve.fields import Fields, fields_of
-from sparkinfer.serve.metrics import Metrics
-from sparkinfer.serve.request_log import RequestLine, log_line
-from sparkinfer.serve.scheduler import Scheduler
-from sparkinfer.serve.served_model import ServedModel
-from sparkinfer.serve.texts import Job, Report
+from hotsplit.serve.api_error import ApiError, unavailable
+from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.exchange import Exchange, Gone, drop_body, while_there
+from hotsplit.serve.fields import Fields, fields_of
+from hotsplit.serve.metrics import Metrics
+from hotsplit.serve.request_log import RequestLine, log_line
+from hotsplit.serve.scheduler import Scheduler
+from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.texts import Job, Report
 
 Result = TypeVar("Result")
 NUM_PREPARING = 2  # threads that render and tokenise
@@ -25,7 +25,7 @@ MAX_RETRY_S = 60
 class Service:
     """The shared state. Attributes are set on the event loop; other threads only read them."""
 
-    def __init__(self, config: ServeConfig, fingerprint: str = "sparkinfer") -> None:
+    def __init__(self, config: ServeConfig, fingerprint: str = "hotsplit") -> None:
         self.config, self.fingerprint = config, fingerprint
         self.state: Literal["loading", "ready", "stopping"] = "loading"
         self.metrics = Metrics()

@@ -12,8 +12,8 @@ but would be a second record of what is kept. The scheduler decides when texts b
 
 from collections.abc import Iterable, Sequence
 
-from sparkinfer.runtime.generate.text_engine import TextEngine
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.generate.text_engine import TextEngine
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
 
 _FIRST_SLICE = 16
 

@@ -12,12 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sparkinfer.runtime.text.chat_template import ChatTemplate
-from sparkinfer.serve.api_error import ApiError, wrong
-from sparkinfer.serve.chat_requests import take_rendering
-from sparkinfer.serve.exchange import JsonResponse
-from sparkinfer.serve.fields import Fields
-from sparkinfer.serve.service import Service
+from hotsplit.runtime.text.chat_template import ChatTemplate
+from hotsplit.serve.api_error import ApiError, wrong
+from hotsplit.serve.chat_requests import take_rendering
+from hotsplit.serve.exchange import JsonResponse
+from hotsplit.serve.fields import Fields
+from hotsplit.serve.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 MAX_TEXT = 1 << 20  # characters in a /tokenize request; 5 s on a busy core
@@ -83,7 +83,7 @@ def _model(service: Service) -> dict[str, object]:
         "id": served.name,
         "object": "model",
         "created": served.created,
-        "owned_by": "sparkinfer",
+        "owned_by": "hotsplit",
         "meta": {
             "n_vocab": served.vocab_size,
             "n_ctx": served.context_length,

@@ -5,20 +5,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.constraints import (
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.constraints import (
     Constraint,
     gbnf_constraint,
     json_schema_constraint,
 )
-from sparkinfer.runtime.generate.generation_options import ENDLESS, GenerationOptions
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.serve.api_error import wrong
-from sparkinfer.serve.fields import Fields
-from sparkinfer.serve.sampling_fields import take_sampling, texts_of
-from sparkinfer.serve.served_model import ServedModel
-from sparkinfer.serve.texts import DeadlineBy, Job
+from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.serve.api_error import wrong
+from hotsplit.serve.fields import Fields
+from hotsplit.serve.sampling_fields import take_sampling, texts_of
+from hotsplit.serve.served_model import ServedModel
+from hotsplit.serve.texts import DeadlineBy, Job
 
 MAX_CHOICES = 16
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -248,7 +248,7 @@ def _constraint(fields: Fields, codec: TextCodec) -> Constraint | None:
         if schema is None:
             return None
         return schema_constraint(schema, codec, param)
-    except SparkinferError as error:
+    except HotsplitError as error:
         raise wrong("grammar" if grammar else param, str(error)) from error
 
 

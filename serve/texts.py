@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sparkinfer.runtime.generate.generation import (
+from hotsplit.runtime.generate.generation import (
     Draws,
     Generation,
     GenerationOptions,
     Mask,
     Token,
 )
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.sequences import Part
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.sequences import Part
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.text.codec import TextCodec
 
 DeadlineBy = Literal["--timeout", "timeout"]  # the server's option, or a request's field
 

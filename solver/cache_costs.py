@@ -30,20 +30,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.budget import is_cached, layer_bytes, layer_tensors, transposed_kind
-from sparkinfer.cache_plan import CachePlan
-from sparkinfer.machine_file import Gpu, Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import CacheCosts
-from sparkinfer.profile_file import Profile
-from sparkinfer.solver.problem import (
+from hotsplit.budget import is_cached, layer_bytes, layer_tensors, transposed_kind
+from hotsplit.cache_plan import CachePlan
+from hotsplit.machine_file import Gpu, Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.neuron_cache import CacheCosts
+from hotsplit.profile_file import Profile
+from hotsplit.solver.problem import (
     Placement,
     Problem,
     ffn_seconds,
     num_visits,
     overfetch,
 )
-from sparkinfer.split_file import PlanMode
+from hotsplit.split_file import PlanMode
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5

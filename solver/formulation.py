@@ -70,14 +70,14 @@ import highspy
 import numpy as np
 import pulp
 
-from sparkinfer.solver.pipeline import (
+from hotsplit.solver.pipeline import (
     Pipeline,
     PipelinePlacement,
     cpu_only_plan,
     plan_is_feasible,
     plan_seconds,
 )
-from sparkinfer.solver.problem import Placement, ffn_seconds
+from hotsplit.solver.problem import Placement, ffn_seconds
 
 # Over all layers and GPUs, but at least one per layer; the start's boundaries add more.
 MAX_GROUPS = 1000

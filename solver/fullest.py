@@ -17,8 +17,8 @@ from math import gcd
 
 import numpy as np
 
-from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement, joined
-from sparkinfer.solver.problem import Placement, Problem, of_counts
+from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, joined
+from hotsplit.solver.problem import Placement, Problem, of_counts
 
 Intervals = list[tuple[int, int]]  # of counts, both ends included, ascending and disjoint
 

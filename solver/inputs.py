@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparkinfer.budget import (
+from hotsplit.budget import (
     DEFAULT_CONTEXT,
     CacheSize,
     embedding_bytes,
@@ -13,18 +13,18 @@ from sparkinfer.budget import (
     kv_positions,
     layer_bytes,
 )
-from sparkinfer.cache_types import CacheTypes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.limits import check_made_with
-from sparkinfer.longer_texts import with_rope_scaling
-from sparkinfer.machine_file import Figure, Gpu, Machine
-from sparkinfer.mode_choice import mode_meant
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.solver.pipeline import Pipeline
-from sparkinfer.solver.problem import build_problem
-from sparkinfer.split_file import PlanMode
+from hotsplit.cache_types import CacheTypes
+from hotsplit.errors import HotsplitError
+from hotsplit.key_selection import KeySelection
+from hotsplit.limits import check_made_with
+from hotsplit.longer_texts import with_rope_scaling
+from hotsplit.machine_file import Figure, Gpu, Machine
+from hotsplit.mode_choice import mode_meant
+from hotsplit.model_file import ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.solver.pipeline import Pipeline
+from hotsplit.solver.problem import build_problem
+from hotsplit.split_file import PlanMode
 
 # Computes the bytes of a pass besides weights and KV cache, for a model, a context and a mode.
 Workspace = Callable[[ModelFile, int, PlanMode], int]
@@ -138,7 +138,7 @@ def load_inputs(
     rope: tuple[str | None, float | None] = (None, None),
     kv_offload: KeySelection | None = None,
 ) -> Inputs:
-    """Raises SparkinferError for files that do not belong together or lack something required."""
+    """Raises HotsplitError for files that do not belong together or lack something required."""
     file = with_rope_scaling(ModelFile.load(model), *rope, context_length)
     files = (file, Profile.load(profile), Machine.load(machine))
     inputs = Inputs(
@@ -162,49 +162,49 @@ def load_inputs(
 
 
 def _check_limits(inputs: Inputs) -> None:
-    """Raises SparkinferError for limits that the solver does not model, and for a profile that was
+    """Raises HotsplitError for limits that the solver does not model, and for a profile that was
     counted with other limits."""
     limits, (model, profile, _) = inputs.model.limits, inputs.paths
     if any(layer.has_inputs or layer.hidden_F is not None for layer in limits.layers):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model}: has limits of hidden values or inputs; the solver models only those of gates:"
             " run it without a plan, or solve for a file without them"
         )
-    again = "run sparkinfer profile on this model"
+    again = "run hotsplit profile on this model"
     check_made_with(inputs.profile.limits, profile, limits, model, again)
 
 
 def _check_profile(inputs: Inputs) -> None:
-    """Raises SparkinferError if profile and model do not match, or nothing can be planned."""
+    """Raises HotsplitError if profile and model do not match, or nothing can be planned."""
     model, profile = inputs.model, inputs.profile
     model_path, profile_path, _ = inputs.paths
     if profile.model_id != model.model_id:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{profile_path}: made from model {profile.model_id[:12]}, but {model_path} is"
-            f" {model.model_id[:12]}; run sparkinfer profile on this model"
+            f" {model.model_id[:12]}; run hotsplit profile on this model"
         )
     wanted = (model.shape.num_layers, model.shape.num_neurons)
     if profile.active_count_LF.shape != wanted:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{profile_path}: counts {list(profile.active_count_LF.shape)} layers and neurons,"
-            f" {model_path} has {list(wanted)}; run sparkinfer profile on this model"
+            f" {model_path} has {list(wanted)}; run hotsplit profile on this model"
         )
     if not profile.active_count_LF.any():
-        raise SparkinferError(
+        raise HotsplitError(
             f"{profile_path}: no neuron fired in {profile.num_tokens:,} tokens, so none is hotter"
-            " than another; run sparkinfer profile with other text or thresholds"
+            " than another; run hotsplit profile with other text or thresholds"
         )
     if 0 in wanted:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model_path}: {wanted[0]} layers of {wanted[1]} neurons; there is nothing to place"
         )
     if inputs.mode == "predicted" and model.predictor is None:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model_path}: no predictors, which mode 'predicted' needs; use mode 'exact', or"
-            " add predictors with sparkinfer convert --predictors"
+            " add predictors with hotsplit convert --predictors"
         )
     if inputs.context_length > model.shape.context_length:
-        raise SparkinferError(
+        raise HotsplitError(
             f"a context of {inputs.context_length} tokens; {model_path} was made for"
             f" {model.shape.context_length}"
             f"{'; --rope-scaling yarn extends it' if model.graph.rotary else ''}"
@@ -212,26 +212,26 @@ def _check_profile(inputs: Inputs) -> None:
 
 
 def _check_machine(inputs: Inputs) -> None:
-    """Raises SparkinferError for figures that the plan needs and the machine file lacks, and for
+    """Raises HotsplitError for figures that the plan needs and the machine file lacks, and for
     more budgets than GPUs."""
     num_gpus, path = len(inputs.machine.gpus), inputs.paths[2]
     if inputs.machine.cpu_costs is None:
-        raise SparkinferError(
-            f"{path}: describes only a GPU; sparkinfer calibrate --gpu-from {path}"
+        raise HotsplitError(
+            f"{path}: describes only a GPU; hotsplit calibrate --gpu-from {path}"
             " measures this machine and takes the GPU from it"
         )
     if inputs.mode != "dense" and inputs.mode not in inputs.machine.costs.layer_s:
-        raise SparkinferError(
-            f"{path}: has no cost of a layer in mode {inputs.mode!r}; run sparkinfer calibrate again"
+        raise HotsplitError(
+            f"{path}: has no cost of a layer in mode {inputs.mode!r}; run hotsplit calibrate again"
         )
     if len(inputs.budgets) > max(1, num_gpus):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: {num_gpus} GPU{'s' * (num_gpus != 1)} for {len(inputs.budgets)} budgets; give"
             " --vram-budget once for each"
         )
     if not num_gpus and any(inputs.budgets):
-        raise SparkinferError(
-            f"{path}: no GPU; a plan needs the figures of one: sparkinfer calibrate"
+        raise HotsplitError(
+            f"{path}: no GPU; a plan needs the figures of one: hotsplit calibrate"
             " --gpu-from FILE takes them from a file for another card, and --vram-budget 0 plans"
             " for the CPU alone"
         )

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.solver.problem import (
+from hotsplit.solver.problem import (
     Placement,
     Problem,
     of_counts,

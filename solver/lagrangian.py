@@ -45,7 +45,7 @@ from typing import Self
 
 import numpy as np
 
-from sparkinfer.solver.problem import (
+from hotsplit.solver.problem import (
     Placement,
     Problem,
     ffn_seconds,
@@ -54,7 +54,7 @@ from sparkinfer.solver.problem import (
     on_one_device,
     placement_seconds,
 )
-from sparkinfer.solver.refine import fill
+from hotsplit.solver.refine import fill
 
 FIRST_PRICES = 500
 LEAST_SHARE = 1e-6  # the lowest price above 0, as a share of the seconds to read a byte on the CPU

@@ -23,18 +23,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.budget import (
+from hotsplit.budget import (
     FLOAT_BYTES,
     head_bytes,
     is_predictor,
     kv_bytes_per_layer,
     layer_tensors,
 )
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.pipeline import PipelinePlacement
-from sparkinfer.solver.problem import (
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.pipeline import PipelinePlacement
+from hotsplit.solver.problem import (
     Placement,
     copy_seconds,
     head_launches_s,

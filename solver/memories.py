@@ -7,10 +7,10 @@ that of the mode that needs least."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.solver.fullest import fullest_plan, least_room
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.pipeline import Pipeline, held_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.solver.fullest import fullest_plan, least_room
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.pipeline import Pipeline, held_bytes
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ class Smallest:
     context: int | None = None  # the longest that fits, where keys and values are in main memory
 
 
-class TooSmallError(SparkinferError):
+class TooSmallError(HotsplitError):
     """Memories that hold no plan of one mode."""
 
     def __init__(self, inputs: Inputs, pipeline: Pipeline, smallest: Smallest) -> None:

@@ -1,7 +1,7 @@
 """Chooses a plan's mode: the fastest by the solver's own model, among those within the loss limit.
 
 The best plan in the same memories is found for each mode that the model file supports and whose
-recorded loss is within the limit (sparkinfer.mode_choice). Mode dense is among them unless a neuron
+recorded loss is within the limit (hotsplit.mode_choice). Mode dense is among them unless a neuron
 cache is asked for; its plan is never slower than a split by whole layers that fits (`layer_split`).
 The fastest wins; the others' times are reported."""
 
@@ -10,15 +10,15 @@ from typing import Literal
 
 import numpy as np
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_choice import refusal, sparse_modes
-from sparkinfer.solver.inputs import Inputs, Workspace
-from sparkinfer.solver.layer_split import as_plan, layer_split
-from sparkinfer.solver.memories import TooSmallError, check_budgets, least_of, too_small
-from sparkinfer.solver.optimise import Answer, find_plan
-from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
-from sparkinfer.solver.with_cache import check_host
-from sparkinfer.split_file import PlanMode
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_choice import refusal, sparse_modes
+from hotsplit.solver.inputs import Inputs, Workspace
+from hotsplit.solver.layer_split import as_plan, layer_split
+from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
+from hotsplit.solver.optimise import Answer, find_plan
+from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
+from hotsplit.solver.with_cache import check_host
+from hotsplit.split_file import PlanMode
 
 AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
 
@@ -49,7 +49,7 @@ class Found:
 def find(inputs: Inputs, *, time_limit_s: float) -> Found:
     """The best plan for the mode of the inputs.
 
-    Raises SparkinferError if none fits, with the smallest memory that works."""
+    Raises HotsplitError if none fits, with the smallest memory that works."""
     pipeline = inputs.pipeline()
     check_budgets(inputs, pipeline)
     return _find(inputs, pipeline, time_limit_s=time_limit_s, beat_s=np.inf)
@@ -58,7 +58,7 @@ def find(inputs: Inputs, *, time_limit_s: float) -> Found:
 def find_fastest(
     inputs: Inputs, *, max_loss: float, time_limit_s: float, workspace: Workspace
 ) -> Found:
-    """The best plan of all allowed modes. Raises SparkinferError if none fits, and for a neuron
+    """The best plan of all allowed modes. Raises HotsplitError if none fits, and for a neuron
     cache if only mode dense is allowed."""
     allowed, others = allowed_modes(inputs, max_loss)
     if inputs.swapped_rows:
@@ -109,11 +109,11 @@ def allowed_modes(inputs: Inputs, max_loss: float) -> tuple[list[PlanMode], list
 
 
 def _cached_modes(inputs: Inputs, allowed: list[PlanMode], max_loss: float) -> list[PlanMode]:
-    """The modes in which a neuron cache has something to follow. Raises SparkinferError if there
+    """The modes in which a neuron cache has something to follow. Raises HotsplitError if there
     are none."""
     found: list[PlanMode] = [mode for mode in allowed if mode != "dense"]
     if not found:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{inputs.paths[0]}: no mode but dense costs at most {max_loss:.2%} of the perplexity by"
             " the file's record, and dense has nothing for a neuron cache to follow; leave"
             " --neuron-cache out, or ask for --mode exact or predicted"

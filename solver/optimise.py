@@ -14,12 +14,12 @@ from typing import Literal
 
 import numpy as np
 
-from sparkinfer.sizes import format_bytes
-from sparkinfer.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
-from sparkinfer.solver.fullest import fullest_plan
-from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
-from sparkinfer.solver.lagrangian import place_neurons, search
-from sparkinfer.solver.pipeline import (
+from hotsplit.sizes import format_bytes
+from hotsplit.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
+from hotsplit.solver.fullest import fullest_plan
+from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
+from hotsplit.solver.lagrangian import place_neurons, search
+from hotsplit.solver.pipeline import (
     Pipeline,
     PipelinePlacement,
     cpu_only_plan,
@@ -28,7 +28,7 @@ from sparkinfer.solver.pipeline import (
     plan_is_feasible,
     plan_seconds,
 )
-from sparkinfer.solver.problem import (
+from hotsplit.solver.problem import (
     Placement,
     Problem,
     is_feasible,
@@ -37,7 +37,7 @@ from sparkinfer.solver.problem import (
     placement_bytes,
     placement_seconds,
 )
-from sparkinfer.solver.refine import fill
+from hotsplit.solver.refine import fill
 
 Status = Literal["optimal", "time_limit", "fits", "cpu_only"]
 # Shares of the objective.

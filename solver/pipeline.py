@@ -30,9 +30,9 @@ from math import comb
 
 import numpy as np
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.solver.lagrangian import block_costs, chain_costs, first_prices
-from sparkinfer.solver.problem import (
+from hotsplit.errors import HotsplitError
+from hotsplit.solver.lagrangian import block_costs, chain_costs, first_prices
+from hotsplit.solver.problem import (
     Placement,
     Problem,
     ffn_seconds,
@@ -96,11 +96,11 @@ class Pipeline:
         return np.append(0.0, rising[:: max(1, len(rising) // NUM_REWARDS)])
 
     def cut_rows(self) -> np.ndarray:
-        """Every row of cuts from 0 to I, int [C, K + 1]. Raises SparkinferError for more than
+        """Every row of cuts from 0 to I, int [C, K + 1]. Raises HotsplitError for more than
         MAX_CUTS."""
         num_items, inner = self.model.num_layers + 1, self.num_gpus - 1
         if comb(num_items + inner, inner) > MAX_CUTS:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.num_gpus} GPUs and {self.model.num_layers} layers have more than"
                 f" {MAX_CUTS:,} ways to divide the layers; give budgets for fewer GPUs"
             )

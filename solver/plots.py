@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from sparkinfer.files import partial_file
-from sparkinfer.profile_file import Profile
-from sparkinfer.sizes import format_bytes, unit_of
-from sparkinfer.solver.solve import SolveConfig
-from sparkinfer.solver.sweep import Sweep
-from sparkinfer.split_file import Split
+from hotsplit.files import partial_file
+from hotsplit.profile_file import Profile
+from hotsplit.sizes import format_bytes, unit_of
+from hotsplit.solver.solve import SolveConfig
+from hotsplit.solver.sweep import Sweep
+from hotsplit.split_file import Split
 
 DPI = 120
 NUM_COLUMNS = 512  # maximum columns of ranks
@@ -32,15 +32,13 @@ def plot_sweep(found: Sweep, path: Path) -> None:
     budget = [point.budget_bytes / unit for point in found.points]
     curves = [
         ("limit: the plan's bytes at full bandwidth, both sides at once", "limit_s", GREY, ":"),
-        ("sparkinfer's plan", "objective_s", BLUE, "-"),
+        ("hotsplit's plan", "objective_s", BLUE, "-"),
         ("llama.cpp's layer split: whole layers, every weight read", "layer_split_s", ORANGE, "--"),
     ]
     for label, field, colour, style in curves:
         speed = [1 / getattr(point, field) for point in found.points]
         axes.plot(budget, speed, style, color=colour, label=label, marker="o", markersize=3)
-    axes.axhline(
-        1 / found.cpu_only_s, color=RED, linewidth=0.8, label="sparkinfer on the CPU alone"
-    )
+    axes.axhline(1 / found.cpu_only_s, color=RED, linewidth=0.8, label="hotsplit on the CPU alone")
     if budget[0] < found.fits_from_bytes / unit < budget[-1]:
         axes.axvline(
             found.fits_from_bytes / unit, color="black", linewidth=0.8, linestyle=(0, (1, 3)),

@@ -63,7 +63,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sparkinfer.budget import (
+from hotsplit.budget import (
     FLOAT_BYTES,
     head_bytes,
     is_dense,
@@ -76,13 +76,13 @@ from sparkinfer.budget import (
     transposed_kind,
     workspace_bytes,
 )
-from sparkinfer.cache_types import CacheTypes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
-from sparkinfer.machine_file import Gpu, Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.split_file import PlanMode
+from hotsplit.cache_types import CacheTypes
+from hotsplit.errors import HotsplitError
+from hotsplit.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.machine_file import Gpu, Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.split_file import PlanMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +207,10 @@ def build_problem(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> Problem:
-    """The numbers of a problem, with every byte count from `sparkinfer.budget`.
+    """The numbers of a problem, with every byte count from `hotsplit.budget`.
 
     The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
-    estimate of `sparkinfer.budget`. A token reads the keys and values of one of `num_sequences`
+    estimate of `hotsplit.budget`. A token reads the keys and values of one of `num_sequences`
     texts. `cache_types` with a selection put them into main memory; None is the model's own
     type."""
     gpu = machine.gpus[0] if gpu is None else gpu
@@ -347,10 +347,10 @@ def layer_seconds(machine: Machine, mode: PlanMode) -> float:
 def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
     """Predicted neurons for each one that fires, f64 [L]; 1 if unknown, or if none fires.
 
-    Raises SparkinferError for an invalid share of neurons."""
+    Raises HotsplitError for an invalid share of neurons."""
     named = model.predictor.density_L if model.predictor is not None else ()
     if not all(0 <= share <= 1 for share in named):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: predictors that name {list(named)} of the neurons, wanted shares from 0"
             " to 1; train them again"
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sparkinfer.solver.problem import Problem
+from hotsplit.solver.problem import Problem
 
 
 def fill(

@@ -10,40 +10,40 @@ from typing import get_args
 
 import numpy as np
 
-from sparkinfer.budget import Items, workspace_bytes
-from sparkinfer.engine_config import MAX_SEQUENCES
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import sha256_of
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.machine_file import Machine
-from sparkinfer.mode_choice import choose_mode, loss_line
-from sparkinfer.mode_quality import MAX_LOSS
-from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import CacheOptions
-from sparkinfer.outputs import check_output
-from sparkinfer.profile_file import Profile
-from sparkinfer.rope import check_scaling
-from sparkinfer.sizes import format_bytes
-from sparkinfer.solver.advice import Advice, advise, room_notes
-from sparkinfer.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
-from sparkinfer.solver.modes import Alternative, Found, find, find_fastest
-from sparkinfer.solver.problem import Placement, Problem
-from sparkinfer.solver.verify import verify
-from sparkinfer.solver.with_cache import (
+from hotsplit.budget import Items, workspace_bytes
+from hotsplit.engine_config import MAX_SEQUENCES
+from hotsplit.errors import HotsplitError
+from hotsplit.files import sha256_of
+from hotsplit.key_selection import KeySelection
+from hotsplit.machine_file import Machine
+from hotsplit.mode_choice import choose_mode, loss_line
+from hotsplit.mode_quality import MAX_LOSS
+from hotsplit.model_file import ModelFile
+from hotsplit.neuron_cache import CacheOptions
+from hotsplit.outputs import check_output
+from hotsplit.profile_file import Profile
+from hotsplit.rope import check_scaling
+from hotsplit.sizes import format_bytes
+from hotsplit.solver.advice import Advice, advise, room_notes
+from hotsplit.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
+from hotsplit.solver.modes import Alternative, Found, find, find_fastest
+from hotsplit.solver.problem import Placement, Problem
+from hotsplit.solver.verify import verify
+from hotsplit.solver.with_cache import (
     advice_line,
     check_divided,
     check_options,
     cost_line,
     planned_cache,
 )
-from sparkinfer.split_file import PlanMode, Split
+from hotsplit.split_file import PlanMode, Split
 
 COMPARED_S = 2.0  # time limit of the integer program for a plan that is only a comparison
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolveConfig:
-    """Options of `sparkinfer solve`."""
+    """Options of `hotsplit solve`."""
 
     model: Path
     profile: Path
@@ -64,49 +64,49 @@ class SolveConfig:
 
     def __post_init__(self) -> None:
         if not self.budgets or min(*self.budgets, self.host_budget_bytes or 0) < 0:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"budgets of {self.budgets} bytes on GPUs and {self.host_budget_bytes} in main"
                 " memory; wanted 0 or more"
             )
         if self.context_length is not None and self.context_length < 1:
-            raise SparkinferError(f"a context of {self.context_length} tokens; wanted 1 or more")
+            raise HotsplitError(f"a context of {self.context_length} tokens; wanted 1 or more")
         if not 1 <= self.num_sequences <= MAX_SEQUENCES:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a plan for {self.num_sequences} sequences; wanted 1 to {MAX_SEQUENCES}"
             )
         if self.mode is not None and self.mode not in get_args(PlanMode):
-            raise SparkinferError(f"mode {self.mode!r}; wanted one of {get_args(PlanMode)}")
+            raise HotsplitError(f"mode {self.mode!r}; wanted one of {get_args(PlanMode)}")
         if not self.max_loss >= 0:
-            raise SparkinferError(f"max loss is {self.max_loss}; wanted 0 or more")
+            raise HotsplitError(f"max loss is {self.max_loss}; wanted 0 or more")
         if not self.time_limit_s > 0:
-            raise SparkinferError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
+            raise HotsplitError(f"a time limit of {self.time_limit_s} s; wanted more than 0")
         if self.output in (self.model, self.profile, self.machine):
-            raise SparkinferError(f"{self.output}: is an input; give the plan another name")
+            raise HotsplitError(f"{self.output}: is an input; give the plan another name")
         check_scaling(self.rope_scaling, self.rope_scale)
         if self.selection is not None and self.selection.is_capped:
-            raise SparkinferError(
+            raise HotsplitError(
                 "--kv-offload with positions=capped runs on the CPU without a plan; leave it out, or"
                 " give --rope-scaling for longer texts"
             )
         self._check_cache()
 
     def _check_cache(self) -> None:
-        """Raises SparkinferError for a neuron cache that these options rule out."""
+        """Raises HotsplitError for a neuron cache that these options rule out."""
         if self.neuron_cache is None:
             return
         check_options(self.neuron_cache)
         if len(self.budgets) > 1:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"--neuron-cache with {len(self.budgets)} GPUs; it is planned for one: give"
                 " --vram-budget once, or leave --neuron-cache out"
             )
         if not any(self.budgets):
-            raise SparkinferError(
+            raise HotsplitError(
                 "--neuron-cache with a --vram-budget of 0; its slots are in the GPU's memory: give"
                 " it some, or leave --neuron-cache out"
             )
         if self.mode == "dense":
-            raise SparkinferError(
+            raise HotsplitError(
                 "--neuron-cache with --mode dense, which reads every neuron; wanted exact or"
                 " predicted"
             )
@@ -156,7 +156,7 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
     """Writes the plan and returns a report on it.
 
     `workspace` computes the bytes of a pass besides weights and cache; None is the estimate of
-    `sparkinfer.budget`, for when the runtime is not available to measure it. Raises SparkinferError
+    `hotsplit.budget`, for when the runtime is not available to measure it. Raises HotsplitError
     for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
         config.output,
@@ -175,7 +175,7 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
 def find_as_asked(config: SolveConfig, inputs: Inputs, workspace: Workspace | None) -> Found:
     """The best plan of the mode asked for, or of all allowed modes.
 
-    Raises SparkinferError if none fits, with the smallest memory that works, and for a neuron cache
+    Raises HotsplitError if none fits, with the smallest memory that works, and for a neuron cache
     that would have nothing to swap."""
     if config.mode is not None:
         found = find(inputs, time_limit_s=config.time_limit_s)
@@ -212,7 +212,7 @@ def estimated_workspace(model: ModelFile, context_length: int, mode: PlanMode) -
 
 
 def check(config: SolveConfig) -> Split:
-    """Reads the plan at `output` again. Raises SparkinferError unless it is valid for these files,
+    """Reads the plan at `output` again. Raises HotsplitError unless it is valid for these files,
     none of which has changed since."""
     split = Split.load(config.output)
     model = ModelFile.load(config.model)

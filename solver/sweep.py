@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
-from sparkinfer.model_file import ModelFile
-from sparkinfer.solver.advice import advise
-from sparkinfer.solver.inputs import Inputs, Workspace
-from sparkinfer.solver.modes import allowed_modes, in_mode, whole_layers
-from sparkinfer.solver.optimise import Answer, find_plan
-from sparkinfer.solver.pipeline import Pipeline
-from sparkinfer.solver.problem import placement_bytes
-from sparkinfer.solver.solve import SolveConfig, estimated_workspace, inputs_of
-from sparkinfer.split_file import PlanMode
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file
+from hotsplit.model_file import ModelFile
+from hotsplit.solver.advice import advise
+from hotsplit.solver.inputs import Inputs, Workspace
+from hotsplit.solver.modes import allowed_modes, in_mode, whole_layers
+from hotsplit.solver.optimise import Answer, find_plan
+from hotsplit.solver.pipeline import Pipeline
+from hotsplit.solver.problem import placement_bytes
+from hotsplit.solver.solve import SolveConfig, estimated_workspace, inputs_of
+from hotsplit.split_file import PlanMode
 
-FORMAT, VERSION = "sparkinfer.sweep", 2
+FORMAT, VERSION = "hotsplit.sweep", 2
 TIME_LIMIT_S = 2.0  # for the integer program, at each budget
 
 
@@ -72,13 +72,13 @@ def sweep(
     anything gets the plan of the CPU alone; one with which main memory cannot hold the rest gets no
     point.
 
-    Raises SparkinferError if no budget has a plan, for a neuron cache, for a machine without a GPU,
+    Raises HotsplitError if no budget has a plan, for a neuron cache, for a machine without a GPU,
     and for fewer than two budgets."""
     if config.neuron_cache is not None:
-        raise SparkinferError("a curve over budgets has no neuron cache: leave --neuron-cache out")
+        raise HotsplitError("a curve over budgets has no neuron cache: leave --neuron-cache out")
     inputs = inputs_of(config, workspace)
     if not inputs.machine.gpus:
-        raise SparkinferError(f"{config.machine}: no GPU, so there is no curve over its memory")
+        raise HotsplitError(f"{config.machine}: no GPU, so there is no curve over its memory")
     modes = (inputs.mode,) if config.mode else tuple(allowed_modes(inputs, config.max_loss)[0])
     return sweep_of(inputs, first=first, last=last, num_budgets=num_budgets, modes=modes,
                     workspace=workspace or estimated_workspace)  # fmt: skip
@@ -132,7 +132,7 @@ def _sweep(
     first: int, last: int, num_budgets: int, is_proven: bool,
 ) -> Sweep:  # fmt: skip
     if num_budgets < 2:
-        raise SparkinferError(f"{num_budgets} budgets; wanted 2 or more")
+        raise HotsplitError(f"{num_budgets} budgets; wanted 2 or more")
     began = time.perf_counter()
     points, advice = [], None
     for number in range(num_budgets):
@@ -160,7 +160,7 @@ def _sweep(
             )
         )
     if advice is None:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{inputs.paths[0]}: at no budget up to {last:,} bytes does main memory hold the rest;"
             " give larger budgets or more --host-budget"
         )

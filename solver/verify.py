@@ -1,15 +1,15 @@
 """Checks a plan against the files it was made from, in plain numpy, neuron by neuron.
 
 It is independent of how plans are found: it shares with the solver only the classes of the files,
-with the rates that they give, and `budget` and `kernel_counts` of `sparkinfer`, since bytes and
-kernels must be the runtime's. The times are those in the docstring of `sparkinfer.solver.problem`,
+with the rates that they give, and `budget` and `kernel_counts` of `hotsplit`, since bytes and
+kernels must be the runtime's. The times are those in the docstring of `hotsplit.solver.problem`,
 implemented a second time."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from sparkinfer.budget import (
+from hotsplit.budget import (
     head_bytes,
     is_dense,
     is_predictor,
@@ -18,35 +18,35 @@ from sparkinfer.budget import (
     layer_tensors,
     transposed_kind,
 )
-from sparkinfer.cache_plan import CachePlan
-from sparkinfer.errors import SparkinferError
-from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
-from sparkinfer.machine_file import Gpu, Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.split_file import Split
+from hotsplit.cache_plan import CachePlan
+from hotsplit.errors import HotsplitError
+from hotsplit.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.machine_file import Gpu, Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.split_file import Split
 
 # For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9
 
 
 def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> None:
-    """Raises SparkinferError if the plan is of another model than the files, if it exceeds a
+    """Raises HotsplitError if the plan is of another model than the files, if it exceeds a
     budget, if its bytes or its seconds are wrong, if a layer has too few hot neurons, if they are
     not listed hottest first, ties by id, or if its neuron cache contradicts it."""
     split.validate()
     split.check_against(model, model.path)
     if profile.model_id != split.model_id:
-        raise SparkinferError("the plan is wrong: the profile is of another model")
+        raise HotsplitError("the plan is wrong: the profile is of another model")
     gpus, cpu = split.items_of_gpus(model)
     for number, items in enumerate(gpus):
         used, limit = sum(items.values()), split.budgets[number]
         if used > limit:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"the plan is wrong: {used:,} bytes on GPU {number} for a budget of {limit:,}"
             )
     if split.host_budget_bytes and sum(cpu.values()) > split.host_budget_bytes:
-        raise SparkinferError(
+        raise HotsplitError(
             f"the plan is wrong: {sum(cpu.values()):,} bytes of main memory for a budget of"
             f" {split.host_budget_bytes:,}"
         )
@@ -54,7 +54,7 @@ def verify(split: Split, *, model: ModelFile, profile: Profile, machine: Machine
         _check_order(layer, ids, profile.active_count_LF[layer])
     seconds = plan_seconds(split, model=model, profile=profile, machine=machine)
     if not abs(seconds - split.objective_s) <= TOLERANCE * seconds:
-        raise SparkinferError(
+        raise HotsplitError(
             f"the plan is wrong: it takes {seconds:.9g} s a token, but says {split.objective_s:.9g}"
         )
     if split.cache is not None:
@@ -69,7 +69,7 @@ def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Prof
         named_F, fired_F = _shares(split, model, profile, layer)
         read_F = named_F if split.mode == "predicted" else fired_F
         if not np.allclose(cache.frequency[layer], read_F, rtol=1e-6, atol=0):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"the plan is wrong: the cache's frequencies of layer {layer} are not the profile's"
             )
         hot = read_F[ids].sum()
@@ -77,14 +77,14 @@ def _check_cache(split: Split, cache: CachePlan, model: ModelFile, profile: Prof
         cold_s = costs.cold_s_L[layer] + costs.cold_row_s_L[layer] * (read_F.sum() - hot)
         seconds += max(hot_s, cold_s)
     if not abs(seconds - split.objective_s) <= TOLERANCE * seconds:
-        raise SparkinferError(
+        raise HotsplitError(
             f"the plan is wrong: a token takes {seconds:.9g} s by the cache's times,"
             f" {split.objective_s:.9g} by the plan"
         )
 
 
 def plan_seconds(split: Split, *, model: ModelFile, profile: Profile, machine: Machine) -> float:
-    """Expected seconds per token of a plan. Raises SparkinferError if a layer has too few hot
+    """Expected seconds per token of a plan. Raises HotsplitError if a layer has too few hot
     neurons to be worth a launch and a round trip."""
     home = split.home or (0,) * (len(split.hot) + 1)
     total = machine.costs.token_s.best + _copies_seconds(split, model, machine, home)
@@ -211,7 +211,7 @@ def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float
         return
     saved_s = np.sort(cpu_s_F)[::-1][:num_hot].sum()
     if saved_s <= fixed_s * (1 - TOLERANCE):
-        raise SparkinferError(
+        raise HotsplitError(
             f"the plan is wrong: layer {layer} has {num_hot} hot neurons, which save at most"
             f" {saved_s:.3g} s and cost a launch and a round trip of {fixed_s:.3g} s"
         )
@@ -219,4 +219,4 @@ def _check_minimum(layer: int, num_hot: int, cpu_s_F: np.ndarray, fixed_s: float
 
 def _check_order(layer: int, ids: np.ndarray, count_F: np.ndarray) -> None:
     if not np.array_equal(ids, ids[np.lexsort((ids, -count_F[ids]))]):
-        raise SparkinferError(f"the plan is wrong: layer {layer} is not listed hottest first")
+        raise HotsplitError(f"the plan is wrong: layer {layer} is not listed hottest first")

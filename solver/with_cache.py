@@ -12,31 +12,31 @@ from dataclasses import fields
 
 import numpy as np
 
-from sparkinfer.budget import CacheSize, copied_bytes, is_cached, plan_bytes
-from sparkinfer.cache_plan import CachePlan
-from sparkinfer.errors import SparkinferError
-from sparkinfer.neuron_cache import CacheOptions
-from sparkinfer.sizes import format_bytes
-from sparkinfer.solver.cache_costs import cache_costs, cache_plan, expected_reads
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.memories import Smallest, TooSmallError
-from sparkinfer.solver.pipeline import Pipeline
-from sparkinfer.solver.problem import Placement
-from sparkinfer.split_file import Split, without_predictors
+from hotsplit.budget import CacheSize, copied_bytes, is_cached, plan_bytes
+from hotsplit.cache_plan import CachePlan
+from hotsplit.errors import HotsplitError
+from hotsplit.neuron_cache import CacheOptions
+from hotsplit.sizes import format_bytes
+from hotsplit.solver.cache_costs import cache_costs, cache_plan, expected_reads
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.memories import Smallest, TooSmallError
+from hotsplit.solver.pipeline import Pipeline
+from hotsplit.solver.problem import Placement
+from hotsplit.split_file import Split, without_predictors
 
 # Advice is given if the cache takes at most this share of the hot neurons' bytes on the GPU.
 SMALL_SHARE = 0.02
 
 
 def check_options(options: CacheOptions) -> None:
-    """Raises SparkinferError for options that a plan does not store."""
+    """Raises HotsplitError for options that a plan does not store."""
     others = [
         f"{field.name}={getattr(options, field.name):g}"
         for field in fields(options)
         if field.name != "most_rows" and getattr(options, field.name) != field.default
     ]
     if others:
-        raise SparkinferError(
+        raise HotsplitError(
             f"--neuron-cache {','.join(others)}: a plan stores only most_rows; give other values to"
             " the command that runs the plan"
         )
@@ -50,9 +50,9 @@ def check_host(inputs: Inputs, pipeline: Pipeline, placement: Placement) -> None
 
 
 def check_divided(inputs: Inputs, placement: Placement) -> None:
-    """Raises SparkinferError if a neuron cache was asked for and no layer is divided."""
+    """Raises HotsplitError if a neuron cache was asked for and no layer is divided."""
     if inputs.swapped_rows and not _is_cached_L(placement).any():
-        raise SparkinferError(
+        raise HotsplitError(
             f"{inputs.paths[0]}: with this budget the best plan divides no layer's neurons between"
             " GPU and CPU, so a neuron cache has nothing to swap; leave --neuron-cache out, or give"
             " another --vram-budget"

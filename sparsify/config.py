@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from sparkinfer.convert.options import Outtype, check_outtype
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sparsify.schedule import check_shares
+from hotsplit.convert.options import Outtype, check_outtype
+from hotsplit.errors import HotsplitError
+from hotsplit.sparsify.schedule import check_shares
 
 Precision = Literal["auto", "f32", "bf16"]
 Rule = Literal["threshold", "relu", "fatrelu", "drelu"]
@@ -56,46 +56,46 @@ class SparsifyConfig:
 
     def __post_init__(self) -> None:
         if not self.corpora:
-            raise SparkinferError("no corpus; give one or more text files with --corpus")
+            raise HotsplitError("no corpus; give one or more text files with --corpus")
         for name in ("tokens", "held_out_tokens", "check_tokens", "checks", "window",
                      "batch_tokens", "micro_tokens"):  # fmt: skip
             if getattr(self, name) < 1:
-                raise SparkinferError(f"{name} is {getattr(self, name)}, wanted 1 or more")
+                raise HotsplitError(f"{name} is {getattr(self, name)}, wanted 1 or more")
         if self.window < 16 or self.batch_tokens % self.window or self.micro_tokens % self.window:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"batches of {self.batch_tokens} tokens in passes of {self.micro_tokens} and windows"
                 f" of {self.window}: wanted windows of 16 or more, and whole windows in both"
             )
         if self.batch_tokens % self.micro_tokens:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a batch of {self.batch_tokens} tokens is not a whole number of passes of"
                 f" {self.micro_tokens}"
             )
         if self.rule in UNCHOSEN and self.shares:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.rule} decides by itself which neurons are silent; leave --share out, or take"
                 " --activation fatrelu"
             )
         if self.start_from is not None and (self.rule, self.rank) != ("threshold", None):
-            raise SparkinferError(
+            raise HotsplitError(
                 "only whole matrices with thresholds can continue a trained checkpoint; leave"
                 " --start-from out, or --rank and --activation"
             )
         check_shares(self.targets)
         if not 0 < self.learning_rate < math.inf:
-            raise SparkinferError(f"learning rate is {self.learning_rate}, wanted e.g. 3e-4")
+            raise HotsplitError(f"learning rate is {self.learning_rate}, wanted e.g. 3e-4")
         if not 0 <= self.layer_weight < math.inf:
-            raise SparkinferError(f"layer weight is {self.layer_weight}, wanted 0 or more")
+            raise HotsplitError(f"layer weight is {self.layer_weight}, wanted 0 or more")
         if self.rule not in RULES or self.allocation not in ALLOCATIONS:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"rule {self.rule!r} with allocation {self.allocation!r}; known:"
                 f" {', '.join(RULES)}; {', '.join(ALLOCATIONS)}"
             )
         check_outtype(self.outtype, "outtype")
         if self.rank is not None and self.rank < 1:
-            raise SparkinferError(f"rank is {self.rank}, wanted 1 or more")
+            raise HotsplitError(f"rank is {self.rank}, wanted 1 or more")
         if self.seed < 0 or self.warmup_steps < 0:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"seed is {self.seed} and warm-up steps are {self.warmup_steps}, wanted 0 or more"
             )
 

@@ -4,11 +4,11 @@ import shutil
 from collections import defaultdict
 from pathlib import Path
 
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sizes import format_bytes
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.feed_forward import MATRICES, checkpoint_name
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.feed_forward import MATRICES, checkpoint_name
 
 STATE = "state.safetensors"  # in the work folder
 STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per value, by safetensors' types
@@ -32,7 +32,7 @@ def checkpoint_bytes(dense: Checkpoint, num_layers: int) -> int:
 def check_disk(
     config: SparsifyConfig, *, num_trained: int, checkpoint_bytes: int, output_bytes: int
 ) -> None:
-    """Raises SparkinferError if a disk has too little room for the state, the checkpoints and the
+    """Raises HotsplitError if a disk has too little room for the state, the checkpoints and the
     model files of a run. The room that an interrupted run's state and checkpoints already take is
     not counted again."""
     state = config.work_folder / STATE
@@ -51,7 +51,7 @@ def check_disk(
     for disk, place in places.items():
         free = shutil.disk_usage(place).free
         if total[disk] > free:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{place}: {format_bytes(free)} free, about {format_bytes(total[disk])} needed for"
                 " the training's state, checkpoints and model files; free space, name an output on"
                 " another disk, or give --rank 16 or fewer --share"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sparsify.config import Rule
+from hotsplit.errors import HotsplitError
+from hotsplit.sparsify.config import Rule
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 Watch = Callable[[int, Tensor, Tensor, Tensor], None]
@@ -111,14 +111,14 @@ class FeedForward(nn.Module):
 def install(model: nn.Module, rule: Rule, dtype: torch.dtype) -> list[FeedForward]:
     """Puts a FeedForward into every layer of a transformers model; nothing is trained yet.
 
-    Raises SparkinferError for a layer that is not down(act(gate) * up)."""
+    Raises HotsplitError for a layer that is not down(act(gate) * up)."""
     model.requires_grad_(False)
     found = []
     for index, layer in enumerate(decoder_of(model).layers):
         mlp: Any = getattr(layer, "mlp", None)
         parts = [getattr(mlp, name, None) for name in MATRICES]
         if not all(isinstance(part, nn.Linear) for part in parts) or not hasattr(mlp, "act_fn"):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{type(model).__name__}: layer {index} has no gate, up and down projections of its"
                 " own; wanted a model such as Llama, Mistral, Qwen2 or Qwen3"
             )

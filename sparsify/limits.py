@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.sparsify.config import Allocation
-from sparkinfer.sparsify.feed_forward import FeedForward
+from hotsplit.profile.ranks import Ranks
+from hotsplit.sparsify.config import Allocation
+from hotsplit.sparsify.feed_forward import FeedForward
 
 SAMPLES = 1 << 17  # values per layer and pass for a quantile, about
 SPEED = 0.2  # share of the way to a batch's quantile that t moves

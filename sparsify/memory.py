@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sparkinfer.architecture import ModelShape
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sizes import format_bytes
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.distillation import CHUNK_VALUES
-from sparkinfer.system_memory import free_memory_bytes
+from hotsplit.architecture import ModelShape
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.distillation import CHUNK_VALUES
+from hotsplit.system_memory import free_memory_bytes
 
 FREE_SHARE = 0.95
 # Activations that autograd keeps per token and layer: bytes per unit of width, and values per
@@ -74,7 +74,7 @@ def check_memory(needs: Needs, device: torch.device, processes: int) -> str:
     """A line on the memory that is needed (on the CPU by all processes of this machine, on a GPU by
     one) and free.
 
-    Raises SparkinferError if it does not fit."""
+    Raises HotsplitError if it does not fit."""
     if device.type == "cuda":
         free, wanted, where = torch.cuda.mem_get_info(device)[0], needs.total, "of the GPU"
     else:
@@ -82,7 +82,7 @@ def check_memory(needs: Needs, device: torch.device, processes: int) -> str:
     times = f"{processes} x " if wanted != needs.total else ""
     line = f"takes {times}{needs.line}; {format_bytes(free)} {where} are free"
     if wanted > FREE_SHARE * free:
-        raise SparkinferError(
+        raise HotsplitError(
             f"training {line}: it does not fit; give --rank 16, a smaller --micro-tokens, or"
             " fewer processes"
         )

@@ -10,25 +10,25 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.convert import draft_of
-from sparkinfer.convert.families.table import read_blueprint
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import remove_stale
-from sparkinfer.outputs import check_output_folder
-from sparkinfer.outputs import check_outputs as check_files
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.resume import Settings
-from sparkinfer.runtime.engine_options import device_of
-from sparkinfer.runtime.kernels.arithmetic import arithmetic
-from sparkinfer.sparsify.config import TRAINED, SparsifyConfig
-from sparkinfer.sparsify.disk import STATE, check_disk, checkpoint_bytes
-from sparkinfer.sparsify.memory import check_memory, needs_of, num_trained
-from sparkinfer.sparsify.schedule import ACTIVATION_RAMP, RAMP, Schedule
-from sparkinfer.sparsify.source import CHECKPOINT_FILES, as_checkpoint
-from sparkinfer.sparsify.student import dtype_of
-from sparkinfer.sparsify.trained_checkpoint import is_written
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.convert import draft_of
+from hotsplit.convert.families.table import read_blueprint
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.files import remove_stale
+from hotsplit.outputs import check_output_folder
+from hotsplit.outputs import check_outputs as check_files
+from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.resume import Settings
+from hotsplit.runtime.engine_options import device_of
+from hotsplit.runtime.kernels.arithmetic import arithmetic
+from hotsplit.sparsify.config import TRAINED, SparsifyConfig
+from hotsplit.sparsify.disk import STATE, check_disk, checkpoint_bytes
+from hotsplit.sparsify.memory import check_memory, needs_of, num_trained
+from hotsplit.sparsify.schedule import ACTIVATION_RAMP, RAMP, Schedule
+from hotsplit.sparsify.source import CHECKPOINT_FILES, as_checkpoint
+from hotsplit.sparsify.student import dtype_of
+from hotsplit.sparsify.trained_checkpoint import is_written
 
 # Options that do not affect the training, or that `Plan.settings` records in another form.
 NOT_SETTINGS = ("model", "corpora", "output", "shares", "held_out", "start_from",
@@ -50,7 +50,7 @@ class Plan:
 
     @classmethod
     def of(cls, config: SparsifyConfig, ranks: Ranks) -> "Plan":
-        """Plans the run; `make_checkpoint` comes first. Raises SparkinferError for a model that
+        """Plans the run; `make_checkpoint` comes first. Raises HotsplitError for a model that
         convert does not support, for a rank larger than the matrices allow, and if memory or disk
         is too small for the training."""
         source = dense_folder(config)
@@ -62,7 +62,7 @@ class Plan:
         shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
         largest = min(shape.width, shape.num_neurons)
         if config.rank is not None and config.rank > largest:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"rank is {config.rank}, wanted at most {largest}, the smaller side of the matrices;"
                 " leave --rank out to train whole ones"
             )
@@ -131,7 +131,7 @@ class Plan:
 
 
 def check_outputs(config: SparsifyConfig) -> None:
-    """Raises SparkinferError for outputs that exist (unless `force`) or cannot be written.
+    """Raises HotsplitError for outputs that exist (unless `force`) or cannot be written.
     Checkpoints may exist if the run is resumed, or if they are in the work folder, where a killed
     run leaves them."""
     goes_on = (config.work_folder / STATE).exists()
@@ -192,16 +192,14 @@ def dense_folder(config: SparsifyConfig) -> Path:
 
 
 def make_checkpoint(config: SparsifyConfig) -> None:
-    """Makes the dense checkpoint if the model is a file and has none yet. Raises SparkinferError
+    """Makes the dense checkpoint if the model is a file and has none yet. Raises HotsplitError
     for a model that cannot be trained, and if the checkpoint cannot be written."""
     folder = config.work_folder / DENSE
     try:
         as_checkpoint(config.model, folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
-        raise SparkinferError(
-            f"{folder}: cannot be written ({reason}); make room for it"
-        ) from error
+        raise HotsplitError(f"{folder}: cannot be written ({reason}); make room for it") from error
 
 
 def _name_and_size(file: Path) -> str:

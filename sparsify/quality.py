@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.sparsify.distillation import chunks, log_words
-from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, dense, watched
+from hotsplit.profile.ranks import Ranks
+from hotsplit.sparsify.distillation import chunks, log_words
+from hotsplit.sparsify.feed_forward import FeedForward, decoder_of, dense, watched
 
 SURE = 1.96  # half-width of a 95 % interval, in standard errors
 

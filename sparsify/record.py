@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparkinfer.sparsify.quality import Quality
+from hotsplit.sparsify.quality import Quality
 
 
 @dataclass(frozen=True, kw_only=True)

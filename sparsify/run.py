@@ -17,31 +17,31 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import locked_folder
-from sparkinfer.profile.ranks import Ranks, rank_here
-from sparkinfer.profile.resume import Position, load_position
-from sparkinfer.sparsify import state
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.feed_forward import matrix_names, whole_matrices
-from sparkinfer.sparsify.limits import Limits
-from sparkinfer.sparsify.plan import (
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.errors import HotsplitError
+from hotsplit.files import locked_folder
+from hotsplit.profile.ranks import Ranks, rank_here
+from hotsplit.profile.resume import Position, load_position
+from hotsplit.sparsify import state
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.feed_forward import matrix_names, whole_matrices
+from hotsplit.sparsify.limits import Limits
+from hotsplit.sparsify.plan import (
     Plan,
     check_outputs,
     dense_folder,
     make_checkpoint,
     remove_unsaved,
 )
-from sparkinfer.sparsify.quality import Quality, evaluate
-from sparkinfer.sparsify.record import Made, Point, Record
-from sparkinfer.sparsify.schedule import Schedule
-from sparkinfer.sparsify.signals import Signals
-from sparkinfer.sparsify.state import Best
-from sparkinfer.sparsify.student import load_student
-from sparkinfer.sparsify.texts import read_texts, up_to
-from sparkinfer.sparsify.trained_checkpoint import read_trained, write_trained
-from sparkinfer.sparsify.trainer import NotFinite, Trainer
+from hotsplit.sparsify.quality import Quality, evaluate
+from hotsplit.sparsify.record import Made, Point, Record
+from hotsplit.sparsify.schedule import Schedule
+from hotsplit.sparsify.signals import Signals
+from hotsplit.sparsify.state import Best
+from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.texts import read_texts, up_to
+from hotsplit.sparsify.trained_checkpoint import read_trained, write_trained
+from hotsplit.sparsify.trainer import NotFinite, Trainer
 
 SAVE_SHARE = 0.05  # largest share of the time spent saving
 Say = Callable[[str], None]
@@ -103,7 +103,7 @@ class Run:
         matrices, limit_LF = read_trained(folder, names)
         shapes = [matrix.shape for layer in self.student.layers for matrix in layer.dense]
         if [matrices[name].shape for name in names] != shapes:
-            raise SparkinferError(f"{folder}: its matrices have other sizes than the model's")
+            raise HotsplitError(f"{folder}: its matrices have other sizes than the model's")
         self.trainer.start_from(matrices, Limits.from_limits(limit_LF, self.config.allocation))
         self.record.started = self.check(self.config.check_tokens)
         self._set_first_share()
@@ -153,7 +153,7 @@ class Run:
             self.save()
             if not self.ranks.is_first:
                 raise SystemExit(1) from error
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{error}: a learning rate of {self.config.learning_rate:g} may be too high;"
                 f" {self.plan.state_path} has the last good state; start over with a lower"
                 " --learning-rate and --force"
@@ -243,7 +243,7 @@ def sparsify(
     """Trains, and writes a checkpoint for every share. The caller removes the work files with
     `plan.finish`.
 
-    Raises SparkinferError for a model that cannot be trained, and while another run with this
+    Raises HotsplitError for a model that cannot be trained, and while another run with this
     output is at work. A signal during training saves the state and raises Interrupted; one before
     it raises Interrupted at once."""
     with locked_folder(config.work_folder) if rank_here() == 0 else nullcontext():

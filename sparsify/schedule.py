@@ -8,7 +8,7 @@ warms up and then falls linearly towards zero. docs/log/sparsity.md compares alt
 import math
 from dataclasses import dataclass
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 RAMP = 0.15  # the first part of a stage's steps, in which the share rises
 ACTIVATION_RAMP = 0.4  # the same, if the activation meanwhile changes to ReLU
@@ -77,15 +77,15 @@ class Schedule:
 
 
 def check_shares(shares: tuple[float, ...]) -> None:
-    """Raises SparkinferError unless the shares are between 0 and 1, exclusive, and ascend strictly,
+    """Raises HotsplitError unless the shares are between 0 and 1, exclusive, and ascend strictly,
     and if there are none."""
     wrong = [share for share in shares if not 0 < share < 1]
     if wrong or not shares:
-        raise SparkinferError(
+        raise HotsplitError(
             f"share is {wrong[0] if wrong else 'missing'}: a layer must lose some neurons and keep"
             " some; wanted more than 0 and less than 1, e.g. 0.6"
         )
     if list(shares) != sorted(set(shares)):
-        raise SparkinferError(
+        raise HotsplitError(
             f"shares are {', '.join(map(str, shares))}; wanted each once, the smallest first"
         )

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.sparsify.distillation import chunks, log_words
-from sparkinfer.sparsify.feed_forward import keeping_values
-from sparkinfer.sparsify.quality import autocast, hidden_states
-from sparkinfer.sparsify.student import Student
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.ranks import Ranks
+from hotsplit.sparsify.distillation import chunks, log_words
+from hotsplit.sparsify.feed_forward import keeping_values
+from hotsplit.sparsify.quality import autocast, hidden_states
+from hotsplit.sparsify.student import Student
 
 
 def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, seed: int) -> Tensor:
     """f64 [L, F]: the root mean square of g = d(-log p(y)) / d act(gate) over the tokens of the
     windows, which are divided among the processes. The model is used with its current limits.
 
-    Raises SparkinferError if the model's hidden states are not finite."""
+    Raises HotsplitError if the model's hidden states are not finite."""
     generator = torch.Generator(student.device)
     layers = student.layers
     square_LF = torch.zeros(len(layers), len(layers[0].limit_F), dtype=torch.float64)
@@ -37,7 +37,7 @@ def sensitivities(student: Student, windows: Sequence[Tensor], ranks: Ranks, see
             with autocast(student.device.type, student.dtype):
                 hidden_TD = hidden_states(student.model, ids_T[None].to(student.device))[0]
             if not hidden_TD.isfinite().all():
-                raise SparkinferError(
+                raise HotsplitError(
                     "the model's hidden states are NaN or infinite on the first windows of the"
                     " corpus; the model's weights are damaged, or so large that products overflow"
                 )

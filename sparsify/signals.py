@@ -8,9 +8,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from sparkinfer.errors import Interrupted
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.signals import MESSAGE, NUMBERS, SAME_S
+from hotsplit.errors import Interrupted
+from hotsplit.profile.ranks import Ranks
+from hotsplit.signals import MESSAGE, NUMBERS, SAME_S
 
 
 class Signals:

@@ -9,16 +9,16 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_folder
-from sparkinfer.gguf_file import TensorEntry, type_of
-from sparkinfer.json_file import read_object
-from sparkinfer.model_file import ModelFile
-from sparkinfer.rope import RopeScaling
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.sparsify.trained_checkpoint import save_tensors
-from sparkinfer.typed import shown
+from hotsplit.architecture import SMOOTH
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_folder
+from hotsplit.gguf_file import TensorEntry, type_of
+from hotsplit.json_file import read_object
+from hotsplit.model_file import ModelFile
+from hotsplit.rope import RopeScaling
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.sparsify.trained_checkpoint import save_tensors
+from hotsplit.typed import shown
 
 # transformers' class and model type, by llama.cpp's name of the graph. All use the same tensor
 # names.
@@ -49,18 +49,18 @@ INNER = {
 
 
 def check_trainable(path: Path, config: Mapping[str, object]) -> None:
-    """Raises SparkinferError for the config of a model that cannot be trained, or need not be."""
+    """Raises HotsplitError for the config of a model that cannot be trained, or need not be."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     activation = config.get("hidden_act", "silu")
     if name in TRAINABLE and activation in ("silu", "swish", "gelu_pytorch_tanh", "gelu"):
         return
     if name in TRAINABLE or name in ("SparseLlamaForCausalLM", "BambooForCausalLM"):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: its activation is {shown(activation)}: the model is sparse by itself and needs no"
             " training; convert and profile it as it is"
         )
-    raise SparkinferError(
+    raise HotsplitError(
         f"{path}: {name if name is None else shown(name)} cannot be trained here; wanted one of {', '.join(TRAINABLE)}"
     )
 
@@ -75,23 +75,23 @@ def as_checkpoint(source: Path, folder: Path) -> Path:
     """`source` if it is a checkpoint folder; otherwise `folder`, written from the model file unless
     it is there already.
 
-    Raises SparkinferError for a model that cannot be trained."""
+    Raises HotsplitError for a model that cannot be trained."""
     if source.is_dir():
         check_trainable(source, read_object(source / "config.json", "checkpoint's config.json"))
         return source
     model = ModelFile.load(source)
     if model.activation not in SMOOTH:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source}: its activation is {model.activation}: the model is sparse by itself and"
             " needs no training; profile it as it is"
         )
     if model.has_limits:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source}: has limits already; give the model that it was made from, with --start-from to"
             " continue a trained checkpoint"
         )
     if model.architecture not in CLASSES or "rope_freqs.weight" in model.tensors:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{source}: a {model.architecture} graph"
             f"{' with scaled rotary angles' if model.architecture in CLASSES else ''} cannot be"
             " trained from a GGUF; give its checkpoint folder"

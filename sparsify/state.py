@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.resume import Position, Settings, save_position
-from sparkinfer.sparsify.limits import Limits
-from sparkinfer.sparsify.record import Record
-from sparkinfer.sparsify.trainer import Trainer
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.resume import Position, Settings, save_position
+from hotsplit.sparsify.limits import Limits
+from hotsplit.sparsify.record import Record
+from hotsplit.sparsify.trainer import Trainer
 
 
 @dataclass(kw_only=True)
@@ -89,13 +89,13 @@ def restore(trainer: Trainer, position: Position) -> tuple[Best, Record, list[fl
 
 
 def save(path: Path, settings: Settings, position: Position) -> None:
-    """Saves a position. Raises SparkinferError if it cannot be written; an older file is then left
+    """Saves a position. Raises HotsplitError if it cannot be written; an older file is then left
     unchanged."""
     try:
         save_position(path, settings, position)
-    except (OSError, SparkinferError) as error:
+    except (OSError, HotsplitError) as error:
         kept = "the state saved before is kept" if path.exists() else "nothing was saved"
-        raise SparkinferError(f"{error}; {kept}") from error
+        raise HotsplitError(f"{error}; {kept}") from error
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

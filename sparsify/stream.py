@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.sources import Source
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.sources import Source
 
 Encode = Callable[[list[str]], list[list[int]]]
 BATCH = 16  # blocks tokenised at a time
@@ -45,7 +45,7 @@ class Stream:
     def windows(self, *, least: int = 1) -> Iterator[Tensor]:
         """Yields windows, int64 [length], without end.
 
-        Raises SparkinferError instead of repeating the corpus if it has fewer windows than
+        Raises HotsplitError instead of repeating the corpus if it has fewer windows than
         `least`."""
         rest: list[int] = []
         num_given = 0
@@ -59,7 +59,7 @@ class Stream:
                 rest = rest[whole:]
             if num_given < least:
                 fewer = ", or hold out fewer tokens of it" if self.held_out else ""
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{self.sources[0].path}: {num_given * self.length + len(rest):,} tokens to"
                     f" train on, wanted {least * self.length:,} or more; give a longer text{fewer}"
                 )

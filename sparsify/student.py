@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sparsify.config import Precision, Rule
-from sparkinfer.sparsify.feed_forward import FeedForward, decoder_of, install
+from hotsplit.errors import HotsplitError
+from hotsplit.sparsify.config import Precision, Rule
+from hotsplit.sparsify.feed_forward import FeedForward, decoder_of, install
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> S
     """Loads a checkpoint folder. Frozen matrices, and biases outside the feed-forward layers, are
     in `dtype`; everything else is f32.
 
-    Raises SparkinferError for weights that are not finite, and for a model that `install`
+    Raises HotsplitError for weights that are not finite, and for a model that `install`
     refuses."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -51,7 +51,7 @@ def load_student(folder: Path, rule: Rule, dtype: torch.dtype, device: str) -> S
 def _check_finite(folder: Path, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{folder}: {name} has values that are NaN or infinite; get the model again"
             )
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_text
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.sources import STDIN, find_sources
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.stream import Stream
-from sparkinfer.tokenizer_text import read_tokenizer
+from hotsplit.errors import HotsplitError
+from hotsplit.json_file import read_text
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.sources import STDIN, find_sources
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.stream import Stream
+from hotsplit.tokenizer_text import read_tokenizer
 
 MEASURED_WINDOWS = 16  # for the neurons' weights and the first limits; training uses them too
 HELD_OUT_WINDOW = 512
@@ -36,11 +36,11 @@ class Texts:
 
 
 def read_texts(config: SparsifyConfig, folder: Path) -> Texts:
-    """Reads the texts of a run. Raises SparkinferError for a corpus that is stdin, too short, or not
+    """Reads the texts of a run. Raises HotsplitError for a corpus that is stdin, too short, or not
     text."""
     codec = codec_of(folder)
     if STDIN in config.corpora:
-        raise SparkinferError("-: the corpus is read more than once; give files, or a folder")
+        raise HotsplitError("-: the corpus is read more than once; give files, or a folder")
     sources = find_sources(config.corpora, config.text_key)
     encode = _encoder(codec.tokenizer)
     stream = Stream(sources, encode, length=config.window, seed=config.seed)
@@ -69,10 +69,10 @@ def up_to(windows: Sequence[Tensor], num_tokens: int) -> tuple[Tensor, ...]:
 
 
 def codec_of(folder: Path) -> TextCodec:
-    """The checkpoint's tokenizer. Raises SparkinferError for a folder without a fast one."""
+    """The checkpoint's tokenizer. Raises HotsplitError for a folder without a fast one."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise SparkinferError(
+        raise HotsplitError(
             f"{folder}: no tokenizer.json; save the tokenizer with save_pretrained of transformers"
         )
     text = read_text(file, "tokenizer.json")

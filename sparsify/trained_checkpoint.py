@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import no_room, partial_folder
-from sparkinfer.limits import FILE_NAME, LayerLimits, Limits
-from sparkinfer.typed import shown
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.errors import HotsplitError
+from hotsplit.files import no_room, partial_folder
+from hotsplit.limits import FILE_NAME, LayerLimits, Limits
+from hotsplit.typed import shown
 
 SHARD_BYTES = 4 << 30
 TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README*")
@@ -59,7 +59,7 @@ def _copy_others(folder: Path, to: Path, source: Path) -> None:
             else:
                 shutil.copy2(other, to / other.name, follow_symlinks=False)
         except (OSError, shutil.Error) as error:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{other}: cannot be kept in the new {folder} ({error}); move it to another place"
                 " and run the same command again"
             ) from error
@@ -68,18 +68,18 @@ def _copy_others(folder: Path, to: Path, source: Path) -> None:
 def read_trained(folder: Path, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:
     """(matrices by name, limits f32 [L, F]) of a folder that `write_trained` wrote.
 
-    Raises SparkinferError if it has no limits, or lacks one of the matrices `names`."""
+    Raises HotsplitError if it has no limits, or lacks one of the matrices `names`."""
     if not (folder / FILE_NAME).is_file():
-        raise SparkinferError(f"{folder}: no {FILE_NAME}; wanted a checkpoint that sparsify wrote")
+        raise HotsplitError(f"{folder}: no {FILE_NAME}; wanted a checkpoint that sparsify wrote")
     checkpoint = Checkpoint.open(folder)
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{folder}: no tensor {shown(missing[0])}; it was trained from another model"
         )
     gates = [layer.gate_F for layer in Limits.load(folder / FILE_NAME).layers]
     if any(gate is None for gate in gates):
-        raise SparkinferError(f"{folder / FILE_NAME}: a layer has no limits for its gates")
+        raise HotsplitError(f"{folder / FILE_NAME}: a layer has no limits for its gates")
     limit_LF = torch.from_numpy(np.stack([gate for gate in gates if gate is not None]))
     return {name: checkpoint.read(name).clone() for name in names}, limit_LF
 
@@ -133,7 +133,7 @@ def _write_weights(checkpoint: Checkpoint, folder: Path, matrices: Mapping[str, 
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Writes a checkpoint's safetensors file. Raises SparkinferError if there is no room."""
+    """Writes a checkpoint's safetensors file. Raises HotsplitError if there is no room."""
     try:
         save_file(tensors, path, {"format": "pt"})
     except SafetensorError as error:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.distillation import divergence
-from sparkinfer.sparsify.feed_forward import (
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.ranks import Ranks
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.distillation import divergence
+from hotsplit.sparsify.feed_forward import (
     Watch,
     dense,
     differences,
@@ -20,18 +20,18 @@ from sparkinfer.sparsify.feed_forward import (
     put_matrices,
     watched,
 )
-from sparkinfer.sparsify.limits import LAG_STEPS, SPEED, Limits, Measure, Scores, scaled
-from sparkinfer.sparsify.quality import autocast, hidden_states
-from sparkinfer.sparsify.schedule import Schedule
-from sparkinfer.sparsify.sensitivity import sensitivities
-from sparkinfer.sparsify.student import Student
+from hotsplit.sparsify.limits import LAG_STEPS, SPEED, Limits, Measure, Scores, scaled
+from hotsplit.sparsify.quality import autocast, hidden_states
+from hotsplit.sparsify.schedule import Schedule
+from hotsplit.sparsify.sensitivity import sensitivities
+from hotsplit.sparsify.student import Student
 
 MAX_NORM = 1.0  # of the gradient
 PASSES = 2  # to set the limits of a share, since those of lower layers change upper layers' inputs
 BETAS = (0.9, 0.95)
 
 
-class NotFinite(SparkinferError):
+class NotFinite(HotsplitError):
     """The loss or a gradient is NaN or infinite; the step left the model unchanged."""
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from sparkinfer.bench.config import BenchConfig
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.bench.config import BenchConfig
+from hotsplit.runtime.kernels.cpu import library
 
 needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the C++ kernels")
 

@@ -32,17 +32,17 @@ SCRIPT = re.compile(r"[^/]+\.data/scripts/")  # in a wheel; pip puts its files i
 LIMIT_S = 900.0  # per step, which takes seconds on an idle machine
 PROMPT = ("-p", "def parse_args(argv=None):", "-n", "8", "--temp", "0")
 # A program that uses the package, for a type checker that finds no types if py.typed is missing.
-TYPED = "from sparkinfer import Engine\nreveal_type(Engine.load)\n"
+TYPED = "from hotsplit import Engine\nreveal_type(Engine.load)\n"
 SERVED = """
 from pathlib import Path
-from sparkinfer.report import page
-from sparkinfer.run import corpora
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.serve import app
-import lzma, sparkinfer
+from hotsplit.report import page
+from hotsplit.run import corpora
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.serve import app
+import lzma, hotsplit
 assert library.is_available(), "the C++ kernels do not load"
 assert len(lzma.decompress(corpora.PACKED.read_bytes())) > 100_000, "the default corpus is cut"
-print(Path(sparkinfer.__file__).parent)
+print(Path(hotsplit.__file__).parent)
 """
 
 
@@ -57,7 +57,7 @@ def expected_names() -> set[str]:
     """The program, the C++ libraries, and all files of the package's folders except C++ sources and
     .pyc files, by their installed names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    names = {"bin/sparkinfer"}
+    names = {"bin/hotsplit"}
     for name, folder in project["tool"]["scikit-build"]["wheel"]["packages"].items():
         for path in (ROOT / folder).rglob("*"):
             if path.name == "CMakeLists.txt":
@@ -102,7 +102,7 @@ class Environment:
         self._variables = kept | {
             "PYTHONNOUSERSITE": "1",
             "PYTHONWARNINGS": "default",
-            "SPARKINFER_CACHE": str(folder / "cache"),
+            "HOTSPLIT_CACHE": str(folder / "cache"),
             "CC": "false",
             "CXX": "false",
         }
@@ -121,7 +121,7 @@ class Environment:
         return ended.stdout
 
     def run(self, *words: object) -> str:
-        return self.ask("-m", "sparkinfer", *words)
+        return self.ask("-m", "hotsplit", *words)
 
     def digest(self, name: str) -> str:
         return hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
@@ -129,7 +129,7 @@ class Environment:
 
 def is_our_warning(line: str) -> bool:
     """True for a Python warning that our code causes, such as a deprecation."""
-    return "/sparkinfer/" in line and "Warning: " in line
+    return "/hotsplit/" in line and "Warning: " in line
 
 
 def install(python: str, wheel: Path, folder: Path) -> Path:
@@ -152,11 +152,11 @@ def check_package(environment: Environment, wheel: Path) -> None:
         raise CheckError(f"{place} is not what the wheel installed")
     version = wheel.name.split("-")[1]
     said = environment.run("--version")
-    program = environment.python.parent / "sparkinfer"
+    program = environment.python.parent / "hotsplit"
     if version not in said or said != environment.ask(program, "--version"):
         raise CheckError(f"--version says {said!r}, wanted {version}, and the same of {program}")
     for shell in ("bash", "zsh", "fish"):
-        if "sparkinfer" not in environment.run("completion", shell):
+        if "hotsplit" not in environment.run("completion", shell):
             raise CheckError(f"completion {shell} prints no script")
 
 
@@ -168,7 +168,7 @@ def check_types(environment: Environment) -> None:
     ended = subprocess.run(
         command, cwd=environment.folder, capture_output=True, text=True, check=False
     )
-    if ended.returncode or "-> sparkinfer.runtime.engine.Engine" not in ended.stdout:
+    if ended.returncode or "-> hotsplit.runtime.engine.Engine" not in ended.stdout:
         raise CheckError(f"mypy: {ended.stdout}{ended.stderr}")
 
 
@@ -210,7 +210,7 @@ def check_runs(python: Path, wheel: Path, folder: Path, wanted: dict[str, str]) 
 
 
 def check_all(wheel: Path, pythons: Sequence[str], installed: Sequence[Path]) -> None:
-    with tempfile.TemporaryDirectory(prefix="sparkinfer-wheel-") as name:
+    with tempfile.TemporaryDirectory(prefix="hotsplit-wheel-") as name:
         folder = Path(name)
         text = [MODEL / "corpus.py", "--part", "held-out", "--bytes", "50000"]
         subprocess.run([sys.executable, *text, "-o", folder / "text.txt"], check=True)

@@ -19,9 +19,9 @@ import pytest
 import torch
 from models import byte_level_keys, make_model, make_shape
 
-import sparkinfer.cli
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.top_level import UNEXPECTED
+import hotsplit.cli
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.top_level import UNEXPECTED
 
 # Without a GPU, Triton kernels run in Triton's own interpreter, which must be selected before
 # Triton is imported.
@@ -30,8 +30,8 @@ if not torch.cuda.is_available():
 
 # Loading a model on a GPU stores the results of the GPU's checks: in tests, in a folder that is
 # deleted after them.
-_cache = tempfile.TemporaryDirectory(prefix="sparkinfer-tests-")
-os.environ.setdefault("SPARKINFER_CACHE", _cache.name)
+_cache = tempfile.TemporaryDirectory(prefix="hotsplit-tests-")
+os.environ.setdefault("HOTSPLIT_CACHE", _cache.name)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that tests start, too
 
@@ -62,7 +62,7 @@ started: list[subprocess.Popen] = []
 
 
 def noted(main):
-    """Wraps `main` and records unexpected ends; a test's `from sparkinfer.cli import main` gets
+    """Wraps `main` and records unexpected ends; a test's `from hotsplit.cli import main` gets
     this one."""
 
     @functools.wraps(main)
@@ -81,7 +81,7 @@ class NotedProcess(subprocess.Popen):
         super().__init__(*args, **kwargs)
 
 
-sparkinfer.cli.main = noted(sparkinfer.cli.main)
+hotsplit.cli.main = noted(hotsplit.cli.main)
 subprocess.Popen = NotedProcess  # type: ignore[misc]  # subprocess.run's too
 
 

@@ -12,7 +12,7 @@ import jsonschema
 import torch
 from tokenizers import Tokenizer
 
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.codec import TextCodec
 
 ROOT = Path(__file__).parent.parent
 SMOLLM2 = ROOT / "build" / "smollm2" / "q8_0.gguf"

@@ -17,8 +17,8 @@ from fake_cuda import library
 from fake_cuda.devices import FakeCuda
 from fake_cuda.library import call, made
 
-from sparkinfer.runtime.device import huge_pages
-from sparkinfer.runtime.device.streams import CudaStream
+from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.device.streams import CudaStream
 
 # ---- memory
 
@@ -211,7 +211,7 @@ def going_on_after_a_failure(cuda):
 
 
 def a_kernel_beyond_its_declaration(cuda: FakeCuda):
-    from sparkinfer.runtime.step.cuda_backend import cuda_backend
+    from hotsplit.runtime.step.cuda_backend import cuda_backend
 
     x, y, main = zeros(), zeros(), streams()[0]
     run = cuda_backend(has_graph=False).kernels.add_norm

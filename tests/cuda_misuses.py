@@ -1,5 +1,5 @@
 """Wrong uses of CUDA in captures and graphs, each with the line by which the fake runtime rejects
-it. They go through sparkinfer's classes where these can be misused, else through the calls that
+it. They go through hotsplit's classes where these can be misused, else through the calls that
 these make. Every misuse gets the FakeCuda."""
 
 import ctypes
@@ -13,9 +13,9 @@ from fake_cuda import library
 from fake_cuda.devices import FakeCuda
 from fake_cuda.library import call, made
 
-from sparkinfer.runtime.device import huge_pages
-from sparkinfer.runtime.device.streams import CudaStream, HostNode
-from sparkinfer.runtime.step.cuda_backend import _captured
+from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.device.streams import CudaStream, HostNode
+from hotsplit.runtime.step.cuda_backend import _captured
 
 GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 COUNT = 64

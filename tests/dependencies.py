@@ -45,10 +45,10 @@ def normal(name: str) -> str:
 
 
 def closure(extras: frozenset[str]) -> dict[str, metadata.Distribution]:
-    """All distributions that sparkinfer with these extras needs here, by normal name."""
+    """All distributions that hotsplit with these extras needs here, by normal name."""
     found: dict[str, metadata.Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
-    waiting = [("sparkinfer", extras)]
+    waiting = [("hotsplit", extras)]
     while waiting:
         name, wanted = waiting.pop()
         if (normal(name), wanted) in seen:
@@ -60,7 +60,7 @@ def closure(extras: frozenset[str]) -> dict[str, metadata.Distribution]:
             marker = requirement.marker
             if marker is None or any(marker.evaluate({"extra": e}) for e in {"", *wanted}):
                 waiting.append((requirement.name, frozenset(requirement.extras)))
-    del found["sparkinfer"]
+    del found["hotsplit"]
     return dict(sorted(found.items()))
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparkinfer.device_checks import DeviceKey
-from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.check.parts import DeviceParts
-from sparkinfer.runtime.device.streams import HostNode, PlainStream
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
-from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
-from sparkinfer.runtime.step.hybrid_step import Backend, Prepare
-from sparkinfer.runtime.step.plain_backend import plain_backend
+from hotsplit.device_checks import DeviceKey
+from hotsplit.runtime.check import parts as device_parts
+from hotsplit.runtime.check.parts import DeviceParts
+from hotsplit.runtime.device.streams import HostNode, PlainStream
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
+from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
+from hotsplit.runtime.step.hybrid_step import Backend, Prepare
+from hotsplit.runtime.step.plain_backend import plain_backend
 
 CPU = torch.device("cpu")
 KEY = DeviceKey(

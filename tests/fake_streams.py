@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import HostNode
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.step.hybrid_step import Backend
-from sparkinfer.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.step.plain_backend import plain_backend
 
 
 class Race(AssertionError):

@@ -103,8 +103,8 @@ def make_inputs(folder: Path) -> None:
     from checkpoints import random_llama
     from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
 
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.solver.solve import SolveConfig, solve
+    from hotsplit.model_file import ModelFile
+    from hotsplit.solver.solve import SolveConfig, solve
 
     folder.mkdir()
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
@@ -135,25 +135,25 @@ def prepare() -> None:
     import matplotlib.backends.backend_agg  # noqa: F401
     from models import make_machine
 
-    import sparkinfer.cli
-    import sparkinfer.commands.all_commands
-    import sparkinfer.commands.solve
-    import sparkinfer.export.powerinfer_activations
-    import sparkinfer.profile.calibrate as calibrate
-    import sparkinfer.profile.collect
-    import sparkinfer.profile.plots
-    import sparkinfer.profile.run
-    import sparkinfer.profile.verify
-    import sparkinfer.report.report
-    import sparkinfer.runtime.generate.prompt_cache
-    import sparkinfer.solver.plots
-    import sparkinfer.sparsify.run
-    from sparkinfer.profile.config import ProfileConfig
-    from sparkinfer.sparsify.config import SparsifyConfig
+    import hotsplit.cli
+    import hotsplit.commands.all_commands
+    import hotsplit.commands.solve
+    import hotsplit.export.powerinfer_activations
+    import hotsplit.profile.calibrate as calibrate
+    import hotsplit.profile.collect
+    import hotsplit.profile.plots
+    import hotsplit.profile.run
+    import hotsplit.profile.verify
+    import hotsplit.report.report
+    import hotsplit.runtime.generate.prompt_cache
+    import hotsplit.solver.plots
+    import hotsplit.sparsify.run
+    from hotsplit.profile.config import ProfileConfig
+    from hotsplit.sparsify.config import SparsifyConfig
 
     for config in (ProfileConfig, SparsifyConfig):
         config.__init__.__kwdefaults__["save_every_s"] = 0.01
-    sparkinfer.profile.run.SAVE_SHARE = sparkinfer.sparsify.run.SAVE_SHARE = 10.0
+    hotsplit.profile.run.SAVE_SHARE = hotsplit.sparsify.run.SAVE_SHARE = 10.0
     machine: Any = make_machine()
     calibrate.measure_cpu = lambda say, on_probe: (
         machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s
@@ -173,7 +173,7 @@ def content_of(path: Path) -> object:
 
 
 def _plan(path: Path) -> object:
-    from sparkinfer.split_file import Split
+    from hotsplit.split_file import Split
 
     if path.read_bytes()[:4] != b"GGUF":
         return path.read_bytes()

@@ -166,9 +166,9 @@ def _run_child(case: Case, fault: Fault | None, tell: int, errors: int) -> None:
         null = os.open(os.devnull, os.O_RDWR)
         for file, target in ((null, 0), (null, 1), (errors, 2)):
             os.dup2(file, target)
-        sys.argv = ["sparkinfer", *case.command.argv(case.input, case.output)]
+        sys.argv = ["hotsplit", *case.command.argv(case.input, case.output)]
         counter = _arm(case, fault)
-        from sparkinfer.cli import main
+        from hotsplit.cli import main
 
         code = main()
         sys.stderr.flush()
@@ -282,7 +282,7 @@ def wrong_with(case: Case, reference: Reference, fault: Fault, code: int) -> lis
     if "Traceback" in error or "Exception ignored" in error:
         wrong.append("a traceback")
     if code not in (0, -SIGNALS["kill"]) and code >= 0 and not (
-        lines[-1:] and ("sparkinfer" in lines[-1] or (code > 1 and lines[-1][0] == "["))
+        lines[-1:] and ("hotsplit" in lines[-1] or (code > 1 and lines[-1][0] == "["))
     ):  # fmt: skip
         wrong.append("no line says why")
     # A signal's default action ends the process before the command handles signals (all outputs are

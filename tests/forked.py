@@ -2,8 +2,8 @@
 already imported their modules.
 
 A fresh process spends two seconds of a core on imports; a fork spends a hundredth of that.
-Otherwise a command behaves as with `python -m sparkinfer`, and a program as with `python -c`: it
-has its own pid, signals, exit code, files and environment. A program imports sparkinfer itself,
+Otherwise a command behaves as with `python -m hotsplit`, and a program as with `python -c`: it
+has its own pid, signals, exit code, files and environment. A program imports hotsplit itself,
 unless it asks for the server `fuzz`: the server `python` has imported only other packages. Tests of
 the start itself use a fresh process.
 
@@ -31,9 +31,9 @@ from typing import Any, NoReturn
 
 PACKAGES = "torch numpy safetensors tokenizers transformers".split()
 COMMANDS = """
-sparkinfer.cli sparkinfer.commands.all_commands sparkinfer.runtime.engine
-sparkinfer.profile.collect sparkinfer.profile.quality sparkinfer.convert.convert
-sparkinfer.solver.solve
+hotsplit.cli hotsplit.commands.all_commands hotsplit.runtime.engine
+hotsplit.profile.collect hotsplit.profile.quality hotsplit.convert.convert
+hotsplit.solver.solve
 """.split()
 READERS = [*COMMANDS, "fuzz_inputs", "llguidance", "matplotlib.figure", "pyarrow.parquet"]
 # What each server has imported.
@@ -123,7 +123,7 @@ class Forked:
 
 
 def run_command(*words: object, **options: Any) -> subprocess.CompletedProcess:
-    """Runs `python -m sparkinfer WORDS` to its end; the options are those of `_run`."""
+    """Runs `python -m hotsplit WORDS` to its end; the options are those of `_run`."""
     return _run(None, words, **options)
 
 
@@ -160,7 +160,7 @@ def _run(
         for file in (out, error):
             file.seek(0)
             given.append(file.read().decode(errors="replace") if text else file.read())
-    named = ["sparkinfer"] if code is None else ["python", "-c", code]
+    named = ["hotsplit"] if code is None else ["python", "-c", code]
     done = subprocess.CompletedProcess([*named, *arguments], status, *given)
     finished.append(done)
     return done
@@ -202,7 +202,7 @@ def _attend(connection: socket.socket) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["env"])
     if request["code"] is None:
-        sys.argv = ["sparkinfer", *request["words"]]
+        sys.argv = ["hotsplit", *request["words"]]
         _end_with(_main)
     sys.argv = ["-c", *request["words"]]
     sys.path.insert(0, "")
@@ -210,7 +210,7 @@ def _attend(connection: socket.socket) -> NoReturn:
 
 
 def _main() -> int:
-    from sparkinfer.cli import main
+    from hotsplit.cli import main
 
     return main()
 

@@ -10,7 +10,7 @@ fuzz_pairs, which must be refused if anything shows that the two files do not be
 `found`, the files of fuzz_corpus. INPUTS holds valid files (see fuzz_inputs). The first line on
 stdout is `ready`. Each case has a line with its kind, number and outcome; with a guide, a line with
 newly reached lines of code may come before it. The last line has the processor time. `refused` (a
-SparkinferError of one line, nothing left behind) and `done` are right, everything else is wrong. A
+HotsplitError of one line, nothing left behind) and `done` are right, everything else is wrong. A
 case that takes over LIMIT_S seconds or kills the process has no line, and ends the output; one that
 takes over 1 GiB of memory ends in MemoryError, or kills the process."""
 
@@ -104,7 +104,7 @@ def replay(inputs: Path, kind: str, number: int, work: Path, before: Chain = ())
 def misbehave(inputs: Path, kind: str, number: int, work: Path, before: Chain = ()) -> str:
     """Wrong outcomes that the harness must catch: case 2 of each kind goes wrong, the others are
     refused."""
-    from sparkinfer.errors import SparkinferError
+    from hotsplit.errors import HotsplitError
 
     if number == 2:
         if kind == "crash":
@@ -119,14 +119,14 @@ def misbehave(inputs: Path, kind: str, number: int, work: Path, before: Chain = 
             (work / "output").mkdir(exist_ok=True)
             (work / "output" / "out.gguf.partial").touch()
         if kind == "lines":
-            raise SparkinferError("two\nlines")
+            raise HotsplitError("two\nlines")
         if kind == "surrogate":
-            raise SparkinferError("\udcff")
+            raise HotsplitError("\udcff")
         if kind == "length":
-            raise SparkinferError("x" * MAX_LINE)
+            raise HotsplitError("x" * MAX_LINE)
         if kind == "accepted":
             return "done where it must be refused"
-    raise SparkinferError("refused")
+    raise HotsplitError("refused")
 
 
 def _is_unicode(message: str) -> bool:
@@ -139,11 +139,11 @@ def _is_unicode(message: str) -> bool:
 
 
 def outcome_of(case: Callable[[], str], work: Path) -> str:
-    from sparkinfer.errors import SparkinferError
+    from hotsplit.errors import HotsplitError
 
     try:
         outcome = case()
-    except SparkinferError as error:
+    except HotsplitError as error:
         message = str(error)
         is_line = "\n" not in message and len(message) < MAX_LINE and _is_unicode(message)
         outcome = "refused" if is_line else f"refused in no line: {message[:200]!r}"

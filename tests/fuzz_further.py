@@ -32,7 +32,7 @@ def stdout_of_a_pipe() -> Iterator[None]:
 
 def compute(case: Case) -> None:
     """Loads a model and computes with it, in one of the modes."""
-    from sparkinfer import Engine
+    from hotsplit import Engine
 
     mode = (None, "dense", "exact")[case.number % 3]
     with Engine.load(case.path, mode=mode, device="cpu") as engine:
@@ -42,7 +42,7 @@ def compute(case: Case) -> None:
 def stretch(case: Case) -> None:
     """Loads a model with the RoPE scaling of its file, none, linear or YaRN, and computes
     logits."""
-    from sparkinfer import Engine
+    from hotsplit import Engine
 
     kind = (None, "none", "linear", "yarn")[case.number % 4]
     factor = None if kind in (None, "none") else 2.0
@@ -52,9 +52,9 @@ def stretch(case: Case) -> None:
 
 def find_template(case: Case) -> None:
     """Finds the default template and the one named `tool_use`; a few cases also render with them."""
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.runtime.text.chat_template import chat_template_of
-    from sparkinfer.runtime.text.codec import TextCodec
+    from hotsplit.model_file import ModelFile
+    from hotsplit.runtime.text.chat_template import chat_template_of
+    from hotsplit.runtime.text.codec import TextCodec
 
     model = ModelFile.load(case.path)
     codec = TextCodec.of(model)
@@ -66,8 +66,8 @@ def find_template(case: Case) -> None:
 
 def train_from(case: Case) -> None:
     """Reads a model as sparsify does: a checkpoint, or a GGUF, which it converts to one."""
-    from sparkinfer.sparsify.source import as_checkpoint
-    from sparkinfer.sparsify.texts import codec_of
+    from hotsplit.sparsify.source import as_checkpoint
+    from hotsplit.sparsify.texts import codec_of
 
     is_file = case.path.suffix == ".gguf"
     folder = as_checkpoint(case.path if is_file else case.folder, case.output)
@@ -79,9 +79,9 @@ def train_from(case: Case) -> None:
 
 def inspect(case: Case) -> None:
     """Shows what a file holds, as tables and as JSON."""
-    from sparkinfer.inspection.inspect_file import inspect_file
-    from sparkinfer.inspection.tables import print_summary
-    from sparkinfer.inspection.to_json import to_json
+    from hotsplit.inspection.inspect_file import inspect_file
+    from hotsplit.inspection.tables import print_summary
+    from hotsplit.inspection.to_json import to_json
 
     with stdout_of_a_pipe():
         summary = inspect_file(case.path)
@@ -91,9 +91,9 @@ def inspect(case: Case) -> None:
 
 def inspect_model(case: Case) -> None:
     """Shows what a model file holds, and the operations of its step."""
-    from sparkinfer.inspection.tables import print_facts
-    from sparkinfer.inspection.to_json import to_json
-    from sparkinfer.runtime.step.program_summary import facts_of, lines_of, summarise_program
+    from hotsplit.inspection.tables import print_facts
+    from hotsplit.inspection.to_json import to_json
+    from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
 
     inspect(case)
     with stdout_of_a_pipe():
@@ -104,9 +104,9 @@ def inspect_model(case: Case) -> None:
 
 
 def inspect_folder(case: Case) -> None:
-    from sparkinfer.convert.checkpoint_summary import summarise_checkpoint
-    from sparkinfer.inspection.tables import print_facts
-    from sparkinfer.inspection.to_json import to_json
+    from hotsplit.convert.checkpoint_summary import summarise_checkpoint
+    from hotsplit.inspection.tables import print_facts
+    from hotsplit.inspection.to_json import to_json
 
     with stdout_of_a_pipe():
         summary = summarise_checkpoint(case.folder)
@@ -116,7 +116,7 @@ def inspect_folder(case: Case) -> None:
 
 def inspect_and_export(case: Case) -> None:
     """Shows a file; exports a profile or a plan in the format that PowerInfer reads."""
-    from sparkinfer.export.export import ExportConfig, export
+    from hotsplit.export.export import ExportConfig, export
 
     inspect(case)
     if case.path.suffix == ".safetensors":
@@ -129,7 +129,7 @@ def inspect_and_export(case: Case) -> None:
 def export_split(case: Case) -> None:
     """Exports a plan with a damaged profile, as SparkInfer's model-split or as PowerInfer's
     index."""
-    from sparkinfer.export.export import ExportConfig, export
+    from hotsplit.export.export import ExportConfig, export
 
     plan = case.folder / "model.split.gguf"
     format, size = ("sparkinfer-split", 8) if case.number % 4 else ("gpuidx", None)
@@ -146,8 +146,8 @@ def export_split(case: Case) -> None:
 def list_entry(case: Case) -> None:
     """Lists a cache folder with a damaged entry: it is `ready` if and only if `run` would use
     it."""
-    from sparkinfer.run.cache_folder import LOCK, read_entry
-    from sparkinfer.run.housekeeping import list_cache
+    from hotsplit.run.cache_folder import LOCK, read_entry
+    from hotsplit.run.housekeeping import list_cache
 
     cache = case.output.parent
     folder = Path(shutil.copytree(case.folder, cache / KEPT))
@@ -165,7 +165,7 @@ def list_entry(case: Case) -> None:
 def remember_rates(case: Case) -> None:
     """Loads damaged rates, which must be positive or dropped, and stores a new one. Those of other
     machines stay as they are."""
-    from sparkinfer.run.rates import Rates
+    from hotsplit.run.rates import Rates
 
     others = _rates_of_others(case.path)
     rates = Rates.load(case.folder, "m")
@@ -186,7 +186,7 @@ def _rates_of_others(path: Path) -> str:
 
 def read_verdicts(case: Case) -> None:
     """Reads checks of a GPU; unreadable ones count as none."""
-    from sparkinfer.device_checks import read_checks
+    from hotsplit.device_checks import read_checks
 
     found = read_checks(case.path)
     if found is not None:
@@ -199,7 +199,7 @@ def read_verdicts(case: Case) -> None:
 def read_prompts(case: Case) -> None:
     from fuzz_readers import codec_of
 
-    from sparkinfer.commands.prompts import prompts_of
+    from hotsplit.commands.prompts import prompts_of
 
     for prompt in prompts_of(None, None, case.path):
         codec_of(case.inputs).encode(prompt)
@@ -209,8 +209,8 @@ def read_messages(case: Case) -> None:
     """Reads a corpus as chat messages, in the built-in template chatml."""
     from fuzz_readers import codec_of
 
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.profile.chat_windows import read_chat_windows
+    from hotsplit.model_file import ModelFile
+    from hotsplit.profile.chat_windows import read_chat_windows
 
     read_chat_windows(
         [case.path], ModelFile.load(case.inputs / "silu.gguf"), codec_of(case.inputs),

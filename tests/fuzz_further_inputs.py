@@ -13,15 +13,15 @@ from texts import put_tokenizer, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import FalconConfig, OPTConfig, Phi3Config, PretrainedConfig, Qwen3Config
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.device_checks import FORMAT as CHECKS_FORMAT
-from sparkinfer.device_checks import VERSION as CHECKS_VERSION
-from sparkinfer.device_checks import DeviceKey, Verdict
-from sparkinfer.export.export import ExportConfig, export
-from sparkinfer.gguf_file import read_gguf, write_gguf
-from sparkinfer.run.cache_folder import FORMAT as ENTRY_FORMAT
-from sparkinfer.run.cache_folder import current_version
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.device_checks import FORMAT as CHECKS_FORMAT
+from hotsplit.device_checks import VERSION as CHECKS_VERSION
+from hotsplit.device_checks import DeviceKey, Verdict
+from hotsplit.export.export import ExportConfig, export
+from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.run.cache_folder import FORMAT as ENTRY_FORMAT
+from hotsplit.run.cache_folder import current_version
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300,
          "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
@@ -112,7 +112,7 @@ def _further_tokenizers(folder: Path) -> None:
 
 def _without_whole_tokenizer(source: Path, path: Path) -> None:
     """Writes the model file with its tokenizer in llama.cpp's keys only."""
-    from sparkinfer.model_file import TOKENIZER_KEY
+    from hotsplit.model_file import TOKENIZER_KEY
 
     keys, tensors = read_gguf(source, "model")
     own = (TOKENIZER_KEY, "general.architecture")

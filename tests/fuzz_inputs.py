@@ -18,22 +18,22 @@ from test_gguf_source import powerinfer_file
 from test_runtime import make_split
 from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.gguf_file import read_gguf, write_gguf
-from sparkinfer.limits import LayerLimits, Limits, limit_shapes
-from sparkinfer.mode_quality import ModeQuality
-from sparkinfer.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
-from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
-from sparkinfer.profile.eval_file import eval_content
-from sparkinfer.profile.layer_trainer import LayerQuality
-from sparkinfer.profile.quality import EvalReport
-from sparkinfer.profile.report import FORMAT, VERSION
-from sparkinfer.profile.resume import Position, save_position
-from sparkinfer.profile.selection import Quality
-from sparkinfer.profile_file import Corpus
-from sparkinfer.runtime.generate.prompt_cache import save_prompt
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.limits import LayerLimits, Limits, limit_shapes
+from hotsplit.mode_quality import ModeQuality
+from hotsplit.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
+from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.profile.eval_file import eval_content
+from hotsplit.profile.layer_trainer import LayerQuality
+from hotsplit.profile.quality import EvalReport
+from hotsplit.profile.report import FORMAT, VERSION
+from hotsplit.profile.resume import Position, save_position
+from hotsplit.profile.selection import Quality
+from hotsplit.profile_file import Corpus
+from hotsplit.runtime.generate.prompt_cache import save_prompt
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}
 QUALITY = ModeQuality(
@@ -139,7 +139,7 @@ def _model_files(folder: Path) -> None:
     keys, tensors = read_gguf(folder / "stock" / "model.gguf", "model")
     own = (TOKENIZER_KEY, "general.architecture")
     write_gguf(folder / "theirs" / "model.gguf", "llama",
-               {k: v for k, v in keys.items() if k not in own and "sparkinfer" not in k},
+               {k: v for k, v in keys.items() if k not in own and "hotsplit" not in k},
                tensors)  # fmt: skip
     plain = ModelFile.load(folder / "plain.gguf")
     powerinfer_file(folder / "powerinfer" / "model.gguf", plain, "llama", folder / "pt")

@@ -12,17 +12,17 @@ from pathlib import Path
 
 # Modules that read what others may have written, by folder of the repository.
 READERS = (
-    "src/sparkinfer/architecture.py", "src/sparkinfer/byte_level.py", "src/sparkinfer/cache_plan.py",
-    "src/sparkinfer/export/*.py", "src/sparkinfer/gguf_*.py", "src/sparkinfer/inspection/*.py",
-    "src/sparkinfer/json_file.py", "src/sparkinfer/limits.py", "src/sparkinfer/machine_file.py",
-    "src/sparkinfer/mode_quality.py", "src/sparkinfer/model_*.py", "src/sparkinfer/rope.py",
-    "src/sparkinfer/p*_file.py", "src/sparkinfer/safetensors_file.py",
-    "src/sparkinfer/split_file.py", "src/sparkinfer/thresholds.py",
-    "src/sparkinfer/tokenizer_text.py", "src/sparkinfer/typed.py",
+    "src/hotsplit/architecture.py", "src/hotsplit/byte_level.py", "src/hotsplit/cache_plan.py",
+    "src/hotsplit/export/*.py", "src/hotsplit/gguf_*.py", "src/hotsplit/inspection/*.py",
+    "src/hotsplit/json_file.py", "src/hotsplit/limits.py", "src/hotsplit/machine_file.py",
+    "src/hotsplit/mode_quality.py", "src/hotsplit/model_*.py", "src/hotsplit/rope.py",
+    "src/hotsplit/p*_file.py", "src/hotsplit/safetensors_file.py",
+    "src/hotsplit/split_file.py", "src/hotsplit/thresholds.py",
+    "src/hotsplit/tokenizer_text.py", "src/hotsplit/typed.py",
     "convert/*.py", "convert/families/*.py",
     "profile/chat_windows.py", "profile/corpus.py", "profile/eval_file.py", "profile/merge.py",
     "profile/re*.py", "profile/sources.py", "run/cache_folder.py", "run/rates.py",
-    "sparsify/source.py", "src/sparkinfer/commands/prompts.py", "src/sparkinfer/device_checks.py",
+    "sparsify/source.py", "src/hotsplit/commands/prompts.py", "src/hotsplit/device_checks.py",
     "runtime/text/*.py", "runtime/generate/chat.py", "runtime/generate/constraints.py",
     "runtime/generate/gbnf*.py", "runtime/generate/json_schema.py",
     "runtime/generate/prompt_cache.py",
@@ -34,10 +34,10 @@ Line = tuple[str, int]  # a file's path in the repository, and a line number
 
 @cache
 def root() -> Path:
-    """The repository whose sparkinfer is imported."""
-    import sparkinfer
+    """The repository whose hotsplit is imported."""
+    import hotsplit
 
-    return Path(sparkinfer.__file__).parents[2]
+    return Path(hotsplit.__file__).parents[2]
 
 
 @cache

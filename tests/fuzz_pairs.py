@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from fuzz_guide import Chain
 
 if TYPE_CHECKING:
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.model_file import ModelFile
 
 CONTEXT = 32
 # The one difference of each other model; None: only the weights.
@@ -133,8 +133,8 @@ def make_plan(model: "ModelFile", path: Path) -> None:
 
 
 def make_prompt(model: "ModelFile", path: Path) -> None:
-    from sparkinfer import Engine
-    from sparkinfer.runtime.generate.prompt_cache import save_prompt
+    from hotsplit import Engine
+    from hotsplit.runtime.generate.prompt_cache import save_prompt
 
     with Engine.of(model, device="cpu", mode="exact") as engine, engine.sequence() as text:
         text.extend([5, 6, 7])
@@ -146,8 +146,8 @@ def make_prompt(model: "ModelFile", path: Path) -> None:
 
 
 def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.thresholds import with_thresholds
+    from hotsplit.model_file import ModelFile
+    from hotsplit.thresholds import with_thresholds
 
     with_thresholds(ModelFile.load(model), artifact).validate()
 
@@ -155,7 +155,7 @@ def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
 def solve_with(model: Path, artifact: Path, output: Path) -> None:
     from models import make_machine
 
-    from sparkinfer.solver.solve import SolveConfig, solve
+    from hotsplit.solver.solve import SolveConfig, solve
 
     machine = output.parent / "machine.json"
     try:
@@ -170,8 +170,8 @@ def solve_with(model: Path, artifact: Path, output: Path) -> None:
 
 def export_plan_with(model: Path, artifact: Path, output: Path) -> None:
     """Exports a plan of the model with a profile of the other model."""
-    from sparkinfer.export.export import ExportConfig, export
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.export.export import ExportConfig, export
+    from hotsplit.model_file import ModelFile
 
     plan = output.parent / "plan.gguf"
     try:
@@ -182,8 +182,8 @@ def export_plan_with(model: Path, artifact: Path, output: Path) -> None:
 
 
 def convert_with(model: Path, artifact: Path, output: Path) -> None:
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
+    from hotsplit.convert.convert import convert
+    from hotsplit.convert.options import ConvertConfig
 
     folder = output.parent / "predictors"
     folder.mkdir()
@@ -195,22 +195,22 @@ def convert_with(model: Path, artifact: Path, output: Path) -> None:
 
 
 def limit_with(model: Path, artifact: Path, output: Path) -> None:
-    from sparkinfer import Engine
+    from hotsplit import Engine
 
     with Engine.load(model, limits=artifact, device="cpu") as engine:
         engine.hidden([1, 2])
 
 
 def run_by(model: Path, artifact: Path, output: Path) -> None:
-    from sparkinfer import Engine
+    from hotsplit import Engine
 
     with Engine.load(model, split=artifact, device="cpu") as engine:
         engine.hidden([1, 2])
 
 
 def go_on_from(model: Path, artifact: Path, output: Path) -> None:
-    from sparkinfer import Engine
-    from sparkinfer.runtime.generate.prompt_cache import restore_prompt
+    from hotsplit import Engine
+    from hotsplit.runtime.generate.prompt_cache import restore_prompt
 
     with Engine.load(model, mode="exact", device="cpu") as engine, engine.sequence() as text:
         restore_prompt(text, artifact, dataclasses.replace(engine.prompt_key(), weights=""))
@@ -218,8 +218,8 @@ def go_on_from(model: Path, artifact: Path, output: Path) -> None:
 
 def merge_with(model: Path, artifact: Path, output: Path) -> None:
     """Merges a profile of the model with one of the other model; both name the same text."""
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.profile.merge import MergeConfig, merge
+    from hotsplit.model_file import ModelFile
+    from hotsplit.profile.merge import MergeConfig, merge
 
     own = output.parent / "own.profile.safetensors"
     try:
@@ -231,9 +231,9 @@ def merge_with(model: Path, artifact: Path, output: Path) -> None:
 
 def guess_with(model: Path, artifact: Path, output: Path) -> None:
     """Checks the other model as a draft model."""
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.runtime.generate.draft_model import check_vocabulary
-    from sparkinfer.runtime.text.codec import TextCodec
+    from hotsplit.model_file import ModelFile
+    from hotsplit.runtime.generate.draft_model import check_vocabulary
+    from hotsplit.runtime.text.codec import TextCodec
 
     pair = [ModelFile.load(path) for path in (model, artifact)]
     tokens = [(TextCodec.of(file).tokenizer, file.shape.vocab_size) for file in pair]
@@ -283,7 +283,7 @@ def must_refuse(pair: Pair, name: str, forged: bool) -> bool:
 
 def artifact_of(pair: Pair, base: Path, other: Path, forged: bool, path: Path) -> None:
     """Writes an artifact of the other model; `forged`: with the base model's id."""
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.model_file import ModelFile
 
     model = ModelFile.load(other)
     if forged:

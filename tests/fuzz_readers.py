@@ -38,15 +38,15 @@ from fuzz_further import PROMPT
 from fuzz_kind import Case, Kind
 
 if TYPE_CHECKING:  # slow to import, and the child counts memory
-    from sparkinfer.runtime.text.codec import TextCodec
+    from hotsplit.runtime.text.codec import TextCodec
 
 SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share": 0.5}
 
 
 def convert_folder(case: Case) -> None:
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.convert.convert import convert
+    from hotsplit.convert.options import ConvertConfig
+    from hotsplit.model_file import ModelFile
 
     convert(ConvertConfig(source=case.folder, output=case.output))
     ModelFile.load(case.output)
@@ -55,14 +55,14 @@ def convert_folder(case: Case) -> None:
 def convert_tokenizer(case: Case) -> None:
     """Converts into both layouts. A tokenizer that was written can be read again; a template may be
     invalid."""
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.errors import SparkinferError
-    from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
-    from sparkinfer.runtime.text.chat_template import chat_template_of
-    from sparkinfer.runtime.text.codec import TextCodec
+    from hotsplit.convert.convert import convert
+    from hotsplit.convert.options import ConvertConfig
+    from hotsplit.errors import HotsplitError
+    from hotsplit.model_file import TOKENIZER_KEY, ModelFile
+    from hotsplit.runtime.text.chat_template import chat_template_of
+    from hotsplit.runtime.text.codec import TextCodec
 
-    with contextlib.suppress(SparkinferError):  # llama.cpp may have no such tokenizer
+    with contextlib.suppress(HotsplitError):  # llama.cpp may have no such tokenizer
         convert(ConvertConfig(source=case.folder, output=case.output, layout="stock"))
         case.output.unlink()
     convert(ConvertConfig(source=case.folder, output=case.output))
@@ -79,23 +79,23 @@ def convert_tokenizer(case: Case) -> None:
 
 
 def convert_gguf(case: Case) -> None:
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.convert.convert import convert
+    from hotsplit.convert.options import ConvertConfig
+    from hotsplit.model_file import ModelFile
 
     convert(ConvertConfig(source=case.path, predictors=case.inputs / "ours", output=case.output))
     ModelFile.load(case.output)
 
 
 def load_model(case: Case) -> None:
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.model_file import ModelFile
 
     ModelFile.load(case.path)
 
 
 def tokenise(case: Case) -> None:
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.runtime.text.codec import TextCodec
+    from hotsplit.model_file import ModelFile
+    from hotsplit.runtime.text.codec import TextCodec
 
     codec = TextCodec.of(ModelFile.load(case.path))
     codec.tokenizer.decode(codec.encode(PROMPT))
@@ -103,7 +103,7 @@ def tokenise(case: Case) -> None:
 
 def run(case: Case) -> None:
     """Loads and generates, in one of the modes."""
-    from sparkinfer import Engine
+    from hotsplit import Engine
 
     mode = (None, "dense", "exact", "predicted")[case.number % 4]
     with Engine.load(case.path, mode=mode, device="cpu") as engine:
@@ -112,9 +112,9 @@ def run(case: Case) -> None:
 
 
 def add_predictors(case: Case) -> None:
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.convert.convert import convert
+    from hotsplit.convert.options import ConvertConfig
+    from hotsplit.model_file import ModelFile
 
     plain = case.inputs / "plain.gguf"
     convert(ConvertConfig(source=plain, predictors=case.folder, output=case.output))
@@ -122,23 +122,23 @@ def add_predictors(case: Case) -> None:
 
 
 def add_limits(case: Case) -> None:
-    from sparkinfer.convert.convert import convert
-    from sparkinfer.convert.options import ConvertConfig
-    from sparkinfer.model_file import ModelFile
+    from hotsplit.convert.convert import convert
+    from hotsplit.convert.options import ConvertConfig
+    from hotsplit.model_file import ModelFile
 
     convert(ConvertConfig(source=case.inputs / "silu.gguf", limits=case.path, output=case.output))
     ModelFile.load(case.output)
 
 
 def add_thresholds(case: Case) -> None:
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.thresholds import with_thresholds
+    from hotsplit.model_file import ModelFile
+    from hotsplit.thresholds import with_thresholds
 
     with_thresholds(ModelFile.load(case.inputs / "silu.gguf"), case.path).validate()
 
 
 def inspect_and_run_plan(case: Case) -> None:
-    from sparkinfer import Engine
+    from hotsplit import Engine
 
     with Engine.load(case.inputs / "plain.gguf", split=case.path, device="cpu") as engine:
         engine.hidden([5, 6, 7])
@@ -146,8 +146,8 @@ def inspect_and_run_plan(case: Case) -> None:
 
 
 def merge_profiles(case: Case) -> None:
-    from sparkinfer.profile.merge import MergeConfig, merge
-    from sparkinfer.profile_file import Profile
+    from hotsplit.profile.merge import MergeConfig, merge
+    from hotsplit.profile_file import Profile
 
     other = case.inputs / "other.profile.safetensors"
     merge(MergeConfig(profiles=(case.path, other), output=case.output))
@@ -155,8 +155,8 @@ def merge_profiles(case: Case) -> None:
 
 
 def plan_with(case: Case) -> None:
-    from sparkinfer.solver.solve import SolveConfig, solve
-    from sparkinfer.split_file import Split
+    from hotsplit.solver.solve import SolveConfig, solve
+    from hotsplit.split_file import Split
 
     solve(
         SolveConfig(
@@ -168,8 +168,8 @@ def plan_with(case: Case) -> None:
 
 
 def restore_prompt(case: Case) -> None:
-    from sparkinfer import Engine
-    from sparkinfer.runtime.generate.prompt_cache import restore_prompt
+    from hotsplit import Engine
+    from hotsplit.runtime.generate.prompt_cache import restore_prompt
 
     with (
         Engine.load(case.inputs / "silu.gguf", device="cpu") as engine,
@@ -180,13 +180,13 @@ def restore_prompt(case: Case) -> None:
 
 
 def resume(case: Case) -> None:
-    from sparkinfer.profile.resume import load_position
+    from hotsplit.profile.resume import load_position
 
     load_position(case.path, SETTINGS, force=False)
 
 
 def go_on_with(case: Case) -> None:
-    from sparkinfer import Engine
+    from hotsplit import Engine
 
     with Engine.load(case.inputs / "run" / "model.gguf", device="cpu") as engine:  # noqa: SIM117
         with engine.chat() as chat:
@@ -197,8 +197,8 @@ def go_on_with(case: Case) -> None:
 
 def follow_grammar(case: Case) -> None:
     """Compiles a grammar and accepts a few tokens that it allows."""
-    from sparkinfer.json_file import read_text
-    from sparkinfer.runtime.generate import constraints as made
+    from hotsplit.json_file import read_text
+    from hotsplit.runtime.generate import constraints as made
 
     makers = {".gbnf": made.gbnf_constraint, ".json": made.json_schema_constraint,
               ".regex": made.regex_constraint, ".lark": made.lark_constraint}  # fmt: skip
@@ -213,30 +213,30 @@ def follow_grammar(case: Case) -> None:
 
 @cache
 def codec_of(inputs: Path) -> "TextCodec":
-    from sparkinfer.model_file import ModelFile
-    from sparkinfer.runtime.text.codec import TextCodec
+    from hotsplit.model_file import ModelFile
+    from hotsplit.runtime.text.codec import TextCodec
 
     return TextCodec.of(ModelFile.load(inputs / "silu.gguf"))
 
 
 def read_corpus(case: Case) -> None:
-    from sparkinfer.profile.corpus import read_windows
+    from hotsplit.profile.corpus import read_windows
 
     codec = codec_of(case.inputs)
     read_windows([case.path], codec, context_length=64, max_tokens=200, seed=case.number)
 
 
 def load_comparison(case: Case) -> None:
-    from sparkinfer.profile.eval_file import load_eval
-    from sparkinfer.report.plots import plot_quality
+    from hotsplit.profile.eval_file import load_eval
+    from hotsplit.report.plots import plot_quality
 
     found = load_eval(case.path)
     plot_quality([(found.mode, found.perplexity_increase, found.perplexity_half_width)])
 
 
 def load_told(case: Case) -> None:
-    from sparkinfer.profile.report_file import load_predictor_report
-    from sparkinfer.report.plots import plot_predictors
+    from hotsplit.profile.report_file import load_predictor_report
+    from hotsplit.report.plots import plot_predictors
 
     found = load_predictor_report(case.path, "0" * 64)
     if found.quality_L:

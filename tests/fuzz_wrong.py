@@ -2,7 +2,7 @@
 
 A change edits in place: values (metadata of safetensors, keys of GGUF, an object of JSON) and
 arrays. The result is forbidden by docs/formats.md, contradicts itself, or is of a kind that
-sparkinfer does not support. fuzz_meaning reads and writes the files."""
+hotsplit does not support. fuzz_meaning reads and writes the files."""
 
 import math
 import random
@@ -171,7 +171,7 @@ PROFILE = {
     "corpus without tokens": one_of("corpora/*/num_tokens", *NOT_COUNTS),
     "corpus lacks a value": without("corpora/*/*"),
     "another version": one_of("version", "99", "0", "x", ""),
-    "another format": one_of("format", "sparkinfer.limits", ""),
+    "another format": one_of("format", "hotsplit.limits", ""),
     "an unknown key": one_of("other", 1),
     "a key is missing": without("*"),
     "an unknown array": more("other"),
@@ -244,7 +244,7 @@ MACHINE = {
     "invalid cards": one_of("gpus", None, {}, [1], "x"),
     "invalid versions": one_of("versions", None, [], {"torch": 1}, "x"),
     "another version": one_of("version", 3, 5, "4", 4.5, None, [4]),
-    "another format": one_of("format", "x", None, ["sparkinfer.machine"]),
+    "another format": one_of("format", "x", None, ["hotsplit.machine"]),
     "an unknown key": one_of("other", 1),
     "a key is missing": without("*"),
 }  # fmt: skip
@@ -256,7 +256,7 @@ def _twice(ids: np.ndarray) -> np.ndarray:
     return ids
 
 
-S = "sparkinfer.split."
+S = "hotsplit.split."
 PLAN = {
     "a neuron twice": array("ffn_hot", _twice),
     "a neuron below 0": element("ffn_hot", -1, -(1 << 31)),
@@ -306,25 +306,25 @@ PLAN = {
     "no frequencies": lacking("ffn_frequency"),
     "half of a cache": without(S + "cache.rest_s"),
     "a cache's other memory": one_of(S + "gpu_bytes.neuron_cache", np.uint64(1), np.int64(-1), "x"),
-    "another architecture": one_of("general.architecture", "llama", "sparkinfer"),
+    "another architecture": one_of("general.architecture", "llama", "hotsplit"),
     "an unknown key": one_of(S + "other", np.uint32(1)),
     "a key is missing": without(S + "objective_s"),
 }
-P = "sparkinfer.predictor."
+P = "hotsplit.predictor."
 MODEL = {
-    "invalid model_id": one_of("sparkinfer.model_id", "a\nb", "\0"),
+    "invalid model_id": one_of("hotsplit.model_id", "a\nb", "\0"),
     "invalid density": one_of(P + "density", [-0.5], [1.5], [INF], [NAN], [0.5, 0.5]),
     "invalid threshold": one_of(P + "threshold", [NAN], [0.0, 0.0], np.float32(0), "x", ["x"]),
     "another rank": one_of(P + "rank", [0], [3], [-1], [0.5], [4, 4], "4"),
     "another kind": one_of(P + "kind", "tanh", np.uint32(1), "relu\n"),
     "another offset": one_of(P + "input_layer_offset", np.uint32(2), np.int32(-1), "0", True),
-    "neurons' threshold": one_of("sparkinfer.ffn.threshold", [-0.1], [NAN], [INF], [0.5], [0, 0]),
-    "another activation": one_of("sparkinfer.ffn.activation", "relu", "tanh", np.uint32(1)),
-    "invalid norms": one_of("sparkinfer.is_post_norm", True, np.uint32(1), "x", [True]),
-    "invalid trained": one_of("sparkinfer.limits.trained", np.uint32(1), "yes", [True]),
-    "an unknown key of ours": one_of("sparkinfer.other", np.uint32(1), False),
+    "neurons' threshold": one_of("hotsplit.ffn.threshold", [-0.1], [NAN], [INF], [0.5], [0, 0]),
+    "another activation": one_of("hotsplit.ffn.activation", "relu", "tanh", np.uint32(1)),
+    "invalid norms": one_of("hotsplit.is_post_norm", True, np.uint32(1), "x", [True]),
+    "invalid trained": one_of("hotsplit.limits.trained", np.uint32(1), "yes", [True]),
+    "an unknown key of ours": one_of("hotsplit.other", np.uint32(1), False),
     "an unknown key of the graph": one_of("llama.other", np.uint32(1), True, "x"),
-    "another version": one_of("sparkinfer.version", np.uint32(99), np.uint32(0), "1"),
+    "another version": one_of("hotsplit.version", np.uint32(99), np.uint32(0), "1"),
     "heads in no groups": one_of("llama.attention.head_count", np.uint32(0), np.uint32(3), "4"),
     "other key heads": one_of("llama.attention.head_count_kv", np.uint32(0), np.uint32(3)),
     "other layers": one_of("llama.block_count", np.uint32(0), np.uint32(2), np.float32(0.5)),
@@ -358,7 +358,7 @@ MODEL = {
     "a tensor of another layer": more("blk.1.attn_norm.weight"),
     "no norm": lacking("attn_norm.weight"),
     "norm of another width": array("attn_norm.weight", lambda a: a[:-1]),
-    "quality lacks values": one_of("sparkinfer.quality.exact.kl_mean", np.float64(0.5)),
+    "quality lacks values": one_of("hotsplit.quality.exact.kl_mean", np.float64(0.5)),
 }  # fmt: skip
 THEIRS = {
     "a merge of no tokens": one_of(

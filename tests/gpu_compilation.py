@@ -22,10 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
-from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
-from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch, down_parts
-from sparkinfer.runtime.kernels.gpu.slots import triton_slot_kernels
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
+from hotsplit.runtime.kernels.gpu.ranges import attend_scratch, down_parts
+from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
+from hotsplit.runtime.weights.matrix import Matrix
 
 WIDTH, NEURONS, RANK, HEADS, KV_HEADS, HEAD_WIDTH = 4096, 11008, 1024, 32, 8, 128
 # Bytes of 256 values of each kind.

@@ -11,11 +11,11 @@ import torch
 from k_quants import BLOCK_BYTES, random_rows
 from torch import Tensor
 
-from sparkinfer.gguf_file import type_of
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.kernels.planar import FILE_KIND, planar
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.gguf_file import type_of
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.planar import FILE_KIND, planar
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.weights.matrix import Matrix
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = (*FLOATS, "q8_0_planar", "q4_0_planar", "q4_k", "q5_k", "q6_k_planar")

@@ -27,17 +27,17 @@ from models import make_shape  # noqa: E402
 from test_runtime import make_split  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from sparkinfer.architecture import ARCHITECTURES, layer_shapes, outer_shapes  # noqa: E402
-from sparkinfer.gguf_file import TensorEntry, row_bytes  # noqa: E402
-from sparkinfer.model_file import ModelFile, PredictorInfo  # noqa: E402
-from sparkinfer.runtime import gpu_setup  # noqa: E402
-from sparkinfer.runtime.check.launches import Launch, launches_of  # noqa: E402
-from sparkinfer.runtime.device.device_memory import DeviceMemory  # noqa: E402
-from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
-from sparkinfer.runtime.model.loader import load_weights  # noqa: E402
-from sparkinfer.runtime.model.placement import Placement  # noqa: E402
-from sparkinfer.runtime.step.plain_backend import plain_backend  # noqa: E402
-from sparkinfer.runtime.weights.upload import Uploader  # noqa: E402
+from hotsplit.architecture import ARCHITECTURES, layer_shapes, outer_shapes  # noqa: E402
+from hotsplit.gguf_file import TensorEntry, row_bytes  # noqa: E402
+from hotsplit.model_file import ModelFile, PredictorInfo  # noqa: E402
+from hotsplit.runtime import gpu_setup  # noqa: E402
+from hotsplit.runtime.check.launches import Launch, launches_of  # noqa: E402
+from hotsplit.runtime.device.device_memory import DeviceMemory  # noqa: E402
+from hotsplit.runtime.kernels.gpu.kernels import triton_kernels  # noqa: E402
+from hotsplit.runtime.model.loader import load_weights  # noqa: E402
+from hotsplit.runtime.model.placement import Placement  # noqa: E402
+from hotsplit.runtime.step.plain_backend import plain_backend  # noqa: E402
+from hotsplit.runtime.weights.upload import Uploader  # noqa: E402
 
 CARD = torch.device("cpu", 0)  # a placement distinguishes it from "cpu": the GPU's part goes here
 CONTEXT = 4096

@@ -11,7 +11,7 @@ from gguf import quants
 from k_quants import BLOCK_BYTES, random_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sparkinfer.architecture import (
+from hotsplit.architecture import (
     ARCHITECTURES,
     Activation,
     ModelShape,
@@ -20,10 +20,10 @@ from sparkinfer.architecture import (
     optional_layer_shapes,
     outer_shapes,
 )
-from sparkinfer.gguf_file import TensorEntry, Value, array_entry, type_of
-from sparkinfer.machine_file import CpuCosts, Figure, Gpu, Machine
-from sparkinfer.model_file import KINDS, ModelFile, PredictorInfo
-from sparkinfer.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.gguf_file import TensorEntry, Value, array_entry, type_of
+from hotsplit.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.model_file import KINDS, ModelFile, PredictorInfo
+from hotsplit.profile_file import NUM_BINS, Corpus, Profile
 
 
 def make_shape(

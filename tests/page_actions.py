@@ -1,4 +1,4 @@
-"""User actions on the page of `sparkinfer serve`, and what it shows then."""
+"""User actions on the page of `hotsplit serve`, and what it shows then."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the page of `sparkinfer serve`, which load this module with
+"""Fixtures for tests of the page of `hotsplit serve`, which load this module with
 pytest_plugins."""
 
 import pytest

@@ -19,7 +19,7 @@ import torch
 from ptx import Fault
 from ptx.kernels import FOLDER, PACKAGE, PtxKernels
 
-from sparkinfer.runtime.kernels.gpu import ranges
+from hotsplit.runtime.kernels.gpu import ranges
 
 ARCH = 89
 
@@ -163,7 +163,7 @@ def changed_source(mutant: Mutant) -> tuple[Path, str]:
     for name in ("activation", "blocks", "rows", "norm", "attention", "predictor", "neurons"):
         path = target / f"{name}.py"
         text = path.read_text()
-        for helper in ("activation", "blocks"):  # the launching modules stay sparkinfer's
+        for helper in ("activation", "blocks"):  # the launching modules stay hotsplit's
             text = text.replace(f"{PACKAGE}.{helper} ", f"{package}.{helper} ")
         if path.name == mutant.place:
             assert text.count(mutant.old) > mutant.at, (mutant.what, text.count(mutant.old))

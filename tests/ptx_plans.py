@@ -18,21 +18,21 @@ from test_gpu_neurons import down_bound, hidden_bound
 from test_runtime import make_split
 from torch import Tensor
 
-from sparkinfer.gguf_file import TensorEntry, row_bytes
-from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.runtime import gpu_setup
-from sparkinfer.runtime.check.launches import Launch, launches_of
-from sparkinfer.runtime.device.bits import unpack_bits
-from sparkinfer.runtime.device.device_memory import DeviceMemory
-from sparkinfer.runtime.kernels.gpu import launch as layouts
-from sparkinfer.runtime.kernels.gpu import reference
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
-from sparkinfer.runtime.kernels.stored import StoredMatrix
-from sparkinfer.runtime.model.loader import load_weights
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.plain_backend import plain_backend
-from sparkinfer.runtime.weights.matrix import Matrix
-from sparkinfer.runtime.weights.upload import Uploader
+from hotsplit.gguf_file import TensorEntry, row_bytes
+from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.runtime import gpu_setup
+from hotsplit.runtime.check.launches import Launch, launches_of
+from hotsplit.runtime.device.bits import unpack_bits
+from hotsplit.runtime.device.device_memory import DeviceMemory
+from hotsplit.runtime.kernels.gpu import launch as layouts
+from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.upload import Uploader
 
 CARD = torch.device("cpu", 0)  # unlike "cpu", treated as a GPU by a placement
 ROWS = 17  # of a matrix, at most
@@ -84,7 +84,7 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
 
 
 def _zeros(model: ModelFile, shape, kind: str | None, rank: int) -> dict[str, TensorEntry]:
-    from sparkinfer.architecture import ARCHITECTURES, layer_shapes, outer_shapes
+    from hotsplit.architecture import ARCHITECTURES, layer_shapes, outer_shapes
 
     graph = ARCHITECTURES[model.architecture]
     dims = outer_shapes(graph, shape)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from sparkinfer.runtime.neuron_cache.cycle import SWAP
-from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.runtime.neuron_cache.setup import CacheSetup
+from hotsplit.runtime.neuron_cache.cycle import SWAP
+from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.neuron_cache.setup import CacheSetup
 
 
 class RandomPolicy:

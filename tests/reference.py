@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
-from sparkinfer.gguf_file import type_of
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.gguf_file import type_of
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.kernels.cpu import library
 
 
 def rel_error(got, want) -> float:

@@ -10,14 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step import hybrid_builder
-from sparkinfer.runtime.step.forms import host_form
-from sparkinfer.runtime.step.native_ops import overwritten
-from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
-from sparkinfer.runtime.step.plain_backend import plain_backend
-from sparkinfer.runtime.step.program import HOST, edges, step_program
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.forms import host_form
+from hotsplit.runtime.step.native_ops import overwritten
+from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.program import HOST, edges, step_program
 
 ORDERS = 3  # tried for each pair whose order is no longer enforced
 

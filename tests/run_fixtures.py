@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests of `sparkinfer run`: models, a text, and a cache for each test."""
+"""Fixtures shared by the tests of `hotsplit run`: models, a text, and a cache for each test."""
 
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def text(tmp_path_factory) -> Path:
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     """A separate cache for the test; the machine is measured only briefly."""
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sparkinfer.run.rates.ENCODE_S", 0.01)
-    monkeypatch.setattr("sparkinfer.run.rates.MATMUL_S", 0.01)
-    monkeypatch.setattr("sparkinfer.run.rates.UNPACK_S", 0.01)
-    monkeypatch.setattr("sparkinfer.run.rates.WRITTEN_BYTES", MIB)
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("hotsplit.run.rates.ENCODE_S", 0.01)
+    monkeypatch.setattr("hotsplit.run.rates.MATMUL_S", 0.01)
+    monkeypatch.setattr("hotsplit.run.rates.UNPACK_S", 0.01)
+    monkeypatch.setattr("hotsplit.run.rates.WRITTEN_BYTES", MIB)
     return tmp_path / "cache"

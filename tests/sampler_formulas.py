@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from sparkinfer.runtime.generate.candidates import Candidates
+from hotsplit.runtime.generate.candidates import Candidates
 
 Tokens = list[tuple[int, float]]
 TINY = 1e-12

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparkinfer.runtime.generate.candidates import Candidates
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.candidates import Candidates
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / "build/llamacpp-venv/bin/python"

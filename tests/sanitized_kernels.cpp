@@ -40,7 +40,7 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
         const int64_t stride = row_bytes_of(kind, D);
         uint8_t* packed = bytes(num_rows * stride);
         const uint8_t* from = weights(in_file, num_rows, D);
-        spark_pack_rows(in_file, kind, from, num_rows, D, nullptr, num_rows, packed, stride);
+        hs_pack_rows(in_file, kind, from, num_rows, D, nullptr, num_rows, packed, stride);
         return packed;
     }
     const int64_t size = num_rows * row_bytes_of(kind, D);
@@ -63,8 +63,8 @@ uint8_t* weights(int32_t kind, int64_t num_rows, int64_t D) {
 bool unpacks(int32_t kind, const uint8_t* w, int64_t D, const int32_t* index, int64_t A) {
     const int64_t row_bytes = row_bytes_of(kind, D);
     float *all_rows = floats(A * D), *backwards = floats(A * D);
-    if (spark_unpack_rows(kind, w, row_bytes, A, D, nullptr, A, all_rows) ||
-        spark_unpack_rows(kind, w, row_bytes, A, D, index, A, backwards))
+    if (hs_unpack_rows(kind, w, row_bytes, A, D, nullptr, A, all_rows) ||
+        hs_unpack_rows(kind, w, row_bytes, A, D, index, A, backwards))
         return false;
     for (int64_t a = 0; a < A; ++a)
         if (std::memcmp(all_rows + a * D, backwards + (A - 1 - a) * D, D * 4)) return false;
@@ -79,19 +79,19 @@ bool kernels_at(int32_t kind, int64_t D, int64_t A) {
     int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
     for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
     float *y = floats(A), *backwards = floats(A), *z = floats(D), *many = floats(T * A);
-    if (spark_dot_rows(kind, w, row_bytes, A, D, x, 1, nullptr, A, y)) return false;
-    if (spark_dot_rows(kind, w, row_bytes, A, D, x, 1, index, A, backwards)) return false;
+    if (hs_dot_rows(kind, w, row_bytes, A, D, x, 1, nullptr, A, y)) return false;
+    if (hs_dot_rows(kind, w, row_bytes, A, D, x, 1, index, A, backwards)) return false;
     for (int64_t count : {int64_t{2}, int64_t{3}, int64_t{37}, T})
-        if (spark_dot_rows(kind, w, row_bytes, A, D, x, count, nullptr, A, many) ||
-            spark_dot_rows(kind, w, row_bytes, A, D, x, count, index, A, many))
+        if (hs_dot_rows(kind, w, row_bytes, A, D, x, count, nullptr, A, many) ||
+            hs_dot_rows(kind, w, row_bytes, A, D, x, count, index, A, many))
             return false;
     for (int64_t a = 0; a < A; ++a)
         if (y[a] != backwards[A - 1 - a] || y[a] != many[A - 1 - a]) return false;
     if (is_tiled(kind))
-        return spark_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) == STATUS_BAD_ARGUMENT &&
+        return hs_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) == STATUS_BAD_ARGUMENT &&
                unpacks(kind, w, D, index, A);
-    return !spark_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) &&
-           !spark_accumulate_rows(kind, w, row_bytes, A, D, c, index, A, z) &&
+    return !hs_accumulate_rows(kind, w, row_bytes, A, D, c, nullptr, A, z) &&
+           !hs_accumulate_rows(kind, w, row_bytes, A, D, c, index, A, z) &&
            unpacks(kind, w, D, index, A);
 }
 
@@ -111,26 +111,26 @@ bool groups_at(int32_t kind, int64_t D, int64_t A) {
     const uint8_t* from = weights(in_file, A, D);
     uint8_t *packed = bytes(A * row_bytes), *planar = bytes(A * row_bytes);
     for (int32_t to : {kind, summed(kind)})
-        if (spark_pack_rows(in_file, to, from, A, D, nullptr, A, to == kind ? packed : planar, row_bytes))
+        if (hs_pack_rows(in_file, to, from, A, D, nullptr, A, to == kind ? packed : planar, row_bytes))
             return false;
     const float *x = floats(D), *c = floats(A, -0.05f);
     int32_t* index = reinterpret_cast<int32_t*>(bytes(A * 4));
     for (int64_t a = 0; a < A; ++a) index[a] = static_cast<int32_t>(A - 1 - a);
     float *y = floats(A), *z = floats(D), *want = floats(D);
-    return !spark_accumulate_rows(kind, packed, row_bytes, A, D, c, nullptr, A, z) &&
-           !spark_accumulate_rows(summed(kind), planar, row_bytes, A, D, c, nullptr, A, want) &&
+    return !hs_accumulate_rows(kind, packed, row_bytes, A, D, c, nullptr, A, z) &&
+           !hs_accumulate_rows(summed(kind), planar, row_bytes, A, D, c, nullptr, A, want) &&
            std::memcmp(z, want, D * sizeof(float)) == 0 && unpacks(kind, packed, D, index, A) &&
-           spark_accumulate_rows(kind, packed, row_bytes, A, D, c, index, A, z) == STATUS_BAD_ARGUMENT &&
-           spark_dot_rows(kind, packed, row_bytes, A, D, x, 1, nullptr, A, y) == STATUS_BAD_ARGUMENT;
+           hs_accumulate_rows(kind, packed, row_bytes, A, D, c, index, A, z) == STATUS_BAD_ARGUMENT &&
+           hs_dot_rows(kind, packed, row_bytes, A, D, x, 1, nullptr, A, y) == STATUS_BAD_ARGUMENT;
 }
 
-SparkMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
+HsMatrix matrix(int32_t kind, int64_t num_rows, int64_t D, bool has_bias) {
     if (num_rows % TILE_ROWS || is_grouped(kind)) kind = summed(kind);
     return {weights(kind, num_rows, D), has_bias ? floats(num_rows) : nullptr, num_rows, D,
             row_bytes_of(kind, D), kind, 0};
 }
 
-SparkNorm norm(int64_t n, bool is_layer_norm) {
+HsNorm norm(int64_t n, bool is_layer_norm) {
     return {floats(n, 1.0f), is_layer_norm ? floats(n) : nullptr};
 }
 
@@ -145,26 +145,26 @@ bool are_all(const uint32_t* bits, int64_t F) {
 
 // Runs the neurons of a block without a step, in mode exact. True if several tokens together set
 // the same bits as each token alone, also if the block lists the ids of its neurons.
-bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) {
+bool neurons(const HsBlock& whole, int32_t activation, int64_t D, int64_t F) {
     constexpr int64_t T = 3;
     const int64_t W = (F + 31) / 32;
     std::vector<int32_t> id(F);
     for (int64_t j = 0; j < F; ++j) id[j] = static_cast<int32_t>(F - 1 - j);
     for (const int32_t* ids : {static_cast<const int32_t*>(nullptr), static_cast<const int32_t*>(id.data())}) {
-        SparkNeurons n = {};
+        HsNeurons n = {};
         n.block = whole, n.block.id = ids;
         n.x = floats(T * D), n.y = floats(T * D), n.fired = words(T * W);
         n.width = D, n.num_neurons = F, n.num_tokens = n.max_tokens = T;
         n.activation = activation, n.mode = MODE_EXACT;
-        const int64_t size = spark_neurons_bytes(&n);
+        const int64_t size = hs_neurons_bytes(&n);
         if (size < 0) return false;
         uint8_t* memory = bytes(size + 63);
         n.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
-        spark_neurons(&n);
+        hs_neurons(&n);
         const uint32_t* together = n.fired;
         n.num_tokens = 1, n.fired = words(W);
         for (int64_t t = 0; t < T; ++t, n.x += D) {
-            spark_neurons(&n);
+            hs_neurons(&n);
             if (std::memcmp(n.fired, together + t * W, W * 4)) return false;
         }
     }
@@ -172,13 +172,13 @@ bool neurons(const SparkBlock& whole, int32_t activation, int64_t D, int64_t F) 
 }
 
 // The same block with gate, up and down of each neuron adjacent.
-SparkBlock interleaved(SparkBlock block) {
-    SparkMatrix* matrices[] = {&block.gate, &block.up, &block.down};
-    auto row_bytes = [](const SparkMatrix& m) { return m.data ? row_bytes_of(m.kind, m.num_columns) : 0; };
+HsBlock interleaved(HsBlock block) {
+    HsMatrix* matrices[] = {&block.gate, &block.up, &block.down};
+    auto row_bytes = [](const HsMatrix& m) { return m.data ? row_bytes_of(m.kind, m.num_columns) : 0; };
     int64_t stride = 0, at = 0;
-    for (const SparkMatrix* m : matrices) stride += row_bytes(*m);
+    for (const HsMatrix* m : matrices) stride += row_bytes(*m);
     uint8_t* memory = bytes(block.num_neurons * stride);
-    for (SparkMatrix* m : matrices) {
+    for (HsMatrix* m : matrices) {
         const int64_t size = row_bytes(*m);
         for (int64_t j = 0; j < block.num_neurons && size; ++j)
             std::memcpy(memory + j * stride + at, m->data + j * m->stride, size);
@@ -189,9 +189,9 @@ SparkBlock interleaved(SparkBlock block) {
 }
 
 // The operations of a model of one pre-norm layer.
-std::vector<SparkOp> operations(const SparkStep& s) {
+std::vector<HsOp> operations(const HsStep& s) {
     const int32_t none = VALUE_NONE;
-    std::vector<SparkOp> ops = {
+    std::vector<HsOp> ops = {
         {OP_EMBED, 1, 0, none, none, VALUE_X},
         {OP_NORM, 0, NORM_ATTN, VALUE_X, none, VALUE_ATTN_IN},
         {OP_ATTENTION, 0, 0, VALUE_ATTN_IN, none, VALUE_ATTN_OUT},
@@ -212,11 +212,11 @@ std::vector<SparkOp> operations(const SparkStep& s) {
 // True if the last position's logits are `want` when the operations run in parts: all in one, for
 // one row; four at a time, for two rows; and one at a time, for one row. In the last two cases the
 // vectors are outside the workspace.
-bool parts(SparkStep step, const float* want) {
+bool parts(HsStep step, const float* want) {
     const int64_t V = step.head.num_rows, last = step.context_length - 1;
     const int64_t most = std::min<int64_t>(2, step.max_rows), num_rows_of[] = {1, most};
-    const SparkRow rows[] = {{last - most + 1, last - most + 1, 0, 0, -1, 0}, {last, last, 0, 1, -1, 0}};
-    SparkPart part = {};
+    const HsRow rows[] = {{last - most + 1, last - most + 1, 0, 0, -1, 0}, {last, last, 0, 1, -1, 0}};
+    HsPart part = {};
     part.step = &step, part.logits = floats(V);
     part.named = words(2 * ((step.num_neurons + 31) / 32));
     for (int64_t length : {step.num_ops, int64_t{4}, int64_t{1}}) {
@@ -224,7 +224,7 @@ bool parts(SparkStep step, const float* want) {
         part.num_rows = &num_rows, part.row = rows + 2 - num_rows;
         for (part.begin = 0; part.begin < step.num_ops; part.begin = part.end) {
             part.end = std::min(part.begin + length, step.num_ops);
-            spark_part(&part);
+            hs_part(&part);
         }
         if (std::memcmp(part.logits, want, V * sizeof(float))) return false;
         for (float*& vector : step.vector) vector = floats(2 * step.width);
@@ -234,15 +234,15 @@ bool parts(SparkStep step, const float* want) {
 }
 
 // True if a step is refused when any field of its OP_NEURONS is out of range.
-bool refuses_operations(const SparkStep& step) {
-    for (int32_t SparkOp::* field :
-         {&SparkOp::kind, &SparkOp::layer, &SparkOp::part, &SparkOp::in, &SparkOp::in_2, &SparkOp::out})
+bool refuses_operations(const HsStep& step) {
+    for (int32_t HsOp::* field :
+         {&HsOp::kind, &HsOp::layer, &HsOp::part, &HsOp::in, &HsOp::in_2, &HsOp::out})
         for (int32_t wrong : {-1, 100}) {
-            SparkStep other = step;
-            std::vector<SparkOp> ops = operations(step);
+            HsStep other = step;
+            std::vector<HsOp> ops = operations(step);
             ops[5 + (step.mode == MODE_PREDICTED)].*field = wrong;
             other.op = ops.data();
-            if (spark_step_bytes(&other) != -1) return false;
+            if (hs_step_bytes(&other) != -1) return false;
         }
     return true;
 }
@@ -251,7 +251,7 @@ bool refuses_operations(const SparkStep& step) {
 // first two compute a row, and the third copies the second's key and value. True if the last
 // position has the same logits in all three, and if an unknown sequence, a wrong source and a block
 // that does not exist are refused.
-bool pages(SparkStep step, SparkLayer layer, const float* want) {
+bool pages(HsStep step, HsLayer layer, const float* want) {
     constexpr int64_t LENGTH = 32;
     const int64_t C = step.context_length, V = step.head.num_rows, N = (C + LENGTH - 1) / LENGTH;
     const int64_t size = 3 * N * LENGTH * step.num_kv_heads * step.head_width * 2;
@@ -263,24 +263,24 @@ bool pages(SparkStep step, SparkLayer layer, const float* want) {
     std::vector<float> logits(2 * V);
     for (int64_t position = 0; position < C; ++position) {
         const auto at = [&](int32_t sequence, int32_t source) {
-            return SparkRow{position, position, sequence, source < 0, source, 0};
+            return HsRow{position, position, sequence, source < 0, source, 0};
         };
-        const SparkRow rows[] = {at(0, -1), at(1, -1), at(2, 1)};
-        if (spark_step(&step, rows, 3, logits.data())) return false;
+        const HsRow rows[] = {at(0, -1), at(1, -1), at(2, 1)};
+        if (hs_step(&step, rows, 3, logits.data())) return false;
     }
-    const SparkRow last[] = {{C - 1, C - 1, 2, 1, -1, 0}, {C - 1, C - 1, 1, 1, -1, 0}};
+    const HsRow last[] = {{C - 1, C - 1, 2, 1, -1, 0}, {C - 1, C - 1, 1, 1, -1, 0}};
     if (std::memcmp(logits.data(), want, V * sizeof(float))) return false;
     if (std::memcmp(logits.data() + V, want, V * sizeof(float))) return false;
     std::fill(logits.begin(), logits.end(), 0.0f);
-    if (spark_step(&step, last, 2, logits.data())) return false;
-    const SparkRow wrong[] = {{0, 0, 3, 1, -1, 0}, {0, 0, 0, 1, 0, 0}};
+    if (hs_step(&step, last, 2, logits.data())) return false;
+    const HsRow wrong[] = {{0, 0, 3, 1, -1, 0}, {0, 0, 0, 1, 0, 0}};
     if (std::memcmp(logits.data(), want, V * sizeof(float))) return false;
     if (std::memcmp(logits.data() + V, want, V * sizeof(float))) return false;
-    for (const SparkRow& row : wrong)
-        if (spark_step(&step, &row, 1, logits.data()) != STATUS_BAD_ARGUMENT) return false;
+    for (const HsRow& row : wrong)
+        if (hs_step(&step, &row, 1, logits.data()) != STATUS_BAD_ARGUMENT) return false;
     block[0] = static_cast<int32_t>(3 * N);
-    const SparkRow astray = {0, 0, 0, 1, -1, 0};
-    return spark_step(&step, &astray, 1, logits.data()) == STATUS_INDEX_OUT_OF_RANGE;
+    const HsRow astray = {0, 0, 0, 1, -1, 0};
+    return hs_step(&step, &astray, 1, logits.data()) == STATUS_INDEX_OUT_OF_RANGE;
 }
 
 bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
@@ -289,7 +289,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const int64_t F = is_grouped(kind) ? 64 : 65, H = 4, K = 2, V = 33, R = 5;
     const int64_t C = mode == MODE_DENSE && is_gated && !rank ? 33 : 18;  // 33: two blocks in pages()
     const int64_t num_words = (F + 31) / 32;
-    SparkLayer layer = {};
+    HsLayer layer = {};
     layer.norm[NORM_ATTN] = norm(D, !is_gated), layer.norm[NORM_FFN] = norm(D, !is_gated);
     layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
     layer.input[2] = matrix(kind, K * W, D, true), layer.output = matrix(kind, D, H * W, true);
@@ -297,7 +297,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     layer.predictor_up = matrix(kind, F, rank ? rank : D, true);
     layer.key = bytes(C * K * W * 2), layer.value = bytes(C * K * W * 2);
     layer.down_bias = floats(D);
-    SparkBlock block = {};
+    HsBlock block = {};
     block.gate = matrix(kind, F, D, true), block.down = matrix(summed(kind), F, D, false);
     if (is_grouped(kind)) block.down.data = weights(kind, F, D), block.down.kind = kind;
     if (is_gated) block.up = matrix(kind, F, D, true);
@@ -306,7 +306,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     double frequency[32];
     for (int64_t i = 0; i < W / 2; ++i) frequency[i] = 1.0 / static_cast<double>(i + 1);
     constexpr float UNSEEN = -1e30f;
-    SparkStep step = {};
+    HsStep step = {};
     step.embedding = matrix(kind, V, D, false), step.head = matrix(kind, V, D, false);
     step.output_norm = norm(D, false);
     step.layer = &layer, step.num_layers = 1, step.frequency = frequency;
@@ -317,9 +317,9 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.epsilon = 1e-5f, step.mode = mode;
     step.key_kind = step.value_kind = KIND_F16;
     step.activation = !is_gated ? ACTIVATION_RELU : rank == 32 ? ACTIVATION_GELU_TANH : ACTIVATION_SILU;
-    const std::vector<SparkOp> ops = operations(step);
+    const std::vector<HsOp> ops = operations(step);
     step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
-    const int64_t size = spark_step_bytes(&step);
+    const int64_t size = hs_step_bytes(&step);
     if (is_grouped(kind) && mode != MODE_DENSE) return size < 0;  // all rows are summed
     if (size < 0) return false;
     uint8_t* memory = bytes(size + 63);
@@ -328,16 +328,16 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     uint32_t *fired = words(num_words), *fired_together = words(R * num_words);
     step.fired = fired;
     for (int64_t position = 0; position < C; ++position) {
-        const SparkRow row = {position, position, 0, 1, -1, 0};
-        if (spark_step(&step, &row, 1, logits)) return false;
+        const HsRow row = {position, position, 0, 1, -1, 0};
+        if (hs_step(&step, &row, 1, logits)) return false;
     }
-    SparkRow rows[R];
+    HsRow rows[R];
     for (int64_t t = 0; t < R; ++t) rows[t] = {C - R + t, C - R + t, 0, 1, -1, 0};
     std::vector<int64_t> times(2 * NUM_TIMED * (step.num_layers + 1));
     step.times = times.data(), step.fired = fired_together;
     step.seen_gate = floats(R * F, UNSEEN), step.seen_hidden = floats(R * F, UNSEEN);
     if (mode == MODE_PREDICTED) step.seen_predicted = floats(R * F, UNSEEN);
-    if (spark_step(&step, rows, R, together)) return false;
+    if (hs_step(&step, rows, R, together)) return false;
     for (const float* seen : {step.seen_predicted, step.seen_gate, step.seen_hidden})
         if (seen && std::find(seen, seen + R * F, UNSEEN) != seen + R * F) return false;
     step.times = nullptr, step.seen_predicted = step.seen_gate = step.seen_hidden = nullptr;
@@ -346,12 +346,12 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     if (mode == MODE_DENSE && !are_all(fired, F)) return false;
     if (mode == MODE_EXACT && !neurons(block, step.activation, D, F)) return false;
     if (mode == MODE_EXACT && !neurons(interleaved(block), step.activation, D, F)) return false;
-    const SparkRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
+    const HsRow no_token = {V, 0, 0, 1, -1, 0}, no_position = {0, C, 0, 1, -1, 0};
     rows[1].position += 1;
-    return spark_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
-           spark_step(&step, &no_position, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
-           spark_step(&step, rows, 3, together) == STATUS_BAD_ARGUMENT &&
-           spark_step(&step, rows, R + 1, together) == STATUS_BAD_ARGUMENT && parts(step, logits) &&
+    return hs_step(&step, &no_token, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
+           hs_step(&step, &no_position, 1, together) == STATUS_INDEX_OUT_OF_RANGE &&
+           hs_step(&step, rows, 3, together) == STATUS_BAD_ARGUMENT &&
+           hs_step(&step, rows, R + 1, together) == STATUS_BAD_ARGUMENT && parts(step, logits) &&
            refuses_operations(step) &&
            pages(step, layer, logits);
 }
@@ -359,12 +359,12 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
 // A model of one layer whose tokens read selected keys, in a cache for two sequences.
 struct Selecting {
     static constexpr int64_t D = 32, F = 5, H = 4, K = 2, V = 7, ROWS = 9;
-    SparkLayer layer = {};
-    SparkBlock block = {};
-    SparkStep step = {};
+    HsLayer layer = {};
+    HsBlock block = {};
+    HsStep step = {};
     double frequency[64];
     std::vector<int32_t> table;
-    std::vector<SparkOp> ops;
+    std::vector<HsOp> ops;
 
     Selecting(int32_t cache_kind, int64_t W, int64_t C) {
         layer.norm[NORM_ATTN] = norm(D, false), layer.norm[NORM_FFN] = norm(D, false);
@@ -386,17 +386,17 @@ struct Selecting {
 
     // Allocates rotations for every capped position, and none beyond.
     void cap() {
-        const SparkSelect& rule = step.select;
+        const HsSelect& rule = step.select;
         const int64_t count = (rule.sinks + rule.top + rule.window + rule.block) * step.head_width / 2;
         step.select.cos = floats(count, 0.9f), step.select.sin = floats(count, 0.1f);
     }
 
     // Allocates a cache in blocks of `length`, in reverse order, and a workspace. The cache and its
     // tables are filled with the byte `fill`; 255 makes unwritten keys, values, units and factors
-    // NaN. False if spark_step_bytes() refuses the step.
+    // NaN. False if hs_step_bytes() refuses the step.
     bool keep(int64_t length, int fill) {
         const int64_t W = step.head_width, N = (step.context_length + length - 1) / length;
-        const SparkSelect& rule = step.select;
+        const HsSelect& rule = step.select;
         const int64_t heads = 2 * N * K;
         const int64_t tables = rule.block ? heads * ((length + rule.block - 1) / rule.block) : 0;
         auto filled = [&](int64_t count) {
@@ -415,7 +415,7 @@ struct Selecting {
         table.resize(2 * N);
         for (int64_t i = 0; i < 2 * N; ++i) table[i] = static_cast<int32_t>(2 * N - 1 - i);
         step.table = {table.data(), 2, N, length, 2 * N};
-        const int64_t size = spark_step_bytes(&step);
+        const int64_t size = hs_step_bytes(&step);
         if (size < 0) return false;
         uint8_t* memory = bytes(size + 63);
         step.workspace = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
@@ -429,23 +429,23 @@ struct Selecting {
         const int64_t C = step.context_length;
         for (int64_t begin = 0; begin < C; begin += rows) {
             const int64_t count = std::min(rows, C - begin);
-            SparkRow row[2 * ROWS];
+            HsRow row[2 * ROWS];
             for (int64_t i = 0; i < count; ++i) {
                 const int64_t at = begin + i;
                 row[i] = {at * at % V, at, 0, at == C - 1, -1, 0};
                 row[count + i] = {at * at % V, at, 1, 0, static_cast<int32_t>(i), 0};
             }
-            if (spark_step(&step, row, 2 * count, logits)) return false;
+            if (hs_step(&step, row, 2 * count, logits)) return false;
         }
         float again[V];
-        const SparkRow last = {(C - 1) * (C - 1) % V, C - 1, 1, 1, -1, 0};
-        return !spark_step(&step, &last, 1, again) && !std::memcmp(again, logits, sizeof(again));
+        const HsRow last = {(C - 1) * (C - 1) % V, C - 1, 1, 1, -1, 0};
+        return !hs_step(&step, &last, 1, again) && !std::memcmp(again, logits, sizeof(again));
     }
 };
 
 // True if selected keys give the same logits, bit for bit, in steps of one token and of several and
 // for blocks of three lengths, and if those logits differ from the logits with all keys.
-bool selects(int32_t cache_kind, int64_t W, const SparkSelect& rule, bool is_capped, int64_t C) {
+bool selects(int32_t cache_kind, int64_t W, const HsSelect& rule, bool is_capped, int64_t C) {
     Selecting model(cache_kind, W, C);
     model.step.is_key_rotated = !is_capped && cache_kind >= KIND_Q8_0;
     model.step.is_value_rotated = cache_kind >= KIND_Q8_0;
@@ -466,7 +466,7 @@ bool selections() {
     const struct {
         int32_t kind;
         int64_t W, C;
-        SparkSelect rule;
+        HsSelect rule;
     } cases[] = {{KIND_F32, 24, 109, {16, 16, 16, 32, 2, 0, SUMMARY_BOUNDS, 1}},
                  {KIND_BF16, 64, 93, {16, 0, 32, 16, 1, 0, SUMMARY_MEAN, 1}},
                  {KIND_Q8_0, 96, 93, {16, 16, 16, 16, 1, 0, SUMMARY_BOUNDS, 1}},
@@ -487,16 +487,16 @@ bool selections() {
 // a second finish() is allowed. The last round frees the copier without waiting.
 bool copies() {
     constexpr int64_t COUNT = 9, SIZE = 4097;
-    SparkCopier* copier = spark_copier_new();
+    HsCopier* copier = hs_copier_new();
     if (!copier) return false;
-    SparkCopy rows[COUNT];
-    const SparkCopies all_rows = {rows, COUNT};
+    HsCopy rows[COUNT];
+    const HsCopies all_rows = {rows, COUNT};
     for (int round = 0; round < 50; ++round) {
         for (int64_t i = 0; i < COUNT; ++i)
             rows[i] = {reinterpret_cast<uint8_t*>(floats(SIZE)), bytes(4 * SIZE), 4 * SIZE};
-        spark_copier_start(copier, &all_rows, round == 7 ? 1e-3 : 0.0);
-        if (round < 49) spark_copier_finish(copier), spark_copier_finish(copier);
-        if (round == 49) spark_copier_free(copier);
+        hs_copier_start(copier, &all_rows, round == 7 ? 1e-3 : 0.0);
+        if (round < 49) hs_copier_finish(copier), hs_copier_finish(copier);
+        if (round == 49) hs_copier_free(copier);
         for (int64_t i = 0; round < 49 && i < COUNT; ++i)
             if (std::memcmp(rows[i].from, rows[i].to, rows[i].num_bytes)) return false;
     }
@@ -582,12 +582,12 @@ int main() {
         return 1;
     }
     for (const char* name : {"generic", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx"}) {
-        if (spark_set_level(name) != STATUS_OK) continue;
+        if (hs_set_level(name) != STATUS_OK) continue;
         for (int threads : {1, 3}) {
             const bool is_last = threads > 1;
             // Work is divided by the same code at every level: one level with one thread is enough.
             if (!is_last && std::strcmp(name, "avx2") != 0) continue;
-            if (spark_set_threads(threads) != STATUS_OK || !level() || (is_last && !selections())) {
+            if (hs_set_threads(threads) != STATUS_OK || !level() || (is_last && !selections())) {
                 std::printf("%s with %d threads: wrong\n", name, threads);
                 return 1;
             }

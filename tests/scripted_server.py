@@ -1,6 +1,6 @@
 """An OpenAI-compatible server with scripted answers, for tests of the web page.
 
-Answers are streamed in the form of `sparkinfer serve`; the page and its Content-Security-Policy are
+Answers are streamed in the form of `hotsplit serve`; the page and its Content-Security-Policy are
 the real ones. The last message of a request names the script to play."""
 
 import base64

@@ -1,4 +1,4 @@
-"""`sparkinfer serve` as a process, and clients of it over plain sockets.
+"""`hotsplit serve` as a process, and clients of it over plain sockets.
 
 HTTP is written by hand, without a library, so that a client can stop in the middle of anything and
 send what no library allows, and so that hundreds of clients cost little processor time."""
@@ -27,9 +27,9 @@ class ServerProcess:
     waits until the server is ready for requests, and kills it at the end."""
 
     def __init__(self, model: Path, log: Path, *options: str, key: str | None = None) -> None:
-        environment = {**os.environ, "SPARKINFER_API_KEY": key} if key else dict(os.environ)
+        environment = {**os.environ, "HOTSPLIT_API_KEY": key} if key else dict(os.environ)
         self.log = log
-        command = [sys.executable, "-m", "sparkinfer", "serve", str(model), "--json", *options]
+        command = [sys.executable, "-m", "hotsplit", "serve", str(model), "--json", *options]
         if "--port" not in options:
             command += ["--port", "0"]
         with log.open("w") as errors:
@@ -279,7 +279,7 @@ async def events(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
 
 
 async def gauges(port: int, *names: str, headers: Mapping[str, str] | None = None) -> list[float]:
-    """The values of the metrics sparkinfer_NAME on /metrics."""
+    """The values of the metrics hotsplit_NAME on /metrics."""
     page = (await ask(port, "/metrics", headers=headers)).body.decode()
     found = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-    return [float(found[f"sparkinfer_{name}"]) for name in names]
+    return [float(found[f"hotsplit_{name}"]) for name in names]

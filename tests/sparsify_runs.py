@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from checkpoints import random_llama
 
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.schedule import Schedule
-from sparkinfer.sparsify.student import load_student
-from sparkinfer.sparsify.trainer import Trainer
+from hotsplit.profile.ranks import Ranks
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.schedule import Schedule
+from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.trainer import Trainer
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "def", "return", "+")
 

@@ -1,4 +1,4 @@
-"""The command `sparkinfer advise`, from a model and a text to a file that runs as advised."""
+"""The command `hotsplit advise`, from a model and a text to a file that runs as advised."""
 
 import dataclasses
 import json
@@ -14,15 +14,15 @@ from models import make_model, make_shape
 from serving import TOKENIZER
 from test_profile_corpus import text_of
 
-from sparkinfer import Engine, progress
-from sparkinfer.commands.advise import _Files
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import Limits
-from sparkinfer.profile import advise as advise_module
-from sparkinfer.profile.limit_meter import LimitMeter
-from sparkinfer.profile.turns import Rounds, TextDecoder, Timings, Turns
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine, progress
+from hotsplit.commands.advise import _Files
+from hotsplit.commands.all_commands import cli
+from hotsplit.errors import HotsplitError
+from hotsplit.limits import Limits
+from hotsplit.profile import advise as advise_module
+from hotsplit.profile.limit_meter import LimitMeter
+from hotsplit.profile.turns import Rounds, TextDecoder, Timings, Turns
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
@@ -206,7 +206,7 @@ def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch,
 def test_impossible_requests_for_advice_are_refused(files, tokens):
     (files / "t.txt").write_text("too short")
     done = run(files / "m.gguf", "--corpus", files / "t.txt", "--tokens", tokens)
-    assert isinstance(done.exception, SparkinferError), done.output
+    assert isinstance(done.exception, HotsplitError), done.output
 
 
 def test_a_model_that_is_sparse_by_itself_is_refused(files):
@@ -231,7 +231,7 @@ def test_trial_files_are_removed_when_a_signal_ends_the_process(tmp_path):
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from sparkinfer.files import remove_unfinished, temporary_folder\n"
+        "from hotsplit.files import remove_unfinished, temporary_folder\n"
         "with temporary_folder('trial-', Path(sys.argv[1])) as folder:\n"
         "    (folder / 'model.gguf').write_bytes(b'x')\n"
         "    remove_unfinished()\n"

@@ -1,4 +1,4 @@
-"""`sparkinfer advise` on files that have limits already, such as those of `sparsify`."""
+"""`hotsplit advise` on files that have limits already, such as those of `sparsify`."""
 
 import dataclasses
 import json
@@ -10,16 +10,16 @@ import pytest
 from advice_models import chain, every_neuron_works, most_neurons_idle
 from click.testing import CliRunner
 
-from sparkinfer.commands import advise as command
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.quality import evaluate
-from sparkinfer.profile.turns import Rounds, Timings, Turns
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.commands import advise as command
+from hotsplit.commands.all_commands import cli
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.eval_config import EvalConfig
+from hotsplit.profile.quality import evaluate
+from hotsplit.profile.turns import Rounds, Timings, Turns
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
@@ -154,7 +154,7 @@ def test_the_next_command_works_as_it_is_printed(
     else:
         (line,) = command._next(path, advice, files / "l")
     words = shlex.split(line.removeprefix("next: "))
-    assert words[:2] == ["sparkinfer", verb]
+    assert words[:2] == ["hotsplit", verb]
     done = CliRunner().invoke(cli, words[1:])
     assert done.exit_code == 0, (line, done.output, done.exception)
     assert (folder / "out.gguf").read_text() == "mine"

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from models import make_model
 
-import sparkinfer
-from sparkinfer.engine_config import EngineConfig
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
-from sparkinfer.runtime.generate.draft_options import SpeculationOptions
-from sparkinfer.runtime.generate.generation import GenerationOptions, Run, Token
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.model.observers import NAMES, Observation
-from sparkinfer.runtime.step.sequences import Part, Sequence
+import hotsplit
+from hotsplit.engine_config import EngineConfig
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.generate.chat import ChatOptions, Conversation
+from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.generation import GenerationOptions, Run, Token
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.model.observers import NAMES, Observation
+from hotsplit.runtime.step.sequences import Part, Sequence
 
 PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
 LONGEST = 30  # the page repeats defaults whose repr is shorter
@@ -84,11 +84,11 @@ def options_of(kinds: list[type]) -> list[str]:
 
 def test_all_public_names_are_there_and_no_others():
     rows = re.findall(r"^\| (`.*?) \|", section("Names"), re.MULTILINE)
-    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(sparkinfer.__all__)
-    for name in sparkinfer.__all__:
-        assert getattr(sparkinfer, name) is not None
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(hotsplit.__all__)
+    for name in hotsplit.__all__:
+        assert getattr(hotsplit, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = sparkinfer.Nothing
+        _ = hotsplit.Nothing
 
 
 @pytest.mark.parametrize("kind", [Token, Run, Sequence, Conversation, Observation])
@@ -99,7 +99,7 @@ def test_all_members_of_what_an_engine_returns_are_there(kind):
 
 def test_all_members_of_an_engine_are_there(tmp_path):
     make_model().save(tmp_path / "m.gguf")
-    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu") as engine:
+    with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu") as engine:
         wanted = members(Engine, engine)
     assert len(wanted) > 25 and "Engine.load(model, split=None, **options)" in wanted
     assert missing(wanted, section("Engine")) == []

@@ -13,21 +13,21 @@ import pytest
 from models import make_machine, make_model, make_profile
 from test_runtime import make_split
 
-from sparkinfer import predictor_file, profile_file
-from sparkinfer.budget import ITEMS
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import read_gguf, write_gguf
-from sparkinfer.inspection.inspect_file import inspect_file
-from sparkinfer.inspection.tables import print_summary
-from sparkinfer.inspection.to_json import to_json
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile, PredictorInfo
-from sparkinfer.predictor_file import LayerPredictor, Predictors
-from sparkinfer.profile_file import Profile
-from sparkinfer.safetensors_file import load_arrays, save_arrays
-from sparkinfer.split_file import Split
-from sparkinfer.typed import Fields
+from hotsplit import predictor_file, profile_file
+from hotsplit.budget import ITEMS
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.inspection.tables import print_summary
+from hotsplit.inspection.to_json import to_json
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import SPLIT_ARCHITECTURE, ModelFile, PredictorInfo
+from hotsplit.predictor_file import LayerPredictor, Predictors
+from hotsplit.profile_file import Profile
+from hotsplit.safetensors_file import load_arrays, save_arrays
+from hotsplit.split_file import Split
+from hotsplit.typed import Fields
 
 VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, float("nan"), float("inf"), True,
           [], [None], ["x"], [float("inf")], {}, {"a": 1}]  # fmt: skip
@@ -35,7 +35,7 @@ VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, float("nan")
 GGUF_VALUES = ["x", "", "\x1b[31m\n", np.int32(-1), np.uint32(0), np.float32(0.5), np.uint64(2**63),
                np.float64("nan"), np.float32("inf"), np.float64("-inf"), True, ["x"], [0.5],
                [float("inf")], [1], [-1, 0, 0]]  # fmt: skip
-SPLIT = "sparkinfer.split."
+SPLIT = "hotsplit.split."
 PREDICTOR_KEYS = {"model_id", "info", "matrix_kind_L"}
 PROFILE_KEYS = {"model_id", "num_tokens", "threshold_L", "corpora", "quality", "arithmetic"}
 
@@ -56,7 +56,7 @@ def outcome(path: Path) -> str:
         summary = inspect_file(path)
         json.loads(to_json(summary))
         print_summary(summary, all_tensors=True)
-    except SparkinferError as error:
+    except HotsplitError as error:
         assert "\n" not in str(error) and "\x1b" not in str(error) and len(str(error)) < 600
         return str(error)
     return "shown"
@@ -115,10 +115,10 @@ def test_wrong_values_in_profiles_and_predictors_are_refused(tmp_path, model, ca
     path = tmp_path / "p.safetensors"
     every = set(range(len(VALUES)))
     make_profile(model).save(path)
-    metadata, arrays = load_arrays(path, "sparkinfer.profile", profile_file.VERSION, PROFILE_KEYS)
+    metadata, arrays = load_arrays(path, "hotsplit.profile", profile_file.VERSION, PROFILE_KEYS)
 
     def write(values):
-        save_arrays(path, "sparkinfer.profile", profile_file.VERSION, values, arrays)
+        save_arrays(path, "hotsplit.profile", profile_file.VERSION, values, arrays)
 
     found = outcomes(path, metadata, write)
     assert refused(found, "model_id") == every - {1, 2}
@@ -130,11 +130,11 @@ def test_wrong_values_in_profiles_and_predictors_are_refused(tmp_path, model, ca
     info = PredictorInfo(kind="linear", rank_L=(4,), threshold_L=(0.0,), density_L=(0.5,))
     Predictors(model_id="a", info=info, layers=(layer,)).save(path)
     metadata, arrays = load_arrays(
-        path, "sparkinfer.predictors", predictor_file.VERSION, PREDICTOR_KEYS
+        path, "hotsplit.predictors", predictor_file.VERSION, PREDICTOR_KEYS
     )
 
     def write(values):
-        save_arrays(path, "sparkinfer.predictors", predictor_file.VERSION, values, arrays)
+        save_arrays(path, "hotsplit.predictors", predictor_file.VERSION, values, arrays)
 
     found = outcomes(path, metadata, write)
     assert refused(found, "model_id") == every - {0, 1, 2}
@@ -145,11 +145,11 @@ def test_wrong_values_in_profiles_and_predictors_are_refused(tmp_path, model, ca
 def test_a_profile_without_counts_is_refused(tmp_path, model, capsys, shape):
     path = tmp_path / "p.safetensors"
     make_profile(model).save(path)
-    metadata, arrays = load_arrays(path, "sparkinfer.profile", profile_file.VERSION, PROFILE_KEYS)
+    metadata, arrays = load_arrays(path, "hotsplit.profile", profile_file.VERSION, PROFILE_KEYS)
     metadata["threshold_L"] = [0.0] * shape[0]
     arrays["active_count_LF"] = np.zeros(shape, np.int64)
     arrays["gate_histogram_LB"] = np.zeros((shape[0], arrays["gate_histogram_LB"].shape[1]), int)
-    save_arrays(path, "sparkinfer.profile", profile_file.VERSION, metadata, arrays)
+    save_arrays(path, "hotsplit.profile", profile_file.VERSION, metadata, arrays)
     assert "counts are" in outcome(path)
     out = str(tmp_path / "activation")
     assert main(["export", str(path), "--format", "powerinfer-activations", "-o", out]) == 1
@@ -216,24 +216,18 @@ def test_plans_and_profiles_load_only_as_what_they_are(tmp_path, model):
     split.save(tmp_path / "s.gguf")
     again = Split.load(tmp_path / "s.gguf")
     assert (again.objective_s, again.gpu_bytes) == (split.objective_s, split.gpu_bytes)
-    with pytest.raises(
-        SparkinferError, match=r"s\.gguf: is a split file; give the model .*--split"
-    ):
+    with pytest.raises(HotsplitError, match=r"s\.gguf: is a split file; give the model .*--split"):
         ModelFile.load(tmp_path / "s.gguf")
     make_profile(model).save(tmp_path / "p")
     assert Profile.load(tmp_path / "p").corpora == make_profile(model).corpora
-    with pytest.raises(
-        SparkinferError, match="p: a safetensors file, as profiles .* wanted a split"
-    ):
+    with pytest.raises(HotsplitError, match="p: a safetensors file, as profiles .* wanted a split"):
         Split.load(tmp_path / "p")
-    with pytest.raises(SparkinferError, match=r"s\.gguf: a GGUF file, as models and splits"):
+    with pytest.raises(HotsplitError, match=r"s\.gguf: a GGUF file, as models and splits"):
         Profile.load(tmp_path / "s.gguf")
     (tmp_path / "m.json").write_text("{}")
-    with pytest.raises(
-        SparkinferError, match=r"m\.json: a JSON file, as machine files are; wanted"
-    ):
+    with pytest.raises(HotsplitError, match=r"m\.json: a JSON file, as machine files are; wanted"):
         Profile.load(tmp_path / "m.json")
-    with pytest.raises(SparkinferError, match="is a folder; wanted a model .*sparkinfer convert"):
+    with pytest.raises(HotsplitError, match="is a folder; wanted a model .*hotsplit convert"):
         ModelFile.load(tmp_path)
 
 
@@ -254,7 +248,7 @@ def test_plans_and_profiles_load_only_as_what_they_are(tmp_path, model):
     ],
 )
 def test_a_value_of_another_type_is_refused_by_its_name(read, value, words):
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         read(Fields({"a": value}))
 
 

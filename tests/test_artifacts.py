@@ -12,14 +12,14 @@ import pytest
 from models import make_machine, make_model, make_profile, make_shape
 from test_runtime import make_split
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import ModelFile, PredictorInfo, compute_model_id
-from sparkinfer.outputs import check_output
-from sparkinfer.predictor_file import LayerPredictor, Predictors
-from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
-from sparkinfer.sizes import format_bytes, parse_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import ModelFile, PredictorInfo, compute_model_id
+from hotsplit.outputs import check_output
+from hotsplit.predictor_file import LayerPredictor, Predictors
+from hotsplit.profile_file import EDGES, NUM_BINS, Profile
+from hotsplit.sizes import format_bytes, parse_bytes
 
 
 def make_predictors(**changes):
@@ -92,7 +92,7 @@ def test_a_truncated_file_is_refused_in_one_line(tmp_path, index, share):
     content = path.read_bytes()
     # Cut more than the padding: a GGUF file ends with up to 31 bytes of it.
     path.write_bytes(content[: min(int(share * len(content)), len(content) - 40)])
-    with pytest.raises(SparkinferError) as error:
+    with pytest.raises(HotsplitError) as error:
         type(artifact).load(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
@@ -104,11 +104,11 @@ def test_a_file_of_another_kind_and_a_missing_one_are_refused(tmp_path, index):
     kind = type(files[index][1])
     for other in range(5):
         if other != index:
-            with pytest.raises(SparkinferError):
+            with pytest.raises(HotsplitError):
                 kind.load(files[other][0])
-    with pytest.raises(SparkinferError, match="no such file"):
+    with pytest.raises(HotsplitError, match="no such file"):
         kind.load(tmp_path / "nowhere")
-    with pytest.raises(SparkinferError, match="is a folder"):
+    with pytest.raises(HotsplitError, match="is a folder"):
         kind.load(tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_another_version_is_refused(tmp_path, name):
     }.get(path.suffix, lambda c: re.sub(rb'"version":"(\d)"', rb'"version":"9"', c))(content)
     assert new != content
     path.write_bytes(new)
-    with pytest.raises(SparkinferError, match="version"):
+    with pytest.raises(HotsplitError, match="version"):
         type(artifact).load(path)
 
 
@@ -142,7 +142,7 @@ def test_the_exact_bytes_of_a_tiny_split(tmp_path):
     tensor = struct.pack("<Q", 13) + name + struct.pack("<IQIQ", 1, 2, 26, 0)
     assert tensor in content
     assert content[-32:] == struct.pack("<ii", 7, 3) + bytes(24)
-    key = b"sparkinfer.split.hot_count"
+    key = b"hotsplit.split.hot_count"
     assert struct.pack("<Q", len(key)) + key + struct.pack("<IIQii", 9, 5, 2, 2, 0) in content
 
 
@@ -158,7 +158,7 @@ def test_the_exact_bytes_of_a_tiny_profile(tmp_path):
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     assert header["__metadata__"] == {
-        "format": "sparkinfer.profile", "version": "3", "model_id": '"m"', "num_tokens": "2",
+        "format": "hotsplit.profile", "version": "3", "model_id": '"m"', "num_tokens": "2",
         "threshold_L": "[0.0]", "corpora": "[]", "quality": "{}", "arithmetic": "null",
     }  # fmt: skip
     start, end = header["active_count_LF"]["data_offsets"]
@@ -173,7 +173,7 @@ def test_profiles_of_one_model_add_up(tmp_path):
     both.validate()
     assert both.num_tokens == 10_100
     assert (both.active_count_LF == a.active_count_LF + 50).all()
-    with pytest.raises(SparkinferError, match="two models"):
+    with pytest.raises(HotsplitError, match="two models"):
         a.merge(make_profile(make_model(seed=1)))
 
 
@@ -195,7 +195,7 @@ def test_the_hottest_share_of_a_known_profile():
 )
 def test_a_contradictory_profile_is_not_written(tmp_path, change, message):
     profile = dataclasses.replace(make_profile(make_model()), **change)
-    with pytest.raises(SparkinferError, match=message):
+    with pytest.raises(HotsplitError, match=message):
         profile.save(tmp_path / "p")
     assert not list(tmp_path.iterdir())
 
@@ -203,9 +203,9 @@ def test_a_contradictory_profile_is_not_written(tmp_path, change, message):
 def test_wrong_predictors_are_not_written(tmp_path):
     bad = make_predictors()
     bad.layers[1].up.data[3, 1] = np.nan
-    with pytest.raises(SparkinferError, match="blk.1.ffn_pred_up.weight has NaN"):
+    with pytest.raises(HotsplitError, match="blk.1.ffn_pred_up.weight has NaN"):
         bad.save(tmp_path / "p")
-    with pytest.raises(SparkinferError, match="1 predictors, 2 ranks"):
+    with pytest.raises(HotsplitError, match="1 predictors, 2 ranks"):
         make_predictors(layers=bad.layers[:1]).save(tmp_path / "p")
 
 
@@ -215,7 +215,7 @@ def test_a_machine_with_a_figure_that_is_not_positive_is_refused(tmp_path):
     content = json.loads((tmp_path / "m").read_text())
     content["gpus"][0]["bandwidth_gb_per_s"]["best"] = float("nan")
     (tmp_path / "m").write_text(json.dumps(content))
-    with pytest.raises(SparkinferError, match="bandwidth_gb_per_s.best is nan"):
+    with pytest.raises(HotsplitError, match="bandwidth_gb_per_s.best is nan"):
         Machine.load(tmp_path / "m")
 
 
@@ -234,7 +234,7 @@ def test_a_model_with_other_tensors_is_refused(tmp_path, change, message):
     model = make_model()
     tensors = dict(model.tensors)
     change(tensors)
-    with pytest.raises(SparkinferError, match=message):
+    with pytest.raises(HotsplitError, match=message):
         dataclasses.replace(model, tensors=tensors).save(tmp_path / "m")
     assert not list(tmp_path.iterdir())
 
@@ -247,18 +247,18 @@ def test_an_unknown_architecture_is_refused(tmp_path):
         .replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0lemma", 1)
     )
     (tmp_path / "m").write_bytes(content)
-    with pytest.raises(SparkinferError, match="architecture 'lemma'; known: llama"):
+    with pytest.raises(HotsplitError, match="architecture 'lemma'; known: llama"):
         ModelFile.load(tmp_path / "m")
 
 
 def test_a_split_that_exceeds_its_budget_is_not_written(tmp_path):
     split = make_split(make_model(), [[1], [2]])
-    with pytest.raises(SparkinferError, match="for a budget of"):
+    with pytest.raises(HotsplitError, match="for a budget of"):
         dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes - 1).save(
             tmp_path / "s"
         )
     twice = (np.array([1, 1], np.int32), split.hot[1])
-    with pytest.raises(SparkinferError, match="distinct"):
+    with pytest.raises(HotsplitError, match="distinct"):
         dataclasses.replace(split, hot=twice).save(tmp_path / "s")
     assert not list(tmp_path.iterdir())
 
@@ -283,12 +283,12 @@ def test_no_partial_file_is_left(tmp_path):
 
 def test_outputs_are_checked_before_the_work(tmp_path):
     (tmp_path / "there").write_text("")
-    with pytest.raises(SparkinferError, match="--force"):
+    with pytest.raises(HotsplitError, match="--force"):
         check_output(tmp_path / "there", force=False)
     check_output(tmp_path / "there", force=True)
-    with pytest.raises(SparkinferError, match="is a folder"):
+    with pytest.raises(HotsplitError, match="is a folder"):
         check_output(tmp_path, force=True)
-    with pytest.raises(SparkinferError, match="cannot be written"):
+    with pytest.raises(HotsplitError, match="cannot be written"):
         check_output(tmp_path / "there" / "below", force=False)
     assert [p.name for p in tmp_path.iterdir()] == ["there"]
 
@@ -303,7 +303,7 @@ def test_sizes_are_parsed(text, count):
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 apples", "1e3"])
 def test_invalid_sizes_are_refused(text):
-    with pytest.raises(SparkinferError, match="not a size"):
+    with pytest.raises(HotsplitError, match="not a size"):
         parse_bytes(text)
 
 

@@ -14,21 +14,21 @@ from bench_cases import config_of, needs_kernels
 from gguf import GGUFReader
 from models import make_model, make_shape
 
-from sparkinfer.bench.bench import bench
-from sparkinfer.bench.config import BenchTest
-from sparkinfer.bench.fields import to_json
-from sparkinfer.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
-from sparkinfer.bench.result import Times
-from sparkinfer.bench.runner import Runner, Sample
-from sparkinfer.bench.step_bytes import step_bytes
-from sparkinfer.bench.tables import lines_of, markdown_of
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.step_times import PARTS, timed_parts
-from sparkinfer.split_file import Split
+from hotsplit.bench.bench import bench
+from hotsplit.bench.config import BenchTest
+from hotsplit.bench.fields import to_json
+from hotsplit.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
+from hotsplit.bench.result import Times
+from hotsplit.bench.runner import Runner, Sample
+from hotsplit.bench.step_bytes import step_bytes
+from hotsplit.bench.tables import lines_of, markdown_of
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.step_times import PARTS, timed_parts
+from hotsplit.split_file import Split
 
 pytest_plugins = ("bench_fixtures",)
 pytestmark = pytest.mark.usefixtures("threads_put_back")
@@ -158,9 +158,9 @@ def test_tests_may_be_longer_than_the_training_with_scaled_embeddings(bench_file
     path = bench_files / "dense.gguf"
     depth = ModelFile.load(path).shape.context_length
     options = {"device": "cpu", "depths": (depth,), "prompt_lengths": (0,), "gen_lengths": (4,)}
-    with pytest.raises(SparkinferError, match="or --rope-scaling yarn"):
+    with pytest.raises(HotsplitError, match="or --rope-scaling yarn"):
         bench(config_of(path, **options))
-    with pytest.raises(SparkinferError, match="rope"):
+    with pytest.raises(HotsplitError, match="rope"):
         config_of(path, rope_scaling="straight", **options)
     report = bench(config_of(path, rope_scaling="yarn", **options))
     assert report.results[0].test.depth == depth and report.results[0].ours
@@ -281,7 +281,7 @@ def test_the_report(bench_files, small_buffer):
 @needs_kernels
 @pytest.mark.parametrize("load, is_noted", [(0.4, False), (7.5, True), (None, False)])
 def test_a_busy_machine_is_noted(bench_files, small_buffer, monkeypatch, load, is_noted):
-    monkeypatch.setattr("sparkinfer.bench.bench.load_now", lambda: load)
+    monkeypatch.setattr("hotsplit.bench.bench.load_now", lambda: load)
     report = bench(config_of(bench_files / "dense.gguf", device="cpu", repetitions=1))
     assert to_json(report)["load_before"] == load
     assert any("busy before the start: 7.5" in note for note in report.notes) == is_noted
@@ -304,5 +304,5 @@ def test_the_text_gives_the_tokens(bench_files, tmp_path, small_buffer):
     )
     assert not any("random" in note for note in report.notes)
     text.write_text("abc")
-    with pytest.raises(SparkinferError, match="has 3 tokens, the longest test takes 5"):
+    with pytest.raises(HotsplitError, match="has 3 tokens, the longest test takes 5"):
         bench(config_of(bench_files / "predicted.gguf", text=text, device="cpu"))

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from bench_cases import config_of, needs_kernels
 
-from sparkinfer.bench.bench import bench
-from sparkinfer.bench.fields import to_json
-from sparkinfer.bench.rival import located, program_of
-from sparkinfer.bench.tables import lines_of, markdown_of
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
+from hotsplit.bench.bench import bench
+from hotsplit.bench.fields import to_json
+from hotsplit.bench.rival import located, program_of
+from hotsplit.bench.tables import lines_of, markdown_of
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
 
 pytest_plugins = ("bench_fixtures",)
 pytestmark = pytest.mark.usefixtures("threads_put_back")
@@ -99,7 +99,7 @@ def test_a_rival_that_cannot_be_used_is_refused(
         bench_files / "dense.gguf", device="cpu",
         compare=program(tmp_path, text, first), compare_model=bench_files / "dense.gguf",
     )  # fmt: skip
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         bench(config)
 
 
@@ -117,7 +117,7 @@ def test_a_python_without_llama_cpp_is_refused(bench_files, tmp_path):
         bench_files / "dense.gguf", device="cpu",
         compare=Path(sys.executable), compare_model=bench_files / "dense.gguf",
     )  # fmt: skip
-    with pytest.raises(SparkinferError, match=r"it has no llama_cpp \(No module named"):
+    with pytest.raises(HotsplitError, match=r"it has no llama_cpp \(No module named"):
         bench(config)
 
 
@@ -160,7 +160,7 @@ def test_usage_errors_have_exit_code_2(bench_files, options):
 
 def test_a_plan_whose_context_is_too_short_is_refused(bench_files, small_buffer):
     options = {"split": bench_files / "plan.gguf", "device": "cpu"}
-    with pytest.raises(SparkinferError, match="the plan has a context of 32, the longest .* 40"):
+    with pytest.raises(HotsplitError, match="the plan has a context of 32, the longest .* 40"):
         bench(config_of(bench_files / "predicted.gguf", prompt_lengths=(40,), **options))
     assert bench(config_of(bench_files / "predicted.gguf", prompt_lengths=(32,), **options)).results
 

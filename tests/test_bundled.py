@@ -13,18 +13,18 @@ from reference import Bounds, rel_error
 from test_runtime import make_split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparkinfer import Engine
-from sparkinfer.budget import plan_bytes
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.quality import evaluate
-from sparkinfer.profile_file import Profile
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.budget import plan_bytes
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.eval_config import EvalConfig
+from hotsplit.profile.quality import evaluate
+from hotsplit.profile_file import Profile
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.split_file import Split
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny-relu"

@@ -12,11 +12,11 @@ from reference import logits_ref, rel_error
 from test_native_step import BOUNDS, watched
 from test_runtime import IDS, decoded
 
-from sparkinfer import Engine
-from sparkinfer.gguf_file import array_entry, type_of
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step.batch import rows_of
-from sparkinfer.runtime.step.program_summary import summarise_program
+from hotsplit import Engine
+from hotsplit.gguf_file import array_entry, type_of
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.batch import rows_of
+from hotsplit.runtime.step.program_summary import summarise_program
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k")

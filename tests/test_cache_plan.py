@@ -7,17 +7,17 @@ import pytest
 from models import make_machine, make_model, make_profile, make_shape, power_law_frequencies
 from test_runtime import make_split
 
-from sparkinfer.cache_plan import CachePlan
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry, read_gguf, write_gguf
-from sparkinfer.model_file import SPLIT_ARCHITECTURE
-from sparkinfer.neuron_cache import CacheCosts
-from sparkinfer.solver.cache_costs import cache_costs, expected_reads
-from sparkinfer.solver.problem import build_problem, of_counts, placement_seconds
-from sparkinfer.split_file import Split
+from hotsplit.cache_plan import CachePlan
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import array_entry, read_gguf, write_gguf
+from hotsplit.model_file import SPLIT_ARCHITECTURE
+from hotsplit.neuron_cache import CacheCosts
+from hotsplit.solver.cache_costs import cache_costs, expected_reads
+from hotsplit.solver.problem import build_problem, of_counts, placement_seconds
+from hotsplit.split_file import Split
 
 CLOSE = 1e-9
-S = "sparkinfer.split."
+S = "hotsplit.split."
 
 
 def made(mode: str, *, density: float | None = None, machine=None, hot=(20, 0, 96, 50)):
@@ -132,7 +132,7 @@ def a_cache(num_layers: int = 2, num_neurons: int = 96, *, most_rows: int = 4) -
     ],
 )
 def test_impossible_values_of_a_cache_are_refused(change, words):
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         replace(a_cache(), **change)
 
 
@@ -177,7 +177,7 @@ def test_plans_of_older_versions_have_no_cache(tmp_path, model):
         for more in ({S + "cache.most_rows": np.uint32(4)}, {S + "gpu_bytes.neuron_cache": keys[
                 S + "gpu_bytes.neuron_cache"]}):  # fmt: skip
             write_gguf(tmp_path / "new", SPLIT_ARCHITECTURE, old | more, tensors)
-            with pytest.raises(SparkinferError, match="is unknown; run sparkinfer solve again"):
+            with pytest.raises(HotsplitError, match="is unknown; run hotsplit solve again"):
                 Split.load(tmp_path / "new")
 
 
@@ -251,17 +251,17 @@ def test_hostile_caches_are_refused_in_one_line(tmp_path, model, name):
         for name, entry in tensors.items()
     }
     write_gguf(tmp_path / "new", SPLIT_ARCHITECTURE, keys, tensors)
-    with pytest.raises(SparkinferError, match=words) as refused:
+    with pytest.raises(HotsplitError, match=words) as refused:
         Split.load(tmp_path / "new")
-    assert "\n" not in str(refused.value) and "run sparkinfer solve again" in str(refused.value)
+    assert "\n" not in str(refused.value) and "run hotsplit solve again" in str(refused.value)
 
 
 def test_a_cache_of_another_model_is_refused(model):
     plan = a_plan(model, num_neurons=95)
-    with pytest.raises(SparkinferError, match="frequencies of 95 neurons a layer"):
+    with pytest.raises(HotsplitError, match="frequencies of 95 neurons a layer"):
         plan.check_against(model, model.path)
-    with pytest.raises(SparkinferError, match="a neuron cache of 3 layers for 2"):
+    with pytest.raises(HotsplitError, match="a neuron cache of 3 layers for 2"):
         a_plan(model, num_layers=3).validate()
     more = replace(a_plan(model), cache=a_cache(most_rows=5))
-    with pytest.raises(SparkinferError, match="neuron_cache of .* takes .* bytes on the GPU"):
+    with pytest.raises(HotsplitError, match="neuron_cache of .* takes .* bytes on the GPU"):
         replace(more, vram_budget_bytes=1 << 30).check_against(model, model.path)

@@ -6,10 +6,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.neuron_cache import CacheCosts, CacheOptions
-from sparkinfer.runtime.neuron_cache.policy import CachePolicy, packed
-from sparkinfer.runtime.neuron_cache.reference import ReferencePolicy
+from hotsplit.errors import HotsplitError
+from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
+from hotsplit.runtime.neuron_cache.reference import ReferencePolicy
 
 
 def make_costs(num_layers, *, random=None, **changes):
@@ -220,7 +220,7 @@ def test_the_same_bits_give_the_same_swaps():
     ],
 )
 def test_wrong_settings_are_refused(text, what):
-    with pytest.raises(SparkinferError, match=what.replace("(", r"\(")):
+    with pytest.raises(HotsplitError, match=what.replace("(", r"\(")):
         CacheOptions.parse(text)
 
 
@@ -232,7 +232,7 @@ def test_settings_are_read_as_they_are_printed():
 
 @pytest.mark.parametrize("value", [-1.0, np.nan, np.inf])
 def test_wrong_times_are_refused(value):
-    with pytest.raises(SparkinferError, match="cold_row_s_L of the cache"):
+    with pytest.raises(HotsplitError, match="cold_row_s_L of the cache"):
         make_costs(2, cold_row_s_L=np.array([1.0, value]))
-    with pytest.raises(SparkinferError, match="rest_s of the cache"):
+    with pytest.raises(HotsplitError, match="rest_s of the cache"):
         make_costs(2, rest_s=value)

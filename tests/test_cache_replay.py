@@ -10,8 +10,8 @@ import pytest
 from models import byte_level_keys, make_model, make_shape, save_solver_files
 from test_cache_policy import make_costs
 
-from sparkinfer.bench.cache_replay.bound import lower_bound
-from sparkinfer.bench.cache_replay.policies import (
+from hotsplit.bench.cache_replay.bound import lower_bound
+from hotsplit.bench.cache_replay.policies import (
     POLICIES,
     Case,
     belady,
@@ -20,14 +20,14 @@ from sparkinfer.bench.cache_replay.policies import (
     ours,
     static,
 )
-from sparkinfer.bench.cache_replay.recording import Trace
-from sparkinfer.bench.cache_replay.replay import compare
-from sparkinfer.bench.cache_replay.times import Outcome, seconds_T
-from sparkinfer.cli import main
-from sparkinfer.neuron_cache import CacheOptions
-from sparkinfer.runtime.neuron_cache.native.library import best_gain
-from sparkinfer.runtime.neuron_cache.policy import CachePolicy, packed
-from sparkinfer.solver.solve import SolveConfig, solve
+from hotsplit.bench.cache_replay.recording import Trace
+from hotsplit.bench.cache_replay.replay import compare
+from hotsplit.bench.cache_replay.times import Outcome, seconds_T
+from hotsplit.cli import main
+from hotsplit.neuron_cache import CacheOptions
+from hotsplit.runtime.neuron_cache.native.library import best_gain
+from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
+from hotsplit.solver.solve import SolveConfig, solve
 
 
 def make_case(is_read_TLF, num_slots, *, costs=None, frequency_LF=None, options=None):

@@ -13,13 +13,13 @@ from gguf.quants import dequantize, quantize
 from models import make_model, make_shape
 from reference import rel_error
 
-from sparkinfer import Engine
-from sparkinfer.cache_types import NAMES, CacheType, CacheTypes
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.cache.stored_rows import decode, encode, turn_by_hadamard
-from sparkinfer.runtime.step.sequences import Part
+from hotsplit import Engine
+from hotsplit.cache_types import NAMES, CacheType, CacheTypes
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import array_entry
+from hotsplit.runtime.cache.stored_rows import decode, encode, turn_by_hadamard
+from hotsplit.runtime.step.sequences import Part
 
 IDS = torch.randint(50, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 PAIRS = (*((name, name) for name in NAMES), ("q8_0", "q4_0"), ("f16", "q8_0"), ("q4_0", "bf16"))
@@ -148,7 +148,7 @@ def test_a_row_does_not_depend_on_the_others(path, types):
 
 @pytest.mark.parametrize("types", PAIRS, ids=" ".join)
 def test_a_restored_state_continues_bit_for_bit(path, tmp_path, types):
-    from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
+    from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 
     with load(path, types) as engine:
         with engine.sequence() as text:
@@ -160,7 +160,7 @@ def test_a_restored_state_continues_bit_for_bit(path, tmp_path, types):
             assert torch.equal(text.extend(IDS[30:], "all"), wanted)
     other = ("f32", "f32") if types[0] != "f32" else ("f16", "f16")
     with load(path, other) as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="made with another cache type"):
+        with pytest.raises(HotsplitError, match="made with another cache type"):
             restore_prompt(text, tmp_path / "state", engine.prompt_key())
 
 
@@ -211,7 +211,7 @@ def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
 )
 def test_unsupported_cache_types_are_refused(tmp_path, options, words):
     make_model(shape=make_shape(), kind="f16").save(tmp_path / "m.gguf")
-    with pytest.raises(SparkinferError, match=words) as error:
+    with pytest.raises(HotsplitError, match=words) as error:
         Engine.load(tmp_path / "m.gguf", **options)
     assert "\n" not in str(error.value)
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from models import make_machine
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.machine_file import CpuCosts, Figure, Machine
-from sparkinfer.profile import calibrate as calibrating
-from sparkinfer.profile import calibrate_gpu
-from sparkinfer.profile.calibrate import CalibrateConfig, calibrate, report, thread_counts
-from sparkinfer.profile.calibrate_cpu import _tenths
-from sparkinfer.profile.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds
+from hotsplit.errors import HotsplitError
+from hotsplit.machine_file import CpuCosts, Figure, Machine
+from hotsplit.profile import calibrate as calibrating
+from hotsplit.profile import calibrate_gpu
+from hotsplit.profile.calibrate import CalibrateConfig, calibrate, report, thread_counts
+from hotsplit.profile.calibrate_cpu import _tenths
+from hotsplit.profile.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds
 
 RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 
@@ -79,7 +79,7 @@ def test_a_gpu_is_borrowed_only_where_there_is_none(measured, tmp_path, monkeypa
     monkeypatch.setattr(calibrating, "measure_costs", lambda *sizes: machine.cpu_costs)
     bare = calibrate(CalibrateConfig(output=tmp_path / "n.json"))
     assert bare.gpus == ()
-    with pytest.raises(SparkinferError, match="has no GPU; give"):
+    with pytest.raises(HotsplitError, match="has no GPU; give"):
         calibrate(CalibrateConfig(output=tmp_path / "o.json", gpu_from=tmp_path / "n.json"))
     real = make_machine()
     gpu = replace(real.gpus[0], source="measured")
@@ -181,7 +181,7 @@ def test_the_exact_text_of_a_small_file(tmp_path):
         2: Figure(best=20.0, quartiles=(17.5, 18.0, 19.0), rounds=7)})  # fmt: skip
     machine.save(tmp_path / "m")
     assert json.loads((tmp_path / "m").read_text()) == {
-        "format": "sparkinfer.machine", "version": 4, "cpu_name": "synthetic CPU",
+        "format": "hotsplit.machine", "version": 4, "cpu_name": "synthetic CPU",
         "num_threads": 2, "memory_bytes": 64 << 30, "free_bytes": 64 << 30,
         "cpu_bandwidth_gb_per_s": {
             "2": {"best": 20.0, "quartiles": [17.5, 18.0, 19.0], "rounds": 7}},
@@ -220,9 +220,9 @@ def test_a_wrong_file_is_refused_in_one_line_that_says_calibrate_again(tmp_path,
     content = json.loads((tmp_path / "m").read_text())
     change(content)
     (tmp_path / "m").write_text(json.dumps(content))
-    with pytest.raises(SparkinferError, match=message) as caught:
+    with pytest.raises(HotsplitError, match=message) as caught:
         Machine.load(tmp_path / "m")
-    assert "run sparkinfer calibrate again" in str(caught.value)
+    assert "run hotsplit calibrate again" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -12,21 +12,21 @@ from chat_templates import CHATML, DEEPSEEK, QWEN_REASONING
 from models import make_model, make_shape
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate import chat as chat_module
-from sparkinfer.runtime.generate import dry
-from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
-from sparkinfer.runtime.generate.drawing import chain_of
-from sparkinfer.runtime.generate.dry import BreakerSets
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.reasoning import (
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate import chat as chat_module
+from hotsplit.runtime.generate import dry
+from hotsplit.runtime.generate.chat import ChatOptions, Conversation
+from hotsplit.runtime.generate.drawing import chain_of
+from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.reasoning import (
     ReasoningSplitter,
     close_reasoning,
     opens_reasoning,
 )
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 LENGTH = 10  # tokens of an answer
@@ -136,7 +136,7 @@ def test_undo_and_reset(engine):
         assert text_of(chat.say("Hello")) == first and roles(chat) == "ua"
         assert chat.undo() == "Hello"
         for command in (chat.undo, lambda: text_of(chat.regenerate())):
-            with pytest.raises(SparkinferError):
+            with pytest.raises(HotsplitError):
                 command()
 
 
@@ -160,20 +160,20 @@ def test_a_conversation_is_saved_and_loaded(engine, tmp_path):
         assert chat.system == "Be brief. \u00e9" and roles(chat) == "ua"
         assert text_of(chat.say("And?")) == want
         for wrong in (
-            "{}", "[]", "x", '{"format": "sparkinfer-chat", "version": 2, "messages": []}',
-            json.dumps({"format": "sparkinfer-chat", "version": 1, "messages": ["x"]}),
-            json.dumps({"format": "sparkinfer-chat", "version": 1, "messages": [], "more": 1}),
-            json.dumps({"format": "sparkinfer-chat", "version": 1, "messages": [],
+            "{}", "[]", "x", '{"format": "hotsplit-chat", "version": 2, "messages": []}',
+            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": ["x"]}),
+            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": [], "more": 1}),
+            json.dumps({"format": "hotsplit-chat", "version": 1, "messages": [],
                         "system": 3}),
         ):  # fmt: skip
             other = tmp_path / "other.json"
             other.write_text(wrong)
-            with pytest.raises(SparkinferError):
+            with pytest.raises(HotsplitError):
                 chat.load(other)
-            with pytest.raises(SparkinferError, match="not a saved conversation"):
+            with pytest.raises(HotsplitError, match="not a saved conversation"):
                 chat.save(other)
             assert other.read_text() == wrong and roles(chat) == "uaua"
-        with pytest.raises(SparkinferError):
+        with pytest.raises(HotsplitError):
             chat.save(tmp_path)
 
 
@@ -227,11 +227,11 @@ def test_a_full_context_is_refused_until_a_reset(engine):
         text_of(chat.say("Hello"))
         assert chat.run.stopped_by == "context" and roles(chat) == "ua"
         for _ in range(2):
-            with pytest.raises(SparkinferError, match=r"context of 512: begin another \(/reset\)"):
+            with pytest.raises(HotsplitError, match=r"context of 512: begin another \(/reset\)"):
                 text_of(chat.say("And?"))
             assert roles(chat) == "ua"
         chat.reset()
-        with pytest.raises(SparkinferError, match="tokens for a context of 512"):
+        with pytest.raises(HotsplitError, match="tokens for a context of 512"):
             text_of(chat.say("x" * 600))
         assert not chat.messages
 
@@ -250,7 +250,7 @@ def test_the_oldest_turns_are_dropped_on_request(engine):
         chat.undo()
         text_of(chat.say("x"))
         dropped = chat.num_dropped
-        with pytest.raises(SparkinferError, match="tokens for a context"):
+        with pytest.raises(HotsplitError, match="tokens for a context"):
             text_of(chat.say("x" * 600))
         assert chat.num_dropped == dropped
 
@@ -276,19 +276,19 @@ def test_messages_that_the_template_rejects_are_removed(engine):
     template = "{{ raise_exception('no') if messages|length > 2 else 'x' }}"
     with talk(engine, template) as chat:
         text_of(chat.say("Hello"))
-        with pytest.raises(SparkinferError, match="rejects these messages: no"):
+        with pytest.raises(HotsplitError, match="rejects these messages: no"):
             text_of(chat.say("And?"))
         assert roles(chat) == "ua"
-    with talk(engine, "") as chat, pytest.raises(SparkinferError, match="to an empty text"):
+    with talk(engine, "") as chat, pytest.raises(HotsplitError, match="to an empty text"):
         text_of(chat.say("Hello"))
 
 
 def test_closing_a_conversation_releases_its_sequence(engine):
     for _ in range(4):
         with talk(engine), talk(engine) as chat:
-            with pytest.raises(SparkinferError, match="in use"):
+            with pytest.raises(HotsplitError, match="in use"):
                 engine.sequence()
-        with pytest.raises(SparkinferError, match="closed"):
+        with pytest.raises(HotsplitError, match="closed"):
             text_of(chat.say("Hello"))
 
 

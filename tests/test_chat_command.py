@@ -1,4 +1,4 @@
-"""`sparkinfer chat`, with a pipe and with a terminal."""
+"""`hotsplit chat`, with a pipe and with a terminal."""
 
 import io
 import json
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from test_chat import chat_model
 
-from sparkinfer.cli import main
-from sparkinfer.commands import terminal
-from sparkinfer.model_file import ModelFile
+from hotsplit.cli import main
+from hotsplit.commands import terminal
+from hotsplit.model_file import ModelFile
 
 LENGTH = 8
 GREEDY = ["--temp", "0", "-n", str(LENGTH), "-t", "1"]
@@ -60,9 +60,9 @@ def test_the_end_token_counts_as_in_llama_cpp(monkeypatch, capsys, model):
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
 def test_an_empty_stdin_is_said(monkeypatch, capsys, model, text):
-    """`sparkinfer run MODEL < /dev/null` gets here, too."""
+    """`hotsplit run MODEL < /dev/null` gets here, too."""
     code, out, err = piped(monkeypatch, capsys, model, text)
-    (line,) = [line for line in err.splitlines() if line.startswith("sparkinfer: ")]
+    (line,) = [line for line in err.splitlines() if line.startswith("hotsplit: ")]
     assert code == 1 and not out and "stdin has no message, so there was nothing to answer" in line
     assert piped(monkeypatch, capsys, model, "/quit\n")[0] == 0
 
@@ -109,7 +109,7 @@ def test_wrong_lines_are_reported_and_the_conversation_continues(
     raw = text.encode() + b"\xff\xfe\nHello\n"
     code, out, err = piped(monkeypatch, capsys, model, raw)
     assert code == 1 and len(out.strip("\n")) == LENGTH
-    errors = [line for line in err.splitlines() if line.startswith("sparkinfer: ")]
+    errors = [line for line in err.splitlines() if line.startswith("hotsplit: ")]
     assert len(errors) == 9 and "8 of the lines" in errors[-1] and "UTF-8 at byte 0" in err
     code, out, err = piped(monkeypatch, capsys, model, "x" * 600 + "\nHello\n/reset\nHi\n")
     assert code == 1 and len(out.splitlines()) == 2 and "/reset" in err
@@ -152,7 +152,7 @@ def test_options(monkeypatch, capsys, model, tmp_path):
 )
 def test_impossible_options_are_refused(monkeypatch, capsys, model, options, message):
     code, out, err = piped(monkeypatch, capsys, model, "Hello\n", *options)
-    assert code == 1 and not out and message in err and err.count("sparkinfer: ") == 1
+    assert code == 1 and not out and message in err and err.count("hotsplit: ") == 1
     both = ["-sys", "a", "--system-file", "b"]
     assert piped(monkeypatch, capsys, model, "Hello\n", *both)[0] == 2
 
@@ -201,7 +201,7 @@ class Terminal:
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sparkinfer", "chat", str(model), *options],
+            [sys.executable, "-m", "hotsplit", "chat", str(model), *options],
             stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
             preexec_fn=_take_terminal,
         )  # fmt: skip
@@ -280,12 +280,12 @@ def test_at_a_terminal(model, tmp_path):
         term.wait("4 messages written")
         assert said(path) == ["Hello", "one\ntwo\nthree"]
         term.enter(f"\x1b[200~{long}\x1b[201~\r")  # a paste
-        term.wait("sparkinfer: the conversation has")
+        term.wait("hotsplit: the conversation has")
         term.enter("\x04")
         assert term.end() == 0
     finally:
         term.process.kill()
-    mode = (tmp_path / "state/sparkinfer/chat_history").stat().st_mode
+    mode = (tmp_path / "state/hotsplit/chat_history").stat().st_mode
     assert mode & 0o077 == 0
 
     term = Terminal(model, tmp_path / "state", *GREEDY, "-c", "512")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparkinfer import Engine
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine
+from hotsplit.runtime.kernels.cpu import library
 
 FOLDER = Path(__file__).parent.parent / "build" / "smollm2"
 TEXT = (

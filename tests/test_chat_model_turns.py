@@ -14,17 +14,17 @@ import torch
 from gguf.quants import dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.gguf_file import type_of
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.text.chat_template import chat_template_of
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.gguf_file import type_of
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.chat import ChatOptions, Conversation
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.text.chat_template import chat_template_of
 
 FOLDER = Path(__file__).parent.parent / "build" / "smollm2"
 SOURCE = "SmolLM2-135M-Instruct.Q4_1.gguf"

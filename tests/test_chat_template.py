@@ -31,16 +31,16 @@ from texts import byte_level_tokenizer, sentencepiece_tokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.convert.tokenizer import tokenizer_keys
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
-from sparkinfer.runtime.text import template_process
-from sparkinfer.runtime.text.built_in_templates import BUILT_IN
-from sparkinfer.runtime.text.chat_template import ChatTemplate, chat_template_of
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.runtime.text.template_process import TemplateProcess
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
+from hotsplit.runtime.text import template_process
+from hotsplit.runtime.text.built_in_templates import BUILT_IN
+from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.template_process import TemplateProcess
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # What transformers raises for a template that rejects the messages.
@@ -79,7 +79,7 @@ def test_texts_equal_those_of_transformers(name, process, oracle):
                 messages, chat_template=TEMPLATES[name], tokenize=False, **options
             )
         except REFUSALS as error:
-            with pytest.raises(SparkinferError) as refusal:
+            with pytest.raises(HotsplitError) as refusal:
                 ours.render(messages, **options)
             assert "\n" not in str(refusal.value) and str(error)[:60].split("\n")[0] in str(
                 refusal.value
@@ -115,7 +115,7 @@ def test_the_last_message_is_continued_as_in_transformers(name, process, oracle)
         )
         assert got == want and got.rstrip().endswith(answer["content"].strip())
     for wrong in ([{"role": "user", "content": None}], [{"role": "user", "content": []}]):
-        with pytest.raises(SparkinferError, match="no text that could be continued"):
+        with pytest.raises(HotsplitError, match="no text that could be continued"):
             template(text, process).render(
                 wrong, add_generation_prompt=False, continue_final_message=True
             )
@@ -188,7 +188,7 @@ HOSTILE = {
 def test_a_hostile_template_gives_one_line(name, process):
     assert template(CHATML, process).render([USER])  # the process runs
     began = time.perf_counter()
-    with pytest.raises(SparkinferError) as refusal:
+    with pytest.raises(HotsplitError) as refusal:
         template(HOSTILE[name], process).render([USER])
     assert time.perf_counter() - began < 2
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 450
@@ -198,7 +198,7 @@ def test_a_hostile_template_gives_one_line(name, process):
 
 def test_a_render_that_never_answers_is_ended(process, monkeypatch):
     monkeypatch.setattr(template_process, "WALL_S", 0.05)
-    with pytest.raises(SparkinferError, match="takes too long"):
+    with pytest.raises(HotsplitError, match="takes too long"):
         template(HOSTILE["endless"], process).render([USER])
 
 
@@ -218,7 +218,7 @@ def test_a_worker_that_does_not_read_is_ended(process, monkeypatch):
     monkeypatch.setattr(template_process, "WALL_S", 0.3)
     monkeypatch.setattr(template_process, "_START", "import time; time.sleep(60)")
     began = time.monotonic()
-    with pytest.raises(SparkinferError, match="takes too long"):
+    with pytest.raises(HotsplitError, match="takes too long"):
         template("{{ 1 }}", process).render([{"role": "user", "content": "x" * (1 << 20)}])
     assert time.monotonic() - began < 30
     monkeypatch.undo()
@@ -278,7 +278,7 @@ def test_the_process_inherits_no_files_and_no_environment(monkeypatch):
      [{"role": "user", "content": object()}], [{"role": "user", "content": b"x"}]],
 )  # fmt: skip
 def test_invalid_messages_are_refused(messages, process):
-    with pytest.raises(SparkinferError) as refusal:
+    with pytest.raises(HotsplitError) as refusal:
         template(CHATML, process).render(messages)
     assert "\n" not in str(refusal.value)
 
@@ -286,7 +286,7 @@ def test_invalid_messages_are_refused(messages, process):
 def test_a_message_with_a_lone_surrogate_is_refused_as_text(process):
     text = template(CHATML, process).render([{"role": "user", "content": "\ud800"}])
     codec = TextCodec(byte_level_tokenizer("smollm", 400), None, frozenset())
-    with pytest.raises(SparkinferError, match="not UTF-8"):
+    with pytest.raises(HotsplitError, match="not UTF-8"):
         codec.encode_rendered(text)
 
 
@@ -313,23 +313,23 @@ def test_the_named_templates_of_a_file():
     assert found.render([USER]) == f"plain {begin}"
     assert found.render([USER], tools=TOOLS) == "with 1"
     assert chat_template_of(model, codec, "rag").render([USER], tools=TOOLS) == "r"
-    with pytest.raises(SparkinferError, match="neither a file nor .* known: chatml, .* rag, tool"):
+    with pytest.raises(HotsplitError, match="neither a file nor .* known: chatml, .* rag, tool"):
         chat_template_of(model, codec, "missing")
 
 
 def test_a_model_without_a_template_says_what_to_do(tmp_path):
     model, codec = model_with()
-    with pytest.raises(SparkinferError, match=r"no chat template; give --chat-template NAME\|FILE"):
+    with pytest.raises(HotsplitError, match=r"no chat template; give --chat-template NAME\|FILE"):
         chat_template_of(model, codec)
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages[0].content }}!")
     found = chat_template_of(model, codec, str(own))
     assert found.render([{"role": "user", "content": "Hello"}]) == "Hello!"
     for wrong in (tmp_path, tmp_path / "none.jinja", Path("x" * 5000), "a\0b"):
-        with pytest.raises(SparkinferError, match="neither a file nor the name"):
+        with pytest.raises(HotsplitError, match="neither a file nor the name"):
             chat_template_of(model, codec, str(wrong))
     own.write_bytes(b"\xff")
-    with pytest.raises(SparkinferError, match="cannot be read as text"):
+    with pytest.raises(HotsplitError, match="cannot be read as text"):
         chat_template_of(model, codec, str(own))
 
 
@@ -338,7 +338,7 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
     "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 1 + 'a' }}", "{{ '%(q)s' % {} }}",
 ])  # fmt: skip
 def test_pythons_names_of_errors_are_not_shown(text, process):
-    with pytest.raises(SparkinferError) as refused:
+    with pytest.raises(HotsplitError) as refused:
         template(text, process).render(MESSAGES["one"])
     assert "Error" not in str(refused.value), refused.value
     assert "with these messages: " in str(refused.value)
@@ -354,10 +354,10 @@ def test_built_in_templates_write_what_the_published_ones_do(name, text, process
                 want = template(text, process).render(
                     MESSAGES[messages], add_generation_prompt=head
                 )
-            except SparkinferError:
+            except HotsplitError:
                 if name == "gemma" and messages != "wrong order":
                     continue  # the first Gemma takes no system message
-                with pytest.raises(SparkinferError, match="must alternate"):
+                with pytest.raises(HotsplitError, match="must alternate"):
                     template(BUILT_IN[name].text, process).render(MESSAGES[messages])
                 continue
             ours = template(BUILT_IN[name].text, process)
@@ -427,7 +427,7 @@ def test_a_template_of_a_checkpoint_without_tokenizer_config(checkpoint, tmp_pat
 def test_a_template_that_is_not_text_is_refused(wrong, checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
-    with pytest.raises(SparkinferError, match="neither a string nor a list"):
+    with pytest.raises(HotsplitError, match="neither a string nor a list"):
         tokenizer_keys(folder, 320, "sparse")
 
 
@@ -435,5 +435,5 @@ def test_two_templates_of_one_key_are_refused(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "hf"))
     templates = [{"name": name, "template": name} for name in ("default", "a b", "c", "a-b")]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    with pytest.raises(SparkinferError, match="hf: .* 'a b' and 'a-b' .* as 'a_b'; rename one"):
+    with pytest.raises(HotsplitError, match="hf: .* 'a b' and 'a-b' .* as 'a_b'; rename one"):
         tokenizer_keys(folder, 320, "sparse")

@@ -15,17 +15,17 @@ from failing_parts import CPU, KEY, nothing
 from models import make_model, make_shape
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.device_checks import FOLDER, CheckBook, Verdict, read_checks, stored_checks
-from sparkinfer.runtime.check.kernels import Wrong, check_launch, difference
-from sparkinfer.runtime.check.launches import launches_of
-from sparkinfer.runtime.check.step_check import captured
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu import torch_kernels as module
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.plain_backend import plain_backend
+from hotsplit import Engine
+from hotsplit.device_checks import FOLDER, CheckBook, Verdict, read_checks, stored_checks
+from hotsplit.runtime.check.kernels import Wrong, check_launch, difference
+from hotsplit.runtime.check.launches import launches_of
+from hotsplit.runtime.check.step_check import captured
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu import torch_kernels as module
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.plain_backend import plain_backend
 
 needs_kernels = pytest.mark.skipif(
     not library.is_available(), reason="the C++ kernels are not built"
@@ -36,7 +36,7 @@ HOT = [np.arange(0, F, 2), np.arange(F)]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]", "null", '{"format": 1}', "other format",

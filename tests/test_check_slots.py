@@ -9,17 +9,17 @@ from gpu_matrices import device
 from reference import rel_error
 from test_neuron_cache import with_cache
 
-from sparkinfer import Engine
-from sparkinfer.device_checks import forget_checks, stored_checks
-from sparkinfer.log_lines import lines_on_stderr
-from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.check.device_check import SLOT_PARTS
-from sparkinfer.runtime.check.kernels import Wrong
-from sparkinfer.runtime.check.slots import check_pack_open, check_scatter
-from sparkinfer.runtime.device import pinned
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.slots import reference_slot_kernels, triton_slot_kernels
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit import Engine
+from hotsplit.device_checks import forget_checks, stored_checks
+from hotsplit.log_lines import lines_on_stderr
+from hotsplit.runtime.check import parts as device_parts
+from hotsplit.runtime.check.device_check import SLOT_PARTS
+from hotsplit.runtime.check.kernels import Wrong
+from hotsplit.runtime.check.slots import check_pack_open, check_scatter
+from hotsplit.runtime.device import pinned
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels, triton_slot_kernels
+from hotsplit.runtime.weights import gpu_products
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 IDS = np.random.default_rng(0).integers(0, 200, 6).tolist()
@@ -28,7 +28,7 @@ IDS = np.random.default_rng(0).integers(0, 200, 6).tolist()
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
     """A separate cache for the test, in a process without results of earlier checks."""
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_products, "_replaced", set())
     monkeypatch.setattr(gpu_products, "_in_f32_only", set())
     monkeypatch.setattr(pinned, "_refused", [])
@@ -121,7 +121,7 @@ def test_a_kernel_that_fails_turns_the_cache_off(load, name, part):
         has_cache, (line,), got = load(parts)
         assert not has_cache and rel_error(got, want) < 3e-3
         assert f"the neuron cache's {part}: " in line
-        assert line.endswith(" are wrong: the neuron cache is off; sparkinfer doctor says more")
+        assert line.endswith(" are wrong: the neuron cache is off; hotsplit doctor says more")
         parts = fake_parts()
     assert not verdicts()[f"neuron cache's {part}"].is_fine
 

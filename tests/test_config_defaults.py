@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from test_families import CASES
 
-from sparkinfer.convert import config_reader
-from sparkinfer.convert.families.table import FAMILIES, read_blueprint
-from sparkinfer.errors import SparkinferError
+from hotsplit.convert import config_reader
+from hotsplit.convert.families.table import FAMILIES, read_blueprint
+from hotsplit.errors import HotsplitError
 
 PATH = Path("config.json")
 ROWS = 1 << 20
@@ -37,7 +37,7 @@ def facts(values: dict) -> object:
     """The result of a config: a blueprint without its functions, or a refusal."""
     try:
         plan = read_blueprint(PATH, values, ROWS)
-    except SparkinferError:
+    except HotsplitError:
         return "refused"
     rows = {name: (r.source, r.order.tolist(), r.num_rows) for name, r in plan.rows.items()}
     # The key's default gives True; a missing key gives None, with which a head is allowed.

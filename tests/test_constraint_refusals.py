@@ -8,20 +8,20 @@ import regex as regexes
 from click.testing import CliRunner
 from constrained_texts import tiny_codec, written
 
-from sparkinfer.commands.constraint_options import (
+from hotsplit.commands.constraint_options import (
     NAMES,
     ConstraintOptions,
     constraint_of,
     constraint_options,
 )
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.constraints import (
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
     lark_constraint,
     regex_constraint,
 )
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.codec import TextCodec
 
 GBNF_REFUSALS = {
     'foo ::= "a"': "no rule 'root'",
@@ -128,7 +128,7 @@ SCHEMA_REFUSALS = [
 
 
 def refused(make, text, message):
-    with pytest.raises(SparkinferError, match=message) as raised:
+    with pytest.raises(HotsplitError, match=message) as raised:
         make(text, tiny_codec())
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
 
@@ -160,13 +160,13 @@ def test_regexes_that_are_not_understood_are_refused(regex, message):
 )
 def test_the_refusal_of_a_regex_shows_where_it_is_wrong(regex, line):
     """llguidance's own numbers are places in a grammar that the user does not see."""
-    with pytest.raises(SparkinferError) as raised:
+    with pytest.raises(HotsplitError) as raised:
         regex_constraint(regex, tiny_codec())
     assert str(raised.value).startswith(line) and "at 1(" not in str(raised.value)
 
 
 def test_the_refusal_of_a_schemas_pattern_shows_where_it_is_wrong():
-    with pytest.raises(SparkinferError) as raised:
+    with pytest.raises(HotsplitError) as raised:
         json_schema_constraint({"type": "string", "pattern": "ab(c"}, tiny_codec())
     assert str(raised.value) == "JSON schema: unclosed group, from here: (c"
 
@@ -205,7 +205,7 @@ def test_a_stuck_grammar_gives_one_line():
 
 def test_a_model_without_an_end_token_is_refused():
     codec = TextCodec(tiny_codec().tokenizer, 0, frozenset({5000}))
-    with pytest.raises(SparkinferError, match="names no end token"):
+    with pytest.raises(HotsplitError, match="names no end token"):
         regex_constraint("a", codec)
 
 
@@ -280,6 +280,6 @@ def test_files_that_cannot_be_read_give_one_line(tmp_path, option):
         if content is not None:
             path.write_bytes(content)
         error = run(option, path).exception
-        assert isinstance(error, SparkinferError) and message in str(error), (name, error)
+        assert isinstance(error, HotsplitError) and message in str(error), (name, error)
         assert str(path) in str(error) and "\n" not in str(error)
     assert "is a folder" in str(run(option, tmp_path).exception)

@@ -25,15 +25,15 @@ from constrained_texts import (
 )
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.constraints import (
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     json_schema_constraint,
     regex_constraint,
 )
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.runtime.text.ggml_tokenizer import BYTE_TOKENS
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.ggml_tokenizer import BYTE_TOKENS
 
 
 def documents_of(seeds):
@@ -43,7 +43,7 @@ def documents_of(seeds):
         schema = schema_number(seed)
         try:
             constraint = json_schema_constraint(schema, tiny_codec())
-        except SparkinferError as error:
+        except HotsplitError as error:
             refusals.append(str(error))
             continue
         check(schema, written(constraint, seed))
@@ -120,7 +120,7 @@ def test_tokens_that_reach_beyond_the_end_are_not_allowed():
     assert {"d", "de", "def"} <= vocab.keys()
     allowed = constraint.mask_V(4096).nonzero().flatten().tolist()
     assert allowed == [vocab["d"]]
-    with pytest.raises(SparkinferError, match=f"^the regex does not allow token {vocab['de']} "):
+    with pytest.raises(HotsplitError, match=f"^the regex does not allow token {vocab['de']} "):
         constraint.accept(vocab["de"])
     constraint.accept(vocab["d"])  # a refused token leaves it where it was
     assert constraint.is_finished and constraint.mask_V(4096).nonzero().tolist() == [[0]]
@@ -141,7 +141,7 @@ def test_end_tokens_are_allowed_where_the_grammar_may_end_and_padding_never_is()
     here.accept(b)  # the fork goes on
     assert here.can_end and not here.is_finished
     for wrong in (-1, 4096, 5000, 10**6, tokenizer.token_to_id("c")):
-        with pytest.raises(SparkinferError, match=f"does not allow token {wrong} "):
+        with pytest.raises(HotsplitError, match=f"does not allow token {wrong} "):
             here.accept(wrong)
 
 
@@ -152,7 +152,7 @@ def test_logits_are_masked_with_minus_infinity():
     a = tiny_codec().tokenizer.token_to_id("a")
     assert masked_V[a] == a and masked_V.isfinite().sum() == 1
     assert torch.equal(logits_V, torch.arange(4128.0))  # a copy
-    with pytest.raises(SparkinferError, match="^the regex allows no token from here on"):
+    with pytest.raises(HotsplitError, match="^the regex allows no token from here on"):
         constraint.apply(logits_V[:a])  # a model without a row for the only token
 
 
@@ -212,7 +212,7 @@ def test_tokenizers_that_llguidance_would_misread_are_refused():
         ({"a": 0, "b": 40, "<end>": 2}, "there are gaps between its token ids"),
     ):
         codec = TextCodec(Tokenizer(models.BPE(vocab, [])), None, frozenset({2}))
-        with pytest.raises(SparkinferError, match=f"tokenizer cannot be constrained: .*{message}"):
+        with pytest.raises(HotsplitError, match=f"tokenizer cannot be constrained: .*{message}"):
             regex_constraint("a", codec)
 
 
@@ -277,7 +277,7 @@ def test_a_real_model_writes_valid_documents(engine):
         schema = schema_number(seed)
         try:
             constraint = json_schema_constraint(schema, engine.codec)
-        except SparkinferError:
+        except HotsplitError:
             continue
         check(schema, ask(engine, constraint, "Write an example of JSON.", seed))
         num_documents += 1

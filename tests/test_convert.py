@@ -29,17 +29,17 @@ from tokenizers import models as token_models
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sparkinfer.convert.blueprint import adjacent_pairs
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.encode import LIMITS, encode
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.convert.tokenizer import tokenizer_keys
-from sparkinfer.convert.vocabulary import vocabulary_keys
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import type_of
-from sparkinfer.model_file import Layout, ModelFile, PredictorInfo, compute_model_id
-from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.convert.blueprint import adjacent_pairs
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.convert import convert
+from hotsplit.convert.encode import LIMITS, encode
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.convert.vocabulary import vocabulary_keys
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import type_of
+from hotsplit.model_file import Layout, ModelFile, PredictorInfo, compute_model_id
+from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # K-quants: test_gguf_source, test_encoder
 EMBEDDING = "model.embed_tokens.weight"
@@ -85,7 +85,7 @@ def run(source: Path, output: Path, **options) -> ModelFile:
 def refuse(source: Path, folder: Path, *words: str, **options) -> None:
     """Asserts that convert refuses in one line with these words and adds or removes no file."""
     before = sorted(folder.rglob("*"))
-    with pytest.raises(SparkinferError) as caught:
+    with pytest.raises(HotsplitError) as caught:
         convert(ConvertConfig(source=source, output=folder / "out.gguf", **options))
     message = str(caught.value)
     assert "\n" not in message and len(message) < 400, message
@@ -288,10 +288,10 @@ def test_the_stock_layout_is_what_llama_cpp_loads(silu, relu, tmp_path):
     down = load_file(silu / "model.safetensors")["model.layers.2.mlp.down_proj.weight"].numpy()
     assert (values_of(model, "blk.2.ffn_down.weight") == down.astype(np.float16)).all()
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
-    assert [k for k in fields if k.startswith("sparkinfer")] == ["sparkinfer.model_id"]
+    assert [k for k in fields if k.startswith("hotsplit")] == ["hotsplit.model_id"]
     refuse(relu, tmp_path, "SiLU", "relu", layout="stock")
     for extra in ("predictors", "thresholds"):
-        with pytest.raises(SparkinferError, match=f"cannot hold {extra}"):
+        with pytest.raises(HotsplitError, match=f"cannot hold {extra}"):
             ConvertConfig(source=silu, output=tmp_path / "x", layout="stock", **{extra: tmp_path})
     (bare := tmp_path / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -301,7 +301,7 @@ def test_the_stock_layout_is_what_llama_cpp_loads(silu, relu, tmp_path):
 
 @pytest.mark.parametrize("field", ["outtype", "layout"])
 def test_unknown_options_are_refused(tmp_path, field):
-    with pytest.raises(SparkinferError, match="unknown; known: "):
+    with pytest.raises(HotsplitError, match="unknown; known: "):
         ConvertConfig(source=tmp_path, output=tmp_path / "x", **{field: "q9"})
 
 
@@ -468,7 +468,7 @@ def test_the_largest_magnitude_of_every_type(kind):
     if kind == "f32":
         return
     values[0, 7] = -limit
-    with pytest.raises(SparkinferError, match=f"overflows {kind}"):
+    with pytest.raises(HotsplitError, match=f"overflows {kind}"):
         encode(values, kind, "x")
     with np.errstate(over="ignore", invalid="ignore"):
         assert not np.isfinite(dequantize(quantize(values, type_of(kind)), type_of(kind))).all()
@@ -743,8 +743,8 @@ def test_only_known_pre_tokenizers_are_named(silu, tmp_path, arguments, name):
 def test_a_refused_stock_layout_names_the_missing_tokenizer(tmp_path, monkeypatch):
     text = json.dumps(byte_level(None, True, False))
     made = "made from older files by transformers"
-    monkeypatch.setattr("sparkinfer.convert.tokenizer._tokenizer_text", lambda _: (text, [made]))
-    with pytest.raises(SparkinferError) as error:
+    monkeypatch.setattr("hotsplit.convert.tokenizer._tokenizer_text", lambda _: (text, [made]))
+    with pytest.raises(HotsplitError) as error:
         tokenizer_keys(tmp_path, 4, "stock")
     assert "llama.cpp has no tokenizer" in str(error.value) and made not in str(error.value)
     notes = tokenizer_keys(tmp_path, 4, "sparse").notes

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from test_families import FALCON, GATED, IDS, converted, transformers_logits
 from transformers import FalconConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from sparkinfer import Engine, gguf_file
-from sparkinfer.convert import predictors
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.gguf_source import _transposed_rows
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, type_of
-from sparkinfer.model_file import ModelFile
+from hotsplit import Engine, gguf_file
+from hotsplit.convert import predictors
+from hotsplit.convert.convert import convert
+from hotsplit.convert.gguf_source import _transposed_rows
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, type_of
+from hotsplit.model_file import ModelFile
 
 WINDOW = {"sliding_window": 16}
 UNUSED = {"use_sliding_window": False}
@@ -48,7 +48,7 @@ def test_the_context_ends_where_a_window_would_slide(tmp_path, config, context):
     with Engine.load(path, mode="dense") as engine:
         ids = (IDS * 6)[:context]
         engine.logits(ids)
-        with pytest.raises(SparkinferError, match=f"for a context of {context}"):
+        with pytest.raises(HotsplitError, match=f"for a context of {context}"):
             engine.logits([*ids, 1])
 
 
@@ -135,7 +135,7 @@ def test_files_outside_the_folder_of_an_index_are_refused(tmp_path, name):
         index,
     )
     assert target.is_file()
-    with pytest.raises(SparkinferError, match="there is no such file"):
+    with pytest.raises(HotsplitError, match="there is no such file"):
         convert(ConvertConfig(source=folder, output=tmp_path / "m.gguf"))
 
 
@@ -164,9 +164,9 @@ def test_a_transposed_file_does_not_depend_on_its_pieces(tmp_path, monkeypatch, 
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from sparkinfer import gguf_file
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
+from hotsplit import gguf_file
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
 
 def kib():
     status = Path("/proc/self/status").read_text()

@@ -19,8 +19,8 @@ import torch
 from k_quants import BLOCK_BYTES, F16_AT, random_rows
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -533,7 +533,7 @@ def test_an_impossible_thread_count_is_refused(num_threads):
 
 def test_no_level_is_missing_because_its_probe_failed():
     """The tests above cover only the levels that the probe accepted."""
-    assert library._built().spark_faulty_level() is None
+    assert library._built().hs_faulty_level() is None
 
 
 def test_rows_beyond_two_gib_are_found(level):
@@ -655,36 +655,36 @@ def test_the_library_itself_refuses_partial_blocks_and_unknown_kinds(columns, co
     of_weight = weight.data_ptr(), 256, 1, columns
     of_rows = None, 1, y.data_ptr()
     for code in codes:  # no whole blocks, or no such kind
-        status = lib.spark_dot_rows(code, *of_weight, x.data_ptr(), 1, *of_rows)
+        status = lib.hs_dot_rows(code, *of_weight, x.data_ptr(), 1, *of_rows)
         assert status == library._BAD_ARGUMENT
-        status = lib.spark_accumulate_rows(code, *of_weight, x.data_ptr(), *of_rows)
+        status = lib.hs_accumulate_rows(code, *of_weight, x.data_ptr(), *of_rows)
         assert status == library._BAD_ARGUMENT
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import sparkinfer.runtime.kernels.cpu.library as library\n" + code
+    code = "import hotsplit.runtime.kernels.cpu.library as library\n" + code
     return forked.run_python(code, env=os.environ | environment)
 
 
 @pytest.mark.parametrize("name", LEVELS)
 def test_the_environment_chooses_the_level(name):
-    done = run_python("print(library.level())", SPARKINFER_CPU_LEVEL=name)
+    done = run_python("print(library.level())", HOTSPLIT_CPU_LEVEL=name)
     assert done.stdout.strip() == name, done.stderr
 
 
 @pytest.mark.parametrize("name", ["avx1024", "", "AVX2"])
 def test_nonsense_in_the_environment_is_refused(name):
-    done = run_python("", SPARKINFER_CPU_LEVEL=name)
+    done = run_python("", HOTSPLIT_CPU_LEVEL=name)
     assert done.returncode != 0
-    assert f"SparkinferError: SPARKINFER_CPU_LEVEL={name!r}: must be one of" in done.stderr
+    assert f"HotsplitError: HOTSPLIT_CPU_LEVEL={name!r}: must be one of" in done.stderr
 
 
 def test_a_level_this_machine_lacks_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="there is no CPU level 'sse9'"):
         library.set_level("sse9")
     monkeypatch.setattr(library, "LEVELS", ("sse9", *library.LEVELS))  # known, but not here
-    monkeypatch.setenv("SPARKINFER_CPU_LEVEL", "sse9")
-    with pytest.raises(SparkinferError, match="CPU_LEVEL='sse9': this machine cannot run"):
+    monkeypatch.setenv("HOTSPLIT_CPU_LEVEL", "sse9")
+    with pytest.raises(HotsplitError, match="CPU_LEVEL='sse9': this machine cannot run"):
         library._use_level_from_environment()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkinfer.runtime.kernels.cpu.signatures import SIGNATURES
+from hotsplit.runtime.kernels.cpu.signatures import SIGNATURES
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
 HEADERS = ("kernels.h", "step.h", "row_copies.h")
@@ -41,8 +41,8 @@ def test_signatures_are_those_of_the_headers():
 @pytest.mark.parametrize(
     "old, new",
     [("int64_t count, float* logits", "int32_t count, float* logits"),
-     ("double seconds", "int64_t seconds"), ("void spark_part", "int32_t spark_part"),
-     ("const float* x, int64_t T", "const float* x"), ("spark_set_level", "spark_put_level")],
+     ("double seconds", "int64_t seconds"), ("void hs_part", "int32_t hs_part"),
+     ("const float* x, int64_t T", "const float* x"), ("hs_set_level", "hs_put_level")],
 )  # fmt: skip
 def test_another_declaration_is_found(old, new):
     text = headers()

@@ -31,22 +31,22 @@ from models import make_model, make_shape
 from reference import rel_error
 from test_runtime import IDS, make_split
 
-from sparkinfer import Engine
-from sparkinfer.device_checks import DIED, CheckBook, stored_checks
-from sparkinfer.doctor import gpu as doctor
-from sparkinfer.errors import SparkinferError
-from sparkinfer.log_lines import lines_on_stderr
-from sparkinfer.runtime.check import device_check
-from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.check.launches import NAMES
-from sparkinfer.runtime.device import pinned
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
-from sparkinfer.runtime.step.hybrid_step import HybridStep
-from sparkinfer.runtime.step.native_step import NativeStep
-from sparkinfer.runtime.step.sequences import Part
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit import Engine
+from hotsplit.device_checks import DIED, CheckBook, stored_checks
+from hotsplit.doctor import gpu as doctor
+from hotsplit.errors import HotsplitError
+from hotsplit.log_lines import lines_on_stderr
+from hotsplit.runtime.check import device_check
+from hotsplit.runtime.check import parts as device_parts
+from hotsplit.runtime.check.launches import NAMES
+from hotsplit.runtime.device import pinned
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
+from hotsplit.runtime.step.hybrid_step import HybridStep
+from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.sequences import Part
+from hotsplit.runtime.weights import gpu_products
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L = 96, 2
@@ -56,7 +56,7 @@ HOT = [np.arange(0, F, 2), np.arange(F)]
 @pytest.fixture(autouse=True)
 def clean(tmp_path, monkeypatch):
     """A separate cache for the test; what earlier checks recorded for the process is cleared."""
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gpu_products, "_replaced", set())
     monkeypatch.setattr(gpu_products, "_in_f32_only", set())
     monkeypatch.setattr(pinned, "_refused", [])
@@ -154,7 +154,7 @@ def check_fallback(load, name):
     for _ in range(2):  # the second load finds it in the cache
         found = load(parts)
         (line,) = found.lines
-        assert fallback in line and "sparkinfer doctor" in line, line
+        assert fallback in line and "hotsplit doctor" in line, line
         assert found.error < 1e-3
         parts = fake_parts()  # now nothing fails
         gpu_products._replaced.clear()
@@ -262,8 +262,8 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
 from failing_parts import fake_parts, with_kernel
-from sparkinfer import Engine
-from sparkinfer.runtime.check import parts
+from hotsplit import Engine
+from hotsplit.runtime.check import parts
 def deadly(kernel):
     return lambda *a, **o: os.kill(os.getpid(), signal.SIGKILL)
 parts.parts_of = lambda device: fake_parts(kernels=with_kernel("gate_up", deadly))
@@ -401,7 +401,7 @@ def test_a_kernel_that_fails_for_several_rows_takes_fewer(texts, kernel, wrong):
         found = texts(parts)
         assert len(found.lines) == 2 and found.max_rows == 2, found.lines  # of 8 and of 4 rows
         assert f"steps of 8 rows fail on this GPU ({kernel}: " in found.lines[0]
-        assert "sparkinfer doctor" in found.lines[1] and found.error < 1e-4
+        assert "hotsplit doctor" in found.lines[1] and found.error < 1e-4
         parts = fake_parts()  # now nothing fails, and nothing is tried again
     findings = doctor.checks(stored_checks(), has_gpu=True, unfinished=None)
     assert any(kernel in each.text for each in findings if each.state != "ok"), findings
@@ -434,7 +434,7 @@ def test_a_device_lost_by_a_step_of_several_rows_is_one_line(texts, monkeypatch,
     if is_slow:
         monkeypatch.setattr(device_check, "PART_S", 1.0)
     parts = fake_parts(kernels=with_kernel("down", many(slow if is_slow else raising)), use=use)
-    with pytest.raises(SparkinferError, match="start again, and steps will have fewer rows"):
+    with pytest.raises(HotsplitError, match="start again, and steps will have fewer rows"):
         texts(parts)
     release.set()
     assert texts(fake_parts()).max_rows == 4
@@ -465,10 +465,10 @@ def silent(*arguments: object) -> None:
 
 
 BROKEN = {
-    "host function": ("sparkinfer.runtime.device.cuda_runtime.CudaRuntime.host_function", silent),
-    "graph": ("sparkinfer.runtime.step.cuda_backend._captured", failing()),
+    "host function": ("hotsplit.runtime.device.cuda_runtime.CudaRuntime.host_function", silent),
+    "graph": ("hotsplit.runtime.step.cuda_backend._captured", failing()),
     "memory limit": ("torch.cuda.set_per_process_memory_fraction", silent),
-    "products float16": ("sparkinfer.runtime.check.parts.multiply", failing()),
+    "products float16": ("hotsplit.runtime.check.parts.multiply", failing()),
 }
 
 
@@ -494,7 +494,7 @@ def test_on_the_fake_runtime_a_broken_part_takes_its_fallback(planned, capsys, p
 
 def test_the_check_goes_on_and_reports_a_cache_that_cannot_be_written(load, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "file"))
     found = load(fake_parts())
     assert found.error < 1e-4 and isinstance(found.step, HybridStep)
     assert {line.partition(": ")[2] for line in found.lines} == {

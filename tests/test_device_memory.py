@@ -18,32 +18,32 @@ from test_workspace import spanned_bytes
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from sparkinfer import Engine
-from sparkinfer.architecture import Activation
-from sparkinfer.budget import ITEMS, SHORT_CHUNK, workspace_bytes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.model_file import KINDS
-from sparkinfer.runtime import engine_options, gpu_setup
-from sparkinfer.runtime.device import device_memory
-from sparkinfer.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.model import attention
-from sparkinfer.runtime.model.loader import load_weights
-from sparkinfer.runtime.model.observers import Observers
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.prefill.cold_stream import LEAST_TOKENS
-from sparkinfer.runtime.prefill.pass_bytes import decode_bytes, pass_bytes, planned_bytes
-from sparkinfer.runtime.prefill.workspace import peak_bytes
-from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.weights import gpu_products
-from sparkinfer.runtime.weights.matrix import Matrix, matrix_of
-from sparkinfer.runtime.weights.neuron_block import Gate
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.upload import Uploader
+from hotsplit import Engine
+from hotsplit.architecture import Activation
+from hotsplit.budget import ITEMS, SHORT_CHUNK, workspace_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import array_entry
+from hotsplit.model_file import KINDS
+from hotsplit.runtime import engine_options, gpu_setup
+from hotsplit.runtime.device import device_memory
+from hotsplit.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.model import attention
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.prefill.cold_stream import LEAST_TOKENS
+from hotsplit.runtime.prefill.pass_bytes import decode_bytes, pass_bytes, planned_bytes
+from hotsplit.runtime.prefill.workspace import peak_bytes
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.matrix import Matrix, matrix_of
+from hotsplit.runtime.weights.neuron_block import Gate
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.runtime.weights.upload import Uploader
 
 CPU = torch.device("cpu")
 CARD = torch.device("cpu", 0)  # the simulated GPU: not equal to CPU, so placements distinguish them
@@ -196,7 +196,7 @@ def test_the_slab_is_cut_without_overlap_and_not_beyond_its_end():
     take = memory.take_for_step()
     assert not take((4, ALIGNMENT), torch.uint8).any()
     with pytest.raises(
-        SparkinferError, match="step needs 1 more bytes, but .* of the 2,560 set aside"
+        HotsplitError, match="step needs 1 more bytes, but .* of the 2,560 set aside"
     ):
         take((1,), torch.uint8)
     take = memory.take_for_step()  # another step reuses the memory
@@ -208,7 +208,7 @@ def test_the_slab_is_cut_without_overlap_and_not_beyond_its_end():
 def test_a_plan_whose_bytes_do_not_match_is_refused_while_loading(planned):
     model, split = planned
     memory = DeviceMemory.of(CARD, split.gpu_bytes["neurons"])
-    with pytest.raises(SparkinferError, match="run sparkinfer solve again"):
+    with pytest.raises(HotsplitError, match="run hotsplit solve again"):
         load_weights(
             model, Placement.of_split(split, (CARD,)), "exact", 32, notice=print,
             uploaders={CARD: Uploader(memory=memory)},
@@ -278,17 +278,17 @@ def test_several_engines_get_the_sum_of_their_budgets(card):
 
 def test_other_allocators_are_refused(card, monkeypatch):
     card.backend = "cudaMallocAsync"
-    with pytest.raises(SparkinferError, match="cudaMallocAsync"):
+    with pytest.raises(HotsplitError, match="cudaMallocAsync"):
         device_memory.limit(GPU, 1 << 30)
     card.backend = "native"
     monkeypatch.setitem(os.environ, "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments: True")
-    with pytest.raises(SparkinferError, match="does not keep a budget to the byte; unset"):
+    with pytest.raises(HotsplitError, match="does not keep a budget to the byte; unset"):
         device_memory.limit(GPU, 1 << 30)
 
 
 def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     card.free, card.reserved = 1 << 30, 3 << 30
-    with pytest.raises(SparkinferError) as caught, out_of_memory_as_error(GPU, 5 << 30):
+    with pytest.raises(HotsplitError) as caught, out_of_memory_as_error(GPU, 5 << 30):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...\nmore lines")
     said = str(caught.value)
     assert "\n" not in said and said.startswith(
@@ -300,7 +300,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
     for text in ("Triton Error [CUDA]: out of memory", "CUDA error: out of memory\nmore lines",
                  "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"):  # fmt: skip
         with (
-            pytest.raises(SparkinferError, match="cuda:0: more memory"),
+            pytest.raises(HotsplitError, match="cuda:0: more memory"),
             out_of_memory_as_error(GPU),
         ):
             raise RuntimeError(text)
@@ -316,7 +316,7 @@ def test_passes_are_shortened_to_fit_the_memory_left(card):
         card.reserved -= int(pass_bytes(model, tokens, 1024, "exact") / (1 - gpu_setup.GAPS)) + 2
         assert gpu_setup._most_tokens(model, memory, "exact", 1024, 128) == tokens
     card.reserved = 1 << 30
-    with pytest.raises(SparkinferError, match="one token takes .* larger --vram-budget"):
+    with pytest.raises(HotsplitError, match="one token takes .* larger --vram-budget"):
         gpu_setup._most_tokens(model, memory, "exact", 1024, 128)
 
 
@@ -340,7 +340,7 @@ def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatc
         )
 
     if room == "none":
-        with pytest.raises(SparkinferError, match="larger --vram-budget"):
+        with pytest.raises(HotsplitError, match="larger --vram-budget"):
             set_up()
         return
     weights, chunk = set_up()
@@ -409,9 +409,7 @@ def test_a_slab_that_does_not_fit_leaves_no_limit_behind(card, monkeypatch):
 
     was = torch.empty
     monkeypatch.setattr(torch, "empty", empty)
-    with pytest.raises(
-        SparkinferError, match="cuda:0: 8.00 GiB wanted, 20.00 GiB of 24.00 GiB free"
-    ):
+    with pytest.raises(HotsplitError, match="cuda:0: 8.00 GiB wanted, 20.00 GiB of 24.00 GiB free"):
         DeviceMemory.of(GPU, 8 << 30, 9 << 30)
     assert card.limit == card.total and not device_memory._living
 

@@ -12,16 +12,16 @@ import click
 import pytest
 import yaml
 
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.convert.options import ConvertReport
-from sparkinfer.export.export import ExportReport
-from sparkinfer.profile.advise import Advice
-from sparkinfer.profile.collect import ProfileReport
-from sparkinfer.profile.merge import MergeReport
-from sparkinfer.profile.quality import EvalReport
-from sparkinfer.runtime.generate.generation import Run
-from sparkinfer.solver.solve import SolveReport
-from sparkinfer.sparsify.run import SparsifyReport
+from hotsplit.commands.all_commands import cli
+from hotsplit.convert.options import ConvertReport
+from hotsplit.export.export import ExportReport
+from hotsplit.profile.advise import Advice
+from hotsplit.profile.collect import ProfileReport
+from hotsplit.profile.merge import MergeReport
+from hotsplit.profile.quality import EvalReport
+from hotsplit.runtime.generate.generation import Run
+from hotsplit.solver.solve import SolveReport
+from hotsplit.sparsify.run import SparsifyReport
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -96,11 +96,11 @@ def is_there(name: str) -> bool:
 
 
 def unknown_options(text: str) -> list[str]:
-    """Commands and options of sparkinfer that the text uses but that do not exist."""
+    """Commands and options of hotsplit that the text uses but that do not exist."""
     code = re.findall(r"^```.*?^```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL)
     lines = "\n".join(code).replace("\\\n", " ").replace("`", "\n")
     unknown = []
-    for line in re.findall(r"^(?:\$ )?(?:torchrun.* )?(sparkinfer(?: .*)?)$", lines, re.MULTILINE):
+    for line in re.findall(r"^(?:\$ )?(?:torchrun.* )?(hotsplit(?: .*)?)$", lines, re.MULTILINE):
         words = line.partition(" #")[0].replace("[", " ").replace("]", " ").split()[1:]
         if not words or not words[0].islower() or words[0] not in cli.commands:
             unknown += [line] if words and re.fullmatch("[a-z]+", words[0]) else []
@@ -211,10 +211,10 @@ def test_commands_and_options_exist(path):
 
 
 def test_unknown_options_are_found():
-    text = "`sparkinfer solve M --profil P`\n```\n$ sparkinfer nothing\nsparkinfer generate M \\\n  -p -1 -x\n```\n"
-    wanted = ["solve --profil", "sparkinfer nothing", "generate -x"]
+    text = "`hotsplit solve M --profil P`\n```\n$ hotsplit nothing\nhotsplit generate M \\\n  -p -1 -x\n```\n"
+    wanted = ["solve --profil", "hotsplit nothing", "generate -x"]
     assert unknown_options(text) == wanted
-    assert unknown_options("`sparkinfer generate M -p 'a' [--json] # --nothing`") == []
+    assert unknown_options("`hotsplit generate M -p 'a' [--json] # --nothing`") == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)

@@ -1,4 +1,4 @@
-"""`sparkinfer doctor` finds what is broken: torch, Triton, the compiler, the library, the level or
+"""`hotsplit doctor` finds what is broken: torch, Triton, the compiler, the library, the level or
 a GPU. Its report contains no names or paths."""
 
 import json
@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from failing_parts import KEY
 
-from sparkinfer.device_checks import DeviceKey
-from sparkinfer.doctor import gpu, machine
-from sparkinfer.doctor.children import Child, Result
-from sparkinfer.doctor.finding import scrubbed
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.device_checks import DeviceKey
+from hotsplit.doctor import gpu, machine
+from hotsplit.doctor.children import Child, Result
+from hotsplit.doctor.finding import scrubbed
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
-PROGRAM = "import sys; from sparkinfer.cli import main; sys.exit(main())"
+PROGRAM = "import sys; from hotsplit.cli import main; sys.exit(main())"
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
 
 
 class Doctor:
@@ -75,7 +75,7 @@ def light(broken):
 def current(**changes):
     """The key of a check with the versions installed here."""
     here = {name: gpu._version(name) for name in ("torch", "triton")}
-    values = {**here, "package": version("sparkinfer")} | changes
+    values = {**here, "package": version("hotsplit")} | changes
     return DeviceKey(**{**vars(KEY), **values})
 
 
@@ -88,7 +88,7 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
     assert {"torch", "triton", "driver"} <= set(abouts)
     (kernels,) = found.of("kernels")
     assert "agree with numpy" in kernels["text"]
-    assert library.level() in found.of("levels")[0]["text"] or "SPARKINFER_CPU_LEVEL" in os.environ
+    assert library.level() in found.of("levels")[0]["text"] or "HOTSPLIT_CPU_LEVEL" in os.environ
     text = report.read_text()
     assert len(text.splitlines()) == len(found.found) + 2
     assert str(Path.home()) not in text and "/" not in text.replace("with/without", "")
@@ -124,17 +124,17 @@ def test_a_missing_compiler_is_reported():
 )
 def test_a_torch_that_fails_or_crashes_is_reported(broken, text, said):
     broken("torch", text)
-    (finding,) = gpu.torch(Child("sparkinfer.doctor.probe_torch").result())
+    (finding,) = gpu.torch(Child("hotsplit.doctor.probe_torch").result())
     assert finding.state == "wrong" and said in finding.text
 
 
 def test_an_unusable_forced_level_is_reported_and_the_rest_is_checked(light):
     missing = [name for name in library.LEVELS if name not in library.usable_levels()]
     for name in [*missing[:1], "nothing"]:
-        found = Doctor(SPARKINFER_CPU_LEVEL=name)
+        found = Doctor(HOTSPLIT_CPU_LEVEL=name)
         assert found.code == 1 and found.wrong() == ["levels", "torch"]
         line = found.of("levels")[-1]
-        assert f"SPARKINFER_CPU_LEVEL='{name}'" in line["text"] and "unset" in line["advice"]
+        assert f"HOTSPLIT_CPU_LEVEL='{name}'" in line["text"] and "unset" in line["advice"]
         assert "agree with numpy" in found.of("kernels")[0]["text"]
 
 
@@ -143,18 +143,18 @@ def test_a_forced_level_that_works_is_reported():
             "forced": "generic", "wrong": [], "num_tried": 20, "num_threads": 2}  # fmt: skip
     lines = [each.line for each in machine.processor(Result(done=done))]
     assert any(
-        "SPARKINFER_CPU_LEVEL=generic is set and used -> unset it for avx2" in x for x in lines
+        "HOTSPLIT_CPU_LEVEL=generic is set and used -> unset it for avx2" in x for x in lines
     )
     assert any("advertises avx512, whose instructions fail" in line for line in lines)
     wrong = machine.processor(Result(done=done | {"wrong": ["avx2, q4_0: products are off by 1"]}))
-    assert wrong[-1].state == "wrong" and "SPARKINFER_CPU_LEVEL=generic" in wrong[-1].advice
+    assert wrong[-1].state == "wrong" and "HOTSPLIT_CPU_LEVEL=generic" in wrong[-1].advice
 
 
 LIBRARY = """
 import importlib.util as util
 was = util.find_spec
 def find_spec(name, package=None):
-    if name != "sparkinfer.runtime._cpu":
+    if name != "hotsplit.runtime._cpu":
         return was(name, package)
     return SPEC
 util.find_spec = find_spec
@@ -171,14 +171,14 @@ util.find_spec = find_spec
 )
 def test_a_library_that_is_missing_broken_or_for_another_processor_is_reported(broken, spec, said):
     broken("sitecustomize", LIBRARY.replace("SPEC", spec))
-    result = Child("sparkinfer.doctor.probe_kernels").result()
+    result = Child("hotsplit.doctor.probe_kernels").result()
     (finding,) = [each for each in machine.processor(result) if each.about == "kernels"]
     assert finding.state == "wrong" and said in scrubbed(finding.text), finding.text
     assert "install the package again" in finding.advice
 
 
 def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
-    from sparkinfer.doctor import probe_kernels
+    from hotsplit.doctor import probe_kernels
 
     was = probe_kernels._rows
 
@@ -200,7 +200,7 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
 
 def test_a_child_that_hangs_is_ended(broken, monkeypatch):
     broken("torch", "import time; time.sleep(60)")
-    result = Child("sparkinfer.doctor.probe_torch", limit_s=1.0).result()
+    result = Child("hotsplit.doctor.probe_torch", limit_s=1.0).result()
     (finding,) = gpu.torch(result)
     assert finding.state == "wrong" and finding.text.endswith(
         "took longer than 1 s (at import torch)"

@@ -1,4 +1,4 @@
-"""What `sparkinfer doctor` says about torch, drivers, GPUs and the results of their checks."""
+"""What `hotsplit doctor` says about torch, drivers, GPUs and the results of their checks."""
 
 import dataclasses
 import shutil
@@ -8,12 +8,12 @@ import pytest
 from failing_parts import fake_parts, halved, with_kernel
 from test_doctor import Doctor, broken, cache, current, light  # noqa: F401
 
-from sparkinfer.device_checks import CheckBook, Verdict
-from sparkinfer.doctor import examine as examining
-from sparkinfer.doctor import gpu, probe_gpu
-from sparkinfer.doctor.children import Child, Result
-from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.device_checks import CheckBook, Verdict
+from hotsplit.doctor import examine as examining
+from hotsplit.doctor import gpu, probe_gpu
+from hotsplit.doctor.children import Child, Result
+from hotsplit.runtime.check import parts as device_parts
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -61,7 +61,7 @@ def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
     assert lines(gpu.torch(Result(done=TORCH))) == "ok    torch: 2.13.0, for CUDA 12.8"
     broken("sitecustomize", "import ctypes\nclass CDLL(ctypes.CDLL):\n"
            "    def __getattr__(self, name):\n"
-           "        if name == 'spark_neurons': raise AttributeError('undefined symbol: ' + name)\n"
+           "        if name == 'hs_neurons': raise AttributeError('undefined symbol: ' + name)\n"
            "        return super().__getattr__(name)\n"
            "ctypes.CDLL = CDLL\n")  # fmt: skip
     broken("torch", "class Tensor:\n    def __matmul__(self, other): return self\n"
@@ -71,9 +71,9 @@ def test_a_library_of_another_version_is_reported(broken):  # noqa: F811
            "float32 = float16 = bfloat16 = uint8 = int32 = dtype = None\n"
            "class cuda: is_available = staticmethod(lambda: False)\n"
            "cuda.device_count = staticmethod(lambda: 0)\n")  # fmt: skip
-    found = gpu.torch(Child("sparkinfer.doctor.probe_torch").result())
+    found = gpu.torch(Child("hotsplit.doctor.probe_torch").result())
     assert [each.state for each in found] == ["ok", "wrong"]
-    assert "undefined symbol: spark_neurons" in found[1].text and "make build" in found[1].advice
+    assert "undefined symbol: hs_neurons" in found[1].text and "make build" in found[1].advice
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_driver_is_queried_without_torch(tmp_path, monkeypatch):
         command = ["gcc", "-shared", "-fPIC", "-o", tmp_path / name, tmp_path / "nvml.c"]
         subprocess.run(command, check=True)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    result = Child("sparkinfer.doctor.probe_driver").result()
+    result = Child("hotsplit.doctor.probe_driver").result()
     assert result.done == DRIVER
 
 
@@ -166,7 +166,7 @@ def test_a_gpu_without_results_is_checked_with_a_small_model(monkeypatch):
     """In this process, on the CPU. The parts are those that a first load without a plan checks."""
     parts = fake_parts(key=current(), kernels=with_kernel("predict", halved))
     monkeypatch.setattr(device_parts, "parts_of", lambda device: parts)
-    monkeypatch.setattr("sparkinfer.runtime.weights.gpu_products._replaced", set())
+    monkeypatch.setattr("hotsplit.runtime.weights.gpu_products._replaced", set())
     probe_gpu.check("cpu")
     found = gpu.checks(examining.stored_checks(), has_gpu=True, unfinished=None)
     assert [each.state for each in found] == ["ok", "wrong"] and "kernel predict" in found[1].text
@@ -211,7 +211,7 @@ def test_only_gpus_without_results_are_checked(started):
     assert examining._check([seen(0)]) is None and not started
     said = []
     examining._check([seen(0), seen(1)], said.append)
-    assert started == [("sparkinfer.doctor.probe_gpu", "cuda:1")]
+    assert started == [("hotsplit.doctor.probe_gpu", "cuda:1")]
     (line,) = said
     assert line.startswith("checking cuda:1 with a small model")
     assert examining._check([CARD]) is None  # no key: torch works, but the runtime does not

@@ -1,4 +1,4 @@
-"""The report of `sparkinfer doctor` contains no names or paths."""
+"""The report of `hotsplit doctor` contains no names or paths."""
 
 import getpass
 import socket
@@ -6,9 +6,9 @@ import socket
 import pytest
 from test_doctor import cache  # noqa: F401
 
-from sparkinfer.cli import main
-from sparkinfer.doctor import examine as examining
-from sparkinfer.doctor.finding import HIDDEN, ok, report_of, scrubbed
+from hotsplit.cli import main
+from hotsplit.doctor import examine as examining
+from hotsplit.doctor.finding import HIDDEN, ok, report_of, scrubbed
 
 
 def test_a_report_contains_no_names_or_paths(monkeypatch, tmp_path):

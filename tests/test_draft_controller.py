@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.draft_costs import Acceptance, StepCosts
-from sparkinfer.runtime.generate.draft_options import SpeculationOptions
-from sparkinfer.runtime.generate.speculation import Guess, Speculation
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.draft_costs import Acceptance, StepCosts
+from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.speculation import Guess, Speculation
 
 
 class Chance:
@@ -212,5 +212,5 @@ def test_the_expected_acceptance_follows_the_counts():
     ],
 )
 def test_wrong_options_of_drafts_are_refused(values, match):
-    with pytest.raises(SparkinferError, match=match):
+    with pytest.raises(HotsplitError, match=match):
         SpeculationOptions(**values)

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from sparkinfer.runtime.generate import ngrams
-from sparkinfer.runtime.generate.draft_model import num_common
-from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
+from hotsplit.runtime.generate import ngrams
+from hotsplit.runtime.generate.draft_model import num_common
+from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
 
 
 def longest_match(ids: list[int]) -> tuple[int, set[int]]:

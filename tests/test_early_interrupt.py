@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(sys.executable).parent / "sparkinfer"
-LINE = "sparkinfer: interrupted; nothing half-written was left"
-OURS = ("sparkinfer", "re/__init__", "enum.py")  # in paths of our files and their imports
+PROGRAM = Path(sys.executable).parent / "hotsplit"
+LINE = "hotsplit: interrupted; nothing half-written was left"
+OURS = ("hotsplit", "re/__init__", "enum.py")  # in paths of our files and their imports
 
 
 def interrupted_after(seconds: float, *words: str) -> tuple[int, str]:
@@ -43,7 +43,7 @@ def check(seconds: float, *words: str) -> None:
         ours = [file for file in frames(error) if any(name in file for name in OURS)]
         assert not ours, (seconds, error)
     else:
-        assert error.splitlines()[-1].startswith("sparkinfer: "), (seconds, error)
+        assert error.splitlines()[-1].startswith("hotsplit: "), (seconds, error)
         assert len(error.splitlines()) == 1 and code in (1, 130), (seconds, error)
         assert (code == 130) == (error.strip() == LINE), (seconds, code, error)
 
@@ -66,9 +66,7 @@ def test_an_interrupt_at_any_time_of_a_start_is_one_line(command):
 
 
 def test_the_check_sees_a_traceback_of_ours(monkeypatch):
-    text = (
-        'Traceback (most recent call last):\n  File "/x/bin/sparkinfer", line 3\nKeyboardInterrupt'
-    )
+    text = 'Traceback (most recent call last):\n  File "/x/bin/hotsplit", line 3\nKeyboardInterrupt'
     monkeypatch.setattr(f"{__name__}.interrupted_after", lambda *words: (-2, text))
     with pytest.raises(AssertionError):
         check(0.0)
@@ -80,4 +78,4 @@ def test_the_script_imports_nothing_before_it_can_answer():
     lines = [
         line.strip() for line in PROGRAM.read_text().splitlines() if line.strip() and line[0] != "#"
     ]
-    assert lines[:2] == ["try:", "from sparkinfer.cli import main"]
+    assert lines[:2] == ["try:", "from hotsplit.cli import main"]

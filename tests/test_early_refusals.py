@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import json, sys
-from sparkinfer.cli import main
+from hotsplit.cli import main
 code = main(json.loads(sys.argv[1]))
 print(json.dumps([code, "torch" in sys.modules]))
 """

@@ -8,11 +8,11 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 
-from sparkinfer.convert.encode import LIMITS, encode
-from sparkinfer.convert.native import library
-from sparkinfer.convert.native.library import KINDS, SOURCE_KINDS, encode_rows, usable_levels
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import type_of
+from hotsplit.convert.encode import LIMITS, encode
+from hotsplit.convert.native import library
+from hotsplit.convert.native.library import KINDS, SOURCE_KINDS, encode_rows, usable_levels
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import type_of
 
 LEVELS = usable_levels()
 # Around the edges of a block (32), a transposed tile (64) and a chunk of a row (1024).
@@ -114,7 +114,7 @@ def test_rows_out_of_range_are_refused():
 
 def test_without_the_library_there_is_one_line(monkeypatch):
     monkeypatch.setattr(library, "find_spec", lambda name: None)
-    with pytest.raises(SparkinferError, match="not built; run `make build`"):
+    with pytest.raises(HotsplitError, match="not built; run `make build`"):
         library._load()
 
 
@@ -192,5 +192,5 @@ def test_k_quants_are_finite_below_their_limit_and_refused_above(kind):
     values = np.concatenate([values, np.sign(numbers(256))[None] * limit]) * np.float32(0.999)
     packed = encode(values.astype(np.float32), kind, "x")
     assert np.isfinite(dequantize(packed, type_of(kind))).all()
-    with pytest.raises(SparkinferError, match=f"overflows {kind}; use outtype bf16"):
+    with pytest.raises(HotsplitError, match=f"overflows {kind}; use outtype bf16"):
         encode(np.full((1, 256), limit, np.float32), kind, "x")

@@ -11,12 +11,12 @@ from checkpoints import edit_config, random_llama
 from models import make_model, make_shape
 from texts import byte_level_tokenizer
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.convert.vocabulary import vocabulary_keys
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.vocabulary import vocabulary_keys
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import END_KEY, TOKENIZER_KEY, ModelFile
+from hotsplit.runtime.text.codec import TextCodec
 
 SIZE = 400
 
@@ -63,7 +63,7 @@ def test_third_party_files_end_at_tokens_that_are_known_by_name():
               np.float32(3.0), [np.int32(3)]],
 )  # fmt: skip
 def test_an_id_that_no_token_has_is_refused(kind, wrong):
-    with pytest.raises(SparkinferError, match=f"{kind}_token_id is .* wanted a token") as refusal:
+    with pytest.raises(HotsplitError, match=f"{kind}_token_id is .* wanted a token") as refusal:
         TextCodec.of(model_of(True, **{key(kind): wrong}))
     assert "\n" not in str(refusal.value)
 
@@ -72,7 +72,7 @@ def test_an_id_that_no_token_has_is_refused(kind, wrong):
     "wrong", [[np.int32(3), np.int32(-1)], [np.int32(SIZE)], ["x"], "x", [np.int32(3), "3"]]
 )
 def test_a_list_with_a_wrong_id_is_refused(wrong):
-    with pytest.raises(SparkinferError, match="end_token_ids is .* wanted a token") as refusal:
+    with pytest.raises(HotsplitError, match="end_token_ids is .* wanted a token") as refusal:
         TextCodec.of(model_of(True, **{END_KEY: wrong}))
     assert "\n" not in str(refusal.value)
 
@@ -98,7 +98,7 @@ def test_a_checkpoints_list_is_kept(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("wrong", [-1, "x", [3, -1], [3, "3"], [True], 2.0, {"a": 1}])
 def test_a_checkpoint_with_a_wrong_id_is_refused(wrong, checkpoint, tmp_path):
-    with pytest.raises(SparkinferError, match="eos_token_id has .* wanted token ids") as refusal:
+    with pytest.raises(HotsplitError, match="eos_token_id has .* wanted token ids") as refusal:
         converted(checkpoint, tmp_path, wrong)
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "m.gguf").exists()

@@ -7,13 +7,13 @@ import typing
 import click
 import pytest
 
-from sparkinfer.bench.config import BenchConfig
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.engine_config import EngineConfig, EngineOptions
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.tasks_config import TasksConfig
-from sparkinfer.runtime.engine import Engine
+from hotsplit.bench.config import BenchConfig
+from hotsplit.commands.all_commands import cli
+from hotsplit.engine_config import EngineConfig, EngineOptions
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.eval_config import EvalConfig
+from hotsplit.profile.tasks_config import TasksConfig
+from hotsplit.runtime.engine import Engine
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 
@@ -39,9 +39,9 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConf
     ],
 )
 def test_what_no_model_allows_is_refused(options, message):
-    with pytest.raises(SparkinferError, match=message):
+    with pytest.raises(HotsplitError, match=message):
         EngineConfig(**options)
-    with pytest.raises(SparkinferError, match=message):  # before any file is opened
+    with pytest.raises(HotsplitError, match=message):  # before any file is opened
         Engine.load("there is no such file", **options)
 
 

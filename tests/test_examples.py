@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparkinfer import Engine, SparkinferError
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
+from hotsplit import Engine, HotsplitError
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny-relu"
@@ -72,7 +72,7 @@ def test_logits_score_texts_as_transformers_does(model):
 
 
 def test_a_text_without_a_second_token_has_no_perplexity(model):
-    with pytest.raises(SparkinferError, match="'a' has fewer than two tokens; give a longer text"):
+    with pytest.raises(HotsplitError, match="'a' has fewer than two tokens; give a longer text"):
         run("logits", model, "a")
 
 

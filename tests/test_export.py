@@ -13,12 +13,12 @@ import torch
 from models import make_profile, make_shape, shape_only
 from test_runtime import make_split
 
-from sparkinfer import exchange
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.export.export import ExportConfig, check_belongs, dense_on_cpu, export
-from sparkinfer.export.powerinfer_index import write_index
-from sparkinfer.files import partial_folder
+from hotsplit import exchange
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.export.export import ExportConfig, check_belongs, dense_on_cpu, export
+from hotsplit.export.powerinfer_index import write_index
+from hotsplit.files import partial_folder
 
 POWERINFER_I32, GGML_I32 = 18, 26  # PowerInfer keeps the type numbers of 2023
 NEURONS = 64
@@ -239,7 +239,7 @@ def test_wrong_groups_and_names_are_refused_with_the_right_one(
     tmp_path, make, name, group_size, said
 ):
     make()
-    with pytest.raises(SparkinferError, match=said):
+    with pytest.raises(HotsplitError, match=said):
         export(plan(tmp_path, "sparkinfer-split", name, group_size=group_size))
     assert {path.name for path in tmp_path.iterdir()} == {"m.split.gguf", "p.safetensors"}
 
@@ -248,14 +248,14 @@ def test_more_than_1024_groups_are_refused(tmp_path):
     model = shape_only(make_shape(num_layers=1, num_neurons=2050))
     make_split(model, [[0]]).save(tmp_path / "m.split.gguf")
     make_profile(model).save(tmp_path / "p.safetensors")
-    with pytest.raises(SparkinferError, match="at most 1024 .* use --group-size 5$"):
+    with pytest.raises(HotsplitError, match="at most 1024 .* use --group-size 5$"):
         export(plan(tmp_path, "sparkinfer-split", "m-1025.gguf", group_size=2))
     export(plan(tmp_path, "sparkinfer-split", "m-410.gguf", group_size=5))
 
 
 def test_a_plan_without_hot_neurons_has_no_pattern(tmp_path, make):
     make(hot=[[], [], []])
-    with pytest.raises(SparkinferError, match="0 of 0.*larger --vram-budget"):
+    with pytest.raises(HotsplitError, match="0 of 0.*larger --vram-budget"):
         export(plan(tmp_path, "sparkinfer-split", "m-4.gguf"))
     report = export(plan(tmp_path, "gpuidx", "m.generated.gpuidx"))
     assert index_hot(report.output) == [set(), set(), set()]
@@ -312,7 +312,7 @@ def test_an_interrupted_export_leaves_the_old_folder(tmp_path, make, monkeypatch
         export(activations(tmp_path, force=True))
     assert {p.name: p.read_bytes() for p in (tmp_path / "activation").iterdir()} == before
     monkeypatch.undo()
-    with pytest.raises(SparkinferError, match="--force"):
+    with pytest.raises(HotsplitError, match="--force"):
         export(activations(tmp_path))
     assert export(activations(tmp_path, force=True)).num_layers == 4
     assert len(list((tmp_path / "activation").iterdir())) == 4
@@ -341,7 +341,7 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path, make):
     make()
     (tmp_path / "activation").mkdir()
     (tmp_path / "activation" / "thesis.tex").write_text("years of work")
-    with pytest.raises(SparkinferError, match="holds 'thesis.tex'"):
+    with pytest.raises(HotsplitError, match="holds 'thesis.tex'"):
         export(activations(tmp_path, force=True))
     assert (tmp_path / "activation" / "thesis.tex").read_text() == "years of work"
     (tmp_path / "activation" / "thesis.tex").unlink()
@@ -361,7 +361,7 @@ def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
         num_neurons = changed["active_count_LF"].shape[1]
         changed["gate_histogram_LB"] = wrong.gate_histogram_LB * num_neurons // NEURONS
         type(wrong)(**changed).save(tmp_path / "p.safetensors")
-        with pytest.raises(SparkinferError, match="made for model|not among the 9 of") as error:
+        with pytest.raises(HotsplitError, match="made for model|not among the 9 of") as error:
             export(plan(tmp_path, form, "m-4.gguf"))
         assert "\n" not in str(error.value)
     assert not (tmp_path / "m-4.gguf").exists()
@@ -371,7 +371,7 @@ def test_a_plan_of_another_number_of_layers_is_refused(make):
     split, profile = make()
     check_belongs(split, Path("plan"), profile, Path("profile"))
     fewer = dataclasses.replace(split, hot=split.hot[:2])
-    with pytest.raises(SparkinferError, match="^plan: has 2 layers, but profile 3; run"):
+    with pytest.raises(HotsplitError, match="^plan: has 2 layers, but profile 3; run"):
         check_belongs(fewer, Path("plan"), profile, Path("profile"))
 
 
@@ -386,22 +386,22 @@ def test_a_plan_of_another_number_of_layers_is_refused(make):
     ],
 )
 def test_conflicting_options_are_refused(options, said):
-    with pytest.raises(SparkinferError, match=said):
+    with pytest.raises(HotsplitError, match=said):
         ExportConfig(source=Path("a"), output=Path("b"), **options)
 
 
 def test_the_wrong_kind_of_source_and_an_existing_output(tmp_path, make):
     make()
-    with pytest.raises(SparkinferError, match="p.safetensors"):
+    with pytest.raises(HotsplitError, match="p.safetensors"):
         export(ExportConfig(source=tmp_path / "p.safetensors", profile=tmp_path / "p.safetensors",
                             format="gpuidx", output=tmp_path / "x"))  # fmt: skip
-    with pytest.raises(SparkinferError, match="m.split.gguf"):
+    with pytest.raises(HotsplitError, match="m.split.gguf"):
         export(ExportConfig(source=tmp_path / "m.split.gguf", output=tmp_path / "x",
                             format="powerinfer-activations"))  # fmt: skip
-    with pytest.raises(SparkinferError, match="read by this command"):
+    with pytest.raises(HotsplitError, match="read by this command"):
         export(plan(tmp_path, "gpuidx", "m.split.gguf", force=True))
     export(plan(tmp_path, "gpuidx", "x"))
-    with pytest.raises(SparkinferError, match="--force"):
+    with pytest.raises(HotsplitError, match="--force"):
         export(plan(tmp_path, "gpuidx", "x"))
     export(plan(tmp_path, "gpuidx", "x", force=True))
 

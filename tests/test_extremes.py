@@ -13,8 +13,8 @@ from models import make_machine, make_model, make_shape, shape_only
 from reference import rel_error
 from transformers import AutoModelForCausalLM
 
-from sparkinfer import Engine, gguf_file
-from sparkinfer.cli import main
+from hotsplit import Engine, gguf_file
+from hotsplit.cli import main
 
 GIB = 1 << 30
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 1500

@@ -16,14 +16,14 @@ from reference import assert_rows_agree
 from test_native_step import BOUNDS
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile_file import Profile
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 
 pytestmark = [
     pytest.mark.slow,
@@ -59,7 +59,7 @@ def planned(tmp_path_factory):
 
 
 def test_executed_ptx_gives_the_bundled_models_logits(planned, monkeypatch):
-    monkeypatch.setenv("SPARKINFER_CACHE", str(planned / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(planned / "cache"))
     options = {"split": planned / "s.gguf", "mode": "predicted", "device": "cuda"}
     with Engine.load(planned / "m.gguf", mode="predicted", device="cpu") as engine:
         want = stepped(engine, TOKENS)

@@ -27,10 +27,10 @@ from fake_cuda import library
 from fake_cuda.declared import Undeclared
 from fake_cuda.torch_cuda import fake_cuda
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.device import cuda_runtime, huge_pages
-from sparkinfer.runtime.device.staging import Staging
-from sparkinfer.runtime.device.streams import CudaStream
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.device import cuda_runtime, huge_pages
+from hotsplit.runtime.device.staging import Staging
+from hotsplit.runtime.device.streams import CudaStream
 
 pytestmark = pytest.mark.skipif(
     not library.can_be_built(), reason="needs a C++ compiler, and Linux"
@@ -49,7 +49,7 @@ def test_a_misuse_is_rejected_with_its_message(cuda, misuse):
     counts."""
     try:
         misuse(cuda)
-    except (RuntimeError, SparkinferError) as error:
+    except (RuntimeError, HotsplitError) as error:
         assert "\n" not in str(error)
     lines = library.text("violations")
     assert lines, "accepted"
@@ -245,11 +245,11 @@ def test_the_allocators_limit_is_enforced_and_the_devices_size_reported(accepted
     assert torch.cuda.memory_reserved() == 0
 
 
-def test_sparkinfer_uses_the_fake_runtime(accepted):
+def test_hotsplit_uses_the_fake_runtime(accepted):
     raw()
     found = cuda_runtime.load()
     assert "libcudart_fake" in found.library._name
-    with pytest.raises(SparkinferError, match="a copy of 8 bytes was refused by CUDA: .*destroyed"):
+    with pytest.raises(HotsplitError, match="a copy of 8 bytes was refused by CUDA: .*destroyed"):
         main = CudaStream(GPU)
         handle = main.stream.cuda_stream
         library.call("cudaStreamDestroy", handle)

@@ -1,4 +1,4 @@
-"""A GPU's memory as sparkinfer manages it, on a fake CUDA device: a slab, a budget enforced on
+"""A GPU's memory as hotsplit manages it, on a fake CUDA device: a slab, a budget enforced on
 torch's allocator, prompts with streamed cold weights, and tests of gpu/test_step.py, which are for
 real devices."""
 
@@ -15,13 +15,13 @@ from models import make_model, make_shape
 from reference import rel_error
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import KINDS
-from sparkinfer.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
-from sparkinfer.runtime.device.streams import CudaStream
-from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
-from sparkinfer.runtime.step.hybrid_step import GPU_SPIN_TIME
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import KINDS
+from hotsplit.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
+from hotsplit.runtime.device.streams import CudaStream
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.step.hybrid_step import GPU_SPIN_TIME
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # not a package
 
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
 
 
 def test_a_budget_is_enforced_to_the_byte():
@@ -51,7 +51,7 @@ def test_a_budget_is_enforced_to_the_byte():
         assert 100 * MIB < room < budget - 40 * MIB
         held = torch.empty(room // (2 * MIB) * 2 * MIB, dtype=torch.uint8, device=GPU)
         with (
-            pytest.raises(SparkinferError, match="cuda:0: 64.00 MiB wanted, .* of a budget of 160"),
+            pytest.raises(HotsplitError, match="cuda:0: 64.00 MiB wanted, .* of a budget of 160"),
             out_of_memory_as_error(GPU, 64 * MIB),
         ):
             torch.empty(64 * MIB, dtype=torch.uint8, device=GPU)
@@ -66,7 +66,7 @@ def test_a_card_that_is_too_small_is_refused_in_one_line():
     with (
         fake_cuda(total_bytes=256 * MIB),
         pytest.raises(
-            SparkinferError, match="cuda:0: 300.00 MiB wanted, 256.00 MiB of 256"
+            HotsplitError, match="cuda:0: 300.00 MiB wanted, 256.00 MiB of 256"
         ) as refused,
     ):
         DeviceMemory.of(GPU, 300 * MIB)

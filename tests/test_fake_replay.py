@@ -15,8 +15,8 @@ from hybrid_plans import make, planned, stepped
 from reference import rel_error
 from test_native_step import BOUNDS
 
-from sparkinfer import Engine
-from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit import Engine
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
@@ -36,7 +36,7 @@ def loaded(tmp_path_factory):
     with Engine.load(model.path, mode="predicted", device="cpu") as engine:
         want = stepped(engine, TOKENS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKINFER_CACHE", str(folder / "cache"))
+        patch.setenv("HOTSPLIT_CACHE", str(folder / "cache"))
         with (
             fake_cuda() as cuda,
             Engine.load(

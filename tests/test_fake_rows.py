@@ -15,12 +15,12 @@ from test_hybrid_rows import CONTEXT, ROOM, Alone, saved, schedule
 from test_plan_sequences import small_plan
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.cli import main
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
-from sparkinfer.runtime.prefill.pass_bytes import decode_bytes
-from sparkinfer.runtime.step.sequences import Part
+from hotsplit import Engine
+from hotsplit.cli import main
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.prefill.pass_bytes import decode_bytes
+from hotsplit.runtime.step.sequences import Part
 
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
@@ -32,7 +32,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module", autouse=True)
 def checks(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

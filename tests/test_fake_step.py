@@ -16,10 +16,10 @@ from reference import assert_rows_agree, rel_error
 from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
-from sparkinfer import Engine
-from sparkinfer.log_lines import lines_on_stderr
-from sparkinfer.runtime.kernels.cpu import library as cpu_kernels
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit import Engine
+from hotsplit.log_lines import lines_on_stderr
+from hotsplit.runtime.kernels.cpu import library as cpu_kernels
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),
@@ -33,7 +33,7 @@ TOKENS = IDS[:4]
 def checks(tmp_path_factory):
     """One cache for the results of the devices' checks, which later loads need not repeat."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
@@ -78,7 +78,7 @@ def test_a_plan_on_devices_gives_the_cpus_logits(tmp_path, plan, capsys):
         got = on_the_device(model.path, tmp_path / "s.gguf", "predicted")
         assert cuda.num_graphs >= 1
     check_the_runtime()
-    assert "sparkinfer doctor" not in capsys.readouterr().err  # no part took its fallback
+    assert "hotsplit doctor" not in capsys.readouterr().err  # no part took its fallback
     for mine, right in zip(got, want, strict=True):
         assert rel_error(mine, right) < BOUNDS["f32"]
 

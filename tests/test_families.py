@@ -22,12 +22,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from sparkinfer import Engine
-from sparkinfer.budget import plan_bytes
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
+from hotsplit import Engine
+from hotsplit.budget import plan_bytes
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
 
 IDS = [5, 17, 300, 4, 99, 5, 5, 210, 33, 0, 250, 7]
 SIZES = {
@@ -169,7 +169,7 @@ def test_the_stock_layout_gives_the_same_logits(checkpoints, tmp_path, case):
 def test_the_stock_layout_refuses_what_llama_cpp_would_run_wrongly(
     checkpoints, tmp_path, case, words
 ):
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         converted(checkpoints(case), tmp_path / "m.gguf", layout="stock")
     assert not list(tmp_path.iterdir())
 
@@ -194,7 +194,7 @@ def test_bamboo_is_a_mistral_with_relu_on_both_projections(tmp_path):
     with Engine.load(path, mode="exact") as engine:
         assert rel_error(engine.logits(IDS), want) < 1e-5
     edit_config(folder, lambda c: c.update(hidden_act="silu"))
-    with pytest.raises(SparkinferError, match="hidden_act 'silu' is unknown"):
+    with pytest.raises(HotsplitError, match="hidden_act 'silu' is unknown"):
         converted(folder, tmp_path / "n.gguf")
 
 
@@ -207,7 +207,7 @@ def test_prosparse_is_a_llama_with_its_threshold(tmp_path):
     model = ModelFile.load(converted(folder, tmp_path / "m.gguf"))
     assert (model.activation, set(model.threshold_L)) == ("fatrelu", {float(np.float32(0.01))})
     edit_config(folder, lambda c: c.update(hidden_act="silu"))
-    with pytest.raises(SparkinferError, match="hidden_act 'silu' is unknown; known: fatrelu"):
+    with pytest.raises(HotsplitError, match="hidden_act 'silu' is unknown; known: fatrelu"):
         converted(folder, tmp_path / "n.gguf")
 
 
@@ -246,7 +246,7 @@ def test_a_graph_that_would_be_computed_wrongly_is_refused(checkpoints, tmp_path
     for file in checkpoints(case).iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     edit_config(folder, lambda c: c.update(change))
-    with pytest.raises(SparkinferError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words) as caught:
         converted(folder, tmp_path / "m.gguf")
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
@@ -309,5 +309,5 @@ def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case,
 def test_a_file_that_lacks_some_biases_is_refused(checkpoints, tmp_path):
     model = ModelFile.load(converted(checkpoints("opt"), tmp_path / "m.gguf"))
     tensors = {name: e for name, e in model.tensors.items() if name != "blk.1.ffn_up.bias"}
-    with pytest.raises(SparkinferError, match="ffn_up.bias is in layer 0 or in layer 1"):
+    with pytest.raises(HotsplitError, match="ffn_up.bias is in layer 0 or in layer 1"):
         dataclasses.replace(model, tensors=tensors).validate()

@@ -13,7 +13,7 @@ import pytest
 import two_writers
 from fault_commands import COMMANDS
 
-from sparkinfer import exchange
+from hotsplit import exchange
 
 HERE = Path(__file__).parent
 
@@ -45,7 +45,7 @@ def case(tmp_path):
     for name in command.inputs:
         (tmp_path / "whole" / name).write_bytes(b"input")
     made = faults.Case(command, tmp_path / "whole", tmp_path / "case", has_old=True)
-    made.stderr = "sparkinfer: interrupted\n"
+    made.stderr = "hotsplit: interrupted\n"
     return made
 
 
@@ -86,7 +86,7 @@ def test_damage_is_reported(case):
     ):
         case.stderr = said
         assert what in wrong()
-    case.stderr = "sparkinfer: interrupted"
+    case.stderr = "hotsplit: interrupted"
     assert not wrong()
     (case.input / "plan.gguf").write_bytes(b"picture")
     assert "an input changed" in wrong()
@@ -158,6 +158,6 @@ def no_links(monkeypatch) -> None:
 
 def test_a_writer_that_replaces_a_new_file_is_found(tmp_path, monkeypatch):
     """A writer that looks for the name and then renames would replace a file made in between."""
-    monkeypatch.setattr("sparkinfer.files.put_new", os.replace)
+    monkeypatch.setattr("hotsplit.files.put_new", os.replace)
     with pytest.raises(AssertionError, match=r"\[0, 0\]"):
         two_writers.run_new_rounds("json", 200, tmp_path)

@@ -9,12 +9,12 @@ import torch
 from models import make_model, make_shape
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.native_neurons import NativeNeurons
-from sparkinfer.runtime.step.batch import Row, rows_of
+from hotsplit import Engine
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.runtime.device.bits import pack_bits, unpack_bits
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.step.batch import Row, rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L = 77, 2  # not a whole number of words

@@ -6,20 +6,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparkinfer.cli import main
-from sparkinfer.doctor import machine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime import gpu_setup
-from sparkinfer.runtime.check import device_check, step_check
-from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.check.kernels import Wrong
-from sparkinfer.runtime.device import device_memory, pinned
-from sparkinfer.runtime.device.cuda_runtime import CudaRuntime
-from sparkinfer.runtime.device.staging import Staging
-from sparkinfer.runtime.device.streams import HostNode, PlainStream
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.step.plain_backend import plain_backend
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit.cli import main
+from hotsplit.doctor import machine
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime import gpu_setup
+from hotsplit.runtime.check import device_check, step_check
+from hotsplit.runtime.check import parts as device_parts
+from hotsplit.runtime.check.kernels import Wrong
+from hotsplit.runtime.device import device_memory, pinned
+from hotsplit.runtime.device.cuda_runtime import CudaRuntime
+from hotsplit.runtime.device.staging import Staging
+from hotsplit.runtime.device.streams import HostNode, PlainStream
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.weights import gpu_products
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -74,7 +74,7 @@ def test_without_pinned_memory_copies_go_through_a_buffer():
 def test_weights_that_cannot_be_pinned_stay_as_they_are():
     class Residence:
         def pin(self):
-            raise SparkinferError("8.00 GiB of main memory cannot be pinned: raise the limit")
+            raise HotsplitError("8.00 GiB of main memory cannot be pinned: raise the limit")
 
     said = []
     gpu_setup.pin(Residence(), said.append)
@@ -88,7 +88,7 @@ def test_weights_that_cannot_be_pinned_stay_as_they_are():
 def test_a_runtime_without_host_functions_fails_only_that_part():
     runtime = CudaRuntime(SimpleNamespace(cudaMemcpyAsync=lambda *arguments: 0))
     runtime.copy(0, 0, 0, 0)
-    with pytest.raises(SparkinferError, match="has no cudaLaunchHostFunc"):
+    with pytest.raises(HotsplitError, match="has no cudaLaunchHostFunc"):
         runtime.host_function(0, 0, 0)
 
     class Stream(PlainStream):
@@ -123,7 +123,7 @@ def test_a_budget_that_is_not_enforced_still_sizes_the_slab(monkeypatch):
     from models import make_model
     from test_runtime import make_split
 
-    from sparkinfer.runtime.model.placement import Placement
+    from hotsplit.runtime.model.placement import Placement
 
     model = make_model()
     split = make_split(model, [range(0, 96, 2), range(96)])
@@ -156,7 +156,7 @@ def test_windows_itself_is_refused_by_name(monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "win32")
     assert main(["doctor"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "sparkinfer: Windows itself is not supported; use it under WSL 2"
+        "hotsplit: Windows itself is not supported; use it under WSL 2"
     ]
 
 

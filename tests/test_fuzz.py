@@ -25,7 +25,7 @@ from fuzz_odd import ODDS
 from fuzz_pairs import DRAWN, PAIRS, Drawn, cases_of, drawn, must_refuse
 from fuzz_readers import KINDS, TARGETS
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 # Number of cases by kind, for two processes that take about equally long. MANY has the kinds of
 # which most cases must be refused, FEW the others. fuzz_long.py runs further cases, for hours.
@@ -156,12 +156,12 @@ def test_the_readers_of_a_cache_reject_entries_that_are_dropped_and_rates_that_a
         output = tmp_path / f"{kind} output" / "out.gguf"
         return fuzz.Case(number=0, path=folder / target, inputs=inputs, output=output)
 
-    monkeypatch.setattr("sparkinfer.run.housekeeping._folders", lambda cache: iter(()))
+    monkeypatch.setattr("hotsplit.run.housekeeping._folders", lambda cache: iter(()))
     with pytest.raises(AssertionError, match="could not be cleared"):
         KINDS["entry"].read(case_of("entry"))
     case = case_of("rates")
     monkeypatch.setattr(
-        "sparkinfer.run.rates.Rates.note",
+        "hotsplit.run.rates.Rates.note",
         lambda rates, name, rate: case.path.write_text(json.dumps({rates.machine: {name: rate}})),
     )
     with pytest.raises(AssertionError):
@@ -232,7 +232,7 @@ def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
     assert 0 < known.cpu_seconds < 2 * known.seconds + 1
     assert 0 < known.last_new <= 80 and len(known.seeds) > 1
     reached = {name for name, _ in known.lines}
-    assert "src/sparkinfer/machine_file.py" in reached and known.lines < all_lines()
+    assert "src/hotsplit/machine_file.py" in reached and known.lines < all_lines()
     save(tmp_path / "again.json", {"machine": known})
     assert load(tmp_path / "again.json") == {"machine": known}
     chains = [known.chain("machine", number) for number in range(100)]
@@ -243,14 +243,14 @@ def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
 
 
 def test_only_new_lines_are_reported():
-    from sparkinfer import json_file
+    from hotsplit import json_file
 
-    name = "src/sparkinfer/json_file.py"
-    with Lines(set()) as lines, pytest.raises(SparkinferError):
+    name = "src/hotsplit/json_file.py"
+    with Lines(set()) as lines, pytest.raises(HotsplitError):
         json_file.read_text(Path("/nonexistent"), "x")
     first = lines.take()
     assert first and {file for file, _ in first} == {name} and not lines.take()
-    with Lines(first) as lines, pytest.raises(SparkinferError):
+    with Lines(first) as lines, pytest.raises(HotsplitError):
         json_file.read_text(Path("/nonexistent"), "x")
     assert not lines.take()
     assert first < all_lines()

@@ -19,9 +19,9 @@ from constrained_texts import (
     written,
 )
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate import gbnf, gbnf_parser
-from sparkinfer.runtime.generate.constraints import (
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate import gbnf, gbnf_parser
+from hotsplit.runtime.generate.constraints import (
     gbnf_constraint,
     lark_constraint,
     regex_constraint,
@@ -154,7 +154,7 @@ def test_random_grammars_accept_the_texts_that_brute_force_finds():
         grammar = random_gbnf(rng)
         try:
             constraint = gbnf_constraint(grammar, tiny_codec())
-        except SparkinferError as error:
+        except HotsplitError as error:
             assert "can never end" in str(error)
             continue
         rules = gbnf_parser.parse(grammar)

@@ -16,13 +16,13 @@ from hybrid_plans import F, L, make, planned
 from models import make_shape
 from test_runtime import saved
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.generation_options import ENDLESS, GenerationOptions
-from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.generate.stops import StopFilter
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.stops import StopFilter
+from hotsplit.runtime.kernels.cpu import library
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 DRAWN = SamplingOptions(temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=5)
@@ -125,7 +125,7 @@ def test_without_a_token_limit_the_context_ends_the_text_or_is_shifted(codec_mod
     ],
 )
 def test_wrong_options_are_refused(options, message):
-    with pytest.raises(SparkinferError, match=message):
+    with pytest.raises(HotsplitError, match=message):
         GenerationOptions(**options)
 
 
@@ -171,7 +171,7 @@ def test_texts_generated_together_equal_those_generated_alone(codec_model):
             texts[number] += token.text
         assert texts == alone and len(set(texts)) > 1
         assert [run.stopped_by for run in engine.last_runs] == ["max tokens"] * 4
-        with pytest.raises(SparkinferError, match="all 4 sequences"):
+        with pytest.raises(HotsplitError, match="all 4 sequences"):
             list(engine.generate_many(["ab"] * 5))
         assert text_of(engine.generate("ab cd", sampling=DRAWN, options=options)) == alone[0]
 
@@ -210,14 +210,14 @@ def test_use_of_a_sequence_by_another_generation_is_detected(codec_model):
         first = engine.generate("ab cd", 20, 0.0, sequence=text)
         next(first), next(first)
         next(engine.generate("zz", 20, 0.0, sequence=text))
-        with pytest.raises(SparkinferError, match="used for something else"):
+        with pytest.raises(HotsplitError, match="used for something else"):
             list(first)
 
 
 def test_a_context_too_short_to_be_shifted(codec_model):
     options = GenerationOptions(max_tokens=5, ignores_end=True, shift_keep=0)
     with Engine.load(codec_model, context_length=2) as engine:
-        with pytest.raises(SparkinferError, match="a context of 2 is too short to drop half of it"):
+        with pytest.raises(HotsplitError, match="a context of 2 is too short to drop half of it"):
             list(engine.generate([1], options=options))
 
 
@@ -254,7 +254,7 @@ def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
         text.extend([1, 2, 3])
         save_prompt(text, tmp_path / "p", engine.prompt_key())
     with Engine.load(files[1].path) as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="other weights"):
+        with pytest.raises(HotsplitError, match="other weights"):
             restore_prompt(text, tmp_path / "p", engine.prompt_key())
 
 
@@ -280,7 +280,7 @@ def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(
                     assert restore_prompt(text, path, engine.prompt_key()) == 3
                     continue
                 assert not torch.equal(states[0], states[-1])
-                with pytest.raises(SparkinferError, match=message):
+                with pytest.raises(HotsplitError, match=message):
                     restore_prompt(text, path, engine.prompt_key())
 
 
@@ -300,7 +300,7 @@ def test_a_state_of_another_plan_is_refused(tmp_path):
     for plan, this in ((plans[1], "[0-9a-f]{16} on CPU"), (None, "CPU")):
         with Engine.of(model, plan, **options) as engine, engine.sequence() as text:
             message = f"made with another plan or on another device: .* on CPU', this is '{this}'"
-            with pytest.raises(SparkinferError, match=message):
+            with pytest.raises(HotsplitError, match=message):
                 restore_prompt(text, path, engine.prompt_key())
 
 
@@ -308,7 +308,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
     model = saved(tmp_path, shape=make_shape(context_length=64))
     path = tmp_path / "p"
     with Engine.load(model.path, mode="exact") as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="no tokens yet"):
+        with pytest.raises(HotsplitError, match="no tokens yet"):
             save_prompt(text, path, engine.prompt_key())
         text.extend([1, 2, 3])
         save_prompt(text, path, engine.prompt_key())
@@ -320,11 +320,11 @@ def test_a_state_of_something_else_is_refused(tmp_path):
         (model.path, "dense", "another mode: 'exact', this is 'dense'"),
     ):
         with Engine.load(which, mode=mode) as engine, engine.sequence() as text:
-            with pytest.raises(SparkinferError, match=message):
+            with pytest.raises(HotsplitError, match=message):
                 restore_prompt(text, path, engine.prompt_key())
             assert text.length == 0
     with Engine.load(model.path, mode="exact", context_length=2) as engine:
-        with engine.sequence() as text, pytest.raises(SparkinferError, match="context of 2"):
+        with engine.sequence() as text, pytest.raises(HotsplitError, match="context of 2"):
             restore_prompt(text, path, engine.prompt_key())
     chance = np.random.default_rng(0)
     with Engine.load(model.path, mode="exact") as engine:
@@ -333,7 +333,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
             broken[at] ^= 1 << int(chance.integers(8))
             path.write_bytes(bytes(broken))
             with engine.sequence() as text:
-                with pytest.raises(SparkinferError):
+                with pytest.raises(HotsplitError):
                     restore_prompt(text, path, engine.prompt_key())
                 assert text.length == 0
         with engine.sequence() as text:
@@ -341,13 +341,13 @@ def test_a_state_of_something_else_is_refused(tmp_path):
             key = engine.prompt_key()
             save_prompt(text, path, replace(key, vocab_size=2))
         with engine.sequence() as text:
-            with pytest.raises(SparkinferError, match="another vocabulary"):
+            with pytest.raises(HotsplitError, match="another vocabulary"):
                 restore_prompt(text, path, key)
-            with pytest.raises(SparkinferError, match="tokens that the model does not have"):
+            with pytest.raises(HotsplitError, match="tokens that the model does not have"):
                 restore_prompt(text, path, replace(key, vocab_size=2))
         for length in (0, 5, 100, len(whole) - 1):
             path.write_bytes(whole[:length])
-            with engine.sequence() as text, pytest.raises(SparkinferError, match="not a whole"):
+            with engine.sequence() as text, pytest.raises(HotsplitError, match="not a whole"):
                 restore_prompt(text, path, engine.prompt_key())
 
 
@@ -451,7 +451,7 @@ def test_wrong_requests_give_one_line(codec_model, args, message, code):
 def test_a_full_output_and_a_closed_input_give_one_line(codec_model):
     for prompt, redirect, message in (("ab", ">/dev/full", "the output cannot be written"),
                                       ("-", "<&-", "stdin is closed")):  # fmt: skip
-        program = f"{sys.executable} -m sparkinfer generate {codec_model}"
+        program = f"{sys.executable} -m hotsplit generate {codec_model}"
         command = f"{program} -p {prompt} -n 3 {redirect}"
         done = subprocess.run(
             ["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -480,8 +480,8 @@ def test_drafts_for_several_prompts_are_refused(tmp_path, drafts):
 
 def test_options_of_llamacpp_are_explained():
     for args, message in (
-        (("-ngl", "20"), "sparkinfer run MODEL --vram 8GiB does everything"),
-        (("-cnv",), "sparkinfer chat"),
+        (("-ngl", "20"), "hotsplit run MODEL --vram 8GiB does everything"),
+        (("-cnv",), "hotsplit chat"),
     ):
         done = run("m.gguf", "-p", "a", *args, code=2)
         assert message in done.stderr.decode() and done.stderr.count(b"\n") == 1

@@ -17,14 +17,14 @@ from texts import (
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.convert.tokenizer import tokenizer_keys
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
-from sparkinfer.runtime.text.codec import TextCodec, TextStream
-from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
-from sparkinfer.runtime.text.score_merges import merges_of_scores
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import TOKENIZER_KEY, ModelFile
+from hotsplit.runtime.text.codec import TextCodec, TextStream
+from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
+from hotsplit.runtime.text.score_merges import merges_of_scores
 
 BUNDLED = Path(__file__).parent.parent / "examples/tiny-relu"
 WHERE = Path("theirs.gguf")
@@ -179,9 +179,9 @@ def test_equal_scores_are_refused_only_where_they_are_ambiguous():
     assert merges_of_scores(WHERE, {**letters, "aaa": -2.0, "aa": -1.0}) == [
         ("a", "a"), ("aa", "a"), ("a", "aa")
     ]  # fmt: skip
-    with pytest.raises(SparkinferError, match="'ab' and 'bc' have the same score"):
+    with pytest.raises(HotsplitError, match="'ab' and 'bc' have the same score"):
         merges_of_scores(WHERE, {**letters, "ab": -1.0, "bc": -1.0})
-    with pytest.raises(SparkinferError, match="'xa' is formed with 'x', which is not a token"):
+    with pytest.raises(HotsplitError, match="'xa' is formed with 'x', which is not a token"):
         merges_of_scores(WHERE, {**letters, "xa": -1.0})
 
 
@@ -223,7 +223,7 @@ REFUSALS = [
 @pytest.mark.parametrize("name, changes, words", REFUSALS)
 def test_unsupported_keys_are_refused(tmp_path, name, changes, words):
     keys = keys_of(folder_of(name, tmp_path / "c"), **changes)
-    with pytest.raises(SparkinferError) as caught:
+    with pytest.raises(HotsplitError) as caught:
         ggml_tokenizer(WHERE, keys)
     assert words in str(caught.value) and str(WHERE) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -237,7 +237,7 @@ def test_numbers_of_tokens_that_are_not_finite_are_refused(tmp_path, name, value
     numbers = [float(number) for number in keys[f"tokenizer.ggml.{name}"]]
     ggml_tokenizer(WHERE, keys | {f"tokenizer.ggml.{name}": numbers})
     numbers[-1] = value
-    with pytest.raises(SparkinferError, match=f"{name} does not have .* finite numbers"):
+    with pytest.raises(HotsplitError, match=f"{name} does not have .* finite numbers"):
         ggml_tokenizer(WHERE, keys | {f"tokenizer.ggml.{name}": numbers})
 
 

@@ -1,4 +1,4 @@
-"""src/sparkinfer/gguf_reader.py: what it reads, and what it refuses."""
+"""src/hotsplit/gguf_reader.py: what it reads, and what it refuses."""
 
 import dataclasses
 import struct
@@ -10,9 +10,9 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGUFValueType
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import GgufFile, open_gguf, read_gguf, row_bytes, write_gguf
-from sparkinfer.gguf_reader import MAX_TENSORS
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import GgufFile, open_gguf, read_gguf, row_bytes, write_gguf
+from hotsplit.gguf_reader import MAX_TENSORS
 
 SCALARS = {
     GGUFValueType.UINT8: 255, GGUFValueType.INT8: -128, GGUFValueType.UINT16: 65535,
@@ -153,7 +153,7 @@ BROKEN = {
 def test_damaged_headers_are_refused_in_one_line(tmp_path, words):
     path = tmp_path / "a.gguf"
     path.write_bytes(BROKEN[words])
-    with pytest.raises(SparkinferError, match="wanted a model") as caught:
+    with pytest.raises(HotsplitError, match="wanted a model") as caught:
         read_gguf(path, "model")
     assert words in str(caught.value) and "\n" not in str(caught.value), caught.value
 
@@ -164,7 +164,7 @@ def test_a_whole_file_of_too_many_tensors_is_not_called_damaged(tmp_path):
     path = tmp_path / "a.gguf"
     raw = header((), tensors)
     path.write_bytes(raw + bytes(-len(raw) % 32 + 128 * count))
-    with pytest.raises(SparkinferError) as refused:
+    with pytest.raises(HotsplitError) as refused:
         read_gguf(path, "model")
     assert str(refused.value) == (
         f"{path}: has {count} tensors; this program reads up to {MAX_TENSORS}; wanted a model"
@@ -173,10 +173,10 @@ def test_a_whole_file_of_too_many_tensors_is_not_called_damaged(tmp_path):
 
 def test_an_empty_file_and_a_big_endian_one_are_refused(tmp_path):
     (tmp_path / "a.gguf").touch()
-    with pytest.raises(SparkinferError, match="empty"):
+    with pytest.raises(HotsplitError, match="empty"):
         read_gguf(tmp_path / "a.gguf", "model")
     write(tmp_path / "b.gguf", order=gguf.GGUFEndian.BIG)
-    with pytest.raises(SparkinferError, match="big-endian"):
+    with pytest.raises(HotsplitError, match="big-endian"):
         read_gguf(tmp_path / "b.gguf", "model")
 
 
@@ -197,10 +197,10 @@ def test_powerinfer_files_are_detected_and_have_their_own_types(tmp_path):
     file = open_gguf(path, "model")
     assert file.magic == "PWRI"
     assert [e.kind for e in file.tensors.values()] == ["i8", "i16", "i32"]
-    with pytest.raises(SparkinferError, match="PowerInfer"):
+    with pytest.raises(HotsplitError, match="PowerInfer"):
         read_gguf(path, "model")
     path.write_bytes(header((), (tensor(kind=26),), magic=b"PWRI") + bytes(1024))
-    with pytest.raises(SparkinferError, match="unknown type 26"):
+    with pytest.raises(HotsplitError, match="unknown type 26"):
         open_gguf(path, "model")
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from checkpoints import random_llama
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
-from sparkinfer.model_file import ModelFile
-from sparkinfer.rope import NO_SCALING
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
+from hotsplit.model_file import ModelFile
+from hotsplit.rope import NO_SCALING
 
-OWN = ("general.architecture", "sparkinfer.model_id")
+OWN = ("general.architecture", "hotsplit.model_id")
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +61,17 @@ KEYS = {
     "freq_base' is 1e-60, beyond the range of f32": {"llama.rope.freq_base": np.float64(1e-60)},
     "factor' is 1e.39, beyond the range of f32": {"llama.rope.scaling.factor": np.float64(1e39)},
     "threshold' has 1e.39, beyond the range of f32": {
-        "sparkinfer.ffn.threshold": [np.float64(v) for v in (0.0, 1e39, 0.0)],
+        "hotsplit.ffn.threshold": [np.float64(v) for v in (0.0, 1e39, 0.0)],
     },
-    "threshold' is not all finite": {"sparkinfer.ffn.threshold": [0.0, float("inf"), 0.0]},
-    "threshold' is not all finite and at least 0": {"sparkinfer.ffn.threshold": [0.0, -1.0, 0.0]},
+    "threshold' is not all finite": {"hotsplit.ffn.threshold": [0.0, float("inf"), 0.0]},
+    "threshold' is not all finite and at least 0": {"hotsplit.ffn.threshold": [0.0, -1.0, 0.0]},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", KEYS)
 def test_keys_that_would_be_computed_wrongly_are_refused(stock, tmp_path, words):
     path = changed(stock(), tmp_path / "in.gguf", KEYS[words], {})
-    with pytest.raises(SparkinferError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words) as caught:
         convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
     assert "\n" not in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
@@ -96,7 +96,7 @@ def test_frequency_factors_are_finite_and_above_zero(stock, tmp_path, value):
     ModelFile.load(changed(stock(), tmp_path / "good.gguf", {}, good))
     factors[3] = value
     path = changed(stock(), tmp_path / "in.gguf", {}, good)
-    with pytest.raises(SparkinferError, match="rope_freqs.weight is not all finite and above"):
+    with pytest.raises(HotsplitError, match="rope_freqs.weight is not all finite and above"):
         convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
 
 
@@ -106,7 +106,7 @@ def test_one_matrix_twice_is_refused(stock, tmp_path, layout):
     twice = {"blk.1.ffn_down_t.weight": array_entry(down.read().T, "f32")}
     path = changed(stock(), tmp_path / "in.gguf", {}, twice)
     options = {"layout": layout, "activation": "silu"}
-    with pytest.raises(SparkinferError, match="one matrix twice"):
+    with pytest.raises(HotsplitError, match="one matrix twice"):
         convert(ConvertConfig(source=path, output=tmp_path / "out.gguf", **options))
 
 
@@ -128,7 +128,7 @@ def test_tensors_that_are_copied_unchanged_must_be_finite(stock, tmp_path, kind,
     name = "blk.1.ffn_up.weight"
     entry = ModelFile.load(stock(kind)).tensors[name]
     path = changed(stock(kind), tmp_path / "in.gguf", {}, {name: damaged(entry, value)})
-    with pytest.raises(SparkinferError, match=f"{name}' has NaN or infinite values"):
+    with pytest.raises(HotsplitError, match=f"{name}' has NaN or infinite values"):
         convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
     assert [p.name for p in tmp_path.iterdir()] == ["in.gguf"]
     good = changed(stock(kind), tmp_path / "good.gguf", {}, {name: damaged(entry, 0.5)})

@@ -16,19 +16,19 @@ from k_quants import random_rows
 from reference import rel_error
 from test_families import CASES, IDS, transformers_logits
 
-from sparkinfer import Engine
-from sparkinfer.budget import layer_bytes
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.encode import encode
-from sparkinfer.convert.gguf_source import restored
-from sparkinfer.convert.options import ConvertConfig, ConvertReport
-from sparkinfer.convert.rounding import ERRORS, is_rounding
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.predictor_check import check_predictors
-from sparkinfer.profile.verify import verify
-from sparkinfer.written import Written
+from hotsplit import Engine
+from hotsplit.budget import layer_bytes
+from hotsplit.convert.convert import convert
+from hotsplit.convert.encode import encode
+from hotsplit.convert.gguf_source import restored
+from hotsplit.convert.options import ConvertConfig, ConvertReport
+from hotsplit.convert.rounding import ERRORS, is_rounding
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.predictor_check import check_predictors
+from hotsplit.profile.verify import verify
+from hotsplit.written import Written
 
 
 def run(source: Path, output: Path, **options) -> ConvertReport:
@@ -99,9 +99,7 @@ def requantised(stock: Path, path: Path, kind: str) -> None:
 def gguf_keys(path: Path) -> dict:
 
     keys, _ = read_gguf(path, "model file")
-    return {
-        k: v for k, v in keys.items() if k not in ("general.architecture", "sparkinfer.model_id")
-    }
+    return {k: v for k, v in keys.items() if k not in ("general.architecture", "hotsplit.model_id")}
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q5_1", "q4_1"])
@@ -223,9 +221,9 @@ def test_rows_of_partial_blocks_of_256_become_q8_0_or_are_refused(tmp_path):
             e for e in ModelFile.load(tmp_path / name).tensors.values() if len(e.shape) == 2
         ]
         assert {entry.kind for entry in matrices} == {"q8_0"}
-    with pytest.raises(SparkinferError, match="would not change: .* are q8_0, because their rows"):
+    with pytest.raises(HotsplitError, match="would not change: .* are q8_0, because their rows"):
         run(tmp_path / "m.gguf", tmp_path / "n.gguf", outtype="q4_k")
-    with pytest.raises(SparkinferError, match="rows of 64 values are not whole blocks of 256"):
+    with pytest.raises(HotsplitError, match="rows of 64 values are not whole blocks of 256"):
         run(narrow, tmp_path / "n.gguf", tensor_types=("attn_q=q4_k",))
 
 
@@ -242,7 +240,7 @@ def test_k_quants_that_are_not_finite_are_refused(stock, tmp_path, name, at, val
     data[1, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
     bad = dataclasses.replace(tensors[name], read_rows=lambda a, b: data[a:b])
     write_gguf(tmp_path / "bad", "llama", gguf_keys(tmp_path / "k.gguf"), {**tensors, name: bad})
-    with pytest.raises(SparkinferError, match=f"{name}' has NaN or infinite values"):
+    with pytest.raises(HotsplitError, match=f"{name}' has NaN or infinite values"):
         run(tmp_path / "bad", tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -259,10 +257,10 @@ def test_a_type_that_cannot_be_unpacked_is_refused(stock, tmp_path):
     zeros = np.zeros((model.shape.vocab_size, size), np.uint8)
     entry = TensorEntry(shape=(len(zeros), width), kind="q8_k", read_rows=lambda a, b: zeros[a:b])
     write_gguf(tmp_path / "q", "llama", gguf_keys(stock), {**model.tensors, "output.weight": entry})
-    with pytest.raises(SparkinferError, match="type q8_k cannot be unpacked"):
+    with pytest.raises(HotsplitError, match="type q8_k cannot be unpacked"):
         run(tmp_path / "q", tmp_path / "m.gguf")
     assert [p.name for p in tmp_path.iterdir()] == ["q"]
-    with pytest.raises(SparkinferError, match="output.weight is in q8_k, .* cannot be converted"):
+    with pytest.raises(HotsplitError, match="output.weight is in q8_k, .* cannot be converted"):
         Engine.load(tmp_path / "q")
 
 
@@ -270,24 +268,24 @@ def test_a_foreign_file_is_not_called_a_model(tmp_path):
     keys = {"general.architecture": "llama"}
     entry = array_entry(np.ones((2, 32), np.float32), "f32")
     write_gguf(tmp_path / "q", "llama", keys, {"a": entry})
-    with pytest.raises(SparkinferError, match=r"key 'llama\.[a-z_.]*' is missing, wanted"):
+    with pytest.raises(HotsplitError, match=r"key 'llama\.[a-z_.]*' is missing, wanted"):
         run(tmp_path / "q", tmp_path / "m.gguf", outtype="f32")
 
 
 def test_conversions_that_change_nothing_or_contradict_the_source_are_refused(
     stock, silu, tmp_path
 ):
-    with pytest.raises(SparkinferError, match="stock model file already"):
+    with pytest.raises(HotsplitError, match="stock model file already"):
         run(stock, tmp_path / "m.gguf", layout="stock")
     run(stock, tmp_path / "m.gguf")
-    with pytest.raises(SparkinferError, match="sparse model file already"):
+    with pytest.raises(HotsplitError, match="sparse model file already"):
         run(tmp_path / "m.gguf", tmp_path / "n.gguf")
-    with pytest.raises(SparkinferError, match="already states its activation, silu"):
+    with pytest.raises(HotsplitError, match="already states its activation, silu"):
         run(tmp_path / "m.gguf", tmp_path / "n.gguf", activation="relu")
-    with pytest.raises(SparkinferError, match="a checkpoint states its activation"):
+    with pytest.raises(HotsplitError, match="a checkpoint states its activation"):
         run(silu, tmp_path / "n.gguf", activation="relu")
     for wrong in ("swish", "fatrelu", "fatrelu=x", "relu=0.1", "fatrelu=-1"):
-        with pytest.raises(SparkinferError, match="wanted one of relu"):
+        with pytest.raises(HotsplitError, match="wanted one of relu"):
             ConvertConfig(source=stock, output=tmp_path / "n", activation=wrong)
 
 
@@ -303,7 +301,7 @@ def test_the_activation_of_a_stock_file_can_be_stated(tmp_path, activation):
     run(tmp_path / "stock.gguf", tmp_path / "got.gguf", activation=activation)
     assert rel_error(logits(tmp_path / "got.gguf"), logits(tmp_path / "want.gguf")) < 1e-6
     assert rel_error(logits(tmp_path / "stock.gguf"), logits(tmp_path / "want.gguf")) > 0.1
-    with pytest.raises(SparkinferError, match="it would run and answer wrongly"):
+    with pytest.raises(HotsplitError, match="it would run and answer wrongly"):
         run(tmp_path / "got.gguf", tmp_path / "x.gguf", layout="stock")
 
 
@@ -322,7 +320,7 @@ def test_tensor_types(silu, stock, tmp_path):
         "ffn": "wanted NAME=TYPE", "ffn=q9": "'q9' is unknown", "=f32": "wanted NAME=TYPE",
         "(=f32": "not a regular expression", "ffm_up=f32": "no tensor has such a name",
     }.items():  # fmt: skip
-        with pytest.raises(SparkinferError, match=words):
+        with pytest.raises(HotsplitError, match=words):
             run(silu, tmp_path / "n.gguf", tensor_types=(wrong,))
 
 
@@ -445,12 +443,12 @@ def flipped(entry):
 @pytest.mark.parametrize("wrong", WRONG)
 def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype, wrong):
     """The written file differs from the source in the way `wrong` names."""
-    from sparkinfer.convert import tensors as module
+    from hotsplit.convert import tensors as module
 
     right = module.tensor_entries
     monkeypatch.setattr(module, "tensor_entries", lambda *args: WRONG[wrong](right(*args)))
     config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
-    with pytest.raises(SparkinferError, match="does not read back as it was") as caught:
+    with pytest.raises(HotsplitError, match="does not read back as it was") as caught:
         convert(config, verify=check)
     assert not list(tmp_path.iterdir()) and "\n" not in str(caught.value)
 
@@ -459,7 +457,7 @@ def test_verification_refuses_wrong_values(silu, tmp_path, monkeypatch, outtype,
 @pytest.mark.parametrize("wrong", ["order", "names", "activation", "constant"])
 def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype, wrong):
     """A family that misreads its checkpoint: the values still match, the logits do not."""
-    from sparkinfer.convert import convert as module
+    from hotsplit.convert import convert as module
 
     def changed(*arguments):
         plan = right(*arguments)
@@ -480,13 +478,13 @@ def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype
     right = module.read_blueprint
     monkeypatch.setattr(module, "read_blueprint", changed)
     config = ConvertConfig(source=silu, output=tmp_path / "m", outtype=outtype)
-    with pytest.raises(SparkinferError, match="its logits differ from transformers'"):
+    with pytest.raises(HotsplitError, match="its logits differ from transformers'"):
         convert(config, verify=check)
     assert not list(tmp_path.iterdir())
 
 
 def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
-    from sparkinfer.profile import verify as module
+    from hotsplit.profile import verify as module
 
     def line(source: Path) -> str:
         config = ConvertConfig(source=source, output=tmp_path / "m", outtype="q8_0", force=True)

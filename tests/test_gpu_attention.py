@@ -5,8 +5,8 @@ import pytest
 import torch
 from gpu_matrices import EPS, assert_close, device, rounding, vector
 
-from sparkinfer.runtime.kernels.gpu import ranges
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu import ranges
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 
 REFERENCE = reference_kernels()
 NAN = float("nan")

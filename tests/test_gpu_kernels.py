@@ -23,10 +23,10 @@ from gpu_matrices import (
     vector,
 )
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
-from sparkinfer.runtime.kernels.gpu import launch
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.architecture import SMOOTH
+from hotsplit.runtime.device.bits import pack_bits, unpack_bits
+from hotsplit.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
 
 REFERENCE = reference_kernels()
 NAN = float("nan")

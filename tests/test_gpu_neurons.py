@@ -17,11 +17,11 @@ from gpu_matrices import (
     vector,
 )
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.runtime.device.bits import pack_bits
-from sparkinfer.runtime.kernels.gpu import launch
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-from sparkinfer.runtime.kernels.gpu.ranges import down_parts
+from hotsplit.architecture import SMOOTH
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.ranges import down_parts
 
 REFERENCE = reference_kernels()
 NAN = float("nan")

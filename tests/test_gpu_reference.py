@@ -10,18 +10,18 @@ import torch
 from gpu_matrices import KINDS, block_width, make_matrix, vector
 from reference import rel_error
 
-from sparkinfer.cache_types import CacheTypes
-from sparkinfer.gguf_file import type_of
-from sparkinfer.runtime.cache.block_table import BlockTable
-from sparkinfer.runtime.cache.kv_cache import LayerCache
-from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
-from sparkinfer.runtime.kernels.gpu import reference
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
-from sparkinfer.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.model import attention
-from sparkinfer.runtime.model.feed_forward import Gate, Predictor
-from sparkinfer.runtime.weights.matrix import Linear
+from hotsplit.cache_types import CacheTypes
+from hotsplit.gguf_file import type_of
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.kv_cache import LayerCache
+from hotsplit.runtime.device.bits import pack_bits, unpack_bits
+from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.planar import FILE_KIND, PLANAR_KIND, from_planar, planar
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.model import attention
+from hotsplit.runtime.model.feed_forward import Gate, Predictor
+from hotsplit.runtime.weights.matrix import Linear
 
 BOUND = 3e-6
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")

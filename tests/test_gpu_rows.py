@@ -9,12 +9,12 @@ import pytest
 import torch
 from gpu_matrices import KINDS, assert_close, block_width, device, make_matrix, vector
 
-from sparkinfer.runtime.device.bits import pack_bits
-from sparkinfer.runtime.kernels.gpu import launch, ranges
-from sparkinfer.runtime.kernels.gpu.kernels import ROWS, reference_kernels, triton_kernels
-from sparkinfer.runtime.kernels.gpu.step_rows import AXES
-from sparkinfer.runtime.kernels.gpu.torch_kernels import ROWS as PIECE_ROWS
-from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.gpu import launch, ranges
+from hotsplit.runtime.kernels.gpu.kernels import ROWS, reference_kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.step_rows import AXES
+from hotsplit.runtime.kernels.gpu.torch_kernels import ROWS as PIECE_ROWS
+from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
 
 REFERENCE = reference_kernels()
 NAN = float("nan")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from gpu_matrices import KINDS, block_width, device, make_matrix
 
-from sparkinfer.runtime.device.bits import unpack_bits
-from sparkinfer.runtime.kernels.gpu.slots import (
+from hotsplit.runtime.device.bits import unpack_bits
+from hotsplit.runtime.kernels.gpu.slots import (
     FORMS,
     form_of,
     pack_open_ref,
@@ -15,7 +15,7 @@ from sparkinfer.runtime.kernels.gpu.slots import (
     scatter_ref,
     triton_slot_kernels,
 )
-from sparkinfer.runtime.kernels.planar import FILE_KIND, from_planar
+from hotsplit.runtime.kernels.planar import FILE_KIND, from_planar
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from test_cpu_kernels import rounded
 from test_runtime import IDS, decoded
 from test_tiled import rows_of
 
-from sparkinfer import Engine
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.grouped import GROUP_ROWS, GROUPED_KIND, from_grouped, is_grouped
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.weights.matrix import Matrix
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit import Engine
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.grouped import GROUP_ROWS, GROUPED_KIND, from_grouped, is_grouped
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.resident import Residence
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 WIDTHS = [32, 64, 96, 160, 512, 576, 1056]

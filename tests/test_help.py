@@ -1,13 +1,13 @@
-"""`sparkinfer help COMMAND` groups many options under headings and lists every option."""
+"""`hotsplit help COMMAND` groups many options under headings and lists every option."""
 
 import re
 
 import click
 import pytest
 
-from sparkinfer.cli import main
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.commands.help_groups import GROUPS, LEAST, REST
+from hotsplit.cli import main
+from hotsplit.commands.all_commands import cli
+from hotsplit.commands.help_groups import GROUPS, LEAST, REST
 
 HEADING = re.compile(r"^(\S.*):$", re.MULTILINE)
 

@@ -12,16 +12,16 @@ from checkpoints import edit_config, random_llama
 from models import make_model, make_profile
 from test_runtime import make_split
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import read_gguf, write_gguf
-from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.sparsify.texts import codec_of
-from sparkinfer.tokenizer_text import MAX_TOKENS, read_tokenizer
-from sparkinfer.typed import MAX_SHOWN, Fields, one_line, shown
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.model_file import TOKENIZER_KEY, ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.sparsify.texts import codec_of
+from hotsplit.tokenizer_text import MAX_TOKENS, read_tokenizer
+from hotsplit.typed import MAX_SHOWN, Fields, one_line, shown
 
 FOUND = Path(__file__).parent / "fuzz_corpus"
 
@@ -44,7 +44,7 @@ def copied(source: Path, tmp_path: Path, name: str, **values: object) -> Path:
 
 
 def refusal_of(call, *arguments, **options) -> str:
-    with pytest.raises(SparkinferError) as caught:
+    with pytest.raises(HotsplitError) as caught:
         call(*arguments, **options)
     line = str(caught.value)
     assert "\n" not in line and len(line) < 600
@@ -128,7 +128,7 @@ def test_an_interrupt_while_reading_is_not_a_refusal(monkeypatch):
     def stop(text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sparkinfer.tokenizer_text.Tokenizer", type("T", (), {"from_str": stop}))
+    monkeypatch.setattr("hotsplit.tokenizer_text.Tokenizer", type("T", (), {"from_str": stop}))
     with pytest.raises(KeyboardInterrupt):
         read_tokenizer("there", "{}")
 

@@ -10,19 +10,19 @@ from fake_streams import FakeDevice
 from hybrid_plans import PLANS, make
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.commands.serve import _say_loaded
-from sparkinfer.runtime.cache.block_table import NO_BLOCK
-from sparkinfer.runtime.generate.speculation import check_rows
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import ROWS, Kernels, reference_kernels, triton_kernels
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step import hybrid_builder
-from sparkinfer.runtime.step.batch import Row, rows_of
-from sparkinfer.runtime.step.plain_backend import plain_backend
-from sparkinfer.runtime.step.sequences import Part
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.commands.serve import _say_loaded
+from hotsplit.runtime.cache.block_table import NO_BLOCK
+from hotsplit.runtime.generate.speculation import check_rows
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import ROWS, Kernels, reference_kernels, triton_kernels
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.batch import Row, rows_of
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.step.sequences import Part
+from hotsplit.serve.config import ServeConfig
+from hotsplit.split_file import Split
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, ROOM = 80, 8
@@ -244,13 +244,13 @@ def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
     change a text."""
     from models import make_shape
 
-    from sparkinfer.errors import SparkinferError
+    from hotsplit.errors import HotsplitError
 
     shape = make_shape(num_layers=4, num_neurons=96, width=256, context_length=128)
     model = saved(tmp_path, kind=kind, shape=shape)
     with loaded(tmp_path, model, "random", 1) as engine:
         assert not engine._live.native.has_equal_rows
-        with pytest.raises(SparkinferError, match="leave --speculate out"):
+        with pytest.raises(HotsplitError, match="leave --speculate out"):
             check_rows(engine._live)
 
 

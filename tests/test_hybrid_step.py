@@ -18,24 +18,24 @@ from test_families import CASES, converted
 from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.device.streams import HostNode
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.native_structs import NotNative
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step import hybrid_builder
-from sparkinfer.runtime.step.batch import LogitsMemory
-from sparkinfer.runtime.step.cuda_backend import without_collection
-from sparkinfer.runtime.step.hybrid_step import HybridStep, Meter, Segment
-from sparkinfer.runtime.step.native_parts import HostBuffers
-from sparkinfer.runtime.step.plain_backend import plain_backend
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import array_entry
+from hotsplit.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.model.native_structs import NotNative
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.batch import LogitsMemory
+from hotsplit.runtime.step.cuda_backend import without_collection
+from hotsplit.runtime.step.hybrid_step import HybridStep, Meter, Segment
+from hotsplit.runtime.step.native_parts import HostBuffers
+from hotsplit.runtime.step.plain_backend import plain_backend
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -311,7 +311,7 @@ def test_all_neurons_on_the_cpu(tmp_path):
         for side, items in (("gpu", split.gpu_bytes), ("cpu", split.cpu_bytes)):
             got = {item: count for item, count in engine.bytes_by_role[side].items()}
             assert {**got, "workspace": 0} == {**items, "workspace": 0}
-    with pytest.raises(SparkinferError, match="leave one out"):
+    with pytest.raises(HotsplitError, match="leave one out"):
         Engine.load(model.path, split=tmp_path / "s.gguf", cpu_ffn=True)
 
 

@@ -14,10 +14,10 @@ from models import make_machine, make_model, make_profile, make_shape
 from test_artifacts import make_predictors, one_of_each
 from test_runtime import make_split
 
-from sparkinfer.budget import plan_bytes
-from sparkinfer.cli import main
-from sparkinfer.gguf_file import TensorEntry, array_entry, write_gguf
-from sparkinfer.inspection.gguf_summary import part_of
+from hotsplit.budget import plan_bytes
+from hotsplit.cli import main
+from hotsplit.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.inspection.gguf_summary import part_of
 
 KINDS = ["model file", "profile", "machine file", "split file", "predictors"]  # of one_of_each
 
@@ -239,7 +239,7 @@ def test_an_unsupported_architecture_is_inspected_with_the_reason(tmp_path, caps
 def test_stdout_that_takes_only_ascii(tmp_path):
     make_model(extra_keys={"general.name": "Ġ ünï"}).save(tmp_path / "m")
     done = subprocess.run(
-        [sys.executable, "-m", "sparkinfer", "inspect", str(tmp_path / "m")],
+        [sys.executable, "-m", "hotsplit", "inspect", str(tmp_path / "m")],
         env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=True, capture_output=True,
     )  # fmt: skip
     assert b"\\u0120 \\xfcn\\xef" in done.stdout
@@ -260,9 +260,9 @@ def test_unsupported_block_types_are_inspected_with_the_reason(tmp_path, capsys)
 
 def test_texts_where_numbers_belong_are_a_reason_too(tmp_path, capsys):
     model = make_model()
-    keys = {**model._own_keys(), "sparkinfer.ffn.threshold": ["a", "b"]}
+    keys = {**model._own_keys(), "hotsplit.ffn.threshold": ["a", "b"]}
     write_gguf(tmp_path / "m", "llama", keys, model.tensors)
-    assert "'sparkinfer.ffn.threshold'" in inspected(tmp_path / "m", capsys)["refusal"]
+    assert "'hotsplit.ffn.threshold'" in inspected(tmp_path / "m", capsys)["refusal"]
 
 
 def test_a_powerinfer_file_is_inspected(tmp_path, capsys):
@@ -304,7 +304,7 @@ SAFETENSORS = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
         (b'\n {"format": ', "not whole"),
         (b"{\xff\xfe}", "cannot be read as text"),
         (b"[1, 2]", "of an unknown kind"),
-        (struct.pack("<Q", len(SAFETENSORS)) + SAFETENSORS + bytes(4), "sparkinfer convert"),
+        (struct.pack("<Q", len(SAFETENSORS)) + SAFETENSORS + bytes(4), "hotsplit convert"),
         (struct.pack("<Q", 9_000) + SAFETENSORS, "ends before"),
         (struct.pack("<Q", 20) + SAFETENSORS, "not JSON, or not whole"),
         (struct.pack("<Q", 2) + b"{}", "of format None"),

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from sparkinfer.cli import main
-from sparkinfer.run import stages
-from sparkinfer.run.kept import Kept, kept_for
+from hotsplit.cli import main
+from hotsplit.run import stages
+from hotsplit.run.kept import Kept, kept_for
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -20,8 +20,8 @@ def run(model, *words):
 
 def commands_in(text: str) -> list[list[str]]:
     """The commands of this program at the ends of lines."""
-    lines = [line for line in text.splitlines() if ": sparkinfer " in line]
-    return [shlex.split(line.rpartition(": sparkinfer ")[2]) for line in lines]
+    lines = [line for line in text.splitlines() if ": hotsplit " in line]
+    return [shlex.split(line.rpartition(": hotsplit ")[2]) for line in lines]
 
 
 def test_a_source_that_cannot_be_loaded_has_its_copy_named(silu, capsys, tmp_path):

@@ -8,16 +8,16 @@ import torch
 from models import make_model, make_shape
 from test_sequences import Alone, schedule
 
-from sparkinfer import Engine
-from sparkinfer.cache_types import CacheType, CacheTypes
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.runtime.cache.block_table import BlockTable
-from sparkinfer.runtime.cache.key_tables import KeyTables, decode_keys, encode_keys
-from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.threads import use_threads
+from hotsplit import Engine
+from hotsplit.cache_types import CacheType, CacheTypes
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.key_selection import KeySelection
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.key_tables import KeyTables, decode_keys, encode_keys
+from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.threads import use_threads
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, LENGTH = 320, 300
@@ -371,7 +371,7 @@ def test_a_restored_state_continues_bit_for_bit(path, tmp_path, at):
         restore_prompt(text, tmp_path / "s", engine.prompt_key())
         assert torch.equal(text.extend(IDS[at:], "all"), expected[at:])
     with load(path, RULES[1]) as engine, engine.sequence() as text:
-        with pytest.raises(SparkinferError, match="another cache type: .*bounds.*, this is .*mean"):
+        with pytest.raises(HotsplitError, match="another cache type: .*bounds.*, this is .*mean"):
             restore_prompt(text, tmp_path / "s", engine.prompt_key())
 
 
@@ -421,7 +421,7 @@ def test_the_reported_cache_bytes_are_those_allocated(path, rule, num_sequences)
     ],
 )
 def test_impossible_sizes_are_refused(path, text, words):
-    with pytest.raises(SparkinferError, match=words) as refusal:
+    with pytest.raises(HotsplitError, match=words) as refusal:
         load(path, text)
     assert "\n" not in str(refusal.value)
 
@@ -429,13 +429,11 @@ def test_impossible_sizes_are_refused(path, text, words):
 def test_no_context_and_a_full_one(path):
     """After a refusal the text is unchanged and can be continued."""
     for context in (-1, CONTEXT + 1):
-        with pytest.raises(SparkinferError, match=f"context of {context} asked for"):
+        with pytest.raises(HotsplitError, match=f"context of {context} asked for"):
             load(path, context_length=context)
     with load(path, context_length=100) as engine, engine.sequence() as text:
         want = text.extend(IDS[:99])
-        with pytest.raises(
-            SparkinferError, match="2 more tokens after 99 exceed the context of 100"
-        ):
+        with pytest.raises(HotsplitError, match="2 more tokens after 99 exceed the context of 100"):
             text.extend([1, 2])
         text.rollback(98)
         assert torch.equal(text.extend(IDS[98:99]), want)
@@ -457,7 +455,7 @@ CAPPED = "block=16,sinks=16,window=64,top=64,candidates=2,positions=capped"
 
 
 def test_capped_positions_refuse_key_types_turned_by_hadamard(path):
-    with pytest.raises(SparkinferError, match="use f16, bf16 or q4_0-plain"):
+    with pytest.raises(HotsplitError, match="use f16, bf16 or q4_0-plain"):
         load(path, CAPPED, cache_type_k="q4_0")
 
 
@@ -496,7 +494,7 @@ def test_capped_positions_continue_beyond_the_models_context(path):
     ids = (IDS * 3)[:700]
     with load(path, CAPPED, context_length=1024) as engine:
         assert engine.logits(ids).isfinite().all()
-    with pytest.raises(SparkinferError, match="the model has up to 320"):
+    with pytest.raises(HotsplitError, match="the model has up to 320"):
         load(path, SMALL, context_length=1024)
 
 

@@ -15,14 +15,14 @@ from reference import rel_error
 from test_hybrid_step import hybrid, steps
 from test_native_step import BOUNDS
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.step.host_attention import HostAttention
-from sparkinfer.runtime.step.plain_backend import plain_backend
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.key_selection import KeySelection
+from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.plain_backend import plain_backend
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT = 160
@@ -46,7 +46,7 @@ def offloaded(tmp_path, plan, rule=SOME_KEYS, num_sequences=1, **options):
 def checks(tmp_path_factory):
     """A cache folder, in which later loads find the results of the devices' checks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPARKINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HOTSPLIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
@@ -212,7 +212,7 @@ def test_texts_fork_roll_back_and_come_from_files_on_a_device(tmp_path):
         with (
             Engine.load(model.path, split=tmp_path / "s.gguf", device="cpu") as engine,
             engine.sequence() as text,
-            pytest.raises(SparkinferError, match="another plan or on another device: .*, this is"),
+            pytest.raises(HotsplitError, match="another plan or on another device: .*, this is"),
         ):
             restore_prompt(text, tmp_path / "state", engine.prompt_key())
     check_the_runtime()
@@ -283,11 +283,11 @@ def test_another_rule_than_the_plans_is_refused(tmp_path):
         ({"kv_offload": "on"}, r"asked for, but the plan is for block=16,.*; leave it out"),
         ({"cache_type_k": "q8_0"}, "a cache in q8_0 asked for, but a plan budgets it in f32"),
     ):
-        with pytest.raises(SparkinferError, match=words) as refused:
+        with pytest.raises(HotsplitError, match=words) as refused:
             Engine.load(model.path, split=path, **ON_THE_CPU, **options)
         assert "\n" not in str(refused.value)
     planned(tmp_path, model, "random", context_length=CONTEXT)
-    with pytest.raises(SparkinferError, match="run sparkinfer solve with --kv-offload"):
+    with pytest.raises(HotsplitError, match="run hotsplit solve with --kv-offload"):
         Engine.load(model.path, split=path, kv_offload="on", **ON_THE_CPU)
 
 
@@ -295,9 +295,7 @@ def test_another_rule_than_the_plans_is_refused(tmp_path):
 def test_a_device_without_a_plan_needs_one(tmp_path):
     model, _ = offloaded(tmp_path, "random")
     with fake_cuda():
-        with pytest.raises(
-            SparkinferError, match="sparkinfer solve with --kv-offload, or use --cpu"
-        ):
+        with pytest.raises(HotsplitError, match="hotsplit solve with --kv-offload, or use --cpu"):
             Engine.load(model.path, device="cuda", kv_offload="on")
         with Engine.load(
             model.path, device="cuda", cpu_ffn=True, kv_offload=str(SOME_KEYS)
@@ -310,12 +308,12 @@ def test_a_device_without_a_plan_needs_one(tmp_path):
 
 
 def test_a_plans_rule_is_read_back_and_checked(tmp_path):
-    from sparkinfer.split_file import Split
+    from hotsplit.split_file import Split
 
     model, split = offloaded(tmp_path, "random")
     assert Split.load(tmp_path / "s.gguf").kv_offload == SOME_KEYS
     wrong = dataclasses.replace(split, kv_offload=KeySelection(window=4096))
     wrong.save(tmp_path / "w.gguf")
-    with pytest.raises(SparkinferError, match="kv_cache of .* bytes on the CPU, but the plan says"):
+    with pytest.raises(HotsplitError, match="kv_cache of .* bytes on the CPU, but the plan says"):
         Engine.load(model.path, split=tmp_path / "w.gguf", **ON_THE_CPU)
     assert len(SOME) < F

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.runtime.cache.block_table import BlockTable
-from sparkinfer.runtime.cache.key_tables import KeyTables
+from hotsplit.key_selection import KeySelection
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.key_tables import KeyTables
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import kv_selection

@@ -11,7 +11,7 @@ from models import byte_level_keys, make_model, make_shape
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.cpu import library
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import kv_tasks

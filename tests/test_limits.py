@@ -18,14 +18,14 @@ from models import make_model, make_shape
 from reference import Bounds, norm, rel_error, rotate, weights
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, array_entry, type_of
-from sparkinfer.limits import LayerLimits, Limits, transposed_by, transposed_name
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step import native_step
-from sparkinfer.runtime.step.batch import rows_of
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, array_entry, type_of
+from hotsplit.limits import LayerLimits, Limits, transposed_by, transposed_name
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step import native_step
+from hotsplit.runtime.step.batch import rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -485,14 +485,14 @@ def test_limits_that_cannot_be_used_are_refused(tmp_path):
             (Limits(model_id=None, layers=(LayerLimits(gate_F=-np.ones(F, np.float32)),) * L),
              "not all finite and at least 0"),
         ):  # fmt: skip
-            with pytest.raises(SparkinferError, match=message):
+            with pytest.raises(HotsplitError, match=message):
                 engine.set_limits(wrong)
     make_split(ModelFile.load(path).row_major, [[3], [4]], context_length=64).save(
         tmp_path / "s.gguf"
     )
-    with pytest.raises(SparkinferError, match="leave the plan out"):
+    with pytest.raises(HotsplitError, match="leave the plan out"):
         Engine.load(path, split=tmp_path / "s.gguf")
-    with pytest.raises(SparkinferError, match="mode dense uses no limits"):
+    with pytest.raises(HotsplitError, match="mode dense uses no limits"):
         limits.save(tmp_path / "l.safetensors")
         Engine.load(path, mode="dense", limits=tmp_path / "l.safetensors")
 

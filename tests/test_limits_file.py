@@ -10,17 +10,17 @@ from models import make_model, make_shape
 from reference import rel_error, weights
 from transformers import FalconConfig, LlamaConfig, Qwen2Config
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.inspection.inspect_file import inspect_file
-from sparkinfer.limits import FILE_NAME, PLACES, LayerLimits, Limits, limit_shapes
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.verify import verify
-from sparkinfer.runtime.step.program_summary import summarise_program
-from sparkinfer.safetensors_file import save_arrays
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import array_entry
+from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.limits import FILE_NAME, PLACES, LayerLimits, Limits, limit_shapes
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.verify import verify
+from hotsplit.runtime.step.program_summary import summarise_program
+from hotsplit.safetensors_file import save_arrays
 
 D, F = 64, 96
 SHAPE = make_shape(width=D, num_neurons=F)
@@ -82,8 +82,8 @@ def test_a_file_round_trips(tmp_path):
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path, change, message):
     path = tmp_path / "l.safetensors"
-    save_arrays(path, "sparkinfer.limits", 1, {"model_id": None, "num_layers": 2}, change)
-    with pytest.raises(SparkinferError, match=message) as refusal:
+    save_arrays(path, "hotsplit.limits", 1, {"model_id": None, "num_layers": 2}, change)
+    with pytest.raises(HotsplitError, match=message) as refusal:
         Limits.load(path)
     assert "\n" not in str(refusal.value) and str(path) in str(refusal.value)
 
@@ -92,7 +92,7 @@ def test_a_file_shorter_than_a_headers_length_is_refused(tmp_path):
     path = tmp_path / "short"
     for content in (b"", b"1234567"):
         path.write_bytes(content)
-        with pytest.raises(SparkinferError, match=rf"\(it has {len(content)} bytes\)"):
+        with pytest.raises(HotsplitError, match=rf"\(it has {len(content)} bytes\)"):
             Limits.load(path)
 
 
@@ -106,8 +106,8 @@ def test_wrong_metadata_are_refused(tmp_path):
         (good | {"model_id": 3}, 1, "model_id is 3"),
     ):
         arrays = {"blk.0.ffn_gate.limit": np.zeros(3, np.float32)}
-        save_arrays(path, "sparkinfer.limits", version, metadata, arrays)
-        with pytest.raises(SparkinferError, match=message):
+        save_arrays(path, "hotsplit.limits", version, metadata, arrays)
+        with pytest.raises(HotsplitError, match=message):
             Limits.load(path)
 
 
@@ -131,7 +131,7 @@ def with_tensor(model: ModelFile, name: str, values: np.ndarray, kind="f32") -> 
     ],
 )  # fmt: skip
 def test_a_model_file_with_wrong_limits_is_refused(tmp_path, name, values, message):
-    with pytest.raises(SparkinferError, match=message):
+    with pytest.raises(HotsplitError, match=message):
         with_tensor(model_of(), name, values).save(tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 
@@ -145,7 +145,7 @@ def test_limits_that_a_model_cannot_have_are_refused(tmp_path):
         (with_tensor(model_of(activation="relu"), "blk.0.ffn_gate.limit", zero), "this relu model"),
         (with_tensor(model_of(), "blk.0.ffn_gate.limit", zero, "f16"), "wanted a vector of f32"),
     ):
-        with pytest.raises(SparkinferError, match=message):
+        with pytest.raises(HotsplitError, match=message):
             wrong.validate()
 
 
@@ -154,7 +154,7 @@ def test_matrices_with_one_input_are_transposed_together():
     tensors = dict(model.tensors)
     entry = tensors.pop("blk.0.attn_q.weight")
     tensors["blk.0.attn_q_t.weight"] = array_entry(entry.read().T, "f32")
-    with pytest.raises(SparkinferError, match="unknown tensor 'blk.0.attn_k.weight'"):
+    with pytest.raises(HotsplitError, match="unknown tensor 'blk.0.attn_k.weight'"):
         dataclasses.replace(model, tensors=tensors).validate()
 
 
@@ -240,7 +240,7 @@ def test_a_checkpoint_with_its_own_limits_is_converted(tmp_path, family):
         want = rows.logits(IDS)
         assert rel_error(engine.logits(IDS), want) < 1e-5 < 1e-2 < rel_error(dense, want)
     wanted = "made to run with these limits" if family != "falcon" else "graph has no"
-    with pytest.raises(SparkinferError, match=wanted):
+    with pytest.raises(HotsplitError, match=wanted):
         convert(ConvertConfig(source=folder, output=tmp_path / "s.gguf", layout="stock"))
 
 
@@ -257,15 +257,15 @@ def test_what_convert_cannot_write_is_refused(tmp_path):
         (base, other, "limits of model another mode"),
         (relu, good, "this relu model cannot have them"),
         (base, tmp_path / "none.safetensors", "none.safetensors"),
-        (base, base, "wanted a sparkinfer.limits file"),
+        (base, base, "wanted a hotsplit.limits file"),
     ):
-        with pytest.raises(SparkinferError, match=message) as refusal:
+        with pytest.raises(HotsplitError, match=message) as refusal:
             convert(ConvertConfig(source=source, output=output, limits=path))
         assert "\n" not in str(refusal.value) and not output.exists()
-    with pytest.raises(SparkinferError, match="stock layout cannot hold limits"):
+    with pytest.raises(HotsplitError, match="stock layout cannot hold limits"):
         ConvertConfig(source=base, output=output, limits=good, layout="stock")
     convert(ConvertConfig(source=base, output=output, limits=good))
-    with pytest.raises(SparkinferError, match="the stock layout cannot have them"):
+    with pytest.raises(HotsplitError, match="the stock layout cannot have them"):
         convert(ConvertConfig(source=output, output=tmp_path / "s.gguf", layout="stock"))
 
 
@@ -298,7 +298,7 @@ def test_the_program_of_transposed_matrices_counts_their_bytes(tmp_path):
 
 
 def test_the_key_of_a_saved_prompt_covers_its_limits(tmp_path: Path) -> None:
-    from sparkinfer.runtime.generate.prompt_cache import weights_digest
+    from hotsplit.runtime.generate.prompt_cache import weights_digest
 
     model = make_model(path=tmp_path / "m.gguf", activation="silu")
     size = model.shape.num_neurons
@@ -313,8 +313,8 @@ def test_the_key_of_a_saved_prompt_covers_its_limits(tmp_path: Path) -> None:
 
 
 def test_a_model_file_keeps_trained_limits_and_their_cost(tmp_path: Path) -> None:
-    from sparkinfer.mode_choice import choose_mode
-    from sparkinfer.mode_quality import ModeQuality
+    from hotsplit.mode_choice import choose_mode
+    from hotsplit.mode_quality import ModeQuality
 
     model = make_model(path=tmp_path / "m.gguf", activation="silu")
     quality = ModeQuality(

@@ -17,33 +17,33 @@ from sparsify_runs import make_inputs, tiny_config
 from test_profile_run import stopped_at
 from transformers import AutoModelForCausalLM
 
-from sparkinfer import Engine
-from sparkinfer.budget import plan_bytes
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import Interrupted, SparkinferError
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.model_file import ModelFile
-from sparkinfer.predictor_file import Predictors
-from sparkinfer.profile import memory, streaming
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.corpus import read_windows
-from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.eval_file import eval_content
-from sparkinfer.profile.layer_trainer import LayerTrainer, phases
-from sparkinfer.profile.merge import MergeConfig, merge
-from sparkinfer.profile.predictor_check import check_predictors
-from sparkinfer.profile.predictor_options import PredictorOptions
-from sparkinfer.profile.quality import evaluate
-from sparkinfer.profile.training import Level
-from sparkinfer.profile_file import Profile
-from sparkinfer.report.config import ReportConfig
-from sparkinfer.report.report import report
-from sparkinfer.runtime.model.feed_forward import Gate
-from sparkinfer.runtime.prefill.workspace import measure_workspace
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.sparsify.run import sparsify
+from hotsplit import Engine
+from hotsplit.budget import plan_bytes
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.model_file import ModelFile
+from hotsplit.predictor_file import Predictors
+from hotsplit.profile import memory, streaming
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.corpus import read_windows
+from hotsplit.profile.eval_config import EvalConfig
+from hotsplit.profile.eval_file import eval_content
+from hotsplit.profile.layer_trainer import LayerTrainer, phases
+from hotsplit.profile.merge import MergeConfig, merge
+from hotsplit.profile.predictor_check import check_predictors
+from hotsplit.profile.predictor_options import PredictorOptions
+from hotsplit.profile.quality import evaluate
+from hotsplit.profile.training import Level
+from hotsplit.profile_file import Profile
+from hotsplit.report.config import ReportConfig
+from hotsplit.report.report import report
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.prefill.workspace import measure_workspace
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.sparsify.run import sparsify
 
 L, D, F = 3, 96, 160
 ROOT = Path(__file__).parent.parent
@@ -213,7 +213,7 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
     page = {"output": tmp_path / "page.html", "evals": (tmp_path / "e.json",)}
     assert "quality" not in report(ReportConfig(model=a, **page)).missing
     for model, words in ((b, "made with limits .*b.gguf has limits"), (plain, "has no limits")):
-        with pytest.raises(SparkinferError, match=words):
+        with pytest.raises(HotsplitError, match=words):
             report(ReportConfig(model=model, force=True, **page))
     profile(config_of(made, plain, tmp_path / "plain"))
     profile(config_of(made, b, tmp_path / "q", seed=1))
@@ -233,9 +233,9 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
         (a, "plain", "made without limits, but .*a.gguf has limits"),
         (plain, "p", "made with limits .*, but .*m.gguf has no limits"),
     ):
-        with pytest.raises(SparkinferError, match=words):
+        with pytest.raises(HotsplitError, match=words):
             solve(solved(model, counted), workspace)
-    with pytest.raises(SparkinferError, match="counted by different limits"):
+    with pytest.raises(HotsplitError, match="counted by different limits"):
         merge(MergeConfig(profiles=(tmp_path / "p", tmp_path / "q"), output=tmp_path / "sum"))
 
     def added(model: Path) -> ConvertConfig:
@@ -243,21 +243,21 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
                              force=True)  # fmt: skip
 
     for model in (b, plain):
-        with pytest.raises(SparkinferError, match="train predictors for this model file"):
+        with pytest.raises(HotsplitError, match="train predictors for this model file"):
             convert(added(model))
     convert(added(a))
     assert ModelFile.load(tmp_path / "full").quality.keys() == {"exact", "predicted"}
     other = {"source": tmp_path / "full", "output": tmp_path / "x", "limits": tmp_path / "b.limits"}
-    with pytest.raises(SparkinferError, match="predictors were not trained with the limits"):
+    with pytest.raises(HotsplitError, match="predictors were not trained with the limits"):
         convert(ConvertConfig(**other))
-    with pytest.raises(SparkinferError, match="no thresholds"):
+    with pytest.raises(HotsplitError, match="no thresholds"):
         convert(ConvertConfig(source=plain, output=tmp_path / "x", thresholds=tmp_path / "p"))
     stopped_at(monkeypatch, 5)
     with pytest.raises(Interrupted):
         profile(config_of(made, a, tmp_path / "cut"))
     assert a.stat().st_size == b.stat().st_size
     b.rename(a)
-    with pytest.raises(SparkinferError, match="begun with limits of the model"):
+    with pytest.raises(HotsplitError, match="begun with limits of the model"):
         profile(config_of(made, a, tmp_path / "cut"))
 
 
@@ -286,20 +286,20 @@ def test_what_limits_rule_out_is_refused(tmp_path, made):
     inputs = with_limits(made, limits_of(made, "qkv_D"), tmp_path / "inputs.gguf")
     hidden = with_limits(made, limits_of(made, "hidden_F"), tmp_path / "hidden.gguf")
     for options in ({"target_sparsity": 0.5}, {"perplexity_budget": 0.01}):
-        with pytest.raises(SparkinferError, match="has limits, by which its firings are counted"):
+        with pytest.raises(HotsplitError, match="has limits, by which its firings are counted"):
             profile(config_of(made, gates, tmp_path / "p", **options))
-    with pytest.raises(SparkinferError, match="which leaves nothing to predict") as refused:
+    with pytest.raises(HotsplitError, match="which leaves nothing to predict") as refused:
         profile(config_of(made, inputs, tmp_path / "p", train_predictors=tmp_path / "pred"))
     assert "--target-sparsity" not in str(refused.value)  # which files with limits refuse too
     profile(config_of(made, made / "m.gguf", tmp_path / "t", target_sparsity=0.5))
-    with pytest.raises(SparkinferError, match="without limits of gates"):
+    with pytest.raises(HotsplitError, match="without limits of gates"):
         convert(ConvertConfig(source=gates, output=tmp_path / "x", thresholds=tmp_path / "t"))
     make_machine().save(tmp_path / "machine.json")
     for model in (inputs, hidden):
         profile(config_of(made, model, tmp_path / "p", force=True))
         config = SolveConfig(model=model, profile=tmp_path / "p", output=tmp_path / "plan",
                              machine=tmp_path / "machine.json", vram_budget_bytes=(0,))  # fmt: skip
-        with pytest.raises(SparkinferError, match="models only those of gates"):
+        with pytest.raises(HotsplitError, match="models only those of gates"):
             solve(config, lambda *about: 1 << 20)
 
 
@@ -370,7 +370,7 @@ def test_a_profile_keeps_the_digest_of_its_limits(tmp_path, made):
     assert Profile.load(tmp_path / "q").limits is None
     for wrong in (5, ["a"], {}):
         dataclasses.replace(make_profile(model), limits=wrong).save(tmp_path / "w")
-        with pytest.raises(SparkinferError, match="limits"):
+        with pytest.raises(HotsplitError, match="limits"):
             Profile.load(tmp_path / "w")
 
 

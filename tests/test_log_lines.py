@@ -12,21 +12,21 @@ from models import byte_level_keys, make_model, make_shape
 from rich.console import Console
 from rich.progress import Progress
 
-from sparkinfer.cli import main
-from sparkinfer.commands import shared
-from sparkinfer.log_lines import NAME, lines_on_stderr
-from sparkinfer.runtime import engine_options
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.cli import main
+from hotsplit.commands import shared
+from hotsplit.log_lines import NAME, lines_on_stderr
+from hotsplit.runtime import engine_options
+from hotsplit.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("runtime", "convert", "profile", "solver", "sparsify", "serve", "src/sparkinfer")
+FOLDERS = ("runtime", "convert", "profile", "solver", "sparsify", "serve", "src/hotsplit")
 # The command line itself, and programs that answer another process on stdout.
 PRINTING = {
-    "src/sparkinfer/cli.py",
-    "src/sparkinfer/top_level.py",
-    "src/sparkinfer/signals.py",
-    "src/sparkinfer/log_lines.py",
-    "src/sparkinfer/doctor/children.py",
+    "src/hotsplit/cli.py",
+    "src/hotsplit/top_level.py",
+    "src/hotsplit/signals.py",
+    "src/hotsplit/log_lines.py",
+    "src/hotsplit/doctor/children.py",
     "runtime/text/template_worker.py",
 }
 WRITERS = {"sys.stderr.write", "sys.stdout.write", "sys.stderr.writelines", "click.echo",
@@ -64,7 +64,7 @@ def test_a_module_that_prints_is_found(text):
 
 
 def test_the_lines_are_plain(capsys):
-    log = logging.getLogger("sparkinfer.runtime.some_module")
+    log = logging.getLogger("hotsplit.runtime.some_module")
     with lines_on_stderr():
         log.warning("m.gguf: 100 % of this is slow")
         log.info("m.gguf: mode dense")
@@ -75,7 +75,7 @@ def test_the_lines_are_plain(capsys):
 
 
 def test_a_callers_handlers_do_not_repeat_the_lines(capsys, caplog):
-    log = logging.getLogger("sparkinfer.runtime.some_module")
+    log = logging.getLogger("hotsplit.runtime.some_module")
     with lines_on_stderr(), lines_on_stderr():
         log.warning("once")
     assert capsys.readouterr().err == "once\n" and not caplog.records
@@ -88,7 +88,7 @@ def test_a_callers_handlers_do_not_repeat_the_lines(capsys, caplog):
 def test_a_closed_stderr_loses_lines_and_nothing_else(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     with lines_on_stderr():
-        logging.getLogger("sparkinfer.runtime.some_module").warning("for nobody")
+        logging.getLogger("hotsplit.runtime.some_module").warning("for nobody")
 
 
 def test_a_line_appears_above_a_progress_bar():
@@ -97,7 +97,7 @@ def test_a_line_appears_above_a_progress_bar():
     with lines_on_stderr(), Progress(console=console, auto_refresh=False) as bar:
         bar.add_task("loading", total=2)
         bar.refresh()
-        logging.getLogger("sparkinfer.runtime.some_module").warning("m.gguf: slow")
+        logging.getLogger("hotsplit.runtime.some_module").warning("m.gguf: slow")
         bar.refresh()
     lines = terminal.getvalue().splitlines()
     (line,) = [line for line in lines if "m.gguf" in line]
@@ -121,8 +121,8 @@ def model(tmp_path_factory):
 def stderr_of(first: str, path: Path) -> str:
     """The stderr of a program that executes this line and then loads the model."""
     text = (
-        f"import logging\nfrom sparkinfer import Engine\n{first}\n"
-        "from sparkinfer.runtime import engine_options\n"
+        f"import logging\nfrom hotsplit import Engine\n{first}\n"
+        "from hotsplit.runtime import engine_options\n"
         "engine_options.free_memory_bytes = lambda: 1\n"
         f"with Engine.load({str(path)!r}, device='cpu', kv_offload={SIZES!r}): pass"
     )
@@ -139,7 +139,7 @@ def test_a_program_shows_warnings_by_default_and_the_rest_on_request(model):
     asked = stderr_of("logging.basicConfig(level='INFO', format='%(name)s|%(message)s')", model)
     names = dict(line.split("|", 1)[::-1] for line in asked.splitlines())
     assert sum(EXPLAINED in line for line in names) == sum(WARNED in line for line in names) == 1
-    assert {"sparkinfer.runtime.loading", "sparkinfer.runtime.engine_options"} <= {*names.values()}
+    assert {"hotsplit.runtime.loading", "hotsplit.runtime.engine_options"} <= {*names.values()}
 
 
 def test_a_command_says_them_as_its_own_notes(model, monkeypatch):

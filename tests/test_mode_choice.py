@@ -8,28 +8,28 @@ import pytest
 import torch
 from models import make_machine, make_model, make_profile, make_shape, power_law_frequencies
 
-from sparkinfer import Engine
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.engine_config import EngineConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.log_lines import lines_on_stderr
-from sparkinfer.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
-from sparkinfer.mode_quality import ModeQuality, is_recordable
-from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors
-from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.engine_options import mode_of
-from sparkinfer.safetensors_file import load_arrays, save_arrays
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.layer_split import as_plan, layer_split
-from sparkinfer.solver.modes import find, find_fastest, in_mode
-from sparkinfer.solver.pipeline import cpu_only_plan, plan_is_feasible, plan_seconds
-from sparkinfer.solver.solve import SolveConfig, estimated_workspace, solve, split_of
-from sparkinfer.solver.verify import verify
-from sparkinfer.split_file import Split, without_predictors
+from hotsplit import Engine
+from hotsplit.architecture import SMOOTH
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.engine_config import EngineConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.log_lines import lines_on_stderr
+from hotsplit.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
+from hotsplit.mode_quality import ModeQuality, is_recordable
+from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.profile_file import Profile
+from hotsplit.runtime.engine_options import mode_of
+from hotsplit.safetensors_file import load_arrays, save_arrays
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.layer_split import as_plan, layer_split
+from hotsplit.solver.modes import find, find_fastest, in_mode
+from hotsplit.solver.pipeline import cpu_only_plan, plan_is_feasible, plan_seconds
+from hotsplit.solver.solve import SolveConfig, estimated_workspace, solve, split_of
+from hotsplit.solver.verify import verify
+from hotsplit.split_file import Split, without_predictors
 
 MODES = ("dense", "exact", "predicted")
 
@@ -81,7 +81,7 @@ def a_model(
          "predicted would read 40 % less and cost +3 %"),
         ({"exact": (0.004, 1.2), "has_predictors": False}, "dense", "the thresholds save less"),
         # A smooth activation without a record: dense, and the line names the options to type.
-        ({"has_predictors": False}, "dense", "--mode exact runs them, sparkinfer eval measures"),
+        ({"has_predictors": False}, "dense", "--mode exact runs them, hotsplit eval measures"),
         ({}, "dense", "--mode predicted runs them"),
         # An activation sparse by itself: exact costs nothing, and predictors without a record are
         # used.
@@ -110,7 +110,7 @@ def test_the_limit_is_the_users():
     assert choose_mode(model, 0.3).mode == "predicted"
     assert choose_mode(model, 0.17).mode == "dense"
     for wrong in (-0.1, math.nan):
-        with pytest.raises(SparkinferError, match="wanted 0 or more"):
+        with pytest.raises(HotsplitError, match="wanted 0 or more"):
             EngineConfig(max_loss=wrong)
 
 
@@ -167,10 +167,10 @@ def test_profiles_of_older_versions_are_read(tmp_path):
     profile = make_profile(make_model())
     profile.save(tmp_path / "p")
     names = {"model_id", "num_tokens", "threshold_L", "corpora", "quality"}
-    metadata, arrays = load_arrays(tmp_path / "p", "sparkinfer.profile", 3, names | {"arithmetic"})
+    metadata, arrays = load_arrays(tmp_path / "p", "hotsplit.profile", 3, names | {"arithmetic"})
     for version, left_out in ((2, "arithmetic"), (1, "quality")):
         del metadata[left_out]
-        save_arrays(tmp_path / "old", "sparkinfer.profile", version, metadata, arrays)
+        save_arrays(tmp_path / "old", "hotsplit.profile", version, metadata, arrays)
         old = Profile.load(tmp_path / "old")
         assert (old.quality, old.arithmetic) == ({}, None)
         assert (old.active_count_LF == profile.active_count_LF).all()
@@ -189,22 +189,22 @@ def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
     model = a_model(exact=(0.1, 0.5))
     wrong = dataclasses.replace(model.quality["exact"], **{name: value})
     assert not is_recordable(wrong) and is_recordable(model.quality["exact"])
-    with pytest.raises(SparkinferError, match=name):
+    with pytest.raises(HotsplitError, match=name):
         dataclasses.replace(model, quality={"exact": wrong}).save(tmp_path / "m.gguf")
     model.save(tmp_path / "m.gguf")
-    key = f"sparkinfer.quality.exact.{name}"
-    from sparkinfer.model_file import read_model_gguf
+    key = f"hotsplit.quality.exact.{name}"
+    from hotsplit.model_file import read_model_gguf
 
     keys, tensors = read_model_gguf(tmp_path / "m.gguf")
     for found in (type(keys[key])(value) if value == value and value >= 0 else np.float64(value),
                   "text"):  # fmt: skip
-        with pytest.raises(SparkinferError, match=name):
+        with pytest.raises(HotsplitError, match=name):
             ModelFile.of(tmp_path / "m.gguf", keys | {key: found}, tensors)
     del keys[key]
-    with pytest.raises(SparkinferError, match="unknown or missing"):
+    with pytest.raises(HotsplitError, match="unknown or missing"):
         ModelFile.of(tmp_path / "m.gguf", keys, tensors)
-    with pytest.raises(SparkinferError, match="wanted exact and predicted"):
-        ModelFile.of(tmp_path / "m.gguf", keys | {"sparkinfer.quality.dense.x": 1.0}, tensors)
+    with pytest.raises(HotsplitError, match="wanted exact and predicted"):
+        ModelFile.of(tmp_path / "m.gguf", keys | {"hotsplit.quality.dense.x": 1.0}, tensors)
 
 
 def predictors_of(model: ModelFile) -> Predictors:
@@ -305,7 +305,7 @@ def test_a_plan_sets_the_mode(tmp_path):
         assert engine.mode == "dense" and engine.bytes_by_role["gpu"]["predictor"] == 0
         got = engine.logits(ids)
     assert (got - want).norm() < 1e-5 * want.norm()
-    with pytest.raises(SparkinferError, match="no room for predictors"):
+    with pytest.raises(HotsplitError, match="no room for predictors"):
         Engine.load(tmp_path / "m.gguf", split=tmp_path / "s.gguf", mode="predicted")
     planned(model, "exact", (half,) * 3, (True,) * 3).save(tmp_path / "s.gguf")
     with Engine.load(tmp_path / "m.gguf", split=tmp_path / "s.gguf") as engine:
@@ -429,7 +429,7 @@ def test_the_plan_is_never_slower_than_an_alternative(tmp_path, num_gpus):
         inputs = random_inputs(seed, num_gpus)
         try:
             found = fastest(inputs)
-        except SparkinferError:  # a GPU with a budget that holds nothing
+        except HotsplitError:  # a GPU with a budget that holds nothing
             continue
         seconds = found.answer.objective_s * (1 - 1e-9)
         chosen.append(found.inputs.mode)
@@ -439,7 +439,7 @@ def test_the_plan_is_never_slower_than_an_alternative(tmp_path, num_gpus):
             assert seconds <= plan_seconds(nothing, cpu_only_plan(nothing))
             try:
                 assert seconds <= find(of_mode, time_limit_s=1).answer.objective_s
-            except SparkinferError:
+            except HotsplitError:
                 continue
         dense = in_mode(inputs, "dense", workspace)
         others = layer_split(dense)

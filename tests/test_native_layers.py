@@ -12,14 +12,14 @@ from test_by_output import stock_of
 from test_native_step import BOUNDS, PAIRS
 from test_runtime import PATTERNS, make_split, saved
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.model_file import PredictorInfo
-from sparkinfer.profile.quality import compare_all
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step.native_layers import SHOWN, NativeLayers
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.model_file import PredictorInfo
+from hotsplit.profile.quality import compare_all
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.native_layers import SHOWN, NativeLayers
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 IDS = [(7 * i + i * i) % 50 for i in range(30)]

@@ -10,12 +10,12 @@ import torch
 from models import make_model, make_shape
 from reference import rel_error
 
-from sparkinfer import Engine
-from sparkinfer.runtime.device.bits import pack_bits
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import FeedForward, Gate
-from sparkinfer.runtime.model.native_neurons import NativeNeurons
-from sparkinfer.runtime.model.native_structs import NotNative
+from hotsplit import Engine
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import FeedForward, Gate
+from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.model.native_structs import NotNative
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")

@@ -13,10 +13,10 @@ from models import make_model, make_shape
 from reference import Bounds, logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
-from sparkinfer import Engine
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step import native_step
+from hotsplit import Engine
+from hotsplit.gguf_file import array_entry
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step import native_step
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 # Sums in another order change some f16 values of the KV cache, and some 16-bit values, by one unit

@@ -15,18 +15,18 @@ from models import byte_level_keys, make_model, make_shape
 from random_policy import RandomPolicy, random_setup
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.architecture import Activation
-from sparkinfer.cache_plan import CachePlan
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.limits import LayerLimits, Limits
-from sparkinfer.neuron_cache import CacheCosts, CacheOptions
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.neuron_cache.cycle import SWAP
-from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.runtime.step.sequences import Part
-from sparkinfer.runtime.weights.slot_rows import matrices_of
+from hotsplit import Engine
+from hotsplit.architecture import Activation
+from hotsplit.cache_plan import CachePlan
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.limits import LayerLimits, Limits
+from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.neuron_cache.cycle import SWAP
+from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.step.sequences import Part
+from hotsplit.runtime.weights.slot_rows import matrices_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L, V = 160, 3, 50
@@ -264,7 +264,7 @@ KILLED = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from random_policy import random_setup
-from sparkinfer import Engine
+from hotsplit import Engine
 with Engine.load(sys.argv[2], mode="predicted", neuron_cache=random_setup(share=0.4)) as engine:
     with engine.sequence() as text:
         for token in map(int, sys.argv[3].split()):
@@ -476,7 +476,7 @@ def test_a_cache_that_cannot_work_is_refused(tmp_path):
     model = saved(tmp_path)
 
     def refused(match, setup, **options):
-        with pytest.raises(SparkinferError, match=match):
+        with pytest.raises(HotsplitError, match=match):
             Engine.load(model.path, neuron_cache=setup, **options)
 
     refused("needs a plan", random_setup(), mode="exact")

@@ -14,21 +14,21 @@ from test_native_step import BOUNDS
 from test_runtime import IDS as TOKENS
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.device.bits import unpack_bits
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.kernels.gpu.slots import triton_slot_kernels
-from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import load_weights
-from sparkinfer.runtime.model.observers import Observers
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step import hybrid_builder
-from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.step.plain_backend import plain_backend
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.device.bits import unpack_bits
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.kernels.gpu.slots import triton_slot_kernels
+from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.weights.resident import Residence
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
@@ -302,9 +302,9 @@ def test_an_interrupted_move_is_not_computed_with(tmp_path, monkeypatch, where):
     with pytest.raises(KeyboardInterrupt):
         cached.step.run(IDS[1], 1)
     monkeypatch.undo()
-    with pytest.raises(SparkinferError, match="was interrupted while it moved neurons"):
+    with pytest.raises(HotsplitError, match="was interrupted while it moved neurons"):
         cached.step.run(IDS[2], 2)
-    with pytest.raises(SparkinferError, match="was interrupted while it moved neurons"):
+    with pytest.raises(HotsplitError, match="was interrupted while it moved neurons"):
         cached.cache.complete()  # as rebuilding a step does
 
 
@@ -394,5 +394,5 @@ def test_the_comparison_finds_what_is_not_moved(tmp_path, wrong):
 
 def test_kernels_that_are_missing_are_refused(tmp_path):
     backend = dataclasses.replace(plain_backend(reference_kernels()), slot_kernels=None)
-    with pytest.raises(SparkinferError, match="needs Triton's kernels"):
+    with pytest.raises(HotsplitError, match="needs Triton's kernels"):
         Cached.of(tmp_path, backend=backend)

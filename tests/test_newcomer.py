@@ -20,27 +20,27 @@ from checkpoints import edit_config, random_llama
 from models import make_model, make_profile, make_shape
 from safetensors.numpy import load_file
 
-import sparkinfer
-from sparkinfer.cli import main
-from sparkinfer.commands import examples, llamacpp_flags
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.commands.llamacpp_flags import TABLE, translate
-from sparkinfer.commands.outtype import OUTTYPE
-from sparkinfer.commands.prompts import prompts_of
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.families.table import read_blueprint
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.convert.tensor_types import TensorTypes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.log_lines import lines_on_stderr
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.predictor_file import LayerPredictor, Predictors
-from sparkinfer.profile.sources import find_sources
-from sparkinfer.profile.verify import verify
-from sparkinfer.profile_file import Profile
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.sizes import parse_bytes
+import hotsplit
+from hotsplit.cli import main
+from hotsplit.commands import examples, llamacpp_flags
+from hotsplit.commands.all_commands import cli
+from hotsplit.commands.llamacpp_flags import TABLE, translate
+from hotsplit.commands.outtype import OUTTYPE
+from hotsplit.commands.prompts import prompts_of
+from hotsplit.convert.convert import convert
+from hotsplit.convert.families.table import read_blueprint
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.errors import HotsplitError
+from hotsplit.log_lines import lines_on_stderr
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.predictor_file import LayerPredictor, Predictors
+from hotsplit.profile.sources import find_sources
+from hotsplit.profile.verify import verify
+from hotsplit.profile_file import Profile
+from hotsplit.serve.config import ServeConfig
+from hotsplit.sizes import parse_bytes
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -61,26 +61,26 @@ def line_of(capsys, arguments: list[object], code: int) -> str:
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["serv"], "no such command 'serv', did you mean serve?; see sparkinfer --help"),
-        (["rum"], "no such command 'rum', did you mean run?; see sparkinfer --help"),
+        (["serv"], "no such command 'serv', did you mean serve?; see hotsplit --help"),
+        (["rum"], "no such command 'rum', did you mean run?; see hotsplit --help"),
         (["quantize"], "no such command 'quantize'; llama.cpp's is convert MODEL -o FILE --outtype q8_0"
-         " here; see sparkinfer --help"),
-        (["perplexity"], "no such command 'perplexity'; llama.cpp's is eval here; see sparkinfer --help"),
-        (["convert"], "missing argument 'SOURCE'; see sparkinfer convert --help"),
-        (["doctor", "m"], "got unexpected extra argument (m); see sparkinfer doctor --help"),
+         " here; see hotsplit --help"),
+        (["perplexity"], "no such command 'perplexity'; llama.cpp's is eval here; see hotsplit --help"),
+        (["convert"], "missing argument 'SOURCE'; see hotsplit convert --help"),
+        (["doctor", "m"], "got unexpected extra argument (m); see hotsplit doctor --help"),
         (["run", "m", "-m", "b", "-p", "hi"],
-         "sparkinfer run: there is a model and a text already: leave b out"),
+         "hotsplit run: there is a model and a text already: leave b out"),
         (["solve", "m", "--profile", "p", "--machine", "c", "-o", "o"],
-         "missing option '-vb' / '--vram-budget'; see sparkinfer solve --help"),
-        (["generate", "m", "hello"], "sparkinfer generate: a text is given with -p: -p hello"),
-        (["run", "m", "hello", "you"], "sparkinfer run: a text is given with -p: -p 'hello you'"),
+         "missing option '-vb' / '--vram-budget'; see hotsplit solve --help"),
+        (["generate", "m", "hello"], "hotsplit generate: a text is given with -p: -p hello"),
+        (["run", "m", "hello", "you"], "hotsplit run: a text is given with -p: -p 'hello you'"),
         (["run", "m", "--vram", "8", "GB"], "a size is one word: write 8GB, not 8 GB"),
         (["solve", "m", "--vram", "8GB"],
-         "no such option '--vram', did you mean --vram-budget?; see sparkinfer solve --help"),
-        (["generate", "m", "--tfx"], "no such option '--tfx'; see sparkinfer generate --help"),
-        (["generate", "m", "--top-kk"], "did you mean --top-k?; see sparkinfer generate --help"),
-        (["generate", "m", "-nab"], "no such option '-nab'; see sparkinfer generate --help"),
-        (["generate", "m", "-n", "b"], "'b' is not a valid integer; see sparkinfer generate --help"),
+         "no such option '--vram', did you mean --vram-budget?; see hotsplit solve --help"),
+        (["generate", "m", "--tfx"], "no such option '--tfx'; see hotsplit generate --help"),
+        (["generate", "m", "--top-kk"], "did you mean --top-k?; see hotsplit generate --help"),
+        (["generate", "m", "-nab"], "no such option '-nab'; see hotsplit generate --help"),
+        (["generate", "m", "-n", "b"], "'b' is not a valid integer; see hotsplit generate --help"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_gives_one_line(capsys, arguments, line):
@@ -134,14 +134,14 @@ def test_layers_for_a_gpu_that_is_not_there_are_noted(monkeypatch):
 @pytest.mark.parametrize(
     "given, told",
     [
-        ("generate a -ngl 20", "sparkinfer solve"),
-        ("serve a -ot x=CPU", "sparkinfer solve"),
+        ("generate a -ngl 20", "hotsplit solve"),
+        ("serve a -ot x=CPU", "hotsplit solve"),
         ("solve a -ngl 20", "--vram-budget 8GiB"),
-        ("generate a -cnv", "sparkinfer chat"),
-        ("chat a -no-cnv", "sparkinfer generate"),
+        ("generate a -cnv", "hotsplit chat"),
+        ("chat a -no-cnv", "hotsplit generate"),
         ("generate a --tfs 0.9", "--min-p"),
         ("generate a --lora x", "merge them"),
-        ("serve a --api-key-file x", "SPARKINFER_API_KEY"),
+        ("serve a --api-key-file x", "HOTSPLIT_API_KEY"),
     ],
 )
 def test_options_of_llamacpp_without_an_equivalent_are_refused_with_advice(given, told):
@@ -155,7 +155,7 @@ def test_options_of_llamacpp_without_an_equivalent_are_refused_with_advice(given
 def test_a_budget_without_a_plan_is_explained(command, option):
     with pytest.raises(click.UsageError, match="is an option of run and solve: ") as error:
         translated(command, "a", option, "8G")
-    for advice in ("sparkinfer run MODEL --vram", "sparkinfer solve MODEL", "--split PLAN"):
+    for advice in ("hotsplit run MODEL --vram", "hotsplit solve MODEL", "--split PLAN"):
         assert advice in error.value.message
 
 
@@ -197,10 +197,10 @@ def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
 def test_a_context_of_zero_is_the_models_own_and_less_is_refused(tmp_path):
     """Users of llama.cpp write -c 0."""
     make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
-    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=0) as engine:
+    with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=0) as engine:
         assert engine.context_length == 16
-    with pytest.raises(SparkinferError, match="context of -1 .*, wanted 1 to 16"):
-        sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=-1)
+    with pytest.raises(HotsplitError, match="context of -1 .*, wanted 1 to 16"):
+        hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=-1)
 
 
 def test_a_pipe_is_read_as_a_prompt_and_a_device_is_named(tmp_path):
@@ -210,7 +210,7 @@ def test_a_pipe_is_read_as_a_prompt_and_a_device_is_named(tmp_path):
     writer.start()
     assert prompts_of(None, tmp_path / "pipe", None) == ["Once upon"]
     writer.join()
-    with pytest.raises(SparkinferError, match="^/dev/null: is not a regular file; wanted a prompt"):
+    with pytest.raises(HotsplitError, match="^/dev/null: is not a regular file; wanted a prompt"):
         prompts_of(None, Path("/dev/null"), None)
 
 
@@ -225,8 +225,8 @@ def test_some_gpu_layers_are_answered_with_a_budget(command, capsys):
 def test_an_option_without_its_argument_names_the_commands_help(capsys):
     assert main(["generate", "m.gguf", "-n"]) == 2
     line = capsys.readouterr().err
-    assert line.startswith("sparkinfer generate: ") and line.endswith(
-        "see sparkinfer generate --help\n"
+    assert line.startswith("hotsplit generate: ") and line.endswith(
+        "see hotsplit generate --help\n"
     )
 
 
@@ -274,7 +274,7 @@ def test_numbers_in_other_digits_are_refused(capsys, tmp_path, monkeypatch, argu
 
 def test_sizes_in_other_digits_are_refused():
     for digits in OTHER_DIGITS.values():
-        with pytest.raises(SparkinferError, match="is not a size; wanted e.g. 8GiB"):
+        with pytest.raises(HotsplitError, match="is not a size; wanted e.g. 8GiB"):
             parse_bytes("8GiB".translate(digits))
 
 
@@ -290,13 +290,13 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
     for mode, count in (("exact", 1), ("dense", 0)):  # mode dense uses the file's own matrices
         with (
             lines_on_stderr(),
-            sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", mode=mode),
+            hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", mode=mode),
         ):
             pass
         told = [line for line in capsys.readouterr().err.splitlines() if "transposed" in line]
         assert len(told) == count
         if mode == "exact":
-            assert "of 3 layers" in told[0] and "sparkinfer convert" in told[0]
+            assert "of 3 layers" in told[0] and "hotsplit convert" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys)
     ],
 )
 def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
-    with pytest.raises(SparkinferError) as error:
+    with pytest.raises(HotsplitError) as error:
         read_blueprint(Path("config.json"), {"architectures": [name], **changes}, 1)
     line = str(error.value)
     assert f"architecture {name!r}: {why}" in line and "supported: Llama, Mistral, Qwen 2" in line
@@ -329,9 +329,9 @@ def test_the_refusal_of_a_checkpoint_says_why(name, changes, why):
 def test_the_refusal_of_a_gguf_says_why(tmp_path, key, why):
     model = make_model()
     keys = {**model._own_keys(), **model.extra_keys, f"llama.{key}": np.uint32(8)}
-    with pytest.raises(SparkinferError, match=why):
+    with pytest.raises(HotsplitError, match=why):
         ModelFile.of(tmp_path, keys | {"general.architecture": "llama"}, model.tensors)
-    with pytest.raises(SparkinferError, match="'qwen3moe': mixtures of experts"):
+    with pytest.raises(HotsplitError, match="'qwen3moe': mixtures of experts"):
         ModelFile.of(tmp_path, {"general.architecture": "qwen3moe"}, {})
 
 
@@ -342,9 +342,7 @@ def test_a_folder_of_ggufs_is_not_a_checkpoint_and_they_are_named(tmp_path, code
     folder = codec_model.parent
     for words in (["run", folder, "-p", "a"], ["convert", folder, "-o", tmp_path / "x.gguf"]):
         line = line_of(capsys, words, 1)
-        assert line.startswith(
-            f"sparkinfer: {folder}: no checkpoint (config.json), but GGUF files;"
-        )
+        assert line.startswith(f"hotsplit: {folder}: no checkpoint (config.json), but GGUF files;")
         assert str(next(iter(sorted(folder.glob("*.gguf"))))) in line
 
 
@@ -354,14 +352,14 @@ def test_the_help_command_prints_what_the_help_option_does(capsys):
         assert main(["help", *names]) == 0
         shown = capsys.readouterr().out
         assert main([*names, "--help"]) == 0
-        assert shown == capsys.readouterr().out and "Usage: sparkinfer" in shown
+        assert shown == capsys.readouterr().out and "Usage: hotsplit" in shown
     assert "no such command 'nothing'" in line_of(capsys, ["help", "nothing"], 2)
 
 
 def test_every_example_is_a_command_line():
     """The examples are parsed, not run."""
     found = [line.strip() for text in vars(examples).values() if isinstance(text, str)
-             for line in text.splitlines() if line.strip().startswith("sparkinfer ")]  # fmt: skip
+             for line in text.splitlines() if line.strip().startswith("hotsplit ")]  # fmt: skip
     for line in found:
         _, name, *arguments = shlex.split(line)
         cli.commands[name].make_context(name, arguments)
@@ -374,30 +372,30 @@ def test_every_example_is_a_command_line():
 
 def test_the_version_is_that_of_the_package(capsys):
     assert main(["-V"]) == 0
-    assert capsys.readouterr().out.split()[-1] == sparkinfer.__version__ == version("sparkinfer")
+    assert capsys.readouterr().out.split()[-1] == hotsplit.__version__ == version("hotsplit")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_ask_the_program(capsys, shell):
     assert main(["completion", shell]) == 0
-    assert f"_SPARKINFER_COMPLETE={shell}_complete" in capsys.readouterr().out
+    assert f"_HOTSPLIT_COMPLETE={shell}_complete" in capsys.readouterr().out
 
 
 def test_a_command_name_is_completed():
-    environment = dict(os.environ, COMP_WORDS="sparkinfer gen", COMP_CWORD="1",
-                       _SPARKINFER_COMPLETE="bash_complete")  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "sparkinfer"], env=environment,
+    environment = dict(os.environ, COMP_WORDS="hotsplit gen", COMP_CWORD="1",
+                       _HOTSPLIT_COMPLETE="bash_complete")  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "hotsplit"], env=environment,
                           capture_output=True, text=True, check=True)  # fmt: skip
     assert done.stdout == "plain,generate\n"
 
 
 def test_nothing_else_is_imported_before_ctrl_c_is_handled():
     code = (
-        "import sys; before = {*sys.modules}; import sparkinfer.cli; print({*sys.modules} - before)"
+        "import sys; before = {*sys.modules}; import hotsplit.cli; print({*sys.modules} - before)"
     )
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True,
                           env=dict(os.environ, PYTHONPATH=str(SOURCE)), check=True)  # fmt: skip
-    assert set(eval(done.stdout)) == {"sparkinfer", "sparkinfer.cli"}
+    assert set(eval(done.stdout)) == {"hotsplit", "hotsplit.cli"}
 
 
 # ---- types, sizes, values -----------------------------------------------------------------------
@@ -445,21 +443,21 @@ def test_the_written_file_type_matches_the_tensors(tmp_path):
 
 def test_values_of_other_types_are_refused_by_the_api(tmp_path):
     make_model().save(tmp_path / "m.gguf")
-    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu") as engine:
+    with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu") as engine:
         for wrong in ("abc", ["a"], [1.5], None, 5, [[1]], [True]):
-            with pytest.raises(SparkinferError, match="wanted a list of integers|wanted integers"):
+            with pytest.raises(HotsplitError, match="wanted a list of integers|wanted integers"):
                 engine.logits(wrong)
             with (
                 engine.sequence() as text,
-                pytest.raises(SparkinferError, match="wanted a list of"),
+                pytest.raises(HotsplitError, match="wanted a list of"),
             ):
                 text.extend(wrong)
         with engine.sequence() as text:
             text.extend(np.array([1, 2, 3]))
             for wrong in (4, -1, "1", True, None):
-                with pytest.raises(SparkinferError, match="rollback to .* of 3 tokens"):
+                with pytest.raises(HotsplitError, match="rollback to .* of 3 tokens"):
                     text.rollback(wrong)
-            with pytest.raises(SparkinferError, match="wanted='some'"):
+            with pytest.raises(HotsplitError, match="wanted='some'"):
                 text.extend([1], wanted="some")
             text.rollback(1)
             assert text.ids == [1]
@@ -467,10 +465,10 @@ def test_values_of_other_types_are_refused_by_the_api(tmp_path):
 
 def test_the_refusal_of_a_long_text_says_by_how_much(tmp_path):
     make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
-    with sparkinfer.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=8) as engine:
-        with pytest.raises(SparkinferError, match="shorten the text by more than 4$"):
+    with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=8) as engine:
+        with pytest.raises(HotsplitError, match="shorten the text by more than 4$"):
             engine.logits([1] * 20)
-        with pytest.raises(SparkinferError, match=r"a longer context \(-c\), up to 16"):
+        with pytest.raises(HotsplitError, match=r"a longer context \(-c\), up to 16"):
             engine.logits([1] * 12)
 
 
@@ -481,12 +479,12 @@ def test_the_refusal_of_a_file_of_another_kind_names_the_kind(tmp_path, capsys):
     profile = tmp_path / "p.safetensors"
     make_profile(make_model()).save(profile)
     make_model(path=tmp_path / "m.gguf").save(tmp_path / "m.gguf")
-    with pytest.raises(SparkinferError, match="is a safetensors file, as profiles .* machine file"):
+    with pytest.raises(HotsplitError, match="is a safetensors file, as profiles .* machine file"):
         Machine.load(profile)
-    with pytest.raises(SparkinferError, match="is a GGUF file, as models and splits are; wanted"):
+    with pytest.raises(HotsplitError, match="is a GGUF file, as models and splits are; wanted"):
         Machine.load(tmp_path / "m.gguf")
     (tmp_path / "zeros.txt").write_bytes(bytes(1 << 14))
-    with pytest.raises(SparkinferError, match="has NUL bytes, so it is not text"):
+    with pytest.raises(HotsplitError, match="has NUL bytes, so it is not text"):
         find_sources([tmp_path / "zeros.txt"], "text")
 
 
@@ -513,7 +511,7 @@ def test_merging_refuses_options_that_it_has_no_use_for(capsys):
 
 @pytest.mark.parametrize("origin", ["nonsense", "http://a/b", "localhost:3000", "*.a.org", ""])
 def test_origins_that_no_page_has_are_refused(origin):
-    with pytest.raises(SparkinferError, match="wanted a page's origin"):
+    with pytest.raises(HotsplitError, match="wanted a page's origin"):
         ServeConfig(model=Path("m"), origins=(origin,))
     for fine in ("*", "null", "http://localhost:3000", "https://a.example", "http://[::1]:80"):
         ServeConfig(model=Path("m"), origins=(fine,))
@@ -544,7 +542,7 @@ def test_predictors_may_be_given_as_a_file(tmp_path):
         source=tmp_path / "base.gguf", output=tmp_path / "m.gguf", predictors=file
     )
     assert convert(config).has_predictors
-    with pytest.raises(SparkinferError, match="is read by this command"):
+    with pytest.raises(HotsplitError, match="is read by this command"):
         convert(dataclasses.replace(config, output=file, force=True))
 
 
@@ -584,14 +582,14 @@ def test_a_checkpoint_folder_is_inspected(tmp_path, capsys):
 
 
 def test_an_interrupted_generation_still_ends_with_its_summary(codec_model, capsys, monkeypatch):
-    whole = sparkinfer.Engine.generate
+    whole = hotsplit.Engine.generate
 
     def interrupted(self, *arguments, **options):
         tokens = whole(self, *arguments, **options)
         yield from islice(tokens, 3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sparkinfer.Engine, "generate", interrupted)
+    monkeypatch.setattr(hotsplit.Engine, "generate", interrupted)
     line = lines_of(capsys, ["generate", codec_model, "-p", "ab", "-n", 30], 130)[-1]
     assert "decode 2 tokens" in line and line.endswith("stopped by Ctrl-C or a signal]")
 

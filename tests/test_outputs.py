@@ -15,17 +15,17 @@ from checkpoints import random_dejavu, random_llama
 from models import make_machine, make_model, make_profile, make_shape
 from sparsify_runs import tiny_config
 
-from sparkinfer import exchange
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file, partial_folder, remove_stale
-from sparkinfer.model_file import ModelFile
-from sparkinfer.outputs import check_output, check_output_folder, check_outputs
-from sparkinfer.safetensors_file import save_arrays
-from sparkinfer.sparsify.plan import check_outputs as check_sparsify
-from sparkinfer.steady import reading
+from hotsplit import exchange
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file, partial_folder, remove_stale
+from hotsplit.model_file import ModelFile
+from hotsplit.outputs import check_output, check_output_folder, check_outputs
+from hotsplit.safetensors_file import save_arrays
+from hotsplit.sparsify.plan import check_outputs as check_sparsify
+from hotsplit.steady import reading
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def contents(folder: Path) -> dict[str, bytes]:
                                   "pytorch_model.bin", "chat_template.jinja"])  # fmt: skip
 def test_an_output_is_never_a_file_of_the_checkpoint(silu, tmp_path, name):
     before = contents(silu)
-    with pytest.raises(SparkinferError, match="is read by|lies among the files"):
+    with pytest.raises(HotsplitError, match="is read by|lies among the files"):
         convert(ConvertConfig(source=silu, output=silu / name, force=True))
     link = tmp_path / "link.gguf"
     if (silu / name).exists():
         link.symlink_to(silu / name)
-        with pytest.raises(SparkinferError, match="is read by this command"):
+        with pytest.raises(HotsplitError, match="is read by this command"):
             convert(ConvertConfig(source=silu, output=link, force=True))
     assert contents(silu) == before
 
@@ -65,7 +65,7 @@ def test_an_output_is_never_a_file_of_the_predictors_or_the_profile(silu, tmp_pa
         (profile, {"thresholds": profile}),
         (model, {"predictors": folder}),
     ):
-        with pytest.raises(SparkinferError, match="is read by|lies among the files"):
+        with pytest.raises(HotsplitError, match="is read by|lies among the files"):
             convert(ConvertConfig(source=model, output=output, force=True, **extra))
     assert contents(tmp_path) == before
     convert(ConvertConfig(source=silu, output=silu / "m.gguf", force=True))
@@ -94,7 +94,7 @@ def test_two_runs_with_one_output_do_not_interfere(tmp_path):
 def test_the_next_run_removes_what_a_killed_run_left(tmp_path):
     """The lock of the killed run is gone, unlike that of a file that is still being written."""
     code = (
-        "import os, sys; from pathlib import Path; from sparkinfer.files import partial_file\n"
+        "import os, sys; from pathlib import Path; from hotsplit.files import partial_file\n"
         "with partial_file(Path(sys.argv[1])) as p: p.write_text('half'); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
@@ -145,13 +145,13 @@ def test_a_new_file_has_the_usual_permissions(tmp_path):
 def test_a_refused_conversion_leaves_no_folders(silu, tmp_path):
     output = tmp_path / "no" / "such" / "m.gguf"
     check_output(output, force=False)
-    with pytest.raises(SparkinferError, match="no such folder"):
+    with pytest.raises(HotsplitError, match="no such folder"):
         convert(ConvertConfig(source=tmp_path / "none", output=output))
 
     def refuse(written):
-        raise SparkinferError("the comparison failed")
+        raise HotsplitError("the comparison failed")
 
-    with pytest.raises(SparkinferError, match="the comparison failed"):
+    with pytest.raises(HotsplitError, match="the comparison failed"):
         convert(ConvertConfig(source=silu, output=output), verify=refuse)
     for make in (partial_file, partial_folder):
         with pytest.raises(KeyboardInterrupt), make(output):
@@ -223,7 +223,7 @@ def test_a_folder_is_replaced_by_one_exchange_of_names(tmp_path, monkeypatch):
 
 def test_the_next_run_removes_the_folder_that_a_killed_run_left(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from sparkinfer.files import partial_folder\n"
+        "import os, sys; from pathlib import Path; from hotsplit.files import partial_folder\n"
         "with partial_folder(Path(sys.argv[1])) as p: (p / 'a').write_text('half'); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
@@ -264,7 +264,7 @@ def test_the_same_arrays_give_the_same_bytes_in_every_process(tmp_path):
     """The safetensors package orders the metadata differently from call to call."""
     code = (
         "import sys, numpy as np; from pathlib import Path\n"
-        "from sparkinfer.safetensors_file import save_arrays\n"
+        "from hotsplit.safetensors_file import save_arrays\n"
         "arrays = {'b': np.arange(3, dtype=np.float32), 'a': np.ones((2, 2), np.int64),"
         " 'c': np.zeros((2, 0), np.uint8), 'd': np.array(1.5)}\n"
         "meta = {k: k * 3 for k in 'zyxwvu'}\n"
@@ -312,7 +312,7 @@ def test_no_output_is_written_from_an_input_that_changed(tmp_path):
                   source.unlink, lambda: (folder / "config.json").write_text("[]")):  # fmt: skip
         source.write_text("before")
         for make in (partial_file, partial_folder):
-            with pytest.raises(SparkinferError, match="was changed while it was read"):
+            with pytest.raises(HotsplitError, match="was changed while it was read"):
                 with reading(source, folder), make(tmp_path / "out"):
                     touch()
             source.write_text("before")
@@ -356,14 +356,14 @@ def test_reading_refuses_to_be_nested(tmp_path):
 
 def test_two_outputs_are_never_one_file(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "x")
-    with pytest.raises(SparkinferError, match="written twice"):
+    with pytest.raises(HotsplitError, match="written twice"):
         check_outputs([tmp_path / "x", tmp_path / "link"], force=True)
-    with pytest.raises(SparkinferError, match="is written by this command"):
+    with pytest.raises(HotsplitError, match="is written by this command"):
         check_outputs([tmp_path / "f" / "x"], force=True, output_folders=[tmp_path / "f"])
-    with pytest.raises(SparkinferError, match="is written by this command"):
+    with pytest.raises(HotsplitError, match="is written by this command"):
         check_outputs([], force=True, output_folders=[tmp_path / "f", tmp_path / "f" / "g"])
     for nested in (["x", "x/y"], ["x/y/z", "x"]):
-        with pytest.raises(SparkinferError, match="cannot be a file and the folder of"):
+        with pytest.raises(HotsplitError, match="cannot be a file and the folder of"):
             check_outputs([tmp_path / name for name in nested], force=True)
     check_outputs([tmp_path / "x", tmp_path / "y"], force=True, output_folders=[tmp_path / "z"])
 
@@ -373,7 +373,7 @@ def test_an_output_that_another_run_wrote_meanwhile_is_replaced_only_with_force(
     tmp_path, capsys, force
 ):
     """Both start before the file exists; the other run finishes first. --force replaces it."""
-    from sparkinfer import gguf_file
+    from hotsplit import gguf_file
 
     make_model().save(tmp_path / "m.gguf")
     output, written = tmp_path / "out.gguf", []
@@ -403,7 +403,7 @@ def test_only_regular_files_are_replaced(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "none")
     (tmp_path / "device").symlink_to("/dev/full")
     for name in ("pipe", "nowhere", "device"):
-        with pytest.raises(SparkinferError, match="is not a file to replace"):
+        with pytest.raises(HotsplitError, match="is not a file to replace"):
             check_outputs([tmp_path / name], force=True)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "file")
@@ -434,7 +434,7 @@ def test_a_trained_checkpoint_never_replaces_an_input(silu, trained, tmp_path):
         ({"start_from": inside}, "holds .* read by this command"),
     ):
         config = dataclasses.replace(trained, force=True, **changes)
-        with pytest.raises(SparkinferError, match=match):
+        with pytest.raises(HotsplitError, match=match):
             check_sparsify(config)
     check_sparsify(trained)
     assert contents(silu) == before
@@ -492,9 +492,9 @@ def test_an_export_never_replaces_its_profile(stage_files, capsys):
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
 def test_a_path_where_no_file_can_be_created_is_refused_at_once():
     for make in (partial_file, partial_folder):
-        with pytest.raises(SparkinferError, match="cannot be written"), make(Path("/proc/x")):
+        with pytest.raises(HotsplitError, match="cannot be written"), make(Path("/proc/x")):
             pass
-    with pytest.raises(SparkinferError, match="cannot be written"):
+    with pytest.raises(HotsplitError, match="cannot be written"):
         check_output(Path("/proc/none/x"), force=False)
 
 

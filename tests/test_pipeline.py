@@ -18,23 +18,23 @@ from forked import run_command
 from reference import rel_error
 from transformers import AutoModelForCausalLM
 
-from sparkinfer import Engine
-from sparkinfer.budget import plan_bytes
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.machine_file import Figure, Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.predictor_file import Predictors
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.predictor_options import PredictorOptions, Target
-from sparkinfer.profile.quality import evaluate
-from sparkinfer.profile.rounds import MIN_ROUNDS
-from sparkinfer.profile.thresholds import thresholds_for
-from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
-from sparkinfer.runtime.prefill.workspace import measure_workspace
+from hotsplit import Engine
+from hotsplit.budget import plan_bytes
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.machine_file import Figure, Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.predictor_file import Predictors
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.eval_config import EvalConfig
+from hotsplit.profile.predictor_options import PredictorOptions, Target
+from hotsplit.profile.quality import evaluate
+from hotsplit.profile.rounds import MIN_ROUNDS
+from hotsplit.profile.thresholds import thresholds_for
+from hotsplit.profile_file import EDGES, NUM_BINS, Profile
+from hotsplit.runtime.prefill.workspace import measure_workspace
 
 ROOT = Path(__file__).parent.parent
 RTX = ROOT / "examples" / "machines" / "rtx-4060-8gb.json"
@@ -162,7 +162,7 @@ def test_counts_equal_those_of_transformers_activations(tmp_path, random_model):
             output=tmp_path / "p", max_tokens=600,
         )
     )  # fmt: skip
-    from sparkinfer.profile.corpus import read_windows
+    from hotsplit.profile.corpus import read_windows
 
     with Engine.load(random_model / "m.gguf") as engine:
         windows = read_windows([random_model / "text.txt"], engine.codec, context_length=128,
@@ -275,7 +275,7 @@ def test_eval_of_dense_against_itself_is_perfect(random_model):
 )
 def test_a_corpus_without_text_is_refused(tmp_path, random_model, content, message):
     (tmp_path / "t").write_bytes(content)
-    with pytest.raises(SparkinferError, match=message):
+    with pytest.raises(HotsplitError, match=message):
         profile(
             ProfileConfig(
                 model=random_model / "m.gguf", corpora=(tmp_path / "t",), output=tmp_path / "p"
@@ -287,7 +287,7 @@ def test_a_corpus_without_text_is_refused(tmp_path, random_model, content, messa
 def test_too_little_text_to_train_on_is_refused(tmp_path, random_model):
     config = ProfileConfig(model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
                            output=tmp_path / "p", max_tokens=256, train_predictors=tmp_path)  # fmt: skip
-    with pytest.raises(SparkinferError, match="cannot train predictors"):
+    with pytest.raises(HotsplitError, match="cannot train predictors"):
         profile(config)
     assert not list(tmp_path.iterdir())
 
@@ -296,7 +296,7 @@ def test_a_silu_model_needs_thresholds_before_predictors(tmp_path):
     folder = random_llama(tmp_path / "hf", hidden_act="silu")
     convert(ConvertConfig(source=folder, output=tmp_path / "m"))
     (tmp_path / "t").write_text("fox " * 4000)
-    with pytest.raises(SparkinferError, match="--target-sparsity"):
+    with pytest.raises(HotsplitError, match="--target-sparsity"):
         profile(ProfileConfig(model=tmp_path / "m", corpora=(tmp_path / "t",), output=tmp_path / "p",
                               train_predictors=tmp_path))  # fmt: skip
 
@@ -385,7 +385,7 @@ def test_usage_errors_are_2_and_help_needs_no_torch(tmp_path):
     assert run_command("solve").returncode == 2
     assert run_command("solve", "m", "--vram-budget", "8 apples").returncode == 2
     probe = (
-        "import sys; from sparkinfer.cli import main; main(['--help']);"
+        "import sys; from hotsplit.cli import main; main(['--help']);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True)

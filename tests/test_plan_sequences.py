@@ -10,19 +10,19 @@ import torch
 from models import byte_level_keys, make_model, make_shape, save_solver_files
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.budget import kv_bytes_per_layer, kv_positions
-from sparkinfer.cli import main
-from sparkinfer.commands.serve import _places_of, _say_loaded
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import read_gguf, write_gguf
-from sparkinfer.inspection.inspect_file import inspect_file
-from sparkinfer.model_file import SPLIT_ARCHITECTURE, ModelFile
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step.sequences import Part
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.solver.solve import SolveConfig, check, solve
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.budget import kv_bytes_per_layer, kv_positions
+from hotsplit.cli import main
+from hotsplit.commands.serve import _places_of, _say_loaded
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.inspection.inspect_file import inspect_file
+from hotsplit.model_file import SPLIT_ARCHITECTURE, ModelFile
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.sequences import Part
+from hotsplit.serve.config import ServeConfig
+from hotsplit.solver.solve import SolveConfig, check, solve
+from hotsplit.split_file import Split
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, WORKSPACE = 100, 100 << 10
@@ -96,20 +96,20 @@ def test_more_sequences_leave_less_room_for_neurons(files, tmp_path):
 def test_only_plans_for_several_sequences_record_their_number(files, tmp_path):
     solved(files, tmp_path / "plan")
     keys, _ = read_gguf(tmp_path / "plan", "plan")
-    assert "sparkinfer.split.num_sequences" not in keys
+    assert "hotsplit.split.num_sequences" not in keys
     solved(files, tmp_path / "plan", num_sequences=3)
     keys, _ = read_gguf(tmp_path / "plan", "plan")
-    assert keys["sparkinfer.split.num_sequences"] == 3
+    assert keys["hotsplit.split.num_sequences"] == 3
 
 
 @pytest.mark.parametrize("wrong", [0, 1, -1])
 def test_an_impossible_number_of_sequences_is_refused(files, tmp_path, wrong):
     solved(files, tmp_path / "plan", num_sequences=3)
     keys, tensors = read_gguf(tmp_path / "plan", "plan")
-    keys = {k: v for k, v in keys.items() if k.startswith("sparkinfer.")}
-    keys["sparkinfer.split.num_sequences"] = np.int32(wrong)
+    keys = {k: v for k, v in keys.items() if k.startswith("hotsplit.")}
+    keys["hotsplit.split.num_sequences"] = np.int32(wrong)
     write_gguf(tmp_path / "other", SPLIT_ARCHITECTURE, keys, tensors)
-    with pytest.raises(SparkinferError, match="num_sequences"):
+    with pytest.raises(HotsplitError, match="num_sequences"):
         Split.load(tmp_path / "other")
 
 
@@ -117,7 +117,7 @@ def test_cache_bytes_for_another_number_of_sequences_are_refused(files, tmp_path
     solved(files, tmp_path / "plan", num_sequences=3)
     split, model = Split.load(tmp_path / "plan"), ModelFile.load(files / "m.gguf")
     wrong = replace(split, num_sequences=2)
-    with pytest.raises(SparkinferError, match="kv_cache of .* takes"):
+    with pytest.raises(HotsplitError, match="kv_cache of .* takes"):
         wrong.check_against(model, tmp_path / "plan")
 
 
@@ -142,12 +142,12 @@ def test_the_command_and_inspect_report_the_number_of_sequences(files, tmp_path,
 
 def test_more_sequences_than_the_plan_has_are_refused_with_advice(tmp_path):
     path, plan = small_plan(tmp_path, 2)
-    with pytest.raises(SparkinferError, match="plan's cache is for 2; run sparkinfer solve with"
+    with pytest.raises(HotsplitError, match="plan's cache is for 2; run hotsplit solve with"
                        " --sequences 3"):  # fmt: skip
         Engine.load(path, plan, device="cpu", num_sequences=3)
     with Engine.load(path, plan, device="cpu") as engine:
         texts = [engine.sequence(), engine.sequence()]
-        with pytest.raises(SparkinferError, match="all 2 sequences"):
+        with pytest.raises(HotsplitError, match="all 2 sequences"):
             engine.sequence()
         assert texts[0].length == 0
 
@@ -186,7 +186,7 @@ def test_a_server_takes_its_places_from_the_plan(tmp_path, given, parallel, kept
 @pytest.mark.parametrize(("parallel", "kept", "wanted"), [(7, None, 7), (6, 1, 7)])
 def test_a_server_refuses_more_places_than_a_plan_has(tmp_path, parallel, kept, wanted):
     _, plan = small_plan(tmp_path, 6)
-    with asked(("parallel",)), pytest.raises(SparkinferError, match=f"--sequences {wanted}$"):
+    with asked(("parallel",)), pytest.raises(HotsplitError, match=f"--sequences {wanted}$"):
         _places_of(plan, 6, parallel, kept)
 
 
@@ -201,7 +201,7 @@ def test_a_server_advises_more_sequences_only_for_a_plan_of_one(
         _say_loaded(engine, config, plan_places)
     said = capsys.readouterr().err
     assert "1 texts of" in said
-    assert ("sparkinfer solve with --sequences" in said) == is_said
+    assert ("hotsplit solve with --sequences" in said) == is_said
 
 
 def asked(names):
@@ -228,4 +228,4 @@ def test_generate_writes_several_prompts_with_a_plan(tmp_path, capsys):
             assert found["text"] == "".join(token.text for token in alone)
     (tmp_path / "prompts").write_text("a\nb\nc\nd\n")
     assert main([str(each) for each in arguments]) == 1
-    assert "run sparkinfer solve with --sequences 4" in capsys.readouterr().err
+    assert "run hotsplit solve with --sequences 4" in capsys.readouterr().err

@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile import plots
-from sparkinfer.profile.report_file import load_predictor_report
-from sparkinfer.profile_file import Profile
+from hotsplit.commands.all_commands import cli
+from hotsplit.errors import HotsplitError
+from hotsplit.profile import plots
+from hotsplit.profile.report_file import load_predictor_report
+from hotsplit.profile_file import Profile
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -46,7 +46,7 @@ def test_a_picture_that_cannot_be_written_leaves_no_other(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Figure, "savefig", save)
     monkeypatch.setattr(plots, "load_predictor_report", lambda *a: SimpleNamespace(quality_L=()))
-    with pytest.raises(SparkinferError, match=r"firings.png: cannot be written \(No space"):
+    with pytest.raises(HotsplitError, match=r"firings.png: cannot be written \(No space"):
         plots.draw(tmp_path / "p", tmp_path / "plots")
     assert not list((tmp_path / "plots").iterdir())
 
@@ -66,7 +66,7 @@ def test_the_command_plots_its_profile(tmp_path, codec_model):
     other = tmp_path / "other"
     make_profile(make_model()).save(other)
     (tmp_path / "p.report.json").rename(tmp_path / "other.report.json")
-    with pytest.raises(SparkinferError, match="not the report of a profile of model"):
+    with pytest.raises(HotsplitError, match="not the report of a profile of model"):
         plots.draw(other, tmp_path / "plots")
     assert Profile.load(tmp_path / "p").num_tokens == 4000
 

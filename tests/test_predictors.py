@@ -14,27 +14,27 @@ from models import make_model, make_shape
 from reference import rel_error
 from torch.nn import functional as F
 
-from sparkinfer.budget import LayerBytes
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.encode import encode
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.model_file import ModelFile, PredictorInfo
-from sparkinfer.predictor_file import FILE_NAME, LayerPredictor, Predictors, StoredMatrix
-from sparkinfer.profile.dejavu import save_dejavu
-from sparkinfer.profile.examine import Examiner
-from sparkinfer.profile.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
-from sparkinfer.profile.moments import Moments
-from sparkinfer.profile.predictor_options import PredictorOptions, Target, predictor_choices
-from sparkinfer.profile.predictor_output import PredictorOutput
-from sparkinfer.profile.rounding import rounded, values_of, with_feedback
-from sparkinfer.profile.selection import Candidate, Tally, choose
-from sparkinfer.profile.training import Batch, LowRank, whole
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.model.feed_forward import Gate
-from sparkinfer.runtime.model.loader import load_predictors
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.budget import LayerBytes
+from hotsplit.convert.convert import convert
+from hotsplit.convert.encode import encode
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import array_entry
+from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors, StoredMatrix
+from hotsplit.profile.dejavu import save_dejavu
+from hotsplit.profile.examine import Examiner
+from hotsplit.profile.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
+from hotsplit.profile.moments import Moments
+from hotsplit.profile.predictor_options import PredictorOptions, Target, predictor_choices
+from hotsplit.profile.predictor_output import PredictorOutput
+from hotsplit.profile.rounding import rounded, values_of, with_feedback
+from hotsplit.profile.selection import Candidate, Tally, choose
+from hotsplit.profile.training import Batch, LowRank, whole
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.model.loader import load_predictors
+from hotsplit.runtime.weights.matrix import Matrix
 
 RELU = Gate(activation="relu", threshold=0.0)
 WIDTH, NEURONS = 64, 96
@@ -373,14 +373,14 @@ def test_wrong_predictors_of_one_matrix_are_refused(tmp_path, changes, words):
     plain = small_model(tmp_path)
     good = mixed(plain, tmp_path)
     layers = (dataclasses.replace(good.layers[0], **changes), good.layers[1])
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         mixed(plain, tmp_path, layers=layers)
 
 
 def test_a_relu_predictor_of_one_matrix_is_refused():
     one = LayerPredictor.of(down_RD=None, up_FR=np.zeros((192, 64), np.float32))
     info = PredictorInfo(kind="relu", rank_L=(0,), threshold_L=(0.0,))
-    with pytest.raises(SparkinferError, match="a relu predictor of rank 0, wanted 1 or more"):
+    with pytest.raises(HotsplitError, match="a relu predictor of rank 0, wanted 1 or more"):
         Predictors(model_id=None, info=info, layers=(one,)).validate()
 
 
@@ -388,7 +388,7 @@ def test_an_unknown_type_in_the_file_is_refused(tmp_path):
     mixed(small_model(tmp_path), tmp_path)
     path = tmp_path / FILE_NAME
     path.write_bytes(path.read_bytes().replace(b"q4_0", b"q9_9"))
-    with pytest.raises(SparkinferError, match="matrix kind 'q9_9' is not one of f32"):
+    with pytest.raises(HotsplitError, match="matrix kind 'q9_9' is not one of f32"):
         Predictors.load(path)
 
 
@@ -410,12 +410,12 @@ def test_a_file_has_the_bytes_of_the_type(tmp_path, kind):
 def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
     model = make_model(predictor_rank=8)
     info = dataclasses.replace(model.predictor, kind="gate")
-    with pytest.raises(SparkinferError, match="predictors of kind gate are for silu"):
+    with pytest.raises(HotsplitError, match="predictors of kind gate are for silu"):
         dataclasses.replace(model, predictor=info).save(tmp_path / "m")
     info = dataclasses.replace(model.predictor, kind="relu", rank_L=(0, 8))
     tensors = {n: e for n, e in model.tensors.items() if n != "blk.0.ffn_pred_down.weight"}
     tensors["blk.0.ffn_pred_up.weight"] = tensors["blk.0.ffn_gate.weight"]
-    with pytest.raises(SparkinferError, match="have two matrices"):
+    with pytest.raises(HotsplitError, match="have two matrices"):
         dataclasses.replace(model, predictor=info, tensors=tensors).save(tmp_path / "m")
 
 
@@ -496,7 +496,7 @@ def test_dejavus_format_names_the_same_neurons(tmp_path):
 def test_predictors_that_dejavus_format_cannot_hold_are_refused(
     tmp_path, thresholds, changes, words
 ):
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         save_dejavu(linear_predictors(small_model(tmp_path), thresholds, **changes), tmp_path / "d")
     assert not (tmp_path / "d").exists()
 
@@ -515,7 +515,7 @@ def test_dejavus_folder_is_replaced_as_a_whole(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return write(path, data)
 
-    with monkeypatch.context() as patch, pytest.raises(SparkinferError, match="cannot be written"):
+    with monkeypatch.context() as patch, pytest.raises(HotsplitError, match="cannot be written"):
         patch.setattr(Path, "write_bytes", fails_at_the_second)
         save_dejavu(linear_predictors(plain, (3.0, 1.0)), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -529,14 +529,14 @@ def test_dejavus_folder_must_hold_nothing_else(tmp_path):
     folder, model = tmp_path / "d", tmp_path / "m.gguf"
     output = PredictorOutput(folder=folder, format="dejavu", force=True)
     output.check(2, [model], [tmp_path / "p.safetensors"])
-    with pytest.raises(SparkinferError, match="written by this command; give another folder"):
+    with pytest.raises(HotsplitError, match="written by this command; give another folder"):
         output.check(2, [model], [folder / "p.safetensors"])
     save_dejavu(linear_predictors(small_model(tmp_path), (-2.0, -0.5)), folder)
     output.check(2, [model], [])
-    with pytest.raises(SparkinferError, match="give another name or --force"):
+    with pytest.raises(HotsplitError, match="give another name or --force"):
         dataclasses.replace(output, force=False).check(2, [model], [])
     (folder / "notes.txt").touch()
-    with pytest.raises(SparkinferError, match="holds 'notes.txt', which this command has not"):
+    with pytest.raises(HotsplitError, match="holds 'notes.txt', which this command has not"):
         output.check(2, [model], [])
 
 
@@ -554,7 +554,7 @@ def test_dejavus_folder_must_hold_nothing_else(tmp_path):
 )
 def test_wrong_options_are_refused(options, words):
     model = make_model(shape=make_shape(width=64))
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         predictor_choices(PredictorOptions(**options), model)
 
 
@@ -572,16 +572,16 @@ def test_the_options_that_the_error_suggests_are_accepted(kind, advice):
     given = {"form": "whole", "type": kind}
     narrow = make_model(shape=make_shape(width=48))
     words = " and ".join(f"--predictor-{name} {value}" for name, value in advice.items())
-    with pytest.raises(SparkinferError, match=f"the model's width is 48: give {words}$"):
+    with pytest.raises(HotsplitError, match=f"the model's width is 48: give {words}$"):
         predictor_choices(PredictorOptions(**given), narrow)
     predictor_choices(PredictorOptions(**given | advice), narrow)
     if kind in ("q8_0", "q4_0"):
-        with pytest.raises(SparkinferError, match="whole blocks"):
+        with pytest.raises(HotsplitError, match="whole blocks"):
             predictor_choices(PredictorOptions(**given | {"form": "low-rank"}), narrow)
     wide = make_model(shape=make_shape(width=64))
     assert predictor_choices(PredictorOptions(form="whole", type="q4_0"), wide).kinds == ("q4_0",)
 
 
 def test_dejavus_format_is_refused_for_silu():
-    with pytest.raises(SparkinferError, match="both sides of zero"):
+    with pytest.raises(HotsplitError, match="both sides of zero"):
         predictor_choices(PredictorOptions(format="dejavu"), make_model(activation="silu"))

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from sparkinfer.cache_place import PREFETCH_FILE
-from sparkinfer.errors import SparkinferError
-from sparkinfer.run.housekeeping import clear
-from sparkinfer.runtime.kernels import prefetch_distance
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.prefetch_distance import (
+from hotsplit.cache_place import PREFETCH_FILE
+from hotsplit.errors import HotsplitError
+from hotsplit.run.housekeeping import clear
+from hotsplit.runtime.kernels import prefetch_distance
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.prefetch_distance import (
     DISTANCES,
     KINDS,
     ROUNDS,
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kern
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(monkeypatch, tmp_path):
     before = library.prefetch_distance()
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
     prefetch_distance._set_once.cache_clear()
     yield
     prefetch_distance._set_once.cache_clear()
@@ -95,7 +95,7 @@ def test_a_slow_measurement_is_given_up(monkeypatch):
     assert prefetch_distance.measured() == 0 and len(calls) < 20
 
 
-@pytest.mark.parametrize("error", [OSError, MemoryError, RuntimeError, SparkinferError])
+@pytest.mark.parametrize("error", [OSError, MemoryError, RuntimeError, HotsplitError])
 def test_where_memory_is_short_nothing_is_measured(unknown, monkeypatch, tmp_path, error):
     def measured():
         raise error("no memory")

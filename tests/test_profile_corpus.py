@@ -10,17 +10,17 @@ import pytest
 import torch
 from forked import run_command
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import CHUNK_BYTES
-from sparkinfer.profile import sources
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.corpus import read_windows, stretches
-from sparkinfer.profile.counting import _tables, histogram
-from sparkinfer.profile.native.library import count
-from sparkinfer.profile.sources import BLOCK_BYTES, TextSource, find_sources, sha256_of_text
-from sparkinfer.profile_file import EDGES, NUM_BINS
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.files import CHUNK_BYTES
+from hotsplit.profile import sources
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.corpus import read_windows, stretches
+from hotsplit.profile.counting import _tables, histogram
+from hotsplit.profile.native.library import count
+from hotsplit.profile.sources import BLOCK_BYTES, TextSource, find_sources, sha256_of_text
+from hotsplit.profile_file import EDGES, NUM_BINS
 
 WORDS = ["fox ", "ünï ", "数字 ", "🦊 ", "line\n", "\n", "a" * 50]
 
@@ -84,16 +84,16 @@ def test_json_lines_and_parquet_hold_every_record_once(tmp_path, codec_model):
         assert texts == records
         found = windows_of(codec_model, tmp_path / name, text_key="body", max_tokens=10**6)
         assert decoded(codec_model, found).count("z") == 20_000
-        with pytest.raises(SparkinferError, match="'text', found .*--text-key"):
+        with pytest.raises(HotsplitError, match="'text', found .*--text-key"):
             windows_of(codec_model, tmp_path / name)
 
 
 def test_parquet_without_pyarrow_is_refused_in_one_line(tmp_path, codec_model, monkeypatch):
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    with pytest.raises(SparkinferError, match=r"not a parquet file"):
+    with pytest.raises(HotsplitError, match=r"not a parquet file"):
         windows_of(codec_model, tmp_path / "b.parquet")
     monkeypatch.setattr(sources, "find_spec", lambda name: None)
-    with pytest.raises(SparkinferError, match="pip install pyarrow"):
+    with pytest.raises(HotsplitError, match="pip install pyarrow"):
         windows_of(codec_model, tmp_path / "b.parquet")
 
 
@@ -127,7 +127,7 @@ def test_a_huge_file_is_not_read_whole(tmp_path, codec_model, monkeypatch):
     """10 MB, 1,000 tokens: besides what the sha256 reads, less than 3 MB are read, at most two
     blocks at a time."""
     (tmp_path / "t.txt").write_text("0123456789abcde\n" * 640_000)
-    monkeypatch.setattr("sparkinfer.profile.corpus.sha256_of_text", lambda source: "0" * 64)
+    monkeypatch.setattr("hotsplit.profile.corpus.sha256_of_text", lambda source: "0" * 64)
     read = []
     opened = sources.opened
 
@@ -163,10 +163,10 @@ def test_not_utf8_says_which_byte(tmp_path, codec_model):
             at = len(front) + 2 * character
             (tmp_path / "t.txt").write_bytes(data[: at + 1] + b"\xff" + data[at + 2 :])
             (source,) = find_sources([tmp_path / "t.txt"], "text")
-            with pytest.raises(SparkinferError, match=rf"not UTF-8 text \(byte {at}\)"):
+            with pytest.raises(HotsplitError, match=rf"not UTF-8 text \(byte {at}\)"):
                 sha256_of_text(source)
     (tmp_path / "u.txt").write_bytes(b"good\n" * 5 + b"\xe2\x82")
-    with pytest.raises(SparkinferError, match=r"byte 25\)"):
+    with pytest.raises(HotsplitError, match=r"byte 25\)"):
         windows_of(codec_model, tmp_path / "u.txt")
 
 
@@ -186,7 +186,7 @@ def test_invalid_corpora_are_refused(tmp_path, codec_model, name, content, words
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     given = path.parent if "/" in name else path
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         windows_of(codec_model, given)
 
 
@@ -194,7 +194,7 @@ def test_fewer_tokens_than_asked_for_are_refused_and_nothing_is_written(tmp_path
     (tmp_path / "t.txt").write_text("fox " * 100)
     config = {"model": codec_model, "corpora": (tmp_path / "t.txt",), "output": tmp_path / "p"}
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(SparkinferError, match="400 tokens in all, --tokens asks for 401"):
+    with pytest.raises(HotsplitError, match="400 tokens in all, --tokens asks for 401"):
         profile(ProfileConfig(**config, max_tokens=401))
     assert sorted(tmp_path.iterdir()) == before
     assert profile(ProfileConfig(**config)).num_tokens == 400
@@ -207,7 +207,7 @@ def test_too_short_a_text_is_refused_with_the_length_that_is_enough(
 ):
     for length in (least - 1, least):
         (tmp_path / f"{length}.txt").write_text("x" * length)
-    with pytest.raises(SparkinferError, match=f"no text of {least} tokens or more"):
+    with pytest.raises(HotsplitError, match=f"no text of {least} tokens or more"):
         windows_of(codec_model, tmp_path / f"{least - 1}.txt", context_length=context)
     found = windows_of(codec_model, tmp_path / f"{least}.txt", context_length=context)
     assert [len(ids) for ids in found.ids] == [least]
@@ -215,7 +215,7 @@ def test_too_short_a_text_is_refused_with_the_length_that_is_enough(
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path, codec_model):
     (tmp_path / "t.txt").write_text("fox " * 100)
-    with pytest.raises(SparkinferError, match=r"token \d+ of the tokenizer \(256 tokens\).* of 50"):
+    with pytest.raises(HotsplitError, match=r"token \d+ of the tokenizer \(256 tokens\).* of 50"):
         windows_of(codec_model, tmp_path / "t.txt", vocab_size=50)
 
 

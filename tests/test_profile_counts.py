@@ -15,12 +15,12 @@ from checkpoints import random_model, save_tokenizer
 from test_families import CASES
 from transformers import AutoModelForCausalLM
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.profile.counting import Counter
-from sparkinfer.profile_file import EDGES
-from sparkinfer.runtime.model.feed_forward import Gate
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.profile.counting import Counter
+from hotsplit.profile_file import EDGES
+from hotsplit.runtime.model.feed_forward import Gate
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-relu"
 LINEAR = {"llama": "mlp.gate_proj", "opt": "fc1", "falcon": "mlp.dense_h_to_4h"}

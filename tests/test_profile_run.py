@@ -16,16 +16,16 @@ from forked import Forked, run_command, run_python
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
-from sparkinfer.errors import Interrupted, SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.predictor_file import Predictors
-from sparkinfer.profile import run as run_module
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.merge import MergeConfig, merge
-from sparkinfer.profile.predictor_options import PredictorOptions
-from sparkinfer.profile_file import Profile
-from sparkinfer.safetensors_file import load_arrays, save_arrays
+from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.model_file import ModelFile
+from hotsplit.predictor_file import Predictors
+from hotsplit.profile import run as run_module
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.merge import MergeConfig, merge
+from hotsplit.profile.predictor_options import PredictorOptions
+from hotsplit.profile_file import Profile
+from hotsplit.safetensors_file import load_arrays, save_arrays
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -111,9 +111,9 @@ def test_a_killed_run_resumes(files):
     profile(config(files, "whole"))
     script = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from sparkinfer.profile import run\n"
-        "from sparkinfer.profile.collect import profile\n"
-        "from sparkinfer.profile.config import ProfileConfig\n"
+        "from hotsplit.profile import run\n"
+        "from hotsplit.profile.collect import profile\n"
+        "from hotsplit.profile.config import ProfileConfig\n"
         "original = run.Run._pause\n"
         "run.Run._pause = lambda self, **rest: (time.sleep(0.01), original(self, **rest))\n"
         "f = Path(sys.argv[1])\n"
@@ -149,7 +149,7 @@ def test_the_resume_file_of_another_run_is_refused(files, monkeypatch, change, w
         profile(config(files, "cut"))
     if "train_predictors" in change:
         change = training(files, "cut")
-    with pytest.raises(SparkinferError, match=words) as refused:
+    with pytest.raises(HotsplitError, match=words) as refused:
         profile(config(files, "cut", **change))
     assert "--force" in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -162,7 +162,7 @@ def test_the_resume_file_of_another_run_is_refused(files, monkeypatch, change, w
 @pytest.fixture
 def another_level():
     """Switches the kernels to a level other than the current one, for one test."""
-    from sparkinfer.runtime.kernels.cpu import library
+    from hotsplit.runtime.kernels.cpu import library
 
     before = library.level()
     others = [name for name in library.usable_levels() if name != before]
@@ -178,7 +178,7 @@ def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkey
     with pytest.raises(Interrupted):
         profile(config(files, "cut"))
     level = request.getfixturevalue("another_level")
-    with pytest.raises(SparkinferError, match=f'begun with arithmetic .*, this run has "{level},'):
+    with pytest.raises(HotsplitError, match=f'begun with arithmetic .*, this run has "{level},'):
         profile(config(files, "cut"))
     profile(config(files, "cut", force=True))
     assert Profile.load(files / "cut").arithmetic.startswith(f"{level}, torch ")
@@ -186,7 +186,7 @@ def test_a_run_resumes_only_with_the_arithmetic_that_it_began_with(files, monkey
 
 def test_counts_do_not_depend_on_the_number_of_threads(files):
     """If they did, a run could only be resumed with the same number of threads."""
-    from sparkinfer.runtime.kernels.cpu import library
+    from hotsplit.runtime.kernels.cpu import library
 
     before = torch.get_num_threads(), library.num_threads()
     for name, threads in (("one", 1), ("three", 3)):
@@ -200,7 +200,7 @@ def test_counts_do_not_depend_on_the_number_of_threads(files):
 
 def test_a_damaged_resume_file_is_refused(files):
     (files / "p.resume").write_bytes(b"nonsense" * 10)
-    with pytest.raises(SparkinferError, match="not a whole safetensors file.*delete it"):
+    with pytest.raises(HotsplitError, match="not a whole safetensors file.*delete it"):
         profile(config(files, "p"))
 
 
@@ -212,7 +212,7 @@ def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
         profile(config(files, "cut"))
     path = files / "cut.resume"
     metadata, arrays = load_arrays(
-        path, "sparkinfer.resume", 4, {"settings", "phase", "done", "digest"}
+        path, "hotsplit.resume", 4, {"settings", "phase", "done", "digest"}
     )
     if change in metadata:
         metadata[change] += 3
@@ -220,8 +220,8 @@ def test_a_resume_file_of_other_contents_is_refused(files, monkeypatch, change):
         arrays["counter/active_count_LF"][1, 3] ^= 1
     else:
         del arrays["counter/num_tokens"]
-    save_arrays(path, "sparkinfer.resume", 4, metadata, arrays)
-    with pytest.raises(SparkinferError, match="is damaged .* delete it"):
+    save_arrays(path, "hotsplit.resume", 4, metadata, arrays)
+    with pytest.raises(HotsplitError, match="is damaged .* delete it"):
         profile(config(files, "cut"))
     assert not (files / "cut").exists() and not (files / "cut.report.json").exists()
 
@@ -241,7 +241,7 @@ def test_the_resume_file_of_other_thresholds_is_refused(tmp_path, codec_model, m
         profile(one)
     assert (tmp_path / "a").stat().st_size == (tmp_path / "b").stat().st_size
     (tmp_path / "b").rename(tmp_path / "a")
-    with pytest.raises(SparkinferError, match="begun with thresholds of the model .*0.05"):
+    with pytest.raises(HotsplitError, match="begun with thresholds of the model .*0.05"):
         profile(one)
 
 
@@ -257,7 +257,7 @@ def killing(original, number=signal.SIGINT, when=lambda *args: True):
 
 
 def test_a_signal_between_phases_ends_at_once_and_loses_no_window(files, monkeypatch):
-    from sparkinfer.profile import predictor_training
+    from hotsplit.profile import predictor_training
 
     profile(config(files, "whole", **training(files, "whole")))
     seen = stopped_at(monkeypatch, None)
@@ -275,7 +275,7 @@ def test_a_signal_between_phases_ends_at_once_and_loses_no_window(files, monkeyp
 
 
 def test_a_signal_before_anything_is_saved_says_so(files, monkeypatch):
-    from sparkinfer.profile import collect
+    from hotsplit.profile import collect
 
     monkeypatch.setattr(collect, "train_whole", killing(collect.train_whole))
     with pytest.raises(Interrupted, match="nothing was saved yet"):
@@ -286,7 +286,7 @@ def test_a_signal_before_anything_is_saved_says_so(files, monkeypatch):
 @pytest.mark.parametrize("step", ["search", "measure"])
 def test_a_signal_in_a_search_or_in_the_final_measurement_loses_only_that(files, monkeypatch, step):
     """A resumed run must search again: the thresholds of an unfinished search are all 0."""
-    from sparkinfer.profile import collect
+    from hotsplit.profile import collect
 
     silu = dataclasses.replace(ModelFile.load(files / "codec.gguf"), activation="silu")
     silu.save(files / "codec.gguf")
@@ -331,9 +331,9 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights
 
-    from sparkinfer.budget import SHORT_CHUNK
-    from sparkinfer.profile.trainer_state import SharedSteps
-    from sparkinfer.profile.training import LowRank
+    from hotsplit.budget import SHORT_CHUNK
+    from hotsplit.profile.trainer_state import SharedSteps
+    from hotsplit.profile.training import LowRank
 
     gate_FD, barrier, shared = weights(96, 64), threading.Barrier(2), {}
 
@@ -383,7 +383,7 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
 def two_ranks(files, *args):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2,
-             "-m", "sparkinfer", "profile", files / "codec.gguf", "--corpus", files / "t.txt",
+             "-m", "hotsplit", "profile", files / "codec.gguf", "--corpus", files / "t.txt",
              "--tokens", 6000, *args]  # fmt: skip
     return subprocess.run(
         list(map(str, words)), env=ENV, capture_output=True, text=True, timeout=200
@@ -448,11 +448,11 @@ def test_profiles_that_do_not_add_up_are_refused(tmp_path):
         (threshold, "layer 1 was counted above 0 and above 0.5"),
         (alike, "both count synthetic"),
     ):
-        with pytest.raises(SparkinferError, match=words):
+        with pytest.raises(HotsplitError, match=words):
             merge(MergeConfig(profiles=(a, second), output=tmp_path / "out"))
         assert not (tmp_path / "out").exists()
     for profiles, words in (((), "^no profiles to merge"), ((a,), "^one profile to merge")):
-        with pytest.raises(SparkinferError, match=f"{words}, wanted two or more"):
+        with pytest.raises(HotsplitError, match=f"{words}, wanted two or more"):
             MergeConfig(profiles=profiles, output=tmp_path / "out")
     report = merge(MergeConfig(profiles=(a, alike), output=tmp_path / "out", force=True))
     assert "counted twice" in report.notes[0]
@@ -471,8 +471,8 @@ def test_the_merge_command(tmp_path):
 def test_an_interrupted_command_says_how_to_continue(files, number):
     script = (
         "import os, sys\n"
-        "from sparkinfer.cli import main\n"
-        "from sparkinfer.profile import run\n"
+        "from hotsplit.cli import main\n"
+        "from hotsplit.profile import run\n"
         "original = run.Run._round\n"
         "def round(self, *args):\n"
         "    original(self, *args)\n"
@@ -492,8 +492,8 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
 # and waits, so that this window takes as long as one of a large model.
 SLOW_WINDOWS = """
 import sys, time
-from sparkinfer.cli import main
-from sparkinfer.profile import run
+from hotsplit.cli import main
+from hotsplit.profile import run
 hidden = run.Engine.hidden
 def slowly(self, tokens):
     hidden(self, tokens)
@@ -532,7 +532,7 @@ def test_a_signal_in_a_long_window_loses_nothing(files, number):
     code, error = profile_in_slow_windows(files, 1.0, (0.0, number), (0.3, number))
     assert code == 128 + number, error
     line = f"{files}/cut.resume holds the work so far; the same command continues from there"
-    assert error.splitlines()[-1] == f"sparkinfer: interrupted; {line}"
+    assert error.splitlines()[-1] == f"hotsplit: interrupted; {line}"
     assert not (files / "cut").exists()
     profile(config(files, "whole"))
     counts = []
@@ -545,7 +545,7 @@ def test_a_second_signal_does_not_wait_for_the_window(files):
     began = time.monotonic()
     code, error = profile_in_slow_windows(files, 60.0, (0.0, signal.SIGINT), (2.5, signal.SIGINT))
     assert code == 130 and time.monotonic() - began < 40
-    assert error.splitlines()[-1] == "sparkinfer: interrupted; nothing half-written was left"
+    assert error.splitlines()[-1] == "hotsplit: interrupted; nothing half-written was left"
     assert not (files / "cut.resume").exists()
 
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from sparkinfer import progress as module
-from sparkinfer.commands.shared import say, wrapped
-from sparkinfer.progress import progress
+from hotsplit import progress as module
+from hotsplit.commands.shared import say, wrapped
+from hotsplit.progress import progress
 
 
 def test_a_log_gets_only_a_few_lines(capsys, monkeypatch):
@@ -73,8 +73,8 @@ def test_a_log_has_no_total_of_a_part_that_follows(capsys, monkeypatch):
 
 
 SAID = """
-from sparkinfer.commands.shared import say
-from sparkinfer.progress import progress
+from hotsplit.commands.shared import say
+from hotsplit.progress import progress
 with progress("measuring", None, "timings") as advance:
     for number in range(3):
         advance(1)
@@ -105,8 +105,8 @@ def test_a_line_does_not_run_into_a_bar():
         ("a note that is longer than the terminal is wide",
          ["a note that is", "  longer than the", "  terminal is wide"]),
         ("a  table  is not wrapped at all", ["a  table  is not wrapped at all"]),
-        ("run has more here: sparkinfer report /a/b/c --profile 'd e'",
-         ["run has more here:", "  sparkinfer report /a/b/c --profile 'd e'"]),
+        ("run has more here: hotsplit report /a/b/c --profile 'd e'",
+         ["run has more here:", "  hotsplit report /a/b/c --profile 'd e'"]),
         ("wrote /a/name/that-is-longer-than-all", ["wrote", "  /a/name/that-is-longer-than-all"]),
     ],
 )  # fmt: skip

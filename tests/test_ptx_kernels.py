@@ -15,7 +15,7 @@ from models import make_shape, shape_only
 from ptx.kernels import PtxKernels
 from ptx_mutants import BARRIERS, CASES, MUTANTS, is_as_expected, outcome, without_each_barrier
 
-from sparkinfer.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.gpu import launch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -80,7 +80,7 @@ def test_launches_of_a_plan(monkeypatch):
 def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
     from dataclasses import replace
 
-    from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+    from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
     right = reference_kernels()

@@ -13,10 +13,10 @@ from gpu_matrices import KINDS
 from models import make_model, make_shape
 from ptx.kernels import PtxKernels
 
-from sparkinfer.runtime.check.kernels import check_launch
-from sparkinfer.runtime.check.launches import NAMES
-from sparkinfer.runtime.kernels.gpu import launch
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.check.kernels import check_launch
+from hotsplit.runtime.check.launches import NAMES
+from hotsplit.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 
 ARCHITECTURES = (89, 90, 120)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead")

@@ -12,30 +12,30 @@ from chat_templates import CHATML
 from checkpoints import random_llama
 from models import byte_level_keys, make_model, make_shape
 
-from sparkinfer import Engine
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.mode_choice import choose_mode, dense_bytes
-from sparkinfer.model_file import ModelFile
-from sparkinfer.predictor_file import FILE_NAME, Predictors
-from sparkinfer.profile.chat_windows import read_chat_windows
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.comparison import (
+from hotsplit import Engine
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.mode_choice import choose_mode, dense_bytes
+from hotsplit.model_file import ModelFile
+from hotsplit.predictor_file import FILE_NAME, Predictors
+from hotsplit.profile.chat_windows import read_chat_windows
+from hotsplit.profile.collect import profile
+from hotsplit.profile.comparison import (
     Comparison,
     batch_mean,
     increase_of,
     quantile_interval,
     student_t,
 )
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.eval_file import eval_content, load_eval
-from sparkinfer.profile.predictor_options import PredictorOptions
-from sparkinfer.profile.quality import EvalConfig, ShareCounter, bytes_read, compare_all, evaluate
-from sparkinfer.profile.report import warnings
-from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.model.feed_forward import Traffic
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.eval_file import eval_content, load_eval
+from hotsplit.profile.predictor_options import PredictorOptions
+from hotsplit.profile.quality import EvalConfig, ShareCounter, bytes_read, compare_all, evaluate
+from hotsplit.profile.report import warnings
+from hotsplit.profile_file import Profile
+from hotsplit.runtime.model.feed_forward import Traffic
 
 # ---- the measure -----------------------------------------------------------------------------
 
@@ -155,16 +155,16 @@ def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
         for key, value in values.items() if key not in ("format", "version")
     }  # fmt: skip
     for wrong in (1.1e12, math.inf, math.nan):  # refused when written as when read
-        with pytest.raises(SparkinferError, match="^mode predicted: perplexity is "):
+        with pytest.raises(HotsplitError, match="^mode predicted: perplexity is "):
             eval_content(dataclasses.replace(found, perplexity=wrong))
         (tmp_path / "w.json").write_text(json.dumps(values | {"perplexity": wrong}))
-        with pytest.raises(SparkinferError, match="perplexity is "):
+        with pytest.raises(HotsplitError, match="perplexity is "):
             load_eval(tmp_path / "w.json")
     (note,) = found.notes  # in the text output, the first line
     assert note.endswith("tokens of text, fewer than the 16,384 of --tokens")
     for wrong in ("a note", ["two\nlines"], [1]):
         (tmp_path / "w.json").write_text(json.dumps(values | {"notes": wrong}))
-        with pytest.raises(SparkinferError, match="notes"):
+        with pytest.raises(HotsplitError, match="notes"):
             load_eval(tmp_path / "w.json")
     widths = [key for key in values if key.endswith("half_width")]
     assert len(widths) == 8 and all(values[key] is not None for key in widths)
@@ -257,11 +257,11 @@ def test_eval_counts_messages(tmp_path, chat_model, capsys):
 def test_texts_without_paragraphs_and_templates_that_change_them_are_refused(tmp_path, chat_model):
     (tmp_path / "t.txt").write_text("a\n\nb\n\nc")
     config = EvalConfig(model=chat_model.path, corpora=(tmp_path / "t.txt",), chat_template="")
-    with pytest.raises(SparkinferError, match="no paragraph of 16 tokens"):
+    with pytest.raises(HotsplitError, match="no paragraph of 16 tokens"):
         evaluate(config)
     (tmp_path / "t.txt").write_text("This is a paragraph of enough tokens.")
     (tmp_path / "upper").write_text("{{ messages[0]['content'] | upper }}")
-    with pytest.raises(SparkinferError, match="changes messages"):
+    with pytest.raises(HotsplitError, match="changes messages"):
         evaluate(dataclasses.replace(config, chat_template=str(tmp_path / "upper")))
 
 

@@ -1,4 +1,4 @@
-"""`sparkinfer report`: one page about a model's files that needs no network, fits a phone, says what
+"""`hotsplit report`: one page about a model's files that needs no network, fits a phone, says what
 is missing, and shows what the files hold."""
 
 import contextlib
@@ -17,24 +17,24 @@ from matplotlib.colors import to_hex
 from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
 from page_actions import needs_browser
 
-from sparkinfer.cli import main
-from sparkinfer.commands.kept_files import report_line
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile.eval_file import load_eval
-from sparkinfer.profile.report_file import load_predictor_report
-from sparkinfer.profile_file import Profile
-from sparkinfer.report import drawing
-from sparkinfer.report.artifacts import load_artifacts
-from sparkinfer.report.config import MAX_BYTES, ReportConfig
-from sparkinfer.report.plots import firing_curves, plot_map
-from sparkinfer.report.report import report
-from sparkinfer.report.speeds import speeds_of
-from sparkinfer.run.kept import Kept
-from sparkinfer.solver.plots import device_of_ranks
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.solver.verify import plan_seconds
-from sparkinfer.split_file import Split
+from hotsplit.cli import main
+from hotsplit.commands.kept_files import report_line
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.profile.eval_file import load_eval
+from hotsplit.profile.report_file import load_predictor_report
+from hotsplit.profile_file import Profile
+from hotsplit.report import drawing
+from hotsplit.report.artifacts import load_artifacts
+from hotsplit.report.config import MAX_BYTES, ReportConfig
+from hotsplit.report.plots import firing_curves, plot_map
+from hotsplit.report.report import report
+from hotsplit.report.speeds import speeds_of
+from hotsplit.run.kept import Kept
+from hotsplit.solver.plots import device_of_ranks
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.solver.verify import plan_seconds
+from hotsplit.split_file import Split
 
 HOSTILE = "<script>alert(1)</script>"
 SLOW = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}
@@ -97,7 +97,7 @@ def test_the_command_for_cached_files_has_only_those_that_go_together(
     refuse it."""
     kept = Kept(profile=folder / "p.safetensors", split=folder / "plan.gguf",
                 machine=folder / "machine.json")  # fmt: skip
-    monkeypatch.setattr("sparkinfer.run.kept.kept_for", lambda model: kept)
+    monkeypatch.setattr("hotsplit.run.kept.kept_for", lambda model: kept)
     config = ReportConfig(model=folder / "model.gguf", output=tmp_path / "page.html")
     words = str(report_line(config)).split()
     assert words[-6::2] == ["--profile", "--split", "--machine"]
@@ -222,7 +222,7 @@ def test_the_map_shows_the_plan(folder):
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "sparkinfer.report.plots.plot_of", lambda name, figure, **k: drawn.append(figure)
+            "hotsplit.report.plots.plot_of", lambda name, figure, **k: drawn.append(figure)
         )
         plot_map(split, profile)
     device_LR = device_of_ranks(split, profile, num_columns=200)
@@ -255,7 +255,7 @@ def test_a_missing_file_is_named_with_the_command_that_makes_it(folder, tmp_path
     text = Seen((tmp_path / "r.html").read_text()).text
     for command in ("profile model.gguf --corpus", "solve model.gguf --profile", "calibrate -o",
                     "eval model.gguf --corpus"):  # fmt: skip
-        assert f"sparkinfer {command}" in text, command
+        assert f"hotsplit {command}" in text, command
     run("report", folder / "model.gguf", "-o", tmp_path / "r.html", "--force")
     said = capsys.readouterr().err
     assert "machine (give --profile, --machine, --split; the page says which command" in said
@@ -310,7 +310,7 @@ def test_files_of_another_model_are_refused_in_one_line(folder, compared, tmp_pa
         ({"output": folder / "p.report.json", "force": True}, "is read by this command"),
     ):
         output = change.pop("output", tmp_path / "r.html")
-        with pytest.raises(SparkinferError, match=match) as refused:
+        with pytest.raises(HotsplitError, match=match) as refused:
             report(config_of(folder, output, **change))
         assert "\n" not in str(refused.value)
     assert not (tmp_path / "r.html").exists()
@@ -328,7 +328,7 @@ def test_a_damaged_report_is_refused(folder, tmp_path):
         damaged = json.loads(json.dumps(content))
         damage(damaged)
         (tmp_path / "x.json").write_text(json.dumps(damaged))
-        with pytest.raises(SparkinferError, match="profile again"):
+        with pytest.raises(HotsplitError, match="profile again"):
             load_predictor_report(tmp_path / "x.json", model_id)
 
 

@@ -9,16 +9,16 @@ from models import make_model, make_shape
 from reference import rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split
 
-from sparkinfer import Engine, system_memory
-from sparkinfer.errors import SparkinferError
-from sparkinfer.log_lines import lines_on_stderr
-from sparkinfer.model_file import KINDS
-from sparkinfer.runtime import engine_options
-from sparkinfer.runtime.device import huge_pages
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.weights import resident
-from sparkinfer.runtime.weights.matrix import matrix_of
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit import Engine, system_memory
+from hotsplit.errors import HotsplitError
+from hotsplit.log_lines import lines_on_stderr
+from hotsplit.model_file import KINDS
+from hotsplit.runtime import engine_options
+from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights import resident
+from hotsplit.runtime.weights.matrix import matrix_of
+from hotsplit.runtime.weights.resident import Residence
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
@@ -118,10 +118,10 @@ def test_a_limit_on_address_space_gives_one_line(monkeypatch):
 
     monkeypatch.setattr(huge_pages, "PinnableMemory", refuses)
     entry = next(iter(make_model().tensors.values()))
-    with pytest.raises(SparkinferError, match=r"raise the limit \(ulimit -v\)") as raised:
+    with pytest.raises(HotsplitError, match=r"raise the limit \(ulimit -v\)") as raised:
         Residence().matrix(entry)
     assert "\n" not in str(raised.value)
-    with pytest.raises(SparkinferError, match="the cache of 2.00 MiB cannot .* a smaller context"):
+    with pytest.raises(HotsplitError, match="the cache of 2.00 MiB cannot .* a smaller context"):
         huge_pages.zeros((1 << 20,), torch.float16)
 
 
@@ -150,7 +150,7 @@ def test_without_memory_the_weights_stay_in_the_file(model, monkeypatch, capsys)
 @lines_on_stderr()
 def test_without_the_kernels_weights_cannot_be_arranged(model, monkeypatch, capsys):
     monkeypatch.setattr(library, "_lib", None)
-    with pytest.raises(SparkinferError, match=r"only the C\+\+ kernels, which are not built"):
+    with pytest.raises(HotsplitError, match=r"only the C\+\+ kernels, which are not built"):
         Engine.load(model, is_resident=True)
     with Engine.load(model) as engine:  # is_resident was not requested
         assert all(m.stride_bytes == m.row_bytes for ms in neurons(engine) for m in ms)
@@ -210,7 +210,7 @@ def test_memory_that_may_not_be_pinned_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     home = Residence()
     copies = [home.matrix(entry) for entry in entries_of()]
-    with pytest.raises(SparkinferError, match=r"limit on locked memory is .* \(ulimit") as caught:
+    with pytest.raises(HotsplitError, match=r"limit on locked memory is .* \(ulimit") as caught:
         home.pin()
     assert "\n" not in str(caught.value) and "CUDA error 2" in str(caught.value)
     del home, copies, caught

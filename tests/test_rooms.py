@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
-PACKAGE = "sparkinfer.runtime"
+PACKAGE = "hotsplit.runtime"
 # From the bottom to the top. Modules outside the folders (such as the engine) are above them all.
 ROOMS = ("device", "kernels", "weights", "cache", "model", "neuron_cache", "step", "prefill",
          "check", "text", "generate")  # fmt: skip

@@ -15,13 +15,13 @@ from test_families import GATED, OPT
 from test_runtime import make_split
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.longer_texts import with_rope_scaling
-from sparkinfer.model_file import ModelFile
-from sparkinfer.rope import NO_SCALING, RopeScaling
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.longer_texts import with_rope_scaling
+from hotsplit.model_file import ModelFile
+from hotsplit.rope import NO_SCALING, RopeScaling
 
 TRAINED, FACTOR = 128, 4.0
 NUM_TOKENS = 300
@@ -131,7 +131,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_useless_scalings_are_refused_in_a_line(model, words):
-    with pytest.raises(SparkinferError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words) as caught:
         with_rope_scaling(model, *REFUSED[words])
     assert "\n" not in str(caught.value)
 
@@ -142,7 +142,7 @@ def test_a_plan_for_longer_texts_wants_the_scaling_that_it_was_made_with(tmp_pat
     length = model.shape.context_length
     scaled = with_rope_scaling(model, None, 2.0, None)
     make_split(scaled, [SOME] * L, context_length=2 * length).save(tmp_path / "s.gguf")
-    with pytest.raises(SparkinferError, match="give the --rope-scaling that it was made with"):
+    with pytest.raises(HotsplitError, match="give the --rope-scaling that it was made with"):
         Engine.load(model.path, tmp_path / "s.gguf", device="cpu")
     with Engine.load(model.path, tmp_path / "s.gguf", device="cpu", rope_scale=2.0) as engine:
         assert engine.context_length == 2 * length
@@ -151,7 +151,7 @@ def test_a_plan_for_longer_texts_wants_the_scaling_that_it_was_made_with(tmp_pat
 def test_the_command_line_says_what_it_did(model, capfd):
     from click.testing import CliRunner
 
-    from sparkinfer.commands.all_commands import cli
+    from hotsplit.commands.all_commands import cli
 
     asked = ["generate", str(model.path), "-p", "a", "-n", "2", "--device", "cpu"]
     refused = CliRunner().invoke(cli, [*asked, "-c", "256"])
@@ -162,7 +162,7 @@ def test_the_command_line_says_what_it_did(model, capfd):
 
 
 def test_a_scale_of_1_is_said_to_change_nothing(model, capsys):
-    from sparkinfer.cli import main
+    from hotsplit.cli import main
 
     asked = ["generate", str(model.path), "-p", "a", "-n", "2", "--device", "cpu"]
     said = []
@@ -174,9 +174,9 @@ def test_a_scale_of_1_is_said_to_change_nothing(model, capsys):
 
 def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, capsys):
     """Under a scaling, pieces of the text are longer than the trained context."""
-    from sparkinfer.cli import main
-    from sparkinfer.profile.eval_config import EvalConfig
-    from sparkinfer.profile.quality import evaluate
+    from hotsplit.cli import main
+    from hotsplit.profile.eval_config import EvalConfig
+    from hotsplit.profile.quality import evaluate
 
     text = tmp_path / "t.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
@@ -199,7 +199,7 @@ def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, cap
     assert "rotary" not in capsys.readouterr().err
     assert main([*words, "--rope-scaling", "yarn"]) == 1
     assert "needs a factor, --rope-scale" in capsys.readouterr().err
-    with pytest.raises(SparkinferError, match="rope scale 0.5"):
+    with pytest.raises(HotsplitError, match="rope scale 0.5"):
         dataclasses.replace(config, rope_scale=0.5)
 
 
@@ -221,7 +221,7 @@ def test_models_whose_positions_cannot_be_scaled(tmp_path, words):
     convert(
         ConvertConfig(source=random_model(tmp_path / "hf", FIXED[words]), output=tmp_path / "m")
     )
-    with pytest.raises(SparkinferError, match=words) as caught:
+    with pytest.raises(HotsplitError, match=words) as caught:
         with_rope_scaling(ModelFile.load(tmp_path / "m"), "yarn", 2.0, None)
     assert "leave --rope-scaling and --rope-scale out" in str(caught.value)
 
@@ -234,15 +234,13 @@ def test_a_context_beyond_every_count_is_refused_before_anything_is_written(
     found["rope_parameters"] |= PARAMETERS["yarn"] | {"factor": factor}
     hostile = shutil.copytree(folder, tmp_path / "hf")
     (hostile / "config.json").write_text(json.dumps(found))
-    with pytest.raises(
-        SparkinferError, match=r"factor is 1e\+\d+; times 128 tokens it is a context"
-    ):
+    with pytest.raises(HotsplitError, match=r"factor is 1e\+\d+; times 128 tokens it is a context"):
         convert(ConvertConfig(source=hostile, output=tmp_path / "m.gguf"))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_prompt_kept_under_another_scaling_is_not_restored(model, ids, tmp_path):
-    from sparkinfer.runtime.generate.prompt_cache import restore_prompt, save_prompt
+    from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 
     def engine(factor):
         return Engine.of(with_rope_scaling(model, "yarn", factor, None), device="cpu")
@@ -251,5 +249,5 @@ def test_a_prompt_kept_under_another_scaling_is_not_restored(model, ids, tmp_pat
         sequence.extend(ids[:20])
         save_prompt(sequence, tmp_path / "state", first.prompt_key())
     with engine(4.0) as second, second.sequence() as sequence:
-        with pytest.raises(SparkinferError, match="another rope scaling: 'YaRN, 2 times"):
+        with pytest.raises(HotsplitError, match="another rope scaling: 'YaRN, 2 times"):
             restore_prompt(sequence, tmp_path / "state", second.prompt_key())

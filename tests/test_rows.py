@@ -18,10 +18,10 @@ from models import make_model, make_shape
 from reference import logits_ref, rel_error
 from test_runtime import make_split, saved
 
-from sparkinfer import Engine
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.native_structs import MAX_ROWS
-from sparkinfer.runtime.step.batch import Row, rows_of
+from hotsplit import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.native_structs import MAX_ROWS
+from hotsplit.runtime.step.batch import Row, rows_of
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 
@@ -248,7 +248,7 @@ int clock_gettime(clockid_t id, struct timespec* t) {
 """
 PROGRAM = """
 import hashlib, sys, time
-from sparkinfer import Engine
+from hotsplit import Engine
 spans = [time.perf_counter() for _ in range(50)]
 print("jumps" if max(b - a for a, b in zip(spans, spans[1:])) > 0.5 else "runs")
 for model in sys.argv[1:]:

@@ -1,4 +1,4 @@
-"""`sparkinfer run` and `sparkinfer cache`: files are made once, kept, shared, resumed and removed.
+"""`hotsplit run` and `hotsplit cache`: files are made once, kept, shared, resumed and removed.
 
 The GPU is simulated: its memory is what --vram says, its other figures are made up, and plans run
 on the CPU."""
@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from models import byte_level_keys, make_machine, make_model, make_shape
 
-from sparkinfer.cli import main
-from sparkinfer.errors import Interrupted
-from sparkinfer.model_file import ModelFile
-from sparkinfer.run import estimate, housekeeping, prepare, stages
-from sparkinfer.run.choice import Room
+from hotsplit.cli import main
+from hotsplit.errors import Interrupted
+from hotsplit.model_file import ModelFile
+from hotsplit.run import estimate, housekeeping, prepare, stages
+from hotsplit.run.choice import Room
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -86,7 +86,7 @@ def test_a_converted_model_is_compared_with_its_source(capsys, silu):
     assert "verified: logits equal transformers'" in capsys.readouterr().err
 
 
-def test_a_sparkinfer_model_file_is_run_in_place(capsys, cache, tmp_path):
+def test_a_hotsplit_model_file_is_run_in_place(capsys, cache, tmp_path):
     keys_, vocab_size = byte_level_keys()
     model = make_model(shape=make_shape(vocab_size=vocab_size), activation="silu",
                        extra_keys=keys_)  # fmt: skip
@@ -223,7 +223,7 @@ def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
             words = [*map(str, (*asked, *short)), "-p", "the", "-n", "1", "-t", "1"]
             assert main(["run", *words]) == 130, place
         last = capsys.readouterr().err.splitlines()[-1]
-        assert last.startswith("sparkinfer: interrupted in stage "), place
+        assert last.startswith("hotsplit: interrupted in stage "), place
         assert last.endswith("the same command continues from there")
         there += before
         ready = [s.kind for s in housekeeping.list_cache(cache) if s.state == "ready"]
@@ -242,7 +242,7 @@ def test_a_run_continues_after_interrupts_in_five_places_and_with_other_budgets(
 
 
 def test_a_profile_continues_where_it_stopped(monkeypatch, capsys, relu, text, cache):
-    monkeypatch.setattr("sparkinfer.profile.run.SAVE_SHARE", 1e9)  # saved after every window
+    monkeypatch.setattr("hotsplit.profile.run.SAVE_SHARE", 1e9)  # saved after every window
     asked = (relu, "--corpus", text, "--no-verify", "--mode", "predicted", "--tokens", 1408)
     profile = stages.profile
     saved = lambda config: dataclasses.replace(config, save_every_s=0.0)  # noqa: E731
@@ -277,7 +277,7 @@ def test_the_rate_of_counting_leaves_out_what_was_not_timed(heard):
 @pytest.mark.parametrize("delay_s", [3.0, 5.0, 7.0, 9.0, 11.0])
 def test_after_ctrl_c_at_any_time_the_same_command_completes(capsys, cache, delay_s):
     """In a separate process, on the bundled model; then the same command runs to its end."""
-    program = "import sys; from sparkinfer.cli import main; sys.exit(main())"
+    program = "import sys; from hotsplit.cli import main; sys.exit(main())"
     source = Path(__file__).parent.parent / "examples" / "tiny-relu"
     words = [source, "--tokens", "6144", "-p", "def", "-n", "3", "--seed", "0", "--json"]
     command = [sys.executable, "-c", program, "run", *map(str, words)]
@@ -298,15 +298,15 @@ def test_a_full_disk_is_reported_before_the_work(monkeypatch, capsys, silu, cach
     usage = shutil.disk_usage(silu)._replace(free=estimate.SPARE_BYTES + 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     line = refused(capsys, silu, "-p", "the")
-    assert "would be written, but" in line and "set SPARKINFER_CACHE to a folder" in line
+    assert "would be written, but" in line and "set HOTSPLIT_CACHE to a folder" in line
     assert housekeeping.list_cache(cache) == ()
 
 
 def test_a_cache_that_cannot_be_written_is_refused_in_one_line(monkeypatch, capsys, silu, tmp_path):
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "file"))
     line = refused(capsys, silu, "-p", "the")
-    assert "the cache folder cannot be written" in line and "SPARKINFER_CACHE" in line
+    assert "the cache folder cannot be written" in line and "HOTSPLIT_CACHE" in line
     assert (tmp_path / "file").read_text() == "mine"
 
 

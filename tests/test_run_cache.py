@@ -1,4 +1,4 @@
-"""The cache of `sparkinfer run`: which run waits, what is made again or removed, and what the keys
+"""The cache of `hotsplit run`: which run waits, what is made again or removed, and what the keys
 depend on."""
 
 import dataclasses
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.run import housekeeping, keys
-from sparkinfer.run.cache_folder import ENTRY, LOCK, Cache, cache_folder, current_version
-from sparkinfer.run.keys import identity_of_source, identity_of_texts
-from sparkinfer.run.rates import Rates
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.run import housekeeping, keys
+from hotsplit.run.cache_folder import ENTRY, LOCK, Cache, cache_folder, current_version
+from hotsplit.run.keys import identity_of_source, identity_of_texts
+from hotsplit.run.rates import Rates
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -66,10 +66,10 @@ def test_where_the_first_fails_the_second_does_the_work(cache):
     def fail(folder: Path) -> dict:
         is_making.set()
         time.sleep(0.2)
-        raise SparkinferError("no")
+        raise HotsplitError("no")
 
     def first() -> None:
-        with Cache.open() as one, pytest.raises(SparkinferError):
+        with Cache.open() as one, pytest.raises(HotsplitError):
             one.obtain("machine", {}, "here", fail)
 
     thread = threading.Thread(target=first)
@@ -131,7 +131,7 @@ def test_a_damaged_entry_is_made_again(cache):
         assert housekeeping.list_cache(cache)[0].state == "unfinished"
     (folder,) = filled(cache)
     whole = (folder / ENTRY).read_text()
-    assert json.loads(whole)["format"] == "sparkinfer.cache-entry"
+    assert json.loads(whole)["format"] == "hotsplit.cache-entry"
     for old, new in ((": 2", ": Infinity"), ("machine.json", "a\\u0000"), ("[", "[Infinity,")):
         assert old in whole
         (folder / ENTRY).write_text(whole.replace(old, new, 1))
@@ -166,7 +166,7 @@ def test_links_and_pipes_in_the_place_of_our_files(cache, tmp_path):
     assert housekeeping.list_cache(cache)[0].state == "unfinished"
     (folder / LOCK).unlink()
     (folder / LOCK).symlink_to(tmp_path / "none" / "mine")
-    with pytest.raises(SparkinferError, match="cannot be written"):
+    with pytest.raises(HotsplitError, match="cannot be written"):
         filled(cache)
     (folder / LOCK).unlink()
     os.mkfifo(folder / LOCK)
@@ -251,17 +251,17 @@ def test_the_command_lists_and_clears(capsys, cache):
 
 
 def test_the_folder_of_the_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("SPARKINFER_CACHE", "~/mine")
+    monkeypatch.setenv("HOTSPLIT_CACHE", "~/mine")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "mine"
-    monkeypatch.delenv("SPARKINFER_CACHE")
+    monkeypatch.delenv("HOTSPLIT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "sparkinfer"
+    assert cache_folder() == tmp_path / "xdg" / "hotsplit"
     for ignored in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-        assert cache_folder() == tmp_path / ".cache" / "sparkinfer"
-    monkeypatch.setenv("SPARKINFER_CACHE", "~nobody-of-this-name/mine")
-    with pytest.raises(SparkinferError, match="no such home folder"):
+        assert cache_folder() == tmp_path / ".cache" / "hotsplit"
+    monkeypatch.setenv("HOTSPLIT_CACHE", "~nobody-of-this-name/mine")
+    with pytest.raises(HotsplitError, match="no such home folder"):
         cache_folder()
 
 
@@ -306,16 +306,14 @@ def test_a_full_disk_is_an_error_that_names_the_cache(cache, monkeypatch):
         def __exit__(self, *error):
             pass
 
-    wanted = (
-        f"{cache}: the cache folder cannot be written: No space left on device; SPARKINFER_CACHE"
-    )
-    monkeypatch.setattr("sparkinfer.run.rates.TemporaryFile", lambda **options: Full())
-    with pytest.raises(SparkinferError) as refused:
+    wanted = f"{cache}: the cache folder cannot be written: No space left on device; HOTSPLIT_CACHE"
+    monkeypatch.setattr("hotsplit.run.rates.TemporaryFile", lambda **options: Full())
+    with pytest.raises(HotsplitError) as refused:
         Rates.load(cache, "m").write_bytes_per_s()
     assert str(refused.value).startswith(wanted)
 
     def make(folder: Path) -> dict:
         raise OSError(28, "No space left on device")
 
-    with Cache.open() as opened, pytest.raises(SparkinferError, match="SPARKINFER_CACHE names"):
+    with Cache.open() as opened, pytest.raises(HotsplitError, match="HOTSPLIT_CACHE names"):
         opened.obtain("machine", {"a": 1}, "the source", make)

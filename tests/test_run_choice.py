@@ -1,4 +1,4 @@
-"""The choices of `sparkinfer run`, its estimates of time, and its bundled text."""
+"""The choices of `hotsplit run`, its estimates of time, and its bundled text."""
 
 from pathlib import Path
 from runpy import run_path
@@ -9,14 +9,14 @@ from models import make_model, make_shape
 from run_fixtures import MIB
 from test_gguf_source import powerinfer_file
 
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.model_file import ModelFile
-from sparkinfer.run import choice, corpora, estimate, prepare, stages
-from sparkinfer.run.cache_folder import Cache
-from sparkinfer.run.choice import Room, Wishes, choose, choose_predictors, choose_type, worth
-from sparkinfer.run.source import look_at
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.model_file import ModelFile
+from hotsplit.run import choice, corpora, estimate, prepare, stages
+from hotsplit.run.cache_folder import Cache
+from hotsplit.run.choice import Room, Wishes, choose, choose_predictors, choose_type, worth
+from hotsplit.run.source import look_at
 
 pytest_plugins = ("run_fixtures",)
 pytestmark = pytest.mark.usefixtures("cache")
@@ -172,7 +172,7 @@ def test_patience_says_how_many_tokens(relu):
 
 
 def test_a_look_that_cannot_change_the_choice_is_left_out(capsys, relu, monkeypatch):
-    monkeypatch.setattr("sparkinfer.run.estimate.matmul_flops", lambda device: 1e6)
+    monkeypatch.setattr("hotsplit.run.estimate.matmul_flops", lambda device: 1e6)
     assert main(["run", str(relu), "-p", "the", "-n", "1", "--no-verify"]) == 0
     shown = capsys.readouterr().err
     assert (

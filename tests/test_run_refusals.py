@@ -1,9 +1,9 @@
-"""Options of `sparkinfer run`: what is refused before anything is made, and what is accepted."""
+"""Options of `hotsplit run`: what is refused before anything is made, and what is accepted."""
 
 import pytest
 
-from sparkinfer.cli import main
-from sparkinfer.run.housekeeping import list_cache
+from hotsplit.cli import main
+from hotsplit.run.housekeeping import list_cache
 
 pytest_plugins = ("run_fixtures",)
 
@@ -55,7 +55,7 @@ def test_a_dense_model_needs_no_tokens_to_train_on(capsys, silu):
 
 
 def test_a_count_of_threads_is_remarked_on_once(capsys, silu):
-    from sparkinfer.runtime.kernels.threads import _note_too_many
+    from hotsplit.runtime.kernels.threads import _note_too_many
 
     _note_too_many.cache_clear()
     assert main(["run", str(silu), "-p", "the", "-n", "1", "-t", "999", "--no-verify"]) == 0
@@ -70,7 +70,7 @@ def test_an_answer_takes_the_variables_and_the_file_of_a_system_message(
     capsys, silu, tmp_path, monkeypatch
 ):
     """The text that is tokenised contains what the template rendered."""
-    from sparkinfer.runtime.text.codec import TextCodec
+    from hotsplit.runtime.text.codec import TextCodec
 
     template, system = tmp_path / "template.jinja", tmp_path / "system.txt"
     template.write_text(TEMPLATE)

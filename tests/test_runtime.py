@@ -10,12 +10,12 @@ import torch
 from models import make_model, make_shape
 from reference import Bounds, logits_ref, rel_error
 
-from sparkinfer import Engine
-from sparkinfer.budget import ITEMS, CacheSize, kv_kind, plan_bytes_of_gpus
-from sparkinfer.cache_types import CacheTypes
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, array_entry
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.budget import ITEMS, CacheSize, kv_kind, plan_bytes_of_gpus
+from hotsplit.cache_types import CacheTypes
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, array_entry
+from hotsplit.split_file import Split
 
 IDS = [3, 17, 4, 49, 0, 8, 8, 21, 33, 2]
 F32_BOUND = 1e-5
@@ -280,7 +280,7 @@ def test_seeds_have_64_bits(codec_model):
         for seed in (-(1 << 63), (1 << 64) - 1):
             assert list(engine.generate("ab cd", 2, 1.5, seed))
         for seed in (-(1 << 63) - 1, 1 << 64):
-            with pytest.raises(SparkinferError, match="wanted a 64-bit integer"):
+            with pytest.raises(HotsplitError, match="wanted a 64-bit integer"):
                 engine.generate("ab cd", 2, 1.5, seed)
 
 
@@ -303,11 +303,11 @@ def test_generate_stops_where_the_context_is_full(tmp_path, codec_model):
         prompt = list(range(10))
         assert len(list(engine.generate(prompt, 100, temperature=0.0))) == 16 - 10 + 1
         assert engine.last_run.stopped_by == "context"
-        with pytest.raises(SparkinferError, match="17 tokens for a context of 16"):
+        with pytest.raises(HotsplitError, match="17 tokens for a context of 16"):
             list(engine.generate(list(range(17)), 1))
         longest = engine.model.shape.context_length
         advice = f"load with -c {longest} and shorten the text by more than 1$"
-        with pytest.raises(SparkinferError, match=advice):
+        with pytest.raises(HotsplitError, match=advice):
             engine.logits([1] * (longest + 1))
 
 
@@ -316,7 +316,7 @@ def test_the_cache_has_one_user_at_a_time(tmp_path, codec_model):
         tokens = engine.generate("ab cd", 8, temperature=0.0)
         next(tokens)
         engine.logits(IDS)
-        with pytest.raises(SparkinferError, match="something else"):
+        with pytest.raises(HotsplitError, match="something else"):
             next(tokens)
 
 
@@ -356,7 +356,7 @@ def test_close_frees_the_weights(tmp_path):
         ]
         del layer
         assert all(each() is not None for each in held)
-    with pytest.raises(SparkinferError, match="closed"):
+    with pytest.raises(HotsplitError, match="closed"):
         engine.logits(IDS)
     gc.collect()
     assert [each() for each in held] == [None, None]
@@ -374,21 +374,21 @@ def test_close_frees_the_weights(tmp_path):
 )
 def test_wrong_options_of_load_are_refused(tmp_path, options, message):
     model = saved(tmp_path)
-    with pytest.raises(SparkinferError, match=message):
+    with pytest.raises(HotsplitError, match=message):
         Engine.load(model.path, **options)
 
 
 @pytest.mark.parametrize("ids, message", [([], "no tokens"), ([50], "0..49"), ([-1], "0..49")])
 def test_wrong_tokens_are_refused(tmp_path, ids, message):
     model = saved(tmp_path)
-    with Engine.load(model.path) as engine, pytest.raises(SparkinferError, match=message):
+    with Engine.load(model.path) as engine, pytest.raises(HotsplitError, match=message):
         engine.logits(ids)
 
 
 def test_nan_weights_are_noticed_when_a_token_is_drawn(tmp_path, codec_model):
     with Engine.load(codec_model) as engine:
         engine.layers[0].ffn_norm.weight_D.fill_(torch.nan)
-        with pytest.raises(SparkinferError, match="NaN logits"):
+        with pytest.raises(HotsplitError, match="NaN logits"):
             list(engine.generate("ab", 2))
 
 
@@ -397,11 +397,11 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
     split = make_split(model, PATTERNS["half"])
     other = tmp_path / "other.split.gguf"
     dataclasses.replace(split, model_id="0" * 64).save(other)
-    with pytest.raises(SparkinferError, match="made for model 000000000000"):
+    with pytest.raises(HotsplitError, match="made for model 000000000000"):
         Engine.load(model.path, split=other)
     wrong = dict(split.gpu_bytes, neurons=split.gpu_bytes["neurons"] - 4)
     dataclasses.replace(split, gpu_bytes=wrong).save(other)
-    with pytest.raises(SparkinferError, match="neurons of .* takes .* bytes on the GPU"):
+    with pytest.raises(HotsplitError, match="neurons of .* takes .* bytes on the GPU"):
         Engine.load(model.path, split=other)
     assert set(wrong) == set(ITEMS)
 
@@ -434,6 +434,6 @@ def test_the_bytes_of_a_tensor_entry():
 @pytest.mark.parametrize("ids", [[1.5], [True], torch.tensor([1.0]), [[1, 2]], [-1], [10**9]])
 def test_invalid_tokens_are_refused(tmp_path, ids):
     make_model(kind="f32").save(tmp_path / "m.gguf")
-    with Engine.load(tmp_path / "m.gguf") as engine, pytest.raises(SparkinferError) as error:
+    with Engine.load(tmp_path / "m.gguf") as engine, pytest.raises(HotsplitError) as error:
         engine.logits(ids)
     assert "\n" not in str(error.value)

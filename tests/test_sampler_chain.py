@@ -21,9 +21,9 @@ from sampler_formulas import (
     xtc_ref,
 )  # fmt: skip
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.sampling_options import DEFAULT_SAMPLERS, SamplingOptions
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.sampling_options import DEFAULT_SAMPLERS, SamplingOptions
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -202,11 +202,11 @@ def test_nan_infinities_and_one_survivor(more):
         tensor(INF, math.nan, 1, 2),
         tensor(*[math.nan] * 4),
     ):
-        with pytest.raises(SparkinferError, match="^the model gave NaN logits; convert its checkp"):
+        with pytest.raises(HotsplitError, match="^the model gave NaN logits; convert its checkp"):
             chain.sample(logits_V, [])
-    with pytest.raises(SparkinferError, match="no token can be drawn: every logit is -inf"):
+    with pytest.raises(HotsplitError, match="no token can be drawn: every logit is -inf"):
         chain.sample(tensor(-INF, -INF, -INF, -INF), [])
-    with pytest.raises(SparkinferError, match="NaN"):
+    with pytest.raises(HotsplitError, match="NaN"):
         chain.logprobs(tensor(0, math.nan, 1, 2), 1)
     assert {chain.sample(tensor(-INF, -INF, 0.5, -INF), [2]) for _ in range(9)} == {2}
     assert {chain.sample(tensor(3e38, -INF, INF, -3e38), [2]) for _ in range(9)} == {2}
@@ -241,7 +241,7 @@ def test_masked_tokens_are_never_drawn(more, form):
         assert found.ids_A.tolist() == same.ids_A.tolist()
         assert np.abs(found.probability_A - same.probability_A).max() < 1e-12
     for nothing in (torch.zeros(70, dtype=torch.bool), torch.zeros(3, dtype=torch.int32)):
-        with pytest.raises(SparkinferError, match="no token can be drawn"):
+        with pytest.raises(HotsplitError, match="no token can be drawn"):
             bare.sample(logits_V, [], nothing)
 
 
@@ -253,7 +253,7 @@ def test_logit_bias_bans_forces_and_adds():
     both = chain_of(4, logit_bias=((3, INF), (3, -INF), (2, INF)))
     assert set(both.distribution(logits_V, []).ids_A.tolist()) == {0, 1}
     with pytest.raises(
-        SparkinferError, match="logit_bias has token 4; the model's tokens are 0 to 3"
+        HotsplitError, match="logit_bias has token 4; the model's tokens are 0 to 3"
     ):
         chain_of(4, logit_bias=((4, 1.0),))
 
@@ -274,6 +274,6 @@ def test_logprobs_are_those_of_the_models_logits():
 
 
 def test_dry_needs_its_breakers():
-    with pytest.raises(SparkinferError, match="DRY is on and its sequence breakers have no tokens"):
+    with pytest.raises(HotsplitError, match="DRY is on and its sequence breakers have no tokens"):
         SamplerChain(SamplingOptions(dry_multiplier=0.8), 10)
     SamplerChain(SamplingOptions(), 10)

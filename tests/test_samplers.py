@@ -24,11 +24,11 @@ from sampler_formulas import (
     xtc_ref,
 )  # fmt: skip
 
-from sparkinfer.runtime.generate import dry as dry_module
-from sparkinfer.runtime.generate import mirostat, samplers
-from sparkinfer.runtime.generate.candidates import Candidates, largest
-from sparkinfer.runtime.generate.dry import dry, tokens_since_breaker
-from sparkinfer.runtime.generate.penalties import penalties
+from hotsplit.runtime.generate import dry as dry_module
+from hotsplit.runtime.generate import mirostat, samplers
+from hotsplit.runtime.generate.candidates import Candidates, largest
+from hotsplit.runtime.generate.dry import dry, tokens_since_breaker
+from hotsplit.runtime.generate.penalties import penalties
 
 
 def a_history(draw: random.Random, tokens: Tokens) -> list[int]:

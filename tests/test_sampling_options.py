@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from sparkinfer.commands.sampling import sampling_options, take_sampling_options
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.active import active_samplers
-from sparkinfer.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
-from sparkinfer.runtime.generate.sampling_options import (
+from hotsplit.commands.sampling import sampling_options, take_sampling_options
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.active import active_samplers
+from hotsplit.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker
+from hotsplit.runtime.generate.sampling_options import (
     DEFAULT_SAMPLERS,
     LETTERS,
     SamplingOptions,
@@ -22,7 +22,7 @@ from sparkinfer.runtime.generate.sampling_options import (
     samplers_of_letters,
     samplers_of_names,
 )
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.codec import TextCodec
 
 ROOT = Path(__file__).parent.parent
 NAN, INF = float("nan"), float("inf")
@@ -74,7 +74,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("values, line", REFUSED, ids=[line for _, line in REFUSED])
 def test_impossible_values_are_refused(values, line):
-    with pytest.raises(SparkinferError) as error:
+    with pytest.raises(HotsplitError) as error:
         SamplingOptions(**values)
     assert str(error.value) == line
 
@@ -101,12 +101,10 @@ def test_orders_of_samplers_by_names_and_by_letters():
         "top_k", "top_p", "temperature", "top_p", "typ_p"
     )  # fmt: skip
     assert samplers_of_names("") == samplers_of_letters("") == ()
-    with pytest.raises(
-        SparkinferError, match="no sampler has the letter 'q'; known: e penalties, d"
-    ):
+    with pytest.raises(HotsplitError, match="no sampler has the letter 'q'; known: e penalties, d"):
         samplers_of_letters("kq")
     for text in ("best", "top_k;", ";"):
-        with pytest.raises(SparkinferError, match="no sampler is called"):
+        with pytest.raises(HotsplitError, match="no sampler is called"):
             samplers_of_names(text)
 
 
@@ -115,7 +113,7 @@ def test_biases_are_read_as_llama_cpp_does():
     assert bias_of("15043-1.5e-3") == (15043, -0.0015)
     assert bias_of("0-inf") == (0, -INF)
     for text in ("", "15043", "+1", "-5+1", "x+1", "5+", "5+x", "5+nan"):
-        with pytest.raises(SparkinferError, match="logit.bias"):
+        with pytest.raises(HotsplitError, match="logit.bias"):
             bias_of(text)
 
 
@@ -207,7 +205,7 @@ def test_two_orders_and_bad_values_are_refused():
     done = CliRunner().invoke(draw, ["-l", "nothing"])
     assert done.exit_code == 2 and "wanted TOKEN+BIAS or TOKEN-BIAS" in done.output
     done = CliRunner().invoke(draw, ["--top-p", "2"])
-    assert isinstance(done.exception, SparkinferError)
+    assert isinstance(done.exception, HotsplitError)
 
 
 def test_help_is_short_and_the_rest_is_on_a_separate_page():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
 KERNELS = ROOT / "runtime" / "kernels" / "cpu"

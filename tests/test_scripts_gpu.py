@@ -12,8 +12,8 @@ import pytest
 import torch
 from models import make_machine, make_model, make_shape
 
-from sparkinfer import Engine
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine
+from hotsplit.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "gpu")]  # tests/gpu is not a package

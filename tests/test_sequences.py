@@ -9,14 +9,14 @@ from models import make_shape
 from test_rows import model_of
 from test_runtime import saved
 
-from sparkinfer import Engine
-from sparkinfer.budget import BLOCK_LENGTH, kv_positions
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.cache.block_table import NO_BLOCK, BlockTable
-from sparkinfer.runtime.cache.kv_cache import LayerCache
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.step.batch import LogitsMemory, Row, rows_of
-from sparkinfer.runtime.step.sequences import Part, Sequence
+from hotsplit import Engine
+from hotsplit.budget import BLOCK_LENGTH, kv_positions
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.cache.block_table import NO_BLOCK, BlockTable
+from hotsplit.runtime.cache.kv_cache import LayerCache
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.step.batch import LogitsMemory, Row, rows_of
+from hotsplit.runtime.step.sequences import Part, Sequence
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT = 300
@@ -303,7 +303,7 @@ def test_impossible_parts_are_refused(tmp_path):
             ([Part(sequence=text, tokens=[1], wanted="some")], "wanted='some'; known: "),  # type: ignore[arg-type]
             ([Part(sequence=text, tokens=[1], wanted=["all"])], "known: "),  # type: ignore[arg-type]
         ):
-            with pytest.raises(SparkinferError, match=message):
+            with pytest.raises(HotsplitError, match=message):
                 engine.run(parts)
             assert (text.length, strange.length) == (0, 0)
         assert engine.decode_seconds(steps=2, start=300) > 0
@@ -318,18 +318,16 @@ def test_a_full_sequence_refuses_and_changes_nothing(tmp_path):
     with Engine.load(model.path, num_sequences=2) as engine:
         full, other = engine.sequence(), engine.sequence()
         want = full.extend([1] * 99)
-        with pytest.raises(
-            SparkinferError, match="2 more tokens after 99 exceed the context of 100"
-        ):
+        with pytest.raises(HotsplitError, match="2 more tokens after 99 exceed the context of 100"):
             engine.run([Part(sequence=other, tokens=[1]), Part(sequence=full, tokens=[1, 2])])
         assert (full.length, other.length) == (99, 0)
         full.rollback(98)
         assert torch.equal(full.extend([1]), want)
-        with pytest.raises(SparkinferError, match="all 2 sequences of this engine are in use"):
+        with pytest.raises(HotsplitError, match="all 2 sequences of this engine are in use"):
             engine.sequence()
         other.close()
         other.close()
-        with pytest.raises(SparkinferError, match="is closed"):
+        with pytest.raises(HotsplitError, match="is closed"):
             other.extend([1])
 
 
@@ -337,14 +335,14 @@ def test_an_engine_of_one_sequence_refuses_more(tmp_path):
     model = saved(tmp_path)
     with Engine.load(model.path) as engine:
         text = engine.sequence()
-        with pytest.raises(SparkinferError, match="num_sequences"):
+        with pytest.raises(HotsplitError, match="num_sequences"):
             text.fork()
-        with pytest.raises(SparkinferError, match="num_sequences"):
+        with pytest.raises(HotsplitError, match="num_sequences"):
             engine.logits([1, 2])
         text.close()
         assert len(engine.logits([1, 2])) == 2
     for count in (0, -1, 5000):
-        with pytest.raises(SparkinferError, match="sequences asked for, wanted 1 to"):
+        with pytest.raises(HotsplitError, match="sequences asked for, wanted 1 to"):
             Engine.load(model.path, num_sequences=count)
 
 

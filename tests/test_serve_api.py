@@ -10,10 +10,10 @@ import openai
 import pytest
 from serving import CALL, CONTEXT, SAID, TEMPLATE, TOOL, Served, leave, save_model
 
-from sparkinfer import Engine
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
@@ -449,7 +449,7 @@ def test_concurrent_requests_get_the_same_text_as_alone(served, engine):
     assert not failures and len(checked) > 20
     for ids, count, seed, text in checked:
         assert text == alone(engine, ids, count, seed=seed)
-    served.until(lambda: served.metric("sparkinfer_running") == 0)
+    served.until(lambda: served.metric("hotsplit_running") == 0)
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -464,7 +464,7 @@ def test_a_client_that_disconnects_ends_its_text(served, is_stream):
         connection.getresponse().read(10)
     connection.close()
     served.until(lambda: any(" 499 " in line for line in served.log[before:]))
-    served.until(lambda: served.metric("sparkinfer_running") == 0)
+    served.until(lambda: served.metric("hotsplit_running") == 0)
 
 
 def test_cached_tokens_are_reported(served):
@@ -478,9 +478,9 @@ def test_cached_tokens_are_reported(served):
 
 
 def test_metrics(served):
-    before = served.metric("sparkinfer_generated_tokens_total")
+    before = served.metric("hotsplit_generated_tokens_total")
     served.chat(max_tokens=7, ignore_eos=True)
-    assert served.metric("sparkinfer_generated_tokens_total") == before + 7
+    assert served.metric("hotsplit_generated_tokens_total") == before + 7
     served.ask("/made/up/path")
     _, page = served.ask("/metrics")
     assert 'path="other"' in page and "made" not in page

@@ -18,17 +18,17 @@ import uvicorn
 from forked import run_python
 from scripted_server import page_policy
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.serve import connections
-from sparkinfer.serve.api_error import ApiError
-from sparkinfer.serve.app import ROUTES, app_of
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.serve.connections import connection_class
-from sparkinfer.serve.exchange import Gone, drop_body, error_of
-from sparkinfer.serve.guard import Guard
-from sparkinfer.serve.request_log import RequestLine, _Format
-from sparkinfer.serve.service import Service
-from sparkinfer.serve.texts import Late
+from hotsplit.errors import HotsplitError
+from hotsplit.serve import connections
+from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.app import ROUTES, app_of
+from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.connections import connection_class
+from hotsplit.serve.exchange import Gone, drop_body, error_of
+from hotsplit.serve.guard import Guard
+from hotsplit.serve.request_log import RequestLine, _Format
+from hotsplit.serve.service import Service
+from hotsplit.serve.texts import Late
 
 KEY = "correct horse"
 PATHS = [(method, path.replace("{name:path}", "tiny")) for method, path, _ in ROUTES]
@@ -221,7 +221,7 @@ def test_unknown_paths_and_wrong_methods_are_refused():
 
 
 def test_paths_of_llama_server_are_refused_with_ours():
-    from sparkinfer.serve.app import OF_LLAMACPP, ROUTES
+    from hotsplit.serve.app import OF_LLAMACPP, ROUTES
 
     service = service_of()
     assert {"/completion", "/slots"} <= {*OF_LLAMACPP}
@@ -258,7 +258,7 @@ def test_a_line_of_the_log_is_one_line():
                {"api_key": "a\nb"}, {"timeout_s": 0.0}, {"drain_s": float("nan")}, {"kept": -1}],
 )  # fmt: skip
 def test_impossible_configs_are_refused(fields):
-    with pytest.raises(SparkinferError):
+    with pytest.raises(HotsplitError):
         service_of(**fields)
 
 
@@ -447,7 +447,7 @@ def test_an_answer_that_the_client_does_not_read_leaves_one_line_in_the_log(capl
 def test_without_the_packages_the_command_says_which():
     probe = (
         "import sys; sys.modules['starlette'] = None\n"
-        "from sparkinfer.cli import main\n"
+        "from hotsplit.cli import main\n"
         "sys.exit(main(['serve', 'none.gguf']))"
     )
     done = run_python(probe)

@@ -1,4 +1,4 @@
-"""`sparkinfer serve` as a process: OpenAI's client, load, hostile requests, keys, signals.
+"""`hotsplit serve` as a process: OpenAI's client, load, hostile requests, keys, signals.
 
 Tests use the bundled model and a random one that writes ASCII characters; most of those marked slow
 use SmolLM2. Answers under load are compared with those of single requests."""
@@ -30,7 +30,7 @@ from serve_client import (
 )
 from test_chat import chat_model
 
-from sparkinfer.convert.convert import ConvertConfig, convert
+from hotsplit.convert.convert import ConvertConfig, convert
 
 try:
     import openai
@@ -129,7 +129,7 @@ def client(server):
 
 def test_openai_lists_models_and_counts_tokens(client):
     assert [model.id for model in client.models.list()] == ["model"]
-    assert client.models.retrieve("model").owned_by == "sparkinfer"
+    assert client.models.retrieve("model").owned_by == "hotsplit"
     done = client.chat.completions.create(model="model", **ANSWER)
     assert done.model == "model" and done.object == "chat.completion"
     choice = done.choices[0]

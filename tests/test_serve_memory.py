@@ -12,20 +12,20 @@ import pytest
 from serving import TOKENIZER, save_model
 from tokenizers import Tokenizer
 
-from sparkinfer import Engine
-from sparkinfer.commands.serve import _cache_bytes, _check_memory
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.serve.api_error import ApiError
-from sparkinfer.serve.exchange import Exchange
-from sparkinfer.serve.scheduler import Limits, Scheduler
-from sparkinfer.serve.served_model import LONG_TEXT, ServedModel
-from sparkinfer.serve.shelf import Shelf
-from sparkinfer.serve.texts import Job
+from hotsplit import Engine
+from hotsplit.commands.serve import _cache_bytes, _check_memory
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.serve.api_error import ApiError
+from hotsplit.serve.exchange import Exchange
+from hotsplit.serve.scheduler import Limits, Scheduler
+from hotsplit.serve.served_model import LONG_TEXT, ServedModel
+from hotsplit.serve.shelf import Shelf
+from hotsplit.serve.texts import Job
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
@@ -38,10 +38,10 @@ def model(tmp_path_factory):
 def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):
     with Engine.load(model, context_length=100, num_sequences=7) as engine:
         cache = _cache_bytes(engine)
-    monkeypatch.setattr("sparkinfer.system_memory.free_memory_bytes", lambda: cache)
+    monkeypatch.setattr("hotsplit.system_memory.free_memory_bytes", lambda: cache)
     _check_memory(model, 100, 7, (None, None, None), (None, None))
-    monkeypatch.setattr("sparkinfer.system_memory.free_memory_bytes", lambda: cache - 1)
-    with pytest.raises(SparkinferError, match="--context"):
+    monkeypatch.setattr("hotsplit.system_memory.free_memory_bytes", lambda: cache - 1)
+    with pytest.raises(HotsplitError, match="--context"):
         _check_memory(model, 100, 7, (None, None, None), (None, None))
 
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 from serving import CONTEXT, Served, leave, save_model
 
-from sparkinfer import Engine
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import Engine
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 RULE = "block=16,sinks=16,window=32,top=32,candidates=2"

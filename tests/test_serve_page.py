@@ -1,4 +1,4 @@
-"""The page of `sparkinfer serve`, in a headless Chromium, as a person uses it.
+"""The page of `hotsplit serve`, in a headless Chromium, as a person uses it.
 
 Answers are scripted (tests/scripted_server.py), except in the last test, which uses a real server.
 test_serve_page_text tests how texts are rendered, test_serve_page_looks how the page looks."""
@@ -223,7 +223,7 @@ def test_an_api_key_is_requested_and_sent(browser, serve):
     browser.run("[...document.querySelectorAll('.told button')].at(-1).click()")
     browser.until("document.querySelector('.text')?.innerText === 'Hi.'")
     assert len(server.asked) == 1
-    browser.run("localStorage.removeItem('sparkinfer.key')")
+    browser.run("localStorage.removeItem('hotsplit.key')")
 
 
 @needs_browser
@@ -273,8 +273,8 @@ def test_enter_sends_and_shift_enter_starts_a_line(browser, serve):
 @needs_browser
 def test_a_full_or_damaged_storage_is_survived(browser, serve):
     serve(Hello=Script(pieces=["Hi."]))
-    browser.run("localStorage.setItem('sparkinfer.index', '{not json')")
-    browser.run("localStorage.setItem('sparkinfer.talk.x', '[1]')")
+    browser.run("localStorage.setItem('hotsplit.index', '{not json')")
+    browser.run("localStorage.setItem('hotsplit.talk.x', '[1]')")
     browser.run("location.hash = 'x'")
     browser.until("document.getElementById('notice').innerText.includes('not in this browser')")
     browser.reload()

@@ -1,4 +1,4 @@
-"""Looks and accessibility of the page of `sparkinfer serve`: colours, a phone's width, axe-core,
+"""Looks and accessibility of the page of `hotsplit serve`: colours, a phone's width, axe-core,
 screenshots.
 
 `python tests/test_serve_page_looks.py docs/images ADDRESS` takes the screenshots for the docs, from

@@ -1,4 +1,4 @@
-"""Rendering of a model's text on the page of `sparkinfer serve`: markdown, never HTML."""
+"""Rendering of a model's text on the page of `hotsplit serve`: markdown, never HTML."""
 
 import json
 import re

@@ -12,11 +12,11 @@ import time
 import pytest
 from serving import Served, leave, save_model
 
-from sparkinfer.cli import main
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.serve.config import ServeConfig
-from sparkinfer.serve.server import Server
+from hotsplit.cli import main
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.serve.config import ServeConfig
+from hotsplit.serve.server import Server
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 LONG = {"prompt": [7], "max_tokens": 250, "ignore_eos": True, "temperature": 0}
@@ -61,7 +61,7 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
     """One server for all three, since a server takes seconds to start."""
     found = []
     first = in_background(narrow, FULL, found)
-    narrow.until(lambda: narrow.metric("sparkinfer_running") == 1)
+    narrow.until(lambda: narrow.metric("hotsplit_running") == 1)
     # Another 64 texts are refused until the last of the first 64 has ended.
     status, answer = narrow.ask("/v1/completions", FULL)
     assert status == 429 and answer["error"]["type"] == "rate_limit_error"
@@ -77,7 +77,7 @@ def test_the_queue_the_timeout_and_a_graceful_stop(narrow):
 
     found.clear()
     running = in_background(narrow, FULL, found)
-    narrow.until(lambda: narrow.metric("sparkinfer_running") == 1)
+    narrow.until(lambda: narrow.metric("hotsplit_running") == 1)
     narrow.process.send_signal(signal.SIGTERM)
     narrow.until(lambda: narrow.ask("/health") == (503, {"status": "stopping"}))
     status, answer = narrow.ask("/v1/completions", LONG)
@@ -96,7 +96,7 @@ def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
     found = []
     # 256,000 tokens, one text at a time, so that the signal comes before the last token.
     waiting = in_background(served, {**LONG, "prompt": [[7]] * 64, "n": 16}, found)
-    served.until(lambda: served.metric("sparkinfer_running") > 0)
+    served.until(lambda: served.metric("hotsplit_running") > 0)
     served.process.send_signal(signal.SIGINT)
     waiting.join(60)
     assert served.process.wait(60) == 0
@@ -107,7 +107,7 @@ def test_a_stop_that_times_out_ends_the_process_and_every_answer(model):
 
 @pytest.mark.slow
 def test_a_signal_while_the_model_is_loaded_ends_the_process(model):
-    arguments = [sys.executable, "-m", "sparkinfer", "serve", str(model), "--port", "0"]
+    arguments = [sys.executable, "-m", "hotsplit", "serve", str(model), "--port", "0"]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     assert "loading" in process.stderr.readline()
     process.send_signal(signal.SIGTERM)
@@ -150,7 +150,7 @@ def test_a_thousand_requests_leak_neither_files_nor_memory(model):
         else:
             assert served.ask("/v1/completions", body)[0] == 200
         if number in (300, 999):
-            served.until(lambda: served.metric("sparkinfer_running") == 0)
+            served.until(lambda: served.metric("hotsplit_running") == 0)
             files = len(os.listdir(f"/proc/{pid}/fd"))
             memory = int(open(f"/proc/{pid}/statm").read().split()[1]) * 4096
             if number == 300:
@@ -183,7 +183,7 @@ def test_a_missing_model_ends_the_process(capsys, tmp_path):
 
 
 def test_an_invalid_key_in_the_environment_is_refused(monkeypatch, capsys):
-    monkeypatch.setenv("SPARKINFER_API_KEY", "a\nb")
+    monkeypatch.setenv("HOTSPLIT_API_KEY", "a\nb")
     assert main(["serve", "none.gguf"]) == 1
     assert "API key" in capsys.readouterr().err
 
@@ -191,9 +191,9 @@ def test_an_invalid_key_in_the_environment_is_refused(monkeypatch, capsys):
 def test_a_start_line_that_cannot_be_written_ends_the_server(codec_model):
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "sparkinfer", "serve", codec_model, "--port", "0", "--json"],
+            [sys.executable, "-m", "hotsplit", "serve", codec_model, "--port", "0", "--json"],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
         )  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last == "sparkinfer: the output cannot be written: No space left on device"
+    assert last == "hotsplit: the output cannot be written: No space left on device"

@@ -3,7 +3,7 @@
 import pytest
 from serving import SAID, TOOL, Served, save_model
 
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 

@@ -8,17 +8,17 @@ import time
 import pytest
 from models import byte_level_keys, make_model, make_shape
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.drawing import chain_of
-from sparkinfer.runtime.generate.dry import BreakerSets
-from sparkinfer.runtime.generate.generation_options import GenerationOptions
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.serve import scheduler as scheduler_module
-from sparkinfer.serve.scheduler import Limits, QueueFull, Scheduler
-from sparkinfer.serve.shelf import Shelf, common
-from sparkinfer.serve.texts import Ended, Failed, Job, Late, Said, Stopping
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.drawing import chain_of
+from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.serve import scheduler as scheduler_module
+from hotsplit.serve.scheduler import Limits, QueueFull, Scheduler
+from hotsplit.serve.shelf import Shelf, common
+from hotsplit.serve.texts import Ended, Failed, Job, Late, Said, Stopping
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 CONTEXT = 300
@@ -209,7 +209,7 @@ def test_a_failed_step_fails_only_the_text_at_fault(bench, monkeypatch):
 def test_a_failed_constraint_fails_only_its_own_text(bench):
     class Stuck:
         def mask_V(self, vocab_size):
-            raise SparkinferError("nothing is allowed")
+            raise HotsplitError("nothing is allowed")
 
         def accept(self, token_id):
             raise AssertionError
@@ -217,7 +217,7 @@ def test_a_failed_constraint_fails_only_its_own_text(bench):
     bench.submit("stuck", [1, 2], mask=Stuck())
     bench.submit("free", [1, 2, 3])
     bench.finish()
-    assert isinstance(bench.failed["stuck"], SparkinferError)
+    assert isinstance(bench.failed["stuck"], HotsplitError)
     assert bench.tokens["free"] == bench.alone([1, 2, 3], SAMPLINGS[0])
 
 

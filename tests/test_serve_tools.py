@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkinfer.runtime.generate.generation import Token
-from sparkinfer.serve.answers import Said, Voice
-from sparkinfer.serve.tool_calls import ToolSplitter, form_of
+from hotsplit.runtime.generate.generation import Token
+from hotsplit.serve.answers import Said, Voice
+from hotsplit.serve.tool_calls import ToolSplitter, form_of
 
 HERMES = '{% for tool in tools %}...{% endfor %}<tool_call>\n{"name": <n>, "arguments": <a>}'
 MISTRAL = "{% if tools %}[AVAILABLE_TOOLS]{% endif %} [TOOL_CALLS]"
@@ -77,7 +77,7 @@ def test_the_smollm2_template_has_no_tools():
     path = Path(__file__).parent.parent / "build" / "smollm2" / "q8_0.gguf"
     if not path.exists():
         pytest.skip("no SmolLM2: make smollm2")
-    from sparkinfer.model_file import TEMPLATE_KEY, ModelFile
+    from hotsplit.model_file import TEMPLATE_KEY, ModelFile
 
     assert form_of(ModelFile.load(path).text(TEMPLATE_KEY)) is None
 

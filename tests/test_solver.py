@@ -17,16 +17,16 @@ from models import (
     shape_only,
 )
 
-from sparkinfer import budget
-from sparkinfer.errors import SparkinferError
-from sparkinfer.kernel_counts import HOT_KERNELS, dense_kernels
-from sparkinfer.model_file import ModelFile
-from sparkinfer.solver.formulation import solve_grouped
-from sparkinfer.solver.knapsack import knapsack_bound, knapsack_placement
-from sparkinfer.solver.lagrangian import search
-from sparkinfer.solver.optimise import find_placement
-from sparkinfer.solver.pipeline import Pipeline, PipelinePlacement
-from sparkinfer.solver.problem import (
+from hotsplit import budget
+from hotsplit.errors import HotsplitError
+from hotsplit.kernel_counts import HOT_KERNELS, dense_kernels
+from hotsplit.model_file import ModelFile
+from hotsplit.solver.formulation import solve_grouped
+from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
+from hotsplit.solver.lagrangian import search
+from hotsplit.solver.optimise import find_placement
+from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
+from hotsplit.solver.problem import (
     Problem,
     build_problem,
     is_feasible,
@@ -35,9 +35,9 @@ from sparkinfer.solver.problem import (
     placement_bytes,
     placement_seconds,
 )
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.solver.verify import verify
-from sparkinfer.split_file import Split
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.solver.verify import verify
+from hotsplit.split_file import Split
 
 CLOSE = 1e-9  # relative: f64 sums in another order
 HIGHS = 1e-6  # relative: HiGHS's own tolerance
@@ -541,13 +541,13 @@ def test_verify_refuses_every_wrong_plan(folder, tmp_path):
     files = {"model": model, "profile": make_profile(model), "machine": machine}
     verify(split, **files)
     for what, wrong in corruptions(split):
-        with pytest.raises(SparkinferError):
+        with pytest.raises(HotsplitError):
             verify(wrong, **files)
             pytest.fail(f"accepted a plan with a mistake: {what}")
-    with pytest.raises(SparkinferError, match="s a token"):
+    with pytest.raises(HotsplitError, match="s a token"):
         verify(split, **(files | {"machine": make_machine(cpu_gb_per_s=0.006, gpu_gb_per_s=0.5)}))
     slow_launch = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, round_trip_s=10.0)
-    with pytest.raises(SparkinferError, match="hot neurons, which save"):
+    with pytest.raises(HotsplitError, match="hot neurons, which save"):
         verify(split, **(files | {"machine": slow_launch}))
 
 
@@ -577,12 +577,12 @@ def refusals(folder: Path, tmp_path: Path):
 def test_refusals_leave_no_file(folder, tmp_path):
     output = tmp_path / "out" / "plan.split.gguf"
     for changes, budget_bytes, words in refusals(folder, tmp_path):
-        with pytest.raises(SparkinferError, match=words):
+        with pytest.raises(HotsplitError, match=words):
             solve(config_of(folder, output, budget_bytes, **changes))
         assert not output.parent.exists()
     output.parent.mkdir()
     output.write_text("mine")
-    with pytest.raises(SparkinferError, match="exists already"):
+    with pytest.raises(HotsplitError, match="exists already"):
         solve(config_of(folder, output, 0))
     assert output.read_text() == "mine"
     solve(config_of(folder, output, 0, force=True))
@@ -608,15 +608,15 @@ def test_config_is_checked(changes):
         "vram_budget_bytes": 0,
     }
     SolveConfig(**good)
-    with pytest.raises(SparkinferError):
+    with pytest.raises(HotsplitError):
         SolveConfig(**(good | changes))
 
 
 def test_the_smallest_budget_named_by_the_refusal_works(folder, tmp_path):
-    with pytest.raises(SparkinferError) as error:
+    with pytest.raises(HotsplitError) as error:
         solve(config_of(folder, tmp_path / "plan", 1))
     smallest = int(str(error.value).split("works is ")[1].split(" bytes")[0].replace(",", ""))
-    with pytest.raises(SparkinferError):
+    with pytest.raises(HotsplitError):
         solve(config_of(folder, tmp_path / "plan", smallest - 1))
     report = solve(config_of(folder, tmp_path / "plan", smallest))
     assert report.gpu_bytes["workspace"] > 0 and sum(report.gpu_bytes.values()) == smallest

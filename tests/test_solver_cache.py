@@ -11,31 +11,31 @@ from models import byte_level_keys, make_model, make_profile, make_shape, save_s
 from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
 
-from sparkinfer import Engine
-from sparkinfer.budget import CacheSize, bytes_in_staging, staging_bytes
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import CacheOptions
-from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.kernels.gpu.kernels import reference_kernels
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.loader import load_weights
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.neuron_cache.policy import CachePolicy
-from sparkinfer.runtime.neuron_cache.row_copies import RowTable
-from sparkinfer.runtime.prefill import workspace
-from sparkinfer.runtime.step import hybrid_builder
-from sparkinfer.runtime.step.plain_backend import plain_backend
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.slot_rows import tensors_of
-from sparkinfer.sizes import parse_bytes
-from sparkinfer.solver import with_cache
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.solver.sweep import sweep
-from sparkinfer.solver.verify import verify
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.budget import CacheSize, bytes_in_staging, staging_bytes
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.neuron_cache import CacheOptions
+from hotsplit.profile_file import Profile
+from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.model.loader import load_weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.policy import CachePolicy
+from hotsplit.runtime.neuron_cache.row_copies import RowTable
+from hotsplit.runtime.prefill import workspace
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.plain_backend import plain_backend
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.runtime.weights.slot_rows import tensors_of
+from hotsplit.sizes import parse_bytes
+from hotsplit.solver import with_cache
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.solver.sweep import sweep
+from hotsplit.solver.verify import verify
+from hotsplit.split_file import Split
 
 WORKSPACE = 100 << 10
 
@@ -120,7 +120,7 @@ def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
         {"frequency": tuple(np.zeros_like(row_F) for row_F in frequency)},
     ]
     for change in wrong:
-        with pytest.raises(SparkinferError, match="the plan is wrong"):
+        with pytest.raises(HotsplitError, match="the plan is wrong"):
             verify(replace(split, cache=replace(split.cache, **change)), **known)
 
 
@@ -128,11 +128,11 @@ def test_wrong_times_and_frequencies_are_rejected(files, tmp_path):
 def test_a_refusal_names_the_smallest_budget_of_main_memory(files, tmp_path, mode):
     """The named budget is the smallest, also if no mode is given; without a cache less is
     enough."""
-    with pytest.raises(SparkinferError, match="copy of each hot neuron") as refused:
+    with pytest.raises(HotsplitError, match="copy of each hot neuron") as refused:
         solved(files, tmp_path / "plan", host_budget_bytes=WORKSPACE, mode=mode)
     text = str(refused.value).split("--host-budget that holds one is ")[1]
     needed = int(text.split(" bytes")[0].replace(",", ""))
-    with pytest.raises(SparkinferError, match=f"that holds one is {needed:,} bytes"):
+    with pytest.raises(HotsplitError, match=f"that holds one is {needed:,} bytes"):
         solved(files, tmp_path / "plan", host_budget_bytes=needed - 1, mode=mode)
     assert not (tmp_path / "plan").exists()
     solved(files, tmp_path / "plan", host_budget_bytes=needed, mode=mode)
@@ -147,17 +147,17 @@ def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
     silu = make_model(shape=make_shape(num_layers=3), kind="f16", activation="silu")
     silu.save(tmp_path / "silu.gguf")
     make_profile(silu).save(tmp_path / "p")
-    with pytest.raises(SparkinferError, match="no mode but dense costs at most"):
+    with pytest.raises(HotsplitError, match="no mode but dense costs at most"):
         solved(files, tmp_path / "none", model=tmp_path / "silu.gguf", profile=tmp_path / "p",
                mode=None)  # fmt: skip
     assert not (tmp_path / "none").exists()
 
 
 def test_the_smallest_budget_beside_a_cache(files, tmp_path):
-    with pytest.raises(SparkinferError, match="holds nothing besides the neuron cache") as refused:
+    with pytest.raises(HotsplitError, match="holds nothing besides the neuron cache") as refused:
         solved(files, tmp_path / "plan", vram_budget_bytes=WORKSPACE + 100)
     smallest = int(str(refused.value).split("that does is ")[1].split(" bytes")[0].replace(",", ""))
-    with pytest.raises(SparkinferError, match="holds nothing besides the neuron cache"):
+    with pytest.raises(HotsplitError, match="holds nothing besides the neuron cache"):
         solved(files, tmp_path / "plan", vram_budget_bytes=smallest - 1)
     solved(files, tmp_path / "plan", vram_budget_bytes=smallest)
     mib = re.search(r"bytes \(([\d.]+ MiB)\)", str(refused.value))[1]
@@ -188,7 +188,7 @@ def test_requests_that_no_plan_meets_give_one_line(files, tmp_path, capsys, opti
 
 
 def test_a_plan_in_which_no_layer_is_divided_is_refused(files, tmp_path):
-    with pytest.raises(SparkinferError, match="divides no layer's neurons"):
+    with pytest.raises(HotsplitError, match="divides no layer's neurons"):
         solved(files, tmp_path / "plan", vram_budget_bytes=1 << 30)
     assert not (tmp_path / "plan").exists()
 
@@ -212,7 +212,7 @@ def test_a_plan_is_explained_inspected_and_checked(files, tmp_path, capsys, monk
     assert found["cold_row_s_L"] == cache.costs.cold_row_s_L.tolist()
     assert np.allclose(found["read_L"], cache.frequency_LF.mean(axis=1))
     assert main([*arguments, "--check"]) == 0
-    with pytest.raises(SparkinferError, match="a curve over budgets has no neuron cache"):
+    with pytest.raises(HotsplitError, match="a curve over budgets has no neuron cache"):
         sweep(config(files, tmp_path / "curve"), first=1, last=2, num_budgets=2)
 
 

@@ -1,4 +1,4 @@
-"""`sparkinfer solve`: refusals, advice, the curve over budgets and pictures."""
+"""`hotsplit solve`: refusals, advice, the curve over budgets and pictures."""
 
 import json
 from dataclasses import replace
@@ -14,19 +14,19 @@ from models import (
     shape_only,
 )
 
-from sparkinfer.cli import main
-from sparkinfer.commands.solve import parse_range
-from sparkinfer.errors import SparkinferError
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.solver.advice import helps_from
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.layer_split import layer_split
-from sparkinfer.solver.optimise import find_plan
-from sparkinfer.solver.plots import device_of_ranks, firings_on_gpu
-from sparkinfer.solver.problem import build_problem
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.split_file import Split
+from hotsplit.cli import main
+from hotsplit.commands.solve import parse_range
+from hotsplit.errors import HotsplitError
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.solver.advice import helps_from
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.layer_split import layer_split
+from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
+from hotsplit.solver.problem import build_problem
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.split_file import Split
 
 
 @pytest.fixture
@@ -80,9 +80,7 @@ def test_a_second_output_that_cannot_be_written_leaves_no_first(
     with monkeypatch.context() as patch:
         patch.setattr("matplotlib.figure.Figure.savefig", fail)
         assert main([*command, *(["--force"] if number == 2 else [])]) == 1
-    (line,) = [
-        line for line in capsys.readouterr().err.splitlines() if line.startswith("sparkinfer")
-    ]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hotsplit")]
     assert "x.png: cannot be written (No space left on device)" in line
     assert {path.name for path in folder.iterdir()} == before
     assert main(command) == 0
@@ -101,26 +99,26 @@ def test_the_curve_over_budgets(folder, capsys):
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert all(point["used_bytes"] <= point["budget_bytes"] for point in report["points"])
     for text in ("2GiB", "3GiB:2GiB", "1:2:3"):
-        with pytest.raises(SparkinferError):
+        with pytest.raises(HotsplitError):
             parse_range(text)
 
 
 def test_absurd_inputs_are_refused(folder, capsys):
     model = make_model(predictor_rank=8, predictor_density=float("nan"))
     profile = make_profile(model)
-    with pytest.raises(SparkinferError, match="wanted shares from 0 to 1"):
+    with pytest.raises(HotsplitError, match="wanted shares from 0 to 1"):
         build_problem(model=model, profile=profile, machine=make_machine(), vram_budget_bytes=0,
                       context_length=8, mode="predicted")  # fmt: skip
     counts = profile.active_count_LF.astype(np.float64)
     counts[0, 0] = np.nan
-    with pytest.raises(SparkinferError, match="wanted int64"):
+    with pytest.raises(HotsplitError, match="wanted int64"):
         replace(profile, active_count_LF=counts).save(folder / "nan")
-    with pytest.raises(SparkinferError, match="wanted more than 0"):
+    with pytest.raises(HotsplitError, match="wanted more than 0"):
         make_machine(cpu_gb_per_s=0.0).save(folder / "zero")
     content = json.loads((folder / "c").read_text())
     content["cpu_costs"]["all_rows_gb_per_s"]["f16"]["best"] = 0
     (folder / "zero").write_text(json.dumps(content))
-    with pytest.raises(SparkinferError, match="cpu rows of f16 is 0"):
+    with pytest.raises(HotsplitError, match="cpu rows of f16 is 0"):
         Machine.load(folder / "zero")
     del content["cpu_costs"]["all_rows_gb_per_s"]["f16"]
     (folder / "c").write_text(json.dumps(content))
@@ -176,7 +174,7 @@ def test_impossible_figures_of_a_machine_give_one_line(folder, capsys, value, pl
     (folder / "c").write_text(json.dumps(content))
     assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 1
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "run sparkinfer calibrate again" in lines[0]
+    assert len(lines) == 1 and "run hotsplit calibrate again" in lines[0]
     assert not (folder / "plan").exists()
 
 

@@ -23,21 +23,21 @@ from test_solver import (
     visit_seconds,
 )
 
-from sparkinfer import budget
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.optimise import find_plan
-from sparkinfer.solver.pipeline import (
+from hotsplit import budget
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.optimise import find_plan
+from hotsplit.solver.pipeline import (
     Pipeline,
     held_bytes,
     plan_is_feasible,
     plan_seconds,
 )
-from sparkinfer.solver.problem import build_problem
-from sparkinfer.solver.solve import SolveConfig, check, find, solve, split_of
-from sparkinfer.solver.verify import verify
-from sparkinfer.split_file import Split
+from hotsplit.solver.problem import build_problem
+from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
+from hotsplit.solver.verify import verify
+from hotsplit.split_file import Split
 
 CONTEXT = 8
 
@@ -300,10 +300,10 @@ def test_verify_refuses_wrong_plans_for_two_gpus(folder):
         "workspace": {"cpu_bytes": split.cpu_bytes | {"workspace": 1}},
     }
     for what, changes in wrong.items():
-        with pytest.raises(SparkinferError):
+        with pytest.raises(HotsplitError):
             verify(replace(split, **changes), **files)
             pytest.fail(f"accepted {what}")
-    with pytest.raises(SparkinferError, match="of main memory for a budget of"):
+    with pytest.raises(HotsplitError, match="of main memory for a budget of"):
         verify(replace(split, **wrong["main memory"]), **files)
 
 
@@ -321,7 +321,7 @@ def test_changed_files_invalidate_a_plan(folder):
     for name, (other, words) in changes.items():
         before = (folder / name).read_bytes()
         other.save(folder / name)
-        with pytest.raises(SparkinferError, match=words):
+        with pytest.raises(HotsplitError, match=words):
             check(config)
         (folder / name).write_bytes(before)
     check(config)
@@ -335,7 +335,7 @@ def predicted(folder, *budgets, **changes) -> SolveConfig:
 def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
     cpu_bytes = solve(predicted(folder, 0)).cpu_bytes
     on_cpu = sum(cpu_bytes.values())
-    with pytest.raises(SparkinferError, match="smallest that works is") as error:
+    with pytest.raises(HotsplitError, match="smallest that works is") as error:
         solve(predicted(folder, 0, host_budget_bytes=on_cpu - 1000, force=True))
     vram, host = (
         int(text.split(" bytes")[0].replace(",", ""))
@@ -345,11 +345,11 @@ def test_the_refusal_of_a_small_main_memory_names_what_works(folder):
     solve(predicted(folder, 0, host_budget_bytes=host, force=True))
     half = predicted(folder, room(folder, 0.6), host_budget_bytes=on_cpu - 1000, force=True)
     assert sum(solve(half).cpu_bytes.values()) <= on_cpu - 1000
-    with pytest.raises(SparkinferError):
+    with pytest.raises(HotsplitError):
         solve(predicted(folder, vram - 1, host_budget_bytes=on_cpu - 1000, force=True))
     some = room(folder, 0.3)  # including the workspace, which holds no weights
     short = on_cpu - (some - cpu_bytes["workspace"]) - 1
-    with pytest.raises(SparkinferError, match="smallest that works is") as error:
+    with pytest.raises(HotsplitError, match="smallest that works is") as error:
         solve(predicted(folder, some, host_budget_bytes=short, force=True))
     host = int(str(error.value).split(", or ")[1].split(" bytes")[0].replace(",", ""))
     assert solve(predicted(folder, some, host_budget_bytes=host, force=True)).num_hot
@@ -361,9 +361,9 @@ def test_without_a_gpu_there_is_a_plan_for_the_cpu(folder):
     report = solve(config_of(folder, 0))
     assert report.status == "cpu_only" and not sum(report.gpu_bytes.values())
     check(config_of(folder, 0))
-    with pytest.raises(SparkinferError, match="no GPU"):
+    with pytest.raises(HotsplitError, match="no GPU"):
         solve(config_of(folder, room(folder, 0.5), force=True))
-    with pytest.raises(SparkinferError, match="for 2 budgets"):
+    with pytest.raises(HotsplitError, match="for 2 budgets"):
         solve(config_of(folder, 0, 0, force=True))
 
 

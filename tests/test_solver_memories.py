@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from test_solver_gpus import brute_force, tiny_inputs
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.solver import optimise
-from sparkinfer.solver.fullest import bytes_of, emptiest, fullest, fullest_plan, least_room
-from sparkinfer.solver.inputs import Inputs
-from sparkinfer.solver.memories import TooSmallError, least_of
-from sparkinfer.solver.modes import find, find_fastest
-from sparkinfer.solver.pipeline import held_bytes, plan_is_feasible
-from sparkinfer.solver.problem import Problem, is_feasible
+from hotsplit.errors import HotsplitError
+from hotsplit.solver import optimise
+from hotsplit.solver.fullest import bytes_of, emptiest, fullest, fullest_plan, least_room
+from hotsplit.solver.inputs import Inputs
+from hotsplit.solver.memories import TooSmallError, least_of
+from hotsplit.solver.modes import find, find_fastest
+from hotsplit.solver.pipeline import held_bytes, plan_is_feasible
+from hotsplit.solver.problem import Problem, is_feasible
 
 
 def random_run(rng: np.random.Generator) -> Problem:
@@ -234,4 +234,4 @@ def test_the_smallest_memory_of_several_modes_is_named(tmp_path):
     found = least_of(errors)
     hosts = [error.smallest.host for error in errors]
     assert found.smallest.host == min(host for host in hosts if host is not None)
-    assert isinstance(found, SparkinferError)
+    assert isinstance(found, HotsplitError)

@@ -1,4 +1,4 @@
-"""Memories and contexts that `sparkinfer solve` names when it refuses sizes as users type them.
+"""Memories and contexts that `hotsplit solve` names when it refuses sizes as users type them.
 Each works; one byte less, or one token of context more, is refused."""
 
 import re
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from models import make_machine, save_solver_files
 
-from sparkinfer.cli import main
+from hotsplit.cli import main
 
 NUMBER = r"([\d,]+)"
 FOR_GPU = rf"the smallest that (?:works|does) is {NUMBER} bytes"
@@ -29,7 +29,7 @@ def typed(num_bytes: int, unit: str) -> str:
 
 
 class Command:
-    """Random options of `sparkinfer solve`."""
+    """Random options of `hotsplit solve`."""
 
     def __init__(self, rng: np.random.Generator, folder) -> None:
         self.folder = folder

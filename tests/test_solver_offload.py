@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 from models import make_machine, make_model, make_profile, make_shape
 
-from sparkinfer import Engine
-from sparkinfer.budget import kv_bytes_per_layer, kv_read_per_layer
-from sparkinfer.cache_types import CacheTypes
-from sparkinfer.cli import main
-from sparkinfer.errors import SparkinferError
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.machine_file import Machine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.profile_file import Profile
-from sparkinfer.solver.solve import SolveConfig, solve
-from sparkinfer.solver.verify import verify
-from sparkinfer.split_file import Split
+from hotsplit import Engine
+from hotsplit.budget import kv_bytes_per_layer, kv_read_per_layer
+from hotsplit.cache_types import CacheTypes
+from hotsplit.cli import main
+from hotsplit.errors import HotsplitError
+from hotsplit.key_selection import KeySelection
+from hotsplit.machine_file import Machine
+from hotsplit.model_file import ModelFile
+from hotsplit.profile_file import Profile
+from hotsplit.solver.solve import SolveConfig, solve
+from hotsplit.solver.verify import verify
+from hotsplit.split_file import Split
 
 WORKSPACE = 100 << 10
 RULE = "block=16,sinks=16,window=32,top=32,candidates=2"
@@ -105,7 +105,7 @@ def test_a_second_computation_of_the_seconds_agrees_and_rejects_others(files, tm
         (other, known),
         (split, known | {"machine": slow}),
     ):
-        with pytest.raises(SparkinferError, match="the plan is wrong"):
+        with pytest.raises(HotsplitError, match="the plan is wrong"):
             verify(wrong, **files_of)
 
 
@@ -126,7 +126,7 @@ def test_the_bytes_that_a_token_reads_by_hand(files):
 def test_main_memory_that_is_too_small_names_what_fits(files, tmp_path):
     _, held = solved(files, tmp_path / "o"), sum(Split.load(tmp_path / "o").cpu_bytes.values())
     for host in (held // 2, held * 3 // 4):
-        with pytest.raises(SparkinferError, match="context of ") as refused:
+        with pytest.raises(HotsplitError, match="context of ") as refused:
             solved(files, tmp_path / "x", host_budget_bytes=host, context_length=4096)
         line = str(refused.value)
         assert "\n" not in line and not (tmp_path / "x").exists()
@@ -134,19 +134,19 @@ def test_main_memory_that_is_too_small_names_what_fits(files, tmp_path):
         options = {"host_budget_bytes": host}
         solved(files, tmp_path / "y", context_length=context, **options)
         assert sum(Split.load(tmp_path / "y").cpu_bytes.values()) <= host
-        with pytest.raises(SparkinferError):
+        with pytest.raises(HotsplitError):
             solved(files, tmp_path / "x", context_length=context + 1, **options)
 
 
 @pytest.mark.parametrize("host", [0, 1])
 def test_main_memory_of_a_byte_is_refused_in_a_line(files, tmp_path, host):
-    with pytest.raises(SparkinferError, match="main memory|--host-budget") as refused:
+    with pytest.raises(HotsplitError, match="main memory|--host-budget") as refused:
         solved(files, tmp_path / "x", host_budget_bytes=host)
     assert "\n" not in str(refused.value) and not (tmp_path / "x").exists()
 
 
 def test_capped_positions_are_refused(files, tmp_path):
-    with pytest.raises(SparkinferError, match="on the CPU without a plan"):
+    with pytest.raises(HotsplitError, match="on the CPU without a plan"):
         solved(files, tmp_path / "x", kv_offload=f"{RULE},positions=capped")
 
 

@@ -22,18 +22,18 @@ from test_families import CASES
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from sparkinfer import json_file, safetensors_file
-from sparkinfer.cli import main
-from sparkinfer.convert import hub, torch_zip
-from sparkinfer.convert.checkpoint import Checkpoint
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.convert.pickle_source import read_state_dict
-from sparkinfer.convert.torch_pickle import read_views
-from sparkinfer.convert.torch_zip import Broken
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit import json_file, safetensors_file
+from hotsplit.cli import main
+from hotsplit.convert import hub, torch_zip
+from hotsplit.convert.checkpoint import Checkpoint
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.convert.pickle_source import read_state_dict
+from hotsplit.convert.torch_pickle import read_views
+from hotsplit.convert.torch_zip import Broken
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.text.codec import TextCodec
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ REFUSED = {
 def test_other_pickles_are_refused(tmp_path, words):
     path = tmp_path / "a.bin"
     REFUSED[words](path)
-    with pytest.raises(SparkinferError, match="a.bin") as caught:
+    with pytest.raises(HotsplitError, match="a.bin") as caught:
         read_state_dict(path)
     assert words in str(caught.value) and "\n" not in str(caught.value), caught.value
     assert not (tmp_path / "evil").exists()
@@ -201,7 +201,7 @@ def test_a_function_named_by_nested_tuples_is_refused(depth):
 def test_a_pickle_of_integers_is_refused_by_type(llama, tmp_path):
     folder = pickled(llama, tmp_path / "tiny")
     torch.save({"model.norm.weight": torch.arange(64)}, folder / "pytorch_model.bin")
-    with pytest.raises(SparkinferError, match="is I64, wanted one of F32"):
+    with pytest.raises(HotsplitError, match="is I64, wanted one of F32"):
         Checkpoint.open(folder)
 
 
@@ -219,7 +219,7 @@ def test_oversized_descriptions_are_refused(llama, tmp_path, monkeypatch, module
         (folder / "pytorch_model.bin").rename(folder / "x")
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     monkeypatch.setattr(module, limit, 30)
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         Checkpoint.open(folder)
 
 
@@ -227,7 +227,7 @@ def test_oversized_descriptions_are_refused(llama, tmp_path, monkeypatch, module
                                   '{"a": "\\ud800"', "[1]", ""])  # fmt: skip
 def test_json_that_python_cannot_hold_is_refused(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(SparkinferError, match="a.json: ") as caught:
+    with pytest.raises(HotsplitError, match="a.json: ") as caught:
         json_file.read_object(tmp_path / "a.json", "test file")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
     (tmp_path / "a.json").write_text('{"a": "\\ud83d\\ude00"}')  # one character
@@ -257,7 +257,7 @@ def test_a_cached_model_needs_no_network(llama, tmp_path, monkeypatch, is_pickle
     convert(ConvertConfig(source=Path("some-org/tiny"), output=tmp_path / "a.gguf"))
     convert(ConvertConfig(source=llama, output=tmp_path / "b.gguf"))
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
-    with pytest.raises(SparkinferError, match="HF_HUB_OFFLINE is set.*give its folder"):
+    with pytest.raises(HotsplitError, match="HF_HUB_OFFLINE is set.*give its folder"):
         hub.find_folder(Path("some-org/other"))
 
 
@@ -311,7 +311,7 @@ def test_a_hub_that_answers_with_an_error_is_not_called_unreachable(
         endpoint = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         try:
-            with pytest.raises(SparkinferError) as caught:
+            with pytest.raises(HotsplitError) as caught:
                 hub.find_folder(Path("some-org/none"))
         finally:
             server.shutdown()
@@ -325,7 +325,7 @@ def test_paths_are_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "_download", lambda name: pytest.fail("asked the hub"))
     assert hub.find_folder(Path(name)) == Path(name)
-    with pytest.raises(SparkinferError, match="no such folder"):
+    with pytest.raises(HotsplitError, match="no such folder"):
         convert(ConvertConfig(source=Path(name), output=tmp_path / "a.gguf"))
 
 
@@ -360,7 +360,7 @@ def test_contradictions_about_the_input_are_refused(llama, tmp_path, capsys, wri
     command = ["convert", str(llama), "-o", str(tmp_path / "a.gguf"), "--predictors", str(folder)]
     assert main([*command, "--predictor-input-layer-offset", "0"]) == 1
     assert words in capsys.readouterr().err
-    with pytest.raises(SparkinferError, match="but no predictors"):
+    with pytest.raises(HotsplitError, match="but no predictors"):
         ConvertConfig(source=llama, output=tmp_path / "a", predictor_input_layer_offset=0)
 
 
@@ -394,7 +394,7 @@ def test_older_tokenizer_files_are_converted(tmp_path):
     ):
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(broken)
-        with pytest.raises(SparkinferError, match=words):
+        with pytest.raises(HotsplitError, match=words):
             convert(ConvertConfig(source=folder, output=tmp_path / "n.gguf"))
         (folder / name).write_bytes(whole)
 

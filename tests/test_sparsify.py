@@ -20,21 +20,21 @@ from safetensors.torch import load_file, save_file
 from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
 from transformers import AutoModelForCausalLM
 
-from sparkinfer import Engine
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import Interrupted, SparkinferError
-from sparkinfer.limits import FILE_NAME, LayerLimits
-from sparkinfer.limits import Limits as LimitsFile
-from sparkinfer.model_file import ModelFile
-from sparkinfer.sparsify import state
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.feed_forward import Update, matrix_names, whole_matrices
-from sparkinfer.sparsify.run import sparsify
-from sparkinfer.sparsify.source import as_checkpoint
-from sparkinfer.sparsify.student import load_student
-from sparkinfer.sparsify.trained_checkpoint import read_trained
+from hotsplit import Engine
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.limits import FILE_NAME, LayerLimits
+from hotsplit.limits import Limits as LimitsFile
+from hotsplit.model_file import ModelFile
+from hotsplit.sparsify import state
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.feed_forward import Update, matrix_names, whole_matrices
+from hotsplit.sparsify.run import sparsify
+from hotsplit.sparsify.source import as_checkpoint
+from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.trained_checkpoint import read_trained
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_signal_that_comes_twice_counts_once_and_a_later_one_ends_the_run(conf
     with pytest.raises(Interrupted, match="the same command continues from there"):
         sparsify(config, on_tokens=twice)
     assert len(counts) == 4
-    monkeypatch.setattr("sparkinfer.sparsify.signals.SAME_S", 0.0)
+    monkeypatch.setattr("hotsplit.sparsify.signals.SAME_S", 0.0)
     counts.clear()
     with pytest.raises(Interrupted, match="nothing half-written was left"):
         sparsify(config, on_tokens=twice)
@@ -126,7 +126,7 @@ def test_a_signal_that_comes_twice_counts_once_and_a_later_one_ends_the_run(conf
 def test_the_state_of_another_run_is_refused(config):
     with pytest.raises(Interrupted):
         sparsify(config, on_tokens=interrupted_after(2))
-    with pytest.raises(SparkinferError, match="learning_rate 0.001, this run has 0.002; delete it"):
+    with pytest.raises(HotsplitError, match="learning_rate 0.001, this run has 0.002; delete it"):
         sparsify(replace(config, learning_rate=2e-3))
 
 
@@ -138,7 +138,7 @@ def test_a_run_continues_from_a_trained_checkpoint(config, tmp_path):
     (quality,) = made.quality.values()
     assert record.started == quality
     assert record.curve[0].wanted_share > 0.55
-    with pytest.raises(SparkinferError, match="wanted a checkpoint that sparsify wrote"):
+    with pytest.raises(HotsplitError, match="wanted a checkpoint that sparsify wrote"):
         sparsify(replace(more, start_from=config.model, force=True))
 
 
@@ -184,7 +184,7 @@ def test_two_processes_train_the_same_model_as_one(config, tmp_path):
                "cpu", "--outtype", "f32"]  # fmt: skip
 
     def run(name: str, launcher: list[str], batch: int) -> dict:
-        command = [*launcher, "-m", "sparkinfer", "sparsify", str(config.model), "--corpus",
+        command = [*launcher, "-m", "hotsplit", "sparsify", str(config.model), "--corpus",
                    str(config.corpora[0]), "-o", str(tmp_path / f"{name}.gguf"), "--save-checkpoint",
                    str(tmp_path / name), "--batch-tokens", str(batch), "--json", *options]  # fmt: skip
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
@@ -272,7 +272,7 @@ def test_a_model_file_with_limits_is_not_trained(inputs, tmp_path, field, size):
     layer = LayerLimits(**{field: np.full(getattr(shape, size), 0.01, np.float32)})
     LimitsFile(model_id=None, layers=(layer,) * shape.num_layers).save(tmp_path / "limits")
     convert(ConvertConfig(source=file, output=limited, limits=tmp_path / "limits"))
-    with pytest.raises(SparkinferError, match="limited.gguf: has limits already; give the model"):
+    with pytest.raises(HotsplitError, match="limited.gguf: has limits already; give the model"):
         as_checkpoint(limited, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -297,7 +297,7 @@ def test_a_model_file_keeps_its_activation_in_the_checkpoint(inputs, tmp_path, a
 
 
 def test_a_rate_that_is_too_high_leaves_the_last_good_state(config):
-    with pytest.raises(SparkinferError, match="start over with a lower --learning-rate") as error:
+    with pytest.raises(HotsplitError, match="start over with a lower --learning-rate") as error:
         sparsify(replace(config, learning_rate=1e30, warmup_steps=0))
     assert "NaN or infinity in layer" in str(error.value) and "\n" not in str(error.value)
     saved = load_file(config.work_folder / "state.safetensors")
@@ -309,7 +309,7 @@ def test_a_full_disk_gives_one_line(config, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state, "save_position", full)
-    with pytest.raises(SparkinferError, match="No space left on device.*nothing was saved"):
+    with pytest.raises(HotsplitError, match="No space left on device.*nothing was saved"):
         sparsify(config, on_tokens=interrupted_after(1))
 
 
@@ -326,14 +326,14 @@ def test_a_full_disk_gives_one_line(config, monkeypatch):
     ],
 )
 def test_requests_that_make_no_sense_are_refused(config, changes, line):
-    with pytest.raises(SparkinferError, match=line):
+    with pytest.raises(HotsplitError, match=line):
         replace(config, **changes)
 
 
 def test_a_short_corpus_is_refused(config, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
-    with pytest.raises(SparkinferError, match=r"tokens to train on, wanted 512 or more"):
+    with pytest.raises(HotsplitError, match=r"tokens to train on, wanted 512 or more"):
         sparsify(replace(config, corpora=(path,)))
 
 
@@ -365,7 +365,7 @@ def test_a_damaged_model_is_refused_before_training(config, tmp_path, change, li
     """transformers itself would fill in missing tensors at random."""
     said = []
     folder = damaged(config.model, tmp_path / "damaged", change)
-    with pytest.raises(SparkinferError) as raised:
+    with pytest.raises(HotsplitError) as raised:
         sparsify(replace(config, model=folder), said.append)
     assert line in str(raised.value) and "\n" not in str(raised.value)
     assert not any(line.startswith("step") for line in said) and not config.work_folder.exists()
@@ -377,35 +377,35 @@ def test_a_refused_run_leaves_no_dense_checkpoint(config, tmp_path):
     convert(ConvertConfig(source=config.model, output=file, outtype="f32"))
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
     refused = replace(config, model=file, corpora=(text,))
-    with pytest.raises(SparkinferError, match=r"a longer text, or hold out fewer tokens of it$"):
+    with pytest.raises(HotsplitError, match=r"a longer text, or hold out fewer tokens of it$"):
         sparsify(refused)
     assert not refused.work_folder.exists()
     dense = refused.work_folder / "dense"
     dense.mkdir(parents=True)
     (dense / "other.txt").write_text("kept")
-    with pytest.raises(SparkinferError):
+    with pytest.raises(HotsplitError):
         sparsify(replace(refused, model=config.model))  # a folder, so `dense` is not this run's
     assert (dense / "other.txt").read_text() == "kept"
     shutil.rmtree(dense)
     as_checkpoint(file, dense)  # made by another run, which has not ended
-    with pytest.raises(SparkinferError):
+    with pytest.raises(HotsplitError):
         sparsify(refused)
     assert (dense / "config.json").is_file()
 
 
 def test_models_that_are_sparse_by_themselves_are_refused(config, tmp_path):
     folder = random_llama(tmp_path / "relu", hidden_act="relu")
-    with pytest.raises(SparkinferError, match="sparse by itself and needs no training"):
+    with pytest.raises(HotsplitError, match="sparse by itself and needs no training"):
         sparsify(replace(config, model=folder))
     file = tmp_path / "relu.gguf"
     convert(ConvertConfig(source=folder, output=file, outtype="f32"))
-    with pytest.raises(SparkinferError, match="sparse by itself and needs no training"):
+    with pytest.raises(HotsplitError, match="sparse by itself and needs no training"):
         sparsify(replace(config, model=file))
 
 
 def test_training_that_does_not_fit_in_memory_is_refused_before_it_starts(config, monkeypatch):
-    monkeypatch.setattr("sparkinfer.sparsify.memory.free_memory_bytes", lambda: 300 << 20)
-    with pytest.raises(SparkinferError, match="300.00 MiB of memory are free: it does not fit"):
+    monkeypatch.setattr("hotsplit.sparsify.memory.free_memory_bytes", lambda: 300 << 20)
+    with pytest.raises(HotsplitError, match="300.00 MiB of memory are free: it does not fit"):
         sparsify(config)
 
 
@@ -428,7 +428,7 @@ def test_a_run_whose_results_do_not_fit_on_the_disk_is_refused(config, monkeypat
     if is_enough:
         sparsify(config, said.append)
         return
-    with pytest.raises(SparkinferError) as raised:
+    with pytest.raises(HotsplitError) as raised:
         sparsify(config, said.append)
     line = str(raised.value)
     assert re.search(r" MiB free, about \d.*needed for the training's state.*; free space", line), (
@@ -448,7 +448,7 @@ def test_a_type_that_does_not_suit_the_rows_is_told_before_training(config):
     number = next(i for i, line in enumerate(said) if line.startswith("note: "))
     assert "are q8_0, because their rows are not whole q4_k blocks" in said[number]
     assert not any(line.startswith("step") for line in said[:number])
-    with pytest.raises(SparkinferError, match="outtype: 'q4_1' is unknown"):
+    with pytest.raises(HotsplitError, match="outtype: 'q4_1' is unknown"):
         replace(config, outtype="q4_1")
 
 
@@ -461,14 +461,14 @@ def test_a_type_that_does_not_suit_the_rows_is_told_before_training(config):
     ],
 )
 def test_what_machine_or_model_cannot_do_is_refused_before_training(config, changes, line):
-    with pytest.raises(SparkinferError, match=line):
+    with pytest.raises(HotsplitError, match=line):
         sparsify(replace(config, **changes))
     assert not config.work_folder.exists()
 
 
 def test_an_output_that_exists_is_refused(config):
     config.output.write_text("mine")
-    with pytest.raises(SparkinferError, match="exists already"):
+    with pytest.raises(HotsplitError, match="exists already"):
         sparsify(config)
     assert config.output.read_text() == "mine"
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from sparsify_runs import make_inputs, tiny_config
 
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import locked_folder
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.plan import check_outputs, finish
-from sparkinfer.sparsify.run import sparsify
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.files import locked_folder
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.plan import check_outputs, finish
+from hotsplit.sparsify.run import sparsify
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_two_runs_with_one_output_keep_apart(config, capsys):
         assert main(words) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"sparkinfer: {config.work_folder}: another run is at work in this folder; wait until it"
+        f"hotsplit: {config.work_folder}: another run is at work in this folder; wait until it"
         " ends, or give the output another name"
     )
     assert not config.output.exists() and not config.work_folder.exists()
@@ -75,13 +75,13 @@ def test_a_folder_that_its_last_holder_removes_is_made_again(tmp_path):
     path = tmp_path / "missing" / "work"
     for _ in range(2):
         with locked_folder(path):
-            with pytest.raises(SparkinferError, match="another run"), locked_folder(path):
+            with pytest.raises(HotsplitError, match="another run"), locked_folder(path):
                 pass
             assert path.is_dir()  # the refused one has not removed it
         assert not path.exists()
-    with pytest.raises(SparkinferError, match="refused"), locked_folder(path):
+    with pytest.raises(HotsplitError, match="refused"), locked_folder(path):
         (path / "state").write_text("")
-        raise SparkinferError("refused")
+        raise HotsplitError("refused")
     assert (path / "state").exists()
     with locked_folder(path):
         pass
@@ -102,7 +102,7 @@ def test_starting_over_deletes_no_file_that_the_command_does_not_write(config, n
     folder.mkdir()
     (folder / name).write_text("mine")
     line = f"holds '{name}', which this command has not written"
-    with pytest.raises(SparkinferError, match=line):
+    with pytest.raises(HotsplitError, match=line):
         check_outputs(replace(config, force=True))
 
 
@@ -151,12 +151,12 @@ def test_a_run_that_was_killed_before_it_saved_its_state_can_be_repeated(config)
     (folder / "config.json").write_text("{}")
     check_outputs(config)
     (folder / "notes.md").write_text("mine")
-    with pytest.raises(SparkinferError, match="which this command has not written"):
+    with pytest.raises(HotsplitError, match="which this command has not written"):
         check_outputs(config)
 
 
 def test_a_run_from_python_takes_the_lock_too(config):
     with locked_folder(config.work_folder):
-        with pytest.raises(SparkinferError, match="another run is at work in this folder"):
+        with pytest.raises(HotsplitError, match="another run is at work in this folder"):
             sparsify(config)
     assert not config.checkpoint_of(0.6).exists()

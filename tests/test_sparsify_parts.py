@@ -8,21 +8,21 @@ import pytest
 import torch
 from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.ranks import Ranks
-from sparkinfer.profile.sources import find_sources
-from sparkinfer.sparsify import state
-from sparkinfer.sparsify.config import SparsifyConfig
-from sparkinfer.sparsify.distillation import divergence, divergence_ref
-from sparkinfer.sparsify.feed_forward import dense, silence
-from sparkinfer.sparsify.limits import Limits, scaled
-from sparkinfer.sparsify.plan import Plan
-from sparkinfer.sparsify.quality import SilentCounter, evaluate, hidden_states
-from sparkinfer.sparsify.schedule import Schedule
-from sparkinfer.sparsify.sensitivity import sensitivities
-from sparkinfer.sparsify.stream import Stream
-from sparkinfer.sparsify.student import load_student
-from sparkinfer.sparsify.trainer import NotFinite
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.sources import find_sources
+from hotsplit.sparsify import state
+from hotsplit.sparsify.config import SparsifyConfig
+from hotsplit.sparsify.distillation import divergence, divergence_ref
+from hotsplit.sparsify.feed_forward import dense, silence
+from hotsplit.sparsify.limits import Limits, scaled
+from hotsplit.sparsify.plan import Plan
+from hotsplit.sparsify.quality import SilentCounter, evaluate, hidden_states
+from hotsplit.sparsify.schedule import Schedule
+from hotsplit.sparsify.sensitivity import sensitivities
+from hotsplit.sparsify.stream import Stream
+from hotsplit.sparsify.student import load_student
+from hotsplit.sparsify.trainer import NotFinite
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def config(inputs, tmp_path) -> SparsifyConfig:
 
 
 def test_the_loss_in_chunks_equals_that_of_torch(monkeypatch):
-    monkeypatch.setattr("sparkinfer.sparsify.distillation.CHUNK_VALUES", 7 * 50)
+    monkeypatch.setattr("hotsplit.sparsify.distillation.CHUNK_VALUES", 7 * 50)
     torch.manual_seed(0)
     sparse_TD, dense_TD = torch.randn(16, 12, requires_grad=True), torch.randn(16, 12)
     head_VD, weight_T = torch.randn(50, 12), torch.rand(16)
@@ -115,7 +115,7 @@ def test_a_refused_measurement_leaves_no_values_in_the_layers(config):
     trainer = trainer_of(config)
     student = trainer.student
     next(iter(student.model.parameters())).data.fill_(torch.nan)
-    with pytest.raises(SparkinferError, match="NaN or infinite"):
+    with pytest.raises(HotsplitError, match="NaN or infinite"):
         sensitivities(student, windows_of(1), trainer.ranks, seed=0)
     assert not any(layer.keeps_values or layer.value.numel() for layer in student.layers)
 

@@ -16,31 +16,31 @@ import torch
 from click.testing import CliRunner
 from models import byte_level_keys, make_model, make_shape
 
-from sparkinfer import Engine
-from sparkinfer.commands.speculation_options import (
+from hotsplit import Engine
+from hotsplit.commands.speculation_options import (
     speculating,
     speculation_options,
     take_speculation_options,
 )
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.runtime.cache.block_table import NO_BLOCK
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.draft_model import DraftModel
-from sparkinfer.runtime.generate.draft_options import SpeculationOptions
-from sparkinfer.runtime.generate.generation import Generation, GenerationOptions
-from sparkinfer.runtime.generate.ngrams import NgramDrafter, NgramPool
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.generate.speculation import (
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import array_entry
+from hotsplit.runtime.cache.block_table import NO_BLOCK
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.draft_model import DraftModel
+from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.generate.generation import Generation, GenerationOptions
+from hotsplit.runtime.generate.ngrams import NgramDrafter, NgramPool
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.speculation import (
     Speculation,
     check_rows,
 )
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.batch import Wanted
-from sparkinfer.runtime.step.sequences import Sequences
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.batch import Wanted
+from hotsplit.runtime.step.sequences import Sequences
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = 400
@@ -375,7 +375,7 @@ def test_drafted_tokens_are_distributed_as_drawn_ones_200_000_times():
 
 
 def refuses(engine: Engine, match: str) -> None:
-    with pytest.raises(SparkinferError, match=match) as caught:
+    with pytest.raises(HotsplitError, match=match) as caught:
         check_rows(engine._live)
     assert "\n" not in str(caught.value)
 
@@ -393,7 +393,7 @@ def test_speculation_is_refused_where_rows_may_differ_from_single_steps(tmp_path
         refuses(engine, "could change the text here")
         with speculating(engine, SpeculationOptions(type="ngram", is_optional=True)) as drafts:
             assert drafts is None
-        with pytest.raises(SparkinferError, match="leave --speculate out"):
+        with pytest.raises(HotsplitError, match="leave --speculate out"):
             with speculating(engine, SpeculationOptions(type="ngram")):
                 pass
 
@@ -501,7 +501,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
         dataclasses.replace(model, path=tmp_path / "draft.gguf").save(tmp_path / "draft.gguf")
         options = SpeculationOptions(type="draft")
         with Engine.load(path, mode="dense") as engine:
-            with pytest.raises(SparkinferError, match=match) as caught:
+            with pytest.raises(HotsplitError, match=match) as caught:
                 with speculating(engine, options, tmp_path / "draft.gguf"):
                     pass
             assert "\n" not in str(caught.value)

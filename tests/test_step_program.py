@@ -14,16 +14,16 @@ from models import FAMILIES, family_model, make_model, make_shape
 from replay import Replay, take
 from test_runtime import IDS, make_split
 
-from sparkinfer import Engine
-from sparkinfer.budget import plan_bytes_of_gpus
-from sparkinfer.cli import main
-from sparkinfer.key_selection import KeySelection
-from sparkinfer.model_file import PredictorInfo
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.file_form import file_form
-from sparkinfer.runtime.step.forms import host_form, placed_form
-from sparkinfer.runtime.step.program import (
+from hotsplit import Engine
+from hotsplit.budget import plan_bytes_of_gpus
+from hotsplit.cli import main
+from hotsplit.key_selection import KeySelection
+from hotsplit.model_file import PredictorInfo
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.file_form import file_form
+from hotsplit.runtime.step.forms import host_form, placed_form
+from hotsplit.runtime.step.program import (
     HOST,
     LayerForm,
     StepForm,
@@ -33,7 +33,7 @@ from sparkinfer.runtime.step.program import (
     layer_ops,
     step_program,
 )
-from sparkinfer.runtime.step.program_summary import lines_of, summarise_program
+from hotsplit.runtime.step.program_summary import lines_of, summarise_program
 
 needs_kernels = pytest.mark.skipif(
     not library.is_available(), reason="the C++ kernels are not built"

@@ -14,19 +14,19 @@ from reference import logits_ref, rel_error
 from test_families import CASES, converted
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.model_file import KINDS, ModelFile
-from sparkinfer.runtime.device import staging
-from sparkinfer.runtime.device.staging import Staging
-from sparkinfer.runtime.device.streams import PlainStream
-from sparkinfer.runtime.gpu_setup import cold_blocks, with_stream
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Gate, NeuronBlock
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.prefill import cold_stream
-from sparkinfer.runtime.prefill.cold_spans import ColdBlock
-from sparkinfer.runtime.prefill.cold_stream import ColdStream
-from sparkinfer.runtime.weights.matrix import Linear, Matrix
+from hotsplit import Engine
+from hotsplit.model_file import KINDS, ModelFile
+from hotsplit.runtime.device import staging
+from hotsplit.runtime.device.staging import Staging
+from hotsplit.runtime.device.streams import PlainStream
+from hotsplit.runtime.gpu_setup import cold_blocks, with_stream
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.prefill import cold_stream
+from hotsplit.runtime.prefill.cold_spans import ColdBlock
+from hotsplit.runtime.prefill.cold_stream import ColdStream
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 CPU = torch.device("cpu")
 F, D = 96, 64

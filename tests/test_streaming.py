@@ -15,23 +15,23 @@ from models import make_model, make_shape, shape_only
 from reference import rel_error
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, array_entry, prefetch, release
-from sparkinfer.model_file import ModelFile
-from sparkinfer.predictor_file import Predictors
-from sparkinfer.profile import memory, streaming
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.layer_trainer import Choices
-from sparkinfer.profile.predictor_options import PredictorOptions
-from sparkinfer.profile.states import FileStates, MemoryStates
-from sparkinfer.profile.streaming import LayerStream, StreamPlan, plan_stream
-from sparkinfer.profile_file import Profile
-from sparkinfer.runtime.model.observers import NAMES
-from sparkinfer.runtime.step.native_layers import SHOWN
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, array_entry, prefetch, release
+from hotsplit.model_file import ModelFile
+from hotsplit.predictor_file import Predictors
+from hotsplit.profile import memory, streaming
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.layer_trainer import Choices
+from hotsplit.profile.predictor_options import PredictorOptions
+from hotsplit.profile.states import FileStates, MemoryStates
+from hotsplit.profile.streaming import LayerStream, StreamPlan, plan_stream
+from hotsplit.profile_file import Profile
+from hotsplit.runtime.model.observers import NAMES
+from hotsplit.runtime.step.native_layers import SHOWN
 
 CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320,
@@ -242,9 +242,9 @@ def test_a_model_streams_only_if_it_does_not_fit(folder, tmp_path, monkeypatch):
     assert plan(needs.whole_bytes - 100) is not None
     assert plan(needs.whole_bytes, (5 << 20) + needs.whole_bytes) is None
     assert plan(needs.whole_bytes, (5 << 20) + needs.whole_bytes - 1) is not None
-    with pytest.raises(SparkinferError, match="one layer at a time takes"):
+    with pytest.raises(HotsplitError, match="one layer at a time takes"):
         plan(needs.layer_bytes - 100)
-    with pytest.raises(SparkinferError, match="the program alone takes 5.00 MiB"):
+    with pytest.raises(HotsplitError, match="the program alone takes 5.00 MiB"):
         plan(needs.whole_bytes, 4 << 20)
 
 
@@ -275,7 +275,7 @@ def test_states_in_memory_and_in_a_file_hold_what_was_written(tmp_path):
 
 
 def test_a_disk_without_space_is_refused_in_one_line(tmp_path):
-    with pytest.raises(SparkinferError, match="no space for") as caught:
+    with pytest.raises(HotsplitError, match="no space for") as caught:
         FileStates(1 << 40, 1 << 16, tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -313,10 +313,10 @@ CHILD = """
 import sys
 import time
 from pathlib import Path
-import sparkinfer.profile.predictor_training
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.memory import resident_bytes
+import hotsplit.profile.predictor_training
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.memory import resident_bytes
 
 folder, cap, options = Path(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
 start = resident_bytes()

@@ -49,7 +49,7 @@ def test_imported_packages_are_required():
     names."""
     modules = {"yaml": "pyyaml", "google": "protobuf", "prometheus_client": "prometheus-client"}
     required = {name.split(">")[0].split("[")[0].replace("_", "-") for name in requirements()}
-    ours = {"sparkinfer"}
+    ours = {"hotsplit"}
     for folder in (
         "src",
         "convert",
@@ -93,26 +93,26 @@ def test_a_wheel_has_to_hold_the_packages_files():
     wanted = check_wheel.expected_names()
     for name in ("py.typed", "cli.py", "serve/page.html", "report/page.html", "runtime/engine.py",
                  "run/corpus/default.txt.xz", "runtime/_cpu.so"):  # fmt: skip
-        assert f"sparkinfer/{name}" in wanted, name
+        assert f"hotsplit/{name}" in wanted, name
     assert not [n for n in wanted if n.endswith((".cpp", ".h", ".partial", ".pyc", ".gguf"))]
 
 
 @pytest.mark.parametrize(
     "lost, added, line",
     [
-        ("sparkinfer/py.typed", None, "lacks sparkinfer/py.typed"),
-        ("sparkinfer/runtime/_cpu.so", None, "lacks sparkinfer/runtime/_cpu.so"),
+        ("hotsplit/py.typed", None, "lacks hotsplit/py.typed"),
+        ("hotsplit/runtime/_cpu.so", None, "lacks hotsplit/runtime/_cpu.so"),
         ("x.dist-info/licenses/LICENSE", None, "lacks the licence"),
-        ("x.data/scripts/sparkinfer", None, "lacks bin/sparkinfer"),
+        ("x.data/scripts/hotsplit", None, "lacks bin/hotsplit"),
         (None, "x.data/scripts/other", "has bin/other, which is not the package's"),
-        (None, "sparkinfer/step.cpp", "has sparkinfer/step.cpp, which is not the package's"),
+        (None, "hotsplit/step.cpp", "has hotsplit/step.cpp, which is not the package's"),
         (None, "tests/models.py", "has tests/models.py, which is not the package's"),
     ],
 )
 def test_a_wheel_that_lacks_a_file_or_has_another_is_refused(lost, added, line):
     wanted = check_wheel.expected_names()
-    program, licence = "x.data/scripts/sparkinfer", "x.dist-info/licenses/LICENSE"
-    names = wanted - {"bin/sparkinfer"} | {program, licence}
+    program, licence = "x.data/scripts/hotsplit", "x.dist-info/licenses/LICENSE"
+    names = wanted - {"bin/hotsplit"} | {program, licence}
     assert not list(check_wheel.content_faults(names, wanted))
     assert list(check_wheel.content_faults(names - {lost} | {added or "x/"}, wanted)) == [line]
 
@@ -124,7 +124,7 @@ def test_the_check_of_a_wheel_rejects_a_warning_a_failure_and_another_text(tmp_p
     warn = "import warnings; warnings.warn_explicit('gone', DeprecationWarning, '{}', 1)"
     assert here.ask("-c", warn.format("/other/a.py")) == ""
     with pytest.raises(check_wheel.CheckError, match="gone"):
-        here.ask("-c", warn.format("/site-packages/sparkinfer/a.py"))
+        here.ask("-c", warn.format("/site-packages/hotsplit/a.py"))
     assert not list(check_wheel.differences({"run": "a"}, {"run": "a"}))
     assert list(check_wheel.differences({"run": "b"}, {"run": "a"})) == ["run gave 'b', here 'a'"]
 
@@ -138,7 +138,7 @@ def test_the_archives_hold_what_they_should(tmp_path):
          "-w", tmp_path, ROOT],
         check=True,
     )  # fmt: skip
-    (wheel,) = tmp_path.glob("sparkinfer-*.whl")
+    (wheel,) = tmp_path.glob("hotsplit-*.whl")
     check_wheel.check_content(wheel)
     script = (
         "import sys; from scikit_build_core.build import build_sdist;"
@@ -162,7 +162,7 @@ def test_the_archives_hold_what_they_should(tmp_path):
     python = environment / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
     said = subprocess.run(
-        [python, "-m", "sparkinfer", "--version"], cwd=tmp_path, check=True, capture_output=True,
+        [python, "-m", "hotsplit", "--version"], cwd=tmp_path, check=True, capture_output=True,
         text=True,
     )  # fmt: skip
     assert "0.1.0" in said.stdout

@@ -1,4 +1,4 @@
-"""`sparkinfer eval --tasks`: lm-eval's tasks on our engine. Oracle: lm-eval's own model for
+"""`hotsplit eval --tasks`: lm-eval's tasks on our engine. Oracle: lm-eval's own model for
 transformers on the same checkpoint, request by request, and its scores of the same tasks.
 
 Tasks and their data are local files. lm-eval is not a dependency of the tests: without it, those
@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import END, random_llama
 
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.tasks import Score, TasksReport, _load
-from sparkinfer.profile.tasks_config import TasksConfig
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.tasks import Score, TasksReport, _load
+from hotsplit.profile.tasks_config import TasksConfig
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -107,8 +107,8 @@ def theirs(here):
 
 @pytest.fixture(scope="module")
 def ours(here):
-    from sparkinfer import Engine
-    from sparkinfer.profile.lm_eval_model import EngineModel
+    from hotsplit import Engine
+    from hotsplit.profile.lm_eval_model import EngineModel
 
     with Engine.load(here / "m.gguf", mode="dense", num_sequences=3) as engine:
         yield EngineModel(engine, num_texts=3)
@@ -173,9 +173,9 @@ def test_whole_texts_and_continuations_equal_those_of_transformers(ours, theirs)
      ({"temperature": "warm"}, "temperature 'warm'; wanted a number")],
 )  # fmt: skip
 def test_options_that_are_no_numbers_are_refused(asked_for, words):
-    from sparkinfer.profile.lm_eval_model import MAX_TOKENS, options_of
+    from hotsplit.profile.lm_eval_model import MAX_TOKENS, options_of
 
-    with pytest.raises(SparkinferError, match=f"the task asks for {words}"):
+    with pytest.raises(HotsplitError, match=f"the task asks for {words}"):
         options_of(asked_for, 0)
     assert options_of({"max_gen_toks": "40"}, 0)[1].max_tokens == 40
     assert options_of({}, 0)[1].max_tokens == MAX_TOKENS
@@ -183,10 +183,10 @@ def test_options_that_are_no_numbers_are_refused(asked_for, words):
 
 @needs_lm_eval
 def test_a_context_without_tokens_and_too_long_a_continuation_are_refused(ours):
-    with pytest.raises(SparkinferError, match="of 2 tokens after none; wanted one or more tokens"):
+    with pytest.raises(HotsplitError, match="of 2 tokens after none; wanted one or more tokens"):
         ours._loglikelihood_tokens([(("", "ab"), [], [1, 2])])
     too_long = [1] * (ours.max_length + 1)
-    with pytest.raises(SparkinferError, match="of 129 tokens after 1; wanted 1 to 128, which is"):
+    with pytest.raises(HotsplitError, match="of 129 tokens after 1; wanted 1 to 128, which is"):
         ours._loglikelihood_tokens([(("a", "b"), [1], too_long)])
 
 
@@ -235,7 +235,7 @@ def test_unavailable_tasks_give_one_line(here, capsys, monkeypatch):
             more += ["--task-folder", own]
         words = ["eval", here / "m.gguf", "--mode", "dense", *more]
         assert main([str(word) for word in words]) == 1
-        lines = [line for line in capsys.readouterr().err.splitlines() if "sparkinfer:" in line]
+        lines = [line for line in capsys.readouterr().err.splitlines() if "hotsplit:" in line]
         assert len(lines) == 1 and match in lines[0], (more, lines)
 
 
@@ -246,7 +246,7 @@ def test_tasks_run_under_a_scaling_of_positions(here):
     )  # fmt: skip
     with _load(config, 1) as engine:
         assert engine.model.shape.rope_scaling.words.startswith("YaRN, 4 times the")
-    with pytest.raises(SparkinferError, match="rope scaling 'x' is unknown"):
+    with pytest.raises(HotsplitError, match="rope scaling 'x' is unknown"):
         dataclasses.replace(config, rope_scaling="x", rope_scale=None)
 
 
@@ -271,7 +271,7 @@ def test_a_corpus_or_tasks_but_not_both(more, match, capsys):
 def test_tasks_are_unique_and_reported_in_one_line_each():
     config = TasksConfig(model="m", tasks=("a", "b"))
     for change in ({"tasks": ()}, {"tasks": ("a", "a")}, {"num_fewshot": -1}, {"seed": -1}):
-        with pytest.raises(SparkinferError, match="wanted"):
+        with pytest.raises(HotsplitError, match="wanted"):
             dataclasses.replace(config, **change)
     scores = (Score(task="a", metric="acc", value=0.5, half_width=0.1, num_documents=1200),
               Score(task="b", metric="bleu", value=3.25, half_width=None, num_documents=None))  # fmt: skip

@@ -6,9 +6,9 @@ import pytest
 import torch
 from forked import run_python
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.threads import physical_cores, use_threads
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.threads import physical_cores, use_threads
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_two_threads_of_a_core_count_once(tmp_path, monkeypatch):
 def test_affinity_is_honoured():
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-        "from sparkinfer.runtime.kernels.threads import use_threads; print(use_threads(None))"
+        "from hotsplit.runtime.kernels.threads import use_threads; print(use_threads(None))"
     )
     assert run_python(code).stdout.strip() == "1"
 
@@ -45,5 +45,5 @@ def test_torch_uses_the_same_number(restore_threads):
 
 @pytest.mark.parametrize("count", [0, -2, 1025])
 def test_an_impossible_count_is_refused(count):
-    with pytest.raises(SparkinferError, match=f"--threads is {count}, wanted 1 to 1024"):
+    with pytest.raises(HotsplitError, match=f"--threads is {count}, wanted 1 to 1024"):
         use_threads(count)

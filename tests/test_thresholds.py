@@ -12,17 +12,17 @@ from checkpoints import random_llama
 from models import make_model
 from reference import logits_ref
 
-from sparkinfer import Engine
-from sparkinfer.cli import main
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile import thresholds as module
-from sparkinfer.profile.collect import profile
-from sparkinfer.profile.config import ProfileConfig
-from sparkinfer.profile.eval_config import EvalConfig
-from sparkinfer.profile.quality import evaluate
-from sparkinfer.profile.thresholds import (
+from hotsplit import Engine
+from hotsplit.cli import main
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.profile import thresholds as module
+from hotsplit.profile.collect import profile
+from hotsplit.profile.config import ProfileConfig
+from hotsplit.profile.eval_config import EvalConfig
+from hotsplit.profile.quality import evaluate
+from hotsplit.profile.thresholds import (
     MOST_STEPS,
     STEP,
     Cost,
@@ -35,7 +35,7 @@ from sparkinfer.profile.thresholds import (
     thresholds_for,
     up_to,
 )
-from sparkinfer.profile_file import EDGES, NUM_BINS, Profile
+from hotsplit.profile_file import EDGES, NUM_BINS, Profile
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 
@@ -217,7 +217,7 @@ def test_a_model_of_nan_is_refused(small, monkeypatch):
     histogram_LB = magnitudes(engine, windows)
     nan_TV = torch.full((len(IDS), 50), torch.nan)
     monkeypatch.setattr(engine, "logits", lambda ids: nan_TV)
-    with pytest.raises(SparkinferError, match="gave NaN"):
+    with pytest.raises(HotsplitError, match="gave NaN"):
         Meter(engine, histogram_LB, windows)
 
 
@@ -227,7 +227,7 @@ def test_a_model_of_infinities_is_refused(small, monkeypatch):
     logits_TV = torch.zeros(len(IDS), 50)
     logits_TV[:, IDS[1]] = -math.inf
     monkeypatch.setattr(engine, "logits", lambda ids: logits_TV)
-    with pytest.raises(SparkinferError, match="gave NaN or infinity; convert its checkpoint again"):
+    with pytest.raises(HotsplitError, match="gave NaN or infinity; convert its checkpoint again"):
         meter.run()
 
 
@@ -255,7 +255,7 @@ def test_no_room_for_a_step_is_an_error(small):
     engine, _ = small
     windows = [torch.tensor(IDS)]
     histogram_LB = magnitudes(engine, windows)
-    with pytest.raises(SparkinferError, match="no room for one step"):
+    with pytest.raises(HotsplitError, match="no room for one step"):
         search(engine, histogram_LB, windows, windows,
                Goal(perplexity_budget=1.0, sparsity=0.01), print)  # fmt: skip
 
@@ -337,15 +337,15 @@ def test_wrong_thresholds_are_refused(made, tmp_path):
         ({"threshold_L": (math.inf,) * num_layers}, "wanted a finite number"),
     ):
         path = damaged(folder, tmp_path / "wrong", **changes)
-        with pytest.raises(SparkinferError, match=message):
+        with pytest.raises(HotsplitError, match=message):
             Engine.load(model, thresholds=path)
-        with pytest.raises(SparkinferError, match=message):
+        with pytest.raises(HotsplitError, match=message):
             convert(ConvertConfig(source=model, output=tmp_path / "out", thresholds=path))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(SparkinferError, match="dense uses no thresholds"):
+    with pytest.raises(HotsplitError, match="dense uses no thresholds"):
         Engine.load(model, mode="dense", thresholds=folder / "p")
     with Engine.load(model) as engine:
-        with pytest.raises(SparkinferError, match=f"wanted {num_layers} finite"):
+        with pytest.raises(HotsplitError, match=f"wanted {num_layers} finite"):
             engine.set_thresholds((0.1,) * (num_layers + 1))
 
 
@@ -355,20 +355,20 @@ def test_thresholds_for_relu_models_are_refused(made, tmp_path):
     convert(ConvertConfig(source=checkpoint, output=tmp_path / "m.gguf", outtype="f32"))
     with Engine.load(tmp_path / "m.gguf") as engine:
         model_id = engine.model.model_id
-        with pytest.raises(SparkinferError, match="this one is relu"):
+        with pytest.raises(HotsplitError, match="this one is relu"):
             engine.set_thresholds((0.1,) * engine.model.shape.num_layers)
     path = damaged(folder, tmp_path / "p", model_id=model_id)
-    with pytest.raises(SparkinferError, match="this one is relu"):
+    with pytest.raises(HotsplitError, match="this one is relu"):
         Engine.load(tmp_path / "m.gguf", thresholds=path)
     config = dict(model=tmp_path / "m.gguf", corpora=(folder / "t.txt",), output=tmp_path / "q")
     for option in ({"perplexity_budget": 0.01}, {"target_sparsity": 0.5}):
-        with pytest.raises(SparkinferError, match="is relu"):
+        with pytest.raises(HotsplitError, match="is relu"):
             profile(ProfileConfig(**config, **option))
     assert not (tmp_path / "q").exists()
 
 
 @pytest.mark.parametrize("budget", [0.0, -0.01, math.nan, math.inf])
 def test_an_impossible_perplexity_budget_is_refused(tmp_path, budget):
-    with pytest.raises(SparkinferError, match="perplexity budget"):
+    with pytest.raises(HotsplitError, match="perplexity budget"):
         ProfileConfig(model=tmp_path, corpora=(tmp_path,), output=tmp_path / "p",
                       perplexity_budget=budget)  # fmt: skip

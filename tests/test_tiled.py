@@ -7,13 +7,13 @@ from models import make_model, make_shape
 from test_cpu_kernels import LEVELS
 from test_runtime import IDS, decoded
 
-from sparkinfer import Engine
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.stored import unpack
-from sparkinfer.runtime.kernels.tiled import TILE_ROWS, TILED_KIND, from_tiled, is_tiled
-from sparkinfer.runtime.weights.matrix import Matrix
-from sparkinfer.runtime.weights.resident import Residence
+from hotsplit import Engine
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.kernels.tiled import TILE_ROWS, TILED_KIND, from_tiled, is_tiled
+from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.resident import Residence
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 BLOCK_BYTES = {"q4_0": 18, "q8_0": 34}

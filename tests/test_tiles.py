@@ -8,13 +8,13 @@ import torch
 from models import decided_predictors, make_model, make_shape
 from test_cpu_kernels import rounded
 
-from sparkinfer.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model import feed_forward
-from sparkinfer.runtime.model.native_structs import MAX_ROWS
-from sparkinfer.runtime.weights import matrix
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model import feed_forward
+from hotsplit.runtime.model.native_structs import MAX_ROWS
+from hotsplit.runtime.weights import matrix
+from hotsplit.runtime.weights.matrix import Matrix
 
 KINDS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8_0": None,
          "q4_0": None}  # fmt: skip

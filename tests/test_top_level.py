@@ -13,14 +13,14 @@ import pytest
 import torch
 from models import make_model, make_profile
 
-from sparkinfer.cli import main
-from sparkinfer.commands.all_commands import cli
-from sparkinfer.commands.shared import FileCommand, FolderPath, OutputPath, Size
-from sparkinfer.mapped_files import EXIT_CODE as CUT
-from sparkinfer.top_level import UNEXPECTED, line_of
-from sparkinfer.typed import printed_line
+from hotsplit.cli import main
+from hotsplit.commands.all_commands import cli
+from hotsplit.commands.shared import FileCommand, FolderPath, OutputPath, Size
+from hotsplit.mapped_files import EXIT_CODE as CUT
+from hotsplit.top_level import UNEXPECTED, line_of
+from hotsplit.typed import printed_line
 
-PROGRAM = "import sys; from sparkinfer.cli import main; sys.exit(main())"
+PROGRAM = "import sys; from hotsplit.cli import main; sys.exit(main())"
 
 
 def run(code: str, *arguments: object, **options) -> subprocess.CompletedProcess:
@@ -40,30 +40,30 @@ def raising(monkeypatch, error: BaseException) -> None:
     def inspect_file(file):
         raise error
 
-    monkeypatch.setattr("sparkinfer.inspection.inspect_file.inspect_file", inspect_file)
+    monkeypatch.setattr("hotsplit.inspection.inspect_file.inspect_file", inspect_file)
 
 
 def test_an_unexpected_error_prints_one_line(monkeypatch, capsys, may_end_unexpectedly):
     raising(monkeypatch, ValueError("two\nlines " + "x" * 1000))
     assert main(["inspect", "x"]) == UNEXPECTED == 70
     (line,) = lines_of(capsys)
-    assert line.startswith("sparkinfer inspect: unexpected ValueError: two lines xxx")
-    assert "SPARKINFER_DEBUG=1" in line and len(line) < 500
+    assert line.startswith("hotsplit inspect: unexpected ValueError: two lines xxx")
+    assert "HOTSPLIT_DEBUG=1" in line and len(line) < 500
 
 
-def test_sparkinfer_debug_prints_the_traceback(monkeypatch, capsys, may_end_unexpectedly):
-    monkeypatch.setenv("SPARKINFER_DEBUG", "1")
+def test_hotsplit_debug_prints_the_traceback(monkeypatch, capsys, may_end_unexpectedly):
+    monkeypatch.setenv("HOTSPLIT_DEBUG", "1")
     raising(monkeypatch, ValueError("odd"))
     assert main(["inspect", "x"]) == UNEXPECTED
     shown = capsys.readouterr().err
     assert "Traceback" in shown and "in inspect_file" in shown
-    assert shown.splitlines()[-1].startswith("sparkinfer inspect: unexpected ValueError: odd")
+    assert shown.splitlines()[-1].startswith("hotsplit inspect: unexpected ValueError: odd")
 
 
 def test_a_test_fails_if_its_command_ends_unexpectedly(pytester_like):
     result = pytester_like("def test_it(monkeypatch):\n"
-        "    from sparkinfer.cli import main\n"
-        "    monkeypatch.setattr('sparkinfer.top_level._run', lambda *a, **k: 1 / 0)\n"
+        "    from hotsplit.cli import main\n"
+        "    monkeypatch.setattr('hotsplit.top_level._run', lambda *a, **k: 1 / 0)\n"
         "    main(['inspect', 'x'])\n")  # fmt: skip
     assert result.returncode != 0 and b"exit code 70: [\"main(['inspect', 'x'])\"]" in result.stdout
 
@@ -104,7 +104,7 @@ def test_a_file_that_fails_is_named(monkeypatch, capsys):
     raising(monkeypatch, PermissionError(13, "Permission denied", "/some/file"))
     assert main(["inspect", "x"]) == 1
     (line,) = lines_of(capsys)
-    assert line == ("sparkinfer inspect: /some/file: cannot be read or written: Permission denied")
+    assert line == ("hotsplit inspect: /some/file: cannot be read or written: Permission denied")
     assert "b.bin" in line_of(FileNotFoundError(2, "gone", b"b.bin"))[0]
 
 
@@ -125,13 +125,13 @@ def test_no_line_is_longer_than_a_screen(capsys, arguments):
     assert main(arguments) in (1, 2)
     (line,) = lines_of(capsys)
     assert len(line) < 1600, len(line)
-    assert line.startswith("sparkinfer")
+    assert line.startswith("hotsplit")
 
 
 def test_the_middle_of_a_long_line_is_left_out():
     assert printed_line("x" * 1500) == "x" * 1500
-    line = printed_line("sparkinfer: " + LONG + "; do this")
-    assert line.startswith("sparkinfer: aaa") and line.endswith("aaa; do this")
+    line = printed_line("hotsplit: " + LONG + "; do this")
+    assert line.startswith("hotsplit: aaa") and line.endswith("aaa; do this")
     assert "[... 98,621 characters ...]" in line
 
 
@@ -140,7 +140,7 @@ def test_the_middle_of_a_long_line_is_left_out():
 ])  # fmt: skip
 def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown):
     assert main(["inspect", name]) == 1
-    assert capsys.readouterr().err.startswith(f"sparkinfer: {shown}: no such file")
+    assert capsys.readouterr().err.startswith(f"hotsplit: {shown}: no such file")
     profiles = [tmp_path / "a", tmp_path / "b"]
     for number, path in enumerate(profiles):
         make_profile(make_model(), num_tokens=1000 + number).save(path)
@@ -154,7 +154,7 @@ def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown)
 
 def test_an_error_in_a_thread_prints_one_line():
     code = (
-        "import threading, sparkinfer.top_level as t\n"
+        "import threading, hotsplit.top_level as t\n"
         "def run(arguments, *, is_program):\n"
         "    thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
         "    return 0\n"
@@ -163,7 +163,7 @@ def test_an_error_in_a_thread_prints_one_line():
     result = run(code + PROGRAM, "inspect", "x")
     assert result.returncode == 0
     (line,) = result.stderr.decode().splitlines()
-    assert line.startswith("sparkinfer inspect: unexpected ZeroDivisionError")
+    assert line.startswith("hotsplit inspect: unexpected ZeroDivisionError")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["inspect", "{}"], ["inspect", "{}", "--json"]])
@@ -174,7 +174,7 @@ def test_a_full_stdout_gives_one_line(tmp_path, arguments):
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
     assert result.returncode == 1
     assert result.stderr.decode().splitlines() == [
-        "sparkinfer: the output cannot be written: No space left on device"
+        "hotsplit: the output cannot be written: No space left on device"
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_closed_stdout_gives_one_line(tmp_path, arguments):
                             check=False)  # fmt: skip
     assert result.returncode == 1
     assert result.stderr.decode().splitlines() == [
-        "sparkinfer: the output cannot be written: Bad file descriptor"
+        "hotsplit: the output cannot be written: Bad file descriptor"
     ]
 
 
@@ -237,22 +237,22 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize(
-    "name", ["sparkinfer.top_level", "click", "sparkinfer.inspection.inspect_file"]
+    "name", ["hotsplit.top_level", "click", "hotsplit.inspection.inspect_file"]
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_start_up_prints_one_line(name, number):
-    if name == "sparkinfer.top_level" and number != signal.SIGINT:
+    if name == "hotsplit.top_level" and number != signal.SIGINT:
         pytest.skip("no handler is installed yet; the process ends without having begun")
     code = AT_IMPORT.replace("NAME", repr(name)).replace("NUMBER", str(int(number)))
     result = run(code + PROGRAM, "inspect", "x")
     assert result.returncode == 128 + number, result.stderr
-    assert result.stderr == b"sparkinfer: interrupted; nothing half-written was left\n"
+    assert result.stderr == b"hotsplit: interrupted; nothing half-written was left\n"
 
 
 WRITES = """
-import sys, sparkinfer.top_level as t
+import sys, hotsplit.top_level as t
 from pathlib import Path
-from sparkinfer.files import partial_file, partial_folder
+from hotsplit.files import partial_file, partial_folder
 def run(arguments, *, is_program):
     with partial_folder(Path(sys.argv[1])) as folder, partial_file(Path(sys.argv[2])) as file:
         print("ready", flush=True)
@@ -283,9 +283,9 @@ def test_a_signal_counts_even_if_a_library_replaces_its_exception(monkeypatch, c
         except KeyboardInterrupt:
             raise ValueError("could not determine the shape of object type 'X'") from None
 
-    monkeypatch.setattr("sparkinfer.inspection.inspect_file.inspect_file", inspect_file)
+    monkeypatch.setattr("hotsplit.inspection.inspect_file.inspect_file", inspect_file)
     assert main(["inspect", "x"]) == 128 + signal.SIGTERM
-    assert lines_of(capsys) == ["sparkinfer: interrupted; nothing half-written was left"]
+    assert lines_of(capsys) == ["hotsplit: interrupted; nothing half-written was left"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -293,13 +293,13 @@ def test_a_signal_ends_a_command_and_removes_what_it_wrote(tmp_path, number):
     code, error, _ = stopped(tmp_path, "import time; time.sleep(60)", number, signal.SIGTERM)
     # On a busy machine the second signal may come when the default handlers are back.
     assert code in (128 + number, 128 + signal.SIGTERM, -signal.SIGTERM)
-    assert error == "sparkinfer: interrupted; nothing half-written was left\n"
+    assert error == "hotsplit: interrupted; nothing half-written was left\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_a_signal_ends_native_code_that_runs_for_long(tmp_path):
     code, error, seconds = stopped(tmp_path, NATIVE, signal.SIGTERM)
-    assert (code, error) == (143, "sparkinfer: interrupted; nothing half-written was left\n")
+    assert (code, error) == (143, "hotsplit: interrupted; nothing half-written was left\n")
     assert 2 < seconds < 15 and not list(tmp_path.iterdir())
 
 
@@ -320,9 +320,9 @@ def test_a_command_restores_the_signal_handlers():
 # ---- inputs that are truncated while they are read ----------------------------------------------
 
 CUT_INPUT = """
-import os, sys, numpy as np, sparkinfer.mapped_files as mapped
+import os, sys, numpy as np, hotsplit.mapped_files as mapped
 from pathlib import Path
-from sparkinfer.files import partial_file
+from hotsplit.files import partial_file
 assert mapped.guard()
 data = np.memmap(sys.argv[1], np.uint8, "r")
 with partial_file(Path(sys.argv[2])) as partial:
@@ -336,14 +336,14 @@ def test_a_mapped_input_that_is_truncated_is_named(tmp_path):
     (tmp_path / "in put").write_bytes(b"x" * (1 << 16))
     result = run(CUT_INPUT, tmp_path / "in put", tmp_path / "out")
     assert result.returncode == CUT == 74 and result.stdout == b""
-    line = f"sparkinfer: {tmp_path}/in put: was changed while it was read; run the command again\n"
+    line = f"hotsplit: {tmp_path}/in put: was changed while it was read; run the command again\n"
     assert result.stderr.decode() == line
     assert [path.name for path in tmp_path.iterdir()] == ["in put"]
 
 
 def test_a_bus_error_outside_mapped_files_still_kills_the_process():
     code = (
-        "import mmap, os, signal, sparkinfer.mapped_files as m\n"
+        "import mmap, os, signal, hotsplit.mapped_files as m\n"
         "assert m.guard(); os.kill(os.getpid(), signal.SIGBUS)"
     )
     assert run(code).returncode == -signal.SIGBUS

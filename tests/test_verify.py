@@ -12,12 +12,12 @@ from checkpoints import edit_config, random_llama, random_model
 from test_families import CASES, FALCON, GATED, OPT
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
-from sparkinfer.convert import convert as convert_module
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.profile.verify import BOUND, Verification, verify
-from sparkinfer.rope import NO_SCALING, RopeScaling
+from hotsplit.convert import convert as convert_module
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.profile.verify import BOUND, Verification, verify
+from hotsplit.rope import NO_SCALING, RopeScaling
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 # Right files must be this many times below BOUND. The largest difference from transformers measured
@@ -96,7 +96,7 @@ def test_a_slightly_wrong_graph_is_refused(tmp_path, monkeypatch, wrong, outtype
     folder = random_model(tmp_path / "hf", config)
     right = convert_module.read_blueprint
     monkeypatch.setattr(convert_module, "read_blueprint", lambda *args: mutate(right(*args)))
-    with pytest.raises(SparkinferError, match="m: its logits differ from transformers'"):
+    with pytest.raises(HotsplitError, match="m: its logits differ from transformers'"):
         verification(folder, tmp_path / "m", outtype)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
@@ -133,7 +133,7 @@ def test_a_model_type_that_contradicts_the_architecture_is_refused(llama, tmp_pa
     folder = Path(shutil.copytree(llama, tmp_path / "hf"))
     edit_config(folder, lambda config: config.update(model_type="gpt2"))
     capfd.readouterr()
-    with pytest.raises(SparkinferError, match="model_type is 'gpt2', which is GPT2LMHeadModel"):
+    with pytest.raises(HotsplitError, match="model_type is 'gpt2', which is GPT2LMHeadModel"):
         verification(folder, tmp_path / "m", "f16")
     assert "UNEXPECTED" not in "".join(capfd.readouterr())
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -8,13 +8,13 @@ import torch
 from models import make_model, make_shape
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.runtime.device.device_memory import DeviceMemory
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.weights.neuron_block import by_role
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.store import MappedStore, ResidentStore, Stores
-from sparkinfer.runtime.weights.upload import Uploader
+from hotsplit import Engine
+from hotsplit.runtime.device.device_memory import DeviceMemory
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights.neuron_block import by_role
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.runtime.weights.store import MappedStore, ResidentStore, Stores
+from hotsplit.runtime.weights.upload import Uploader
 
 CPU = torch.device("cpu")
 CARD = torch.device("cpu", 0)  # stands for the GPU

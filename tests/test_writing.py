@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from sparkinfer import gguf_file
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
-from sparkinfer.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
-from sparkinfer.pipeline import in_order
+from hotsplit import gguf_file
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file
+from hotsplit.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
+from hotsplit.pipeline import in_order
 
 
 def our_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("sparkinfer")]
+    return [t for t in threading.enumerate() if t.name.startswith("hotsplit")]
 
 
 def test_results_come_in_order_and_a_few_at_a_time():
@@ -41,10 +41,10 @@ def test_a_failing_task_raises_in_its_turn():
     def task(number):
         begun.append(number)
         if number == 5:
-            raise SparkinferError("five")
+            raise HotsplitError("five")
         return number
 
-    with pytest.raises(SparkinferError, match="five"):
+    with pytest.raises(HotsplitError, match="five"):
         taken.extend(in_order((partial(task, i) for i in range(1000)), 2))
     assert taken == [0, 1, 2, 3, 4] and len(begun) < 20 and not our_threads()
     results = in_order((partial(task, i) for i in range(1000)), 2)
@@ -93,7 +93,7 @@ def test_a_large_tensor_is_never_whole_in_memory(tmp_path):
     assert max(most) <= (2 * gguf_file.num_threads() + 1) * piece
 
 
-@pytest.mark.parametrize("error", [SparkinferError("bad rows"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("error", [HotsplitError("bad rows"), KeyboardInterrupt(), MemoryError()])
 @pytest.mark.parametrize("where", ["read", "told"])
 def test_nothing_is_left_after_an_error(tmp_path, monkeypatch, error, where):
     monkeypatch.setattr(gguf_file, "PIECE_VALUES", 32)

@@ -34,13 +34,13 @@ REFUSALS = ("exists already", "holds files already", "was written by another run
 
 
 def _safetensors(path: Path, value: int) -> None:
-    from sparkinfer.safetensors_file import save_arrays
+    from hotsplit.safetensors_file import save_arrays
 
     save_arrays(path, "test", 1, {"value": value}, {"a": np.full(SIZE, value, np.int64)})
 
 
 def _gguf(path: Path, value: int) -> None:
-    from sparkinfer.gguf_file import array_entry, write_gguf
+    from hotsplit.gguf_file import array_entry, write_gguf
 
     write_gguf(path, "test", {}, {"a": array_entry(np.full((3, SIZE), value, np.float32), "f32")})
 
@@ -54,7 +54,7 @@ def _json(path: Path, value: int) -> None:
 def _picture(path: Path, value: int) -> None:
     from matplotlib.figure import Figure
 
-    from sparkinfer.solver.plots import _save
+    from hotsplit.solver.plots import _save
 
     figure = Figure(figsize=(1 + value, 1))
     figure.subplots().plot([0, value])
@@ -64,7 +64,7 @@ def _picture(path: Path, value: int) -> None:
 def _folder(path: Path, value: int) -> None:
     from models import make_model, make_profile
 
-    from sparkinfer.export.powerinfer_activations import write_activations
+    from hotsplit.export.powerinfer_activations import write_activations
 
     write_activations(make_profile(make_model(), num_tokens=1000 * value), path)
 
@@ -126,7 +126,7 @@ def run_new_rounds(kind: str, rounds: int, folder: Path) -> Counter:
         assert [path.name for path in place.iterdir()] == ["x"], where
         assert not (said / str(winner)).read_text(), where
         (line,) = (said / str(loser)).read_text().splitlines()
-        assert line.startswith(f"sparkinfer: {place / 'x'}: "), line
+        assert line.startswith(f"hotsplit: {place / 'x'}: "), line
         how = [words for words in REFUSALS if words in line]
         assert how, line
         found[how[0]] += 1
@@ -136,11 +136,11 @@ def run_new_rounds(kind: str, rounds: int, folder: Path) -> Counter:
 
 
 def _command(kind: str) -> "click.Command":
-    """A command that writes an artifact as sparkinfer's commands do without --force."""
+    """A command that writes an artifact as hotsplit's commands do without --force."""
     import click
 
-    from sparkinfer.commands.shared import OUTPUT, FileCommand
-    from sparkinfer.outputs import check_output, check_output_folder
+    from hotsplit.commands.shared import OUTPUT, FileCommand
+    from hotsplit.outputs import check_output, check_output_folder
 
     def callback(output: Path, value: int) -> None:
         if kind == "folder":
@@ -155,8 +155,8 @@ def _command(kind: str) -> "click.Command":
 
 def _run(command: "click.Command", path: Path, value: int, said: Path) -> int:
     """Runs the command as the program does, with stderr in the file `said`."""
-    from sparkinfer import top_level
-    from sparkinfer.commands import all_commands
+    from hotsplit import top_level
+    from hotsplit.commands import all_commands
 
     all_commands.cli = command  # type: ignore[assignment]  # in a process of its own
     with said.open("w") as sys.stderr:

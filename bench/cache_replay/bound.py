@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.bench.cache_replay.policies import Case
-from sparkinfer.runtime.neuron_cache.native.library import best_gain
-from sparkinfer.runtime.neuron_cache.policy import packed
+from hotsplit.bench.cache_replay.policies import Case
+from hotsplit.runtime.neuron_cache.native.library import best_gain
+from hotsplit.runtime.neuron_cache.policy import packed
 
 ROUNDS = 30  # of the subgradient method, for the first weight of the link
 LATER_ROUNDS = 8  # for later weights, which start from the prices found before

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from sparkinfer.bench.cache_replay.replay import ReplayReport
-from sparkinfer.files import partial_file
+from hotsplit.bench.cache_replay.replay import ReplayReport
+from hotsplit.files import partial_file
 
 DPI = 120
 BLUE, GREY, RED = "#2d6fc8", "#a5acb5", "#c8452d"

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.bench.cache_replay.recording import Trace
-from sparkinfer.bench.cache_replay.times import Outcome
-from sparkinfer.neuron_cache import CacheCosts, CacheOptions
-from sparkinfer.runtime.neuron_cache.policy import CachePolicy
+from hotsplit.bench.cache_replay.recording import Trace
+from hotsplit.bench.cache_replay.times import Outcome
+from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.runtime.neuron_cache.policy import CachePolicy
 
 GROUP = 16  # neurons; the usual size in SparkInfer's plans
 LFU_DECAY = 0.9

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.runtime.neuron_cache.policy import packed
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.neuron_cache.policy import packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ def record(engine: Engine, token_ids: Sequence[int], window: int) -> Trace:
     """Runs the model over the tokens in windows of at most `window`, each a separate text.
 
     In mode predicted a neuron is read if the predictor names it; in mode exact, if its hidden value
-    is not 0, so that its `down` row is read. Raises SparkinferError in mode dense, which reads every
+    is not 0, so that its `down` row is read. Raises HotsplitError in mode dense, which reads every
     neuron."""
     if engine.mode == "dense":
-        raise SparkinferError(
+        raise HotsplitError(
             f"{engine.model.path}: runs in mode dense, which reads every neuron for every token: there is"
             " nothing to cache; give --mode exact or predicted"
         )

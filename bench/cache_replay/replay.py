@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from sparkinfer.bench.cache_replay.bound import Bound, lower_bound
-from sparkinfer.bench.cache_replay.policies import POLICIES, Case, belady, hindsight
-from sparkinfer.bench.cache_replay.recording import Trace, record
-from sparkinfer.bench.cache_replay.times import Outcome, seconds_T
-from sparkinfer.budget import is_cached
-from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_text
-from sparkinfer.neuron_cache import CacheCosts, CacheOptions
-from sparkinfer.runtime.engine import Engine
-from sparkinfer.split_file import Split
+from hotsplit.bench.cache_replay.bound import Bound, lower_bound
+from hotsplit.bench.cache_replay.policies import POLICIES, Case, belady, hindsight
+from hotsplit.bench.cache_replay.recording import Trace, record
+from hotsplit.bench.cache_replay.times import Outcome, seconds_T
+from hotsplit.budget import is_cached
+from hotsplit.errors import HotsplitError
+from hotsplit.json_file import read_text
+from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.runtime.engine import Engine
+from hotsplit.split_file import Split
 
 LEAST_TOKENS = 64
 
@@ -35,7 +35,7 @@ class ReplayConfig:
 
     def __post_init__(self) -> None:
         if self.num_tokens < LEAST_TOKENS:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a replay of {self.num_tokens} tokens asked for, wanted at least {LEAST_TOKENS}"
             )
 
@@ -107,18 +107,18 @@ def replay(
 ) -> ReplayReport:
     """Runs all policies; calls `advance` with 1 after each of the `num_stages()` stages.
 
-    Raises SparkinferError for a plan without a cache, and for a text that is too short."""
+    Raises HotsplitError for a plan without a cache, and for a text that is too short."""
     plan = Split.load(config.split)
     if plan.cache is None:
-        raise SparkinferError(
-            f"{config.split}: the plan has no neuron cache; make one with sparkinfer solve"
+        raise HotsplitError(
+            f"{config.split}: the plan has no neuron cache; make one with hotsplit solve"
             " --neuron-cache"
         )
     with Engine.load(config.model, mode=plan.mode, device="cpu") as engine:
         plan.check_against(engine.model, config.split)
         ids = engine.codec.encode(read_text(config.text, "text"))[: config.num_tokens]
         if len(ids) < LEAST_TOKENS:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{config.text}: has {len(ids)} tokens, wanted at least {LEAST_TOKENS}"
             )
         trace = record(engine, ids, min(len(ids), engine.model.shape.context_length))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.neuron_cache import CacheCosts
+from hotsplit.neuron_cache import CacheCosts
 
 
 @dataclass(frozen=True, kw_only=True)

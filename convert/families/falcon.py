@@ -5,12 +5,12 @@ each (40B), or in sequence."""
 import gguf
 import numpy as np
 
-from sparkinfer.architecture import ModelShape
-from sparkinfer.convert.blueprint import Blueprint, NameOf, Rows, gguf_names
-from sparkinfer.convert.config_reader import UNGATED, ConfigReader
-from sparkinfer.convert.families.family import Family
-from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import shown
+from hotsplit.architecture import ModelShape
+from hotsplit.convert.blueprint import Blueprint, NameOf, Rows, gguf_names
+from hotsplit.convert.config_reader import UNGATED, ConfigReader
+from hotsplit.convert.families.family import Family
+from hotsplit.errors import HotsplitError
+from hotsplit.typed import shown
 
 OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
@@ -85,14 +85,14 @@ def _norms(read: ConfigReader) -> tuple[str, ...]:
     is_new, is_parallel = read.flag("new_decoder_architecture"), read.flag("parallel_attn")
     num_norms = read.values.get("num_ln_in_parallel_attn")
     if num_norms not in (None, 1, 2) or (num_norms == 2 and not is_new):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{read.path}: num_ln_in_parallel_attn is {shown(num_norms)} and new_decoder_architecture"
             f" {is_new}; transformers has no such layer; this checkpoint is not supported"
         )
     if not is_new and not is_parallel:
         return NEXT_NORM
     if not is_parallel:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{read.path}: new_decoder_architecture with parallel_attn false; transformers has no"
             " such layer; this checkpoint is not supported"
         )

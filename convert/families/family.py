@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from sparkinfer.convert.blueprint import Blueprint
-from sparkinfer.convert.config_reader import ConfigReader
+from hotsplit.convert.blueprint import Blueprint
+from hotsplit.convert.config_reader import ConfigReader
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 
-from sparkinfer.architecture import PROJECTION_BIASES, ModelShape
-from sparkinfer.convert.blueprint import IGNORED, Blueprint, Rows
-from sparkinfer.convert.config_reader import UNGATED, ConfigReader
-from sparkinfer.convert.families.family import Family
+from hotsplit.architecture import PROJECTION_BIASES, ModelShape
+from hotsplit.convert.blueprint import IGNORED, Blueprint, Rows
+from hotsplit.convert.config_reader import UNGATED, ConfigReader
+from hotsplit.convert.families.family import Family
 
 # transformers' OPTLearnedPositionalEmbedding starts at this row. PowerInfer keeps those before it.
 FIRST_POSITION = 2

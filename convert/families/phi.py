@@ -6,10 +6,10 @@ The model file is a `llama`, so everything that runs a `llama` runs this too."""
 import gguf
 import numpy as np
 
-from sparkinfer.convert.blueprint import Blueprint, Rows, adjacent_pairs, gguf_names
-from sparkinfer.convert.config_reader import GATED, ConfigReader
-from sparkinfer.convert.families.family import Family
-from sparkinfer.convert.families.llama import llama_shape
+from hotsplit.convert.blueprint import Blueprint, Rows, adjacent_pairs, gguf_names
+from hotsplit.convert.config_reader import GATED, ConfigReader
+from hotsplit.convert.families.family import Family
+from hotsplit.convert.families.llama import llama_shape
 
 
 def phi3(read: ConfigReader) -> Blueprint:

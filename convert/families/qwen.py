@@ -2,11 +2,11 @@
 
 import gguf
 
-from sparkinfer.architecture import PROJECTION_BIASES
-from sparkinfer.convert.blueprint import Blueprint, gguf_names
-from sparkinfer.convert.config_reader import GATED, ConfigReader
-from sparkinfer.convert.families.family import Family
-from sparkinfer.convert.families.llama import llama_shape
+from hotsplit.architecture import PROJECTION_BIASES
+from hotsplit.convert.blueprint import Blueprint, gguf_names
+from hotsplit.convert.config_reader import GATED, ConfigReader
+from hotsplit.convert.families.family import Family
+from hotsplit.convert.families.llama import llama_shape
 
 
 def qwen2(read: ConfigReader) -> Blueprint:

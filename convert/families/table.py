@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparkinfer.convert.blueprint import Blueprint
-from sparkinfer.convert.config_reader import ConfigReader
-from sparkinfer.convert.families.falcon import FALCON
-from sparkinfer.convert.families.family import Family
-from sparkinfer.convert.families.llama import BAMBOO, LLAMA, MISTRAL, PROSPARSE
-from sparkinfer.convert.families.opt import OPT
-from sparkinfer.convert.families.phi import PHI3
-from sparkinfer.convert.families.qwen import QWEN2, QWEN3
-from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import shown
-from sparkinfer.unsupported import CHECKPOINTS, why_not_run
+from hotsplit.convert.blueprint import Blueprint
+from hotsplit.convert.config_reader import ConfigReader
+from hotsplit.convert.families.falcon import FALCON
+from hotsplit.convert.families.family import Family
+from hotsplit.convert.families.llama import BAMBOO, LLAMA, MISTRAL, PROSPARSE
+from hotsplit.convert.families.opt import OPT
+from hotsplit.convert.families.phi import PHI3
+from hotsplit.convert.families.qwen import QWEN2, QWEN3
+from hotsplit.errors import HotsplitError
+from hotsplit.typed import shown
+from hotsplit.unsupported import CHECKPOINTS, why_not_run
 
 # By the first of `architectures` in config.json.
 FAMILIES: dict[str, Family] = {
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Family] = {
 def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> Blueprint:
     """The blueprint that the config's family derives from it.
 
-    Raises SparkinferError, naming the key, for a model that would be computed wrongly, or whose
+    Raises HotsplitError, naming the key, for a model that would be computed wrongly, or whose
     sizes are above the largest dimension of the checkpoint's tensors (`max_rows`).
 
     Only the config is read: Python code in a checkpoint is never run."""
@@ -42,9 +42,7 @@ def read_blueprint(path: Path, config: Mapping[str, object], max_rows: int) -> B
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         why = why_not_run(name, config) or "is unknown"
-        raise SparkinferError(
-            f"{path}: architecture {shown(name)}: {why}; supported: {CHECKPOINTS}"
-        )
+        raise HotsplitError(f"{path}: architecture {shown(name)}: {why}; supported: {CHECKPOINTS}")
     read = ConfigReader(path, config, defaults=family.defaults, max_rows=max_rows)
     read.refuse("is_causal", True, why="bidirectional attention is not supported")
     read.refuse("quantization_config", why="its weights are packed; use the original checkpoint")

@@ -19,7 +19,7 @@ const Encoders& encoders_of(int32_t level) {
 }
 
 bool is_valid(const Job& job, int32_t level, int32_t source_kind, int32_t kind) {
-    if (level < 0 || level > spark_encode_best_level()) return false;
+    if (level < 0 || level > hs_encode_best_level()) return false;
     if (source_kind < 0 || source_kind >= NUM_SOURCE_KINDS || kind < 0 || kind >= NUM_KINDS)
         return false;
     if (job.num_rows < 0 || job.num_columns < 0) return false;
@@ -31,7 +31,7 @@ bool is_valid(const Job& job, int32_t level, int32_t source_kind, int32_t kind) 
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int32_t spark_encode_best_level() {
+EXPORT int32_t hs_encode_best_level() {
 #ifdef __x86_64__
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return LEVEL_GENERIC;
@@ -44,7 +44,7 @@ EXPORT int32_t spark_encode_best_level() {
 #endif
 }
 
-EXPORT int32_t spark_encode(int32_t level, int32_t source_kind, const uint8_t* source,
+EXPORT int32_t hs_encode(int32_t level, int32_t source_kind, const uint8_t* source,
                             int64_t row_stride, int64_t column_stride, const int64_t* index,
                             int64_t num_rows, int64_t num_columns, int32_t kind, float limit,
                             uint8_t* target, float* largest) {

@@ -3,7 +3,7 @@
 It reads f32, f16 or bf16 weights in place, by rows or by columns, writes the same bytes as
 gguf.quants or, for K-quants, ggml, and finds the largest magnitude in the same pass.
 
-If the C++ is not built, importing this raises SparkinferError.
+If the C++ is not built, importing this raises HotsplitError.
 
 Letters: N rows, M values of a row."""
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import row_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import row_bytes
 
 LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")  # enum Kind
@@ -24,17 +24,17 @@ _OK = 0
 
 
 def _load() -> ctypes.CDLL:
-    spec = find_spec("sparkinfer.convert._encode")  # finds the file in every kind of install
+    spec = find_spec("hotsplit.convert._encode")  # finds the file in every kind of install
     if spec is None or spec.origin is None:
-        raise SparkinferError("the C++ encoder of convert is not built; run `make build`")
+        raise HotsplitError("the C++ encoder of convert is not built; run `make build`")
     lib = ctypes.CDLL(spec.origin)
     pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.spark_encode_best_level.restype = int32
-    lib.spark_encode.argtypes = [
+    lib.hs_encode_best_level.restype = int32
+    lib.hs_encode.argtypes = [
         int32, int32, pointer, size, size, pointer, size, size, int32, ctypes.c_float, pointer,
         pointer,
     ]  # fmt: skip
-    lib.spark_encode.restype = int32
+    lib.hs_encode.restype = int32
     return lib
 
 
@@ -43,7 +43,7 @@ _lib = _load()
 
 def usable_levels() -> tuple[str, ...]:
     """The instruction sets that this build has and this processor can run, best last."""
-    return LEVELS[: _lib.spark_encode_best_level() + 1]
+    return LEVELS[: _lib.hs_encode_best_level() + 1]
 
 
 def encode_rows(
@@ -67,8 +67,8 @@ def encode_rows(
         num_rows = len(rows)
     encoded = np.empty((num_rows, row_bytes(width, kind)), np.uint8)
     largest = ctypes.c_float()
-    status = _lib.spark_encode(
-        _lib.spark_encode_best_level() if level is None else LEVELS.index(level),
+    status = _lib.hs_encode(
+        _lib.hs_encode_best_level() if level is None else LEVELS.index(level),
         SOURCE_KINDS[weight_NM.dtype], weight_NM.data_ptr(), *weight_NM.stride(),
         None if rows is None else rows.ctypes.data, num_rows, width,
         KINDS.index(kind), limit, encoded.ctypes.data, ctypes.byref(largest),

@@ -15,7 +15,7 @@ for the last part of the run, so that every position of the context has been see
 
 A run is a function of its settings, the seed and the step: batches are drawn from the last two, so
 an interrupted run that resumes sees what it would have seen. Settings may change at a resume; their
-history is kept and written to metrics.json. This program does not use sparkinfer."""
+history is kept and written to metrics.json. This program does not use hotsplit."""
 
 import argparse
 import json

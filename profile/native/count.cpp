@@ -81,7 +81,7 @@ Pick best_pick() {
 // |value| > threshold. first, edge: one entry for each of 2^15 buckets, see counting.py. count:
 // i64 [F] and histogram: i64 [num_bins] are added to; values of neurons that do not fire count in
 // bin 0. T * F < 2^31. Returns 0, or 1 for impossible sizes.
-extern "C" __attribute__((visibility("default"))) int32_t spark_count(
+extern "C" __attribute__((visibility("default"))) int32_t hs_count(
     const float* value, int64_t T, int64_t F, float threshold, int32_t is_magnitude,
     const uint8_t* first, const float* edge, int64_t* count, int64_t* histogram,
     int64_t num_bins) {

@@ -1,6 +1,6 @@
 """The C++ counter in this folder, called on torch tensors.
 
-If the C++ is not built, importing this raises SparkinferError.
+If the C++ is not built, importing this raises HotsplitError.
 
 Letters: T tokens, F neurons, B histogram bins."""
 
@@ -10,21 +10,21 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 NUM_BUCKETS = 1 << 15
 
 
 def _load() -> ctypes.CDLL:
-    spec = find_spec("sparkinfer.profile._count")  # finds the file in every kind of install
+    spec = find_spec("hotsplit.profile._count")  # finds the file in every kind of install
     if spec is None or spec.origin is None:
-        raise SparkinferError("the C++ counter of profile is not built; run `make build`")
+        raise HotsplitError("the C++ counter of profile is not built; run `make build`")
     lib = ctypes.CDLL(spec.origin)
     pointer, size, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    lib.spark_count.argtypes = [
+    lib.hs_count.argtypes = [
         pointer, size, size, ctypes.c_float, int32, pointer, pointer, pointer, pointer, size,
     ]  # fmt: skip
-    lib.spark_count.restype = int32
+    lib.hs_count.restype = int32
     return lib
 
 
@@ -53,7 +53,7 @@ def count(
     assert all(
         t.is_cpu and t.is_contiguous() for t in (value_TF, first, edge, count_F, histogram_B)
     )
-    status = _lib.spark_count(
+    status = _lib.hs_count(
         value_TF.data_ptr(), num_tokens, num_neurons, threshold, is_magnitude,
         first.data_ptr(), edge.data_ptr(), count_F.data_ptr(), histogram_B.data_ptr(),
         len(histogram_B),

@@ -1,4 +1,4 @@
-"""Builds default.txt.xz, the text that `sparkinfer run` profiles on if none is given.
+"""Builds default.txt.xz, the text that `hotsplit run` profiles on if none is given.
 
     python build.py --python-docs FOLDER --brotli FOLDER
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.key_selection import KeySelection, padded
-from sparkinfer.runtime.cache.block_table import BlockTable
-from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
+from hotsplit.key_selection import KeySelection, padded
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
 
 SUMMARY_LARGEST, QUERY_LARGEST, CODE_STEP = 63.0, 127.0, 0.9957
 

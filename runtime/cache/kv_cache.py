@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.cache_types import CacheType, CacheTypes
-from sparkinfer.runtime.cache.block_table import BlockTable, Change
-from sparkinfer.runtime.cache.key_tables import KeyTables
-from sparkinfer.runtime.cache.stored_rows import (
+from hotsplit.cache_types import CacheType, CacheTypes
+from hotsplit.runtime.cache.block_table import BlockTable, Change
+from hotsplit.runtime.cache.key_tables import KeyTables
+from hotsplit.runtime.cache.stored_rows import (
     decode,
     dtype_of,
     encode,

@@ -12,10 +12,10 @@ its fallback, with one line of output.
     graph                 the step is submitted kernel by kernel
     steps of N rows ...   steps have fewer rows; tried when they are first used
 
-Results are kept (sparkinfer.device_checks): later loads check only parts without one, and print the
+Results are kept (hotsplit.device_checks): later loads check only parts without one, and print the
 same lines. A part fails by an exception, a wrong result, a time limit, or the end of the process,
 which the next load finds. If the device no longer answers after a failure, this load goes to the
-CPU, or a step in use raises SparkinferError; the next load takes the part's own fallback."""
+CPU, or a step in use raises HotsplitError; the next load takes the part's own fallback."""
 
 import hashlib
 import re
@@ -27,22 +27,22 @@ from functools import partial
 
 import torch
 
-from sparkinfer.device_checks import CheckBook, Verdict, name_of_part
-from sparkinfer.errors import SparkinferError
-from sparkinfer.progress import progress
-from sparkinfer.runtime.check import parts as device_parts
-from sparkinfer.runtime.check import slots, step_check
-from sparkinfer.runtime.check.kernels import check_launch
-from sparkinfer.runtime.check.launches import NAMES, Launch, launches_of
-from sparkinfer.runtime.check.parts import DeviceParts
-from sparkinfer.runtime.device import pinned
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.kernels.gpu.torch_kernels import mixed
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.hybrid_device import Take
-from sparkinfer.runtime.step.hybrid_step import Backend
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit.device_checks import CheckBook, Verdict, name_of_part
+from hotsplit.errors import HotsplitError
+from hotsplit.progress import progress
+from hotsplit.runtime.check import parts as device_parts
+from hotsplit.runtime.check import slots, step_check
+from hotsplit.runtime.check.kernels import check_launch
+from hotsplit.runtime.check.launches import NAMES, Launch, launches_of
+from hotsplit.runtime.check.parts import DeviceParts
+from hotsplit.runtime.device import pinned
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.torch_kernels import mixed
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.weights import gpu_products
 
 Notice = Callable[[str], None]
 Takes = Callable[[torch.device], Take]
@@ -52,7 +52,7 @@ ANSWER_S = 10.0  # for an idle device to answer
 MOST_LETTERS = 160  # of an error message; the rest is cut off
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 _PLACE = re.compile(r"at \d+:\d+:$")  # the beginning of Triton's errors
-MORE = "sparkinfer doctor says more"
+MORE = "hotsplit doctor says more"
 SLOT_PARTS = {
     "neuron cache's copies": slots.check_scatter,
     "neuron cache's bits": slots.check_pack_open,
@@ -191,7 +191,7 @@ class DeviceCheck:
 
     def try_rows(self, weights: Weights, num_rows: int, run: Callable[[], None]) -> str:
         """Tries a step of several rows at its first use: its kernels, then `run`. Returns the reason
-        why it must not be used, "" if it works. Raises SparkinferError if the device is lost."""
+        why it must not be used, "" if it works. Raises HotsplitError if the device is lost."""
         try:
             why = self._kernels_of_rows(weights, num_rows)
             if why:
@@ -200,7 +200,7 @@ class DeviceCheck:
                 part = f"steps of {num_rows} rows {self._plan}"
                 return self._try(book, self.parts[0], part, run, is_in_use=True)
         except DeviceLost as lost:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{lost}; start again, and steps will have fewer rows; {MORE}"
             ) from None
 
@@ -374,7 +374,7 @@ def _line(error: Exception) -> str:
     text = " ".join(lines[-1 if _PLACE.match(lines[0]) else 0].split())
     text = "".join(letter if letter.isprintable() else "?" for letter in text)[:MOST_LETTERS]
     name = type(error).__name__
-    return text if name in ("Wrong", "ImportError", "SparkinferError") else f"{name}: {text}"
+    return text if name in ("Wrong", "ImportError", "HotsplitError") else f"{name}: {text}"
 
 
 def _words(parts: DeviceParts, part: str) -> str:

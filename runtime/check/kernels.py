@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.check.launches import Launch
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.check.launches import Launch
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 # The largest |got - want| / |want| of a correct kernel. Sums of 16,384 terms in f32 have a relative
 # error of about 1e-6; the rest is room for the device's exp and sin.

@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import HostNode
-from sparkinfer.runtime.kernels.gpu import reference
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.kernels.gpu.launch import rows_of_program
-from sparkinfer.runtime.kernels.gpu.step_rows import AXES
-from sparkinfer.runtime.kernels.stored import StoredMatrix
-from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.native_structs import NotNative
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step import hybrid_builder
-from sparkinfer.runtime.step.hybrid_device import Take
-from sparkinfer.runtime.step.hybrid_step import Backend
-from sparkinfer.runtime.weights import gpu_products
-from sparkinfer.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.launch import rows_of_program
+from hotsplit.runtime.kernels.gpu.step_rows import AXES
+from hotsplit.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.model.feed_forward import NeuronBlock, Traffic
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.native_structs import NotNative
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step import hybrid_builder
+from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 NAMES = tuple(each.name for each in fields(Kernels))
 _PARAMETERS = {name: inspect.signature(getattr(reference, name)) for name in NAMES}

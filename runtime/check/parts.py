@@ -9,17 +9,17 @@ from typing import Protocol
 
 import torch
 
-from sparkinfer.device_checks import DeviceKey
-from sparkinfer.runtime.check.kernels import Wrong
-from sparkinfer.runtime.device import device_memory
-from sparkinfer.runtime.device.streams import CudaStream
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels, triton_kernels
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
-from sparkinfer.runtime.kernels.gpu.torch_kernels import torch_kernels
-from sparkinfer.runtime.step.cuda_backend import cuda_backend
-from sparkinfer.runtime.step.hybrid_device import Take
-from sparkinfer.runtime.step.hybrid_step import Backend
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit.device_checks import DeviceKey
+from hotsplit.runtime.check.kernels import Wrong
+from hotsplit.runtime.device import device_memory
+from hotsplit.runtime.device.streams import CudaStream
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
+from hotsplit.runtime.kernels.gpu.torch_kernels import torch_kernels
+from hotsplit.runtime.step.cuda_backend import cuda_backend
+from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.weights import gpu_products
 
 _LIMIT_BYTES, _MORE_BYTES = 64 << 20, 512 << 20
 _SIZE = 256  # rows and columns of the matrices, values of the vector
@@ -86,7 +86,7 @@ def key_of(device: torch.device) -> DeviceKey:
         driver=driver_version(),
         torch=str(torch.__version__),
         triton=_version("triton"),
-        package=_version("sparkinfer"),
+        package=_version("hotsplit"),
     )
 
 

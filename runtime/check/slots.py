@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.check.kernels import Wrong
-from sparkinfer.runtime.kernels.gpu.slots import FORMS, SlotKernels, pack_open_ref, scatter_ref
+from hotsplit.runtime.check.kernels import Wrong
+from hotsplit.runtime.kernels.gpu.slots import FORMS, SlotKernels, pack_open_ref, scatter_ref
 
 _CPU = torch.device("cpu")
 # Bytes of a block, by form.

@@ -7,10 +7,10 @@ from ctypes import CFUNCTYPE, c_void_p, cast
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.check.kernels import Wrong
-from sparkinfer.runtime.device.streams import HostNode
-from sparkinfer.runtime.step.decode_step import DecodeStep
-from sparkinfer.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.check.kernels import Wrong
+from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.step.decode_step import DecodeStep
+from hotsplit.runtime.step.hybrid_step import Backend
 
 # Logits f32 [V] after a token at a position, computed layer by layer.
 Plain = Callable[[int, int], Tensor]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 _BY_ADDRESS = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _MAPS = Path("/proc/self/maps")
@@ -32,18 +32,18 @@ class CudaRuntime:
     def host_function(self, stream: int, function: int, argument: int) -> None:
         """Calls `void function(void* argument)` on the host, in stream order."""
         if not hasattr(self.library, "cudaLaunchHostFunc"):  # before CUDA 10
-            raise SparkinferError("this CUDA runtime has no cudaLaunchHostFunc")
+            raise HotsplitError("this CUDA runtime has no cudaLaunchHostFunc")
         self._check(self.library.cudaLaunchHostFunc(stream, function, argument), "a host function")
 
     def _check(self, status: int, what: str) -> None:
         if status:
             text = self.library.cudaGetErrorString(status).decode()
-            raise SparkinferError(f"{what} was refused by CUDA: {text} (error {status})")
+            raise HotsplitError(f"{what} was refused by CUDA: {text} (error {status})")
 
 
 @cache
 def load() -> CudaRuntime:
-    """Loads the CUDA runtime. Raises SparkinferError if torch has not loaded one."""
+    """Loads the CUDA runtime. Raises HotsplitError if torch has not loaded one."""
     torch.cuda.init()
     library = CDLL(loaded_library(_MAPS.read_text() if _MAPS.exists() else ""))
     library.cudaMemcpyAsync.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_void_p]
@@ -62,7 +62,7 @@ def loaded_library(maps: str) -> str:
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and _NAME.search(fields[5]):
             return fields[5]
-    raise SparkinferError(
+    raise HotsplitError(
         "torch has not loaded CUDA's runtime library (libcudart) as a separate file, so no copies"
         " can be submitted to a stream; run on the CPU with device='cpu'"
     )

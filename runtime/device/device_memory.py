@@ -27,8 +27,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sizes import format_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
 
 ALIGNMENT = 256
 # torch's allocator rounds a segment for one tensor of 10 MiB or more up to a multiple of this;
@@ -83,7 +83,7 @@ class DeviceMemory:
     ) -> "DeviceMemory":
         """Allocates a slab of `num_bytes`; a budget limits the process from now on.
 
-        Raises SparkinferError if the device has no room for it, and like `limit`."""
+        Raises HotsplitError if the device has no room for it, and like `limit`."""
         made = cls(device, torch.empty(0, dtype=torch.uint8), budget_bytes)
         _living.add(made)
         try:
@@ -94,7 +94,7 @@ class DeviceMemory:
                 if device.type == "cuda":
                     made._reserve(FIRST_BYTES)
                     _warm_up(device)
-        except SparkinferError:
+        except HotsplitError:
             made.close()
             raise
         made.slab = memory[-memory.data_ptr() % ALIGNMENT :][:num_bytes]
@@ -105,10 +105,10 @@ class DeviceMemory:
         num_bytes = prod(shape) * dtype.itemsize
         start = -(-self.used_bytes // ALIGNMENT) * ALIGNMENT
         if start + num_bytes > len(self.slab):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.device}: {item} needs {num_bytes:,} more bytes, but {self.used_bytes:,} of the"
                 f" {len(self.slab):,} set aside are used: the plan does not match the file; run"
-                " sparkinfer solve again"
+                " hotsplit solve again"
             )
         self.used_bytes = start + num_bytes
         self.taken[item] = self.taken.get(item, 0) + num_bytes
@@ -217,11 +217,11 @@ def _limit_all(device: torch.device) -> None:
 def limit(device: torch.device, budget_bytes: int) -> None:
     """Lets torch's allocator reserve at most `budget_bytes` on a CUDA device from now on.
 
-    Raises SparkinferError for an allocator that would not enforce it to the byte."""
+    Raises HotsplitError for an allocator that would not enforce it to the byte."""
     settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
     backend = torch.cuda.get_allocator_backend()
     if backend != "native" or "expandable_segments:True" in settings.replace(" ", ""):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{device}: torch's allocator is {backend} with {settings!r}, which does not keep a"
             f" budget to the byte; unset {' and '.join(_ALLOCATOR_VARIABLES)}"
         )
@@ -272,7 +272,7 @@ def out_of_memory_as_error(
     device: torch.device | None = None, num_bytes: int | None = None
 ) -> Iterator[None]:
     """Turns out-of-memory errors of torch, the driver (kernel code, graphs) and cuBLAS into a
-    one-line SparkinferError. Without `device`, it names the GPU with the least free memory among
+    one-line HotsplitError. Without `device`, it names the GPU with the least free memory among
     those of engines."""
     try:
         yield
@@ -282,7 +282,7 @@ def out_of_memory_as_error(
             raise
         wanted = "more memory" if num_bytes is None else format_bytes(num_bytes)
         device = device or _fullest()
-        raise SparkinferError(f"{device}: {wanted} wanted, {_state(device)}") from error
+        raise HotsplitError(f"{device}: {wanted} wanted, {_state(device)}") from error
 
 
 def _fullest() -> torch.device:
@@ -303,6 +303,6 @@ def _state(device: torch.device) -> str:
     return (
         f"{format_bytes(free)} of {format_bytes(total)} free; this process holds"
         f" {format_bytes(reserved)}{held}, and {format_bytes(max(0, total - free - reserved))} are"
-        " its context's or other programs' (nvidia-smi lists them); end those, or run sparkinfer"
+        " its context's or other programs' (nvidia-smi lists them); end those, or run hotsplit"
         " solve with a smaller --vram-budget or --context"
     )

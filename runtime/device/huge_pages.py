@@ -9,9 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.device.pinned import PinnableMemory
-from sparkinfer.sizes import format_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.device.pinned import PinnableMemory
+from hotsplit.sizes import format_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -38,7 +38,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     try:
         memory = untouched(num_bytes)[1][:num_bytes]
     except OSError as error:
-        raise SparkinferError(
+        raise HotsplitError(
             f"the cache of {format_bytes(num_bytes)} cannot be allocated ({error.strerror}); choose a"
             " smaller context, or a smaller type for keys and values"
         ) from error

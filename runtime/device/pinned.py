@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.sizes import format_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 # Reasons, if a check of this process's devices found that memory cannot be pinned.
@@ -32,14 +32,14 @@ class PinnableMemory(mmap.mmap):
     _runtime: Any = None
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pins a range. Raises SparkinferError if CUDA or the limit on locked memory refuses."""
+        """Pins a range. Raises HotsplitError if CUDA or the limit on locked memory refuses."""
         assert self._pinned_at is None
         if not num_bytes:
             return
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(address, num_bytes, _FOR_ALL_DEVICES))
         if status:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{format_bytes(num_bytes)} of main memory cannot be pinned for the GPU (CUDA error"
                 f" {status}); the limit on locked memory is {_limit_on_locked()}: raise it (ulimit"
                 " -l unlimited, or --ulimit memlock=-1 for a container)"

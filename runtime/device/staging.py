@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device import pinned
-from sparkinfer.runtime.device.streams import CudaStream, PlainStream, Stream
+from hotsplit.runtime.device import pinned
+from hotsplit.runtime.device.streams import CudaStream, PlainStream, Stream
 
 
 def copy_stream(device: torch.device) -> Stream:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device import cuda_runtime
+from hotsplit.runtime.device import cuda_runtime
 
 _HOST_FUNCTION = CFUNCTYPE(None, c_void_p)
 

@@ -1,6 +1,6 @@
 """Selects the samplers that a chain runs: those that the options do not turn off, in order."""
 
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
 
 # These always keep the token with the largest logit (the lowest id among equal logits).
 _KEEP_LARGEST = ("top_n_sigma", "top_k", "top_p", "min_p")

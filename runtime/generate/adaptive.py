@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparkinfer.runtime.generate.candidates import Candidates
+from hotsplit.runtime.generate.candidates import Candidates
 
 # llama.cpp's constants: quadratic near the target, linear far from it.
 _PEAK_LOGIT, _SHARPNESS, _WIDTH = 5.0, 10.0, 0.3

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 Mask = np.ndarray | Tensor  # bool [V], or int32 [ceil(V / 32)], bit i % 32 of word i // 32
 # Columns whose maxima bound the k-th largest number. The maxima of 151,936 float32 take 23 us in
@@ -117,7 +117,7 @@ def allowed_ids(mask: Mask, vocab_size: int) -> np.ndarray:
 def possible(ids_A: np.ndarray, logits_A: np.ndarray) -> Candidates:
     """Candidates from ascending ids, without logits of -inf; if any logit is +inf, only those.
 
-    Raises SparkinferError for NaN, and if no candidate is left."""
+    Raises HotsplitError for NaN, and if no candidate is left."""
     lowest, highest = (logits_A.min(), logits_A.max()) if len(ids_A) else (-np.inf, -np.inf)
     if np.isnan(lowest):
         raise nan_error()
@@ -132,12 +132,12 @@ def possible(ids_A: np.ndarray, logits_A: np.ndarray) -> Candidates:
     return Candidates(ids_A, logits_A, False)
 
 
-def nan_error() -> SparkinferError:
-    return SparkinferError("the model gave NaN logits; convert its checkpoint again")
+def nan_error() -> HotsplitError:
+    return HotsplitError("the model gave NaN logits; convert its checkpoint again")
 
 
-def nothing_error() -> SparkinferError:
-    return SparkinferError(
+def nothing_error() -> HotsplitError:
+    return HotsplitError(
         "no token can be drawn: every logit is -inf (by the model, the logit bias or a grammar);"
         " allow at least one token"
     )

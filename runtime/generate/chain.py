@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate import mirostat, samplers
-from sparkinfer.runtime.generate.active import active_samplers, is_greedy
-from sparkinfer.runtime.generate.adaptive import DrawnMean, adaptive_p
-from sparkinfer.runtime.generate.candidates import (
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate import mirostat, samplers
+from hotsplit.runtime.generate.active import active_samplers, is_greedy
+from hotsplit.runtime.generate.adaptive import DrawnMean, adaptive_p
+from hotsplit.runtime.generate.candidates import (
     Candidates,
     Mask,
     all_ids,
@@ -28,9 +28,9 @@ from sparkinfer.runtime.generate.candidates import (
     nothing_error,
     possible,
 )
-from sparkinfer.runtime.generate.dry import Breakers, dry
-from sparkinfer.runtime.generate.penalties import penalties
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.dry import Breakers, dry
+from hotsplit.runtime.generate.penalties import penalties
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
 
 
 class TokenLogprob(NamedTuple):
@@ -50,13 +50,13 @@ class SamplerChain:
     ) -> None:
         for token_id, _ in options.logit_bias:
             if token_id >= vocab_size:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"logit_bias has token {token_id}; the model's tokens are 0 to {vocab_size - 1}"
                 )
         self.options, self.vocab_size = options, vocab_size
         self.steps = active_samplers(options, vocab_size)
         if "dry" in self.steps and options.dry_sequence_breakers and dry_breakers is None:
-            raise SparkinferError(
+            raise HotsplitError(
                 "DRY is on and its sequence breakers have no tokens: pass dry_breakers (from"
                 " dry.dry_breakers), or leave dry_sequence_breakers empty"
             )
@@ -72,7 +72,7 @@ class SamplerChain:
         self._drawn = DrawnMean.start(options.adaptive_target, options.adaptive_decay)
 
     def sample(self, logits_V: Tensor, history: Sequence[int], mask: Mask | None = None) -> int:
-        """Draws and accepts a token; returns its id. Raises SparkinferError as `distribution`
+        """Draws and accepts a token; returns its id. Raises HotsplitError as `distribution`
         does."""
         if self._is_argmax:
             return self._argmax(logits_V, mask)
@@ -88,7 +88,7 @@ class SamplerChain:
     ) -> Candidates:
         """The candidates from which the next token is drawn, after all samplers.
 
-        Changes no state. Raises SparkinferError for NaN, and if no token can be drawn: all logits
+        Changes no state. Raises HotsplitError for NaN, and if no token can be drawn: all logits
         are -inf, or all of those that the mask (see candidates.Mask) allows."""
         if self._is_argmax:
             return Candidates(np.array([self._argmax(logits_V, mask)]), np.zeros(1), True)

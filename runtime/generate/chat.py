@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, cast
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
-from sparkinfer.json_file import read_object
-from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
-from sparkinfer.runtime.generate.generation import (
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file
+from hotsplit.json_file import read_object
+from hotsplit.runtime.device.device_memory import out_of_memory_as_error
+from hotsplit.runtime.generate.generation import (
     ENDLESS,
     Drafts,
     Draws,
@@ -29,14 +29,14 @@ from sparkinfer.runtime.generate.generation import (
     Run,
     Token,
 )
-from sparkinfer.runtime.generate.reasoning import close_reasoning, opens_reasoning
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.runtime.text.chat_template import ChatTemplate, Message
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.typed import shown
+from hotsplit.runtime.generate.reasoning import close_reasoning, opens_reasoning
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.text.chat_template import ChatTemplate, Message
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.typed import shown
 
-FORMAT, VERSION = "sparkinfer-chat", 1
+FORMAT, VERSION = "hotsplit-chat", 1
 # Tokens of a piece. A longer prompt is computed in pieces, so the caller can stop between them.
 PIECE = 512
 
@@ -101,7 +101,7 @@ class Conversation:
         """Yields the answer to a message. If the caller stops early, the partial answer is kept, or
         the message removed if the answer is empty.
 
-        Raises SparkinferError if the template rejects the messages or the context has no room for
+        Raises HotsplitError if the template rejects the messages or the context has no room for
         them; the conversation is then unchanged."""
         count = len(self.messages)
         self.messages.append({"role": "user", "content": text})
@@ -142,9 +142,9 @@ class Conversation:
         """Yields another answer in place of the last one, which is kept if the new one is stopped
         before its first text.
 
-        Raises SparkinferError if there is no answer yet."""
+        Raises HotsplitError if there is no answer yet."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise SparkinferError("there is no answer yet to regenerate")
+            raise HotsplitError("there is no answer yet to regenerate")
         old = self.messages.pop()
         count = len(self.messages)
         try:
@@ -156,10 +156,10 @@ class Conversation:
     def undo(self) -> str:
         """Removes the user's last message and everything after it; returns its text.
 
-        Raises SparkinferError if there is no such message."""
+        Raises HotsplitError if there is no such message."""
         asked = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
-            raise SparkinferError("there is no message to take back")
+            raise HotsplitError("there is no message to take back")
         text = str(self.messages[asked[-1]].get("content", ""))
         del self.messages[asked[-1] :]
         self.num_dropped = min(self.num_dropped, len(self.messages))
@@ -171,13 +171,13 @@ class Conversation:
         self.num_dropped = 0
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON, atomically. Raises SparkinferError if the file cannot be
+        """Writes the messages as JSON, atomically. Raises HotsplitError if the file cannot be
         written, or exists and is not a saved conversation."""
         if path.exists():
             try:
                 _read(path)
-            except SparkinferError:
-                raise SparkinferError(
+            except HotsplitError:
+                raise HotsplitError(
                     f"{path}: exists and is not a saved conversation; give another name"
                 ) from None
         content = {
@@ -191,10 +191,10 @@ class Conversation:
             with partial_file(path) as partial:
                 partial.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise SparkinferError(f"{path}: cannot be written: {error.strerror}") from error
+            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Replaces the conversation with one that `save` wrote. Raises SparkinferError for any other
+        """Replaces the conversation with one that `save` wrote. Raises HotsplitError for any other
         file; the conversation is then unchanged."""
         self.system, self.messages = _read(path)
         self.num_dropped = 0
@@ -211,7 +211,7 @@ class Conversation:
 
     def _prompt(self) -> list[int]:
         """Tokens of the messages, except dropped turns, and of the answer's header. Raises
-        SparkinferError if they leave no room for an answer."""
+        HotsplitError if they leave no room for an answer."""
         dropped, context = self.num_dropped, self.context_length
         rendered = self._render(dropped)
         ids = self._codec.encode_rendered(rendered)
@@ -223,9 +223,9 @@ class Conversation:
                 if len(ids) <= context - context // 4:
                     break
         if not ids:
-            raise SparkinferError("the chat template renders these messages to an empty text")
+            raise HotsplitError("the chat template renders these messages to an empty text")
         if len(ids) >= context:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"the conversation has {len(ids)} tokens for a context of {context}: begin another"
                 " (/reset), take messages back (/undo), or load with a longer context (-c) or with"
                 " --context-shift, which leaves out the oldest messages"
@@ -293,9 +293,7 @@ def _read(path: Path) -> tuple[str | None, list[dict[str, object]]]:
     content = read_object(path, "saved conversation")
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         found = f"{content.get('format')!r} {content.get('version')!r}"[:80]
-        raise SparkinferError(
-            f"{path}: is {found}, wanted {FORMAT!r} {VERSION}, as /save writes it"
-        )
+        raise HotsplitError(f"{path}: is {found}, wanted {FORMAT!r} {VERSION}, as /save writes it")
     unknown = sorted(content.keys() - {"format", "version", "system", "messages"})
     system, messages = content.get("system"), content.get("messages")
     is_known = isinstance(messages, list) and all(
@@ -306,6 +304,6 @@ def _read(path: Path) -> tuple[str | None, list[dict[str, object]]]:
     )
     if unknown or not is_known or not (system is None or isinstance(system, str)):
         what = f"has the unknown key {shown(unknown[0])}" if unknown else "has malformed messages"
-        raise SparkinferError(f"{path}: {what}; wanted a conversation as /save writes it")
+        raise HotsplitError(f"{path}: {what}; wanted a conversation as /save writes it")
     assert isinstance(messages, list)
     return system, messages

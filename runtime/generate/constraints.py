@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate import gbnf, gbnf_parser
-from sparkinfer.runtime.generate.json_schema import check_schema, parse_schema
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate import gbnf, gbnf_parser
+from hotsplit.runtime.generate.json_schema import check_schema, parse_schema
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.typed import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -55,12 +55,12 @@ class Constraint:
     def mask_V(self, vocab_size: int) -> Tensor:
         """bool [V], True where a token is allowed; False for logits without a token.
 
-        Raises SparkinferError if no token is allowed: the grammar cannot continue from here."""
+        Raises HotsplitError if no token is allowed: the grammar cannot continue from here."""
         mask = np.zeros(vocab_size, dtype=bool)
         allowed = self._allowed_now()[:vocab_size]
         mask[: len(allowed)] = allowed
         if not mask.any():
-            raise SparkinferError(f"the {self._what} allows no token from here on; change it")
+            raise HotsplitError(f"the {self._what} allows no token from here on; change it")
         return torch.from_numpy(mask)
 
     def apply(self, logits_V: Tensor) -> Tensor:
@@ -69,19 +69,17 @@ class Constraint:
         return logits_V.masked_fill(~allowed_V, -torch.inf)
 
     def accept(self, token_id: int) -> None:
-        """Advances by a token. Raises SparkinferError and keeps its state if it is not allowed."""
+        """Advances by a token. Raises HotsplitError and keeps its state if it is not allowed."""
         is_token = 0 <= token_id < self._num_tokens
         if not is_token or not self._allowed_now()[token_id]:
             text = self._codec.tokenizer.id_to_token(token_id) if is_token else None
-            raise SparkinferError(
-                f"the {self._what} does not allow token {token_id} ({shown(text)})"
-            )
+            raise HotsplitError(f"the {self._what} does not allow token {token_id} ({shown(text)})")
         if token_id in self._codec.end_ids:
             self._has_ended, self._allowed = True, None
             return
         is_taken = self._matcher.consume_token(token_id)
         if not is_taken:
-            raise SparkinferError(f"{self._what}: {_one_line(self._matcher.get_error())}")
+            raise HotsplitError(f"{self._what}: {_one_line(self._matcher.get_error())}")
         self._allowed = None
 
     @property
@@ -119,7 +117,7 @@ class Constraint:
         if self._matcher.is_error():
             if self._matcher.get_error().startswith("NoExtension"):
                 return np.zeros(self._num_tokens, dtype=bool)
-            raise SparkinferError(f"{self._what}: {_one_line(self._matcher.get_error())}")
+            raise HotsplitError(f"{self._what}: {_one_line(self._matcher.get_error())}")
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._num_tokens)
         return bits.view(bool)
 
@@ -128,7 +126,7 @@ def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) ->
     """Constrains texts to JSON that is valid under a schema (Draft 2020-12); a str is parsed as
     JSON.
 
-    Named properties come in the schema's order. Raises SparkinferError for a schema that is
+    Named properties come in the schema's order. Raises HotsplitError for a schema that is
     malformed, unsatisfiable, or has a keyword that would not be enforced."""
     found = check_schema(parse_schema(schema) if isinstance(schema, str) else schema)
     options = {
@@ -140,7 +138,7 @@ def json_schema_constraint(schema: dict[str, object] | str, codec: TextCodec) ->
     try:
         text = json.dumps(found | {"x-guidance": options}, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
-        raise SparkinferError(f"JSON schema: {_one_line(str(error))}") from error
+        raise HotsplitError(f"JSON schema: {_one_line(str(error))}") from error
     return _constraint("JSON schema", f"start: %json {text}\n", codec)
 
 
@@ -148,7 +146,7 @@ def regex_constraint(regex: str, codec: TextCodec) -> Constraint:
     """Constrains texts to those that a regex matches in full. The syntax is that of Rust's regex,
     without look-around.
 
-    Raises SparkinferError for a regex that does not parse or is too large."""
+    Raises HotsplitError for a regex that does not parse or is too large."""
     _check_text(regex, "regex")
     return _constraint("regex", _lark_of_regex(regex), codec)
 
@@ -156,25 +154,25 @@ def regex_constraint(regex: str, codec: TextCodec) -> Constraint:
 def lark_constraint(grammar: str, codec: TextCodec) -> Constraint:
     """Constrains texts to a grammar in llguidance's dialect of Lark, from its rule `start`.
 
-    Terminals are lexed, longest match first. Raises SparkinferError with the position of a syntax
+    Terminals are lexed, longest match first. Raises HotsplitError with the position of a syntax
     error."""
     _check_text(grammar, "Lark grammar")
     if "%json" in grammar:  # its schema would not be checked for ignored keywords
-        raise SparkinferError("Lark grammar: %json is not supported; give --json-schema instead")
+        raise HotsplitError("Lark grammar: %json is not supported; give --json-schema instead")
     return _constraint("Lark grammar", grammar, codec)
 
 
 def gbnf_constraint(grammar: str, codec: TextCodec) -> Constraint:
     """Constrains texts to a grammar in llama.cpp's syntax, from its rule `root`.
 
-    Raises SparkinferError with the line of a syntax error."""
+    Raises HotsplitError with the line of a syntax error."""
     _check_text(grammar, "GBNF grammar")
     try:
         rules = gbnf_parser.parse(grammar)
         regex = gbnf.as_regex(rules)
         lark = gbnf.as_lark(rules) if regex is None else _lark_of_regex(regex)
     except RecursionError as error:
-        raise SparkinferError("GBNF grammar: its rules are nested about a thousand deep") from error
+        raise HotsplitError("GBNF grammar: its rules are nested about a thousand deep") from error
     return _constraint("GBNF grammar", lark, codec)
 
 
@@ -199,7 +197,7 @@ def _constraint(what: Kind, lark: str, codec: TextCodec) -> Constraint:
         # The line numbers in messages on a Lark grammar are those of the user's text.
         is_grammar = what in ("Lark grammar", "GBNF grammar")
         words = _one_line if is_grammar else _regex_error
-        raise SparkinferError(f"{what}: {words(messages[0])}")
+        raise HotsplitError(f"{what}: {words(messages[0])}")
     constraint = Constraint(matcher, codec, tokenizer.vocab_size, what)
     constraint.mask_V(tokenizer.vocab_size)  # raises if no text at all is allowed
     return constraint
@@ -212,19 +210,19 @@ def _tokenizer(codec: TextCodec) -> "LLTokenizer":
     if codec not in _tokenizers:
         num_tokens = codec.tokenizer.get_vocab_size()
         if max(codec.tokenizer.get_vocab().values(), default=-1) + 1 != num_tokens:
-            raise SparkinferError(
+            raise HotsplitError(
                 "the model's tokenizer cannot be constrained: there are gaps between its token ids"
             )
         end_ids = sorted(end for end in codec.end_ids if end < num_tokens)
         if not end_ids:
-            raise SparkinferError(
+            raise HotsplitError(
                 "the model names no end token, without which no grammar can end; convert its"
                 " checkpoint again with its generation_config.json"
             )
         try:
             _tokenizers[codec] = LLTokenizer(codec.tokenizer.to_str(), eos_token=end_ids)
         except ValueError as error:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"the model's tokenizer cannot be constrained: {_one_line(str(error))}"
             ) from error
     return _tokenizers[codec]
@@ -234,7 +232,7 @@ def _matcher_class() -> "type[LLMatcher]":
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise SparkinferError(
+        raise HotsplitError(
             "grammars and JSON schemas need the package llguidance: pip install llguidance"
         ) from error
     return LLMatcher
@@ -242,13 +240,13 @@ def _matcher_class() -> "type[LLMatcher]":
 
 def _check_text(text: str, what: Kind) -> None:
     if not text.strip(" \t\r\n") and (what != "regex" or not text):
-        raise SparkinferError(f"the {what} is empty")
+        raise HotsplitError(f"the {what} is empty")
     if "\0" in text:
-        raise SparkinferError(f"the {what} holds a zero byte at character {text.index(chr(0))}")
+        raise HotsplitError(f"the {what} holds a zero byte at character {text.index(chr(0))}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise SparkinferError(f"the {what} is not UTF-8 at character {error.start}") from error
+        raise HotsplitError(f"the {what} is not UTF-8 at character {error.start}") from error
 
 
 def _one_line(message: str) -> str:

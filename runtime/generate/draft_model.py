@@ -14,10 +14,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.speculation import Guess
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.speculation import Guess
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.typed import shown
 
 
 class DraftModel:
@@ -94,21 +94,21 @@ def num_common(first: Sequence[int], second: Sequence[int]) -> int:
 def check_vocabulary(
     target: Tokenizer, target_size: int, draft: Tokenizer, draft_size: int
 ) -> None:
-    """Raises SparkinferError unless the draft model has the same tokens under the same ids, and
+    """Raises HotsplitError unless the draft model has the same tokens under the same ids, and
     both models have logits for all of them.
 
     The sizes are those of the models' logits, which may differ by padding."""
     of_target, of_draft = target.get_vocab(), draft.get_vocab()
     if of_target != of_draft:
         token, number = min(of_target.items() ^ of_draft.items(), key=lambda item: item[1])
-        raise SparkinferError(
+        raise HotsplitError(
             f"the draft model's tokens differ from the model's, first at token id {number}"
             f" ({shown(token)}); take one with the same vocabulary, usually a smaller one of the same"
             " family"
         )
     last = max(of_target.values(), default=0)
     if target_size != draft_size and last >= min(target_size, draft_size):
-        raise SparkinferError(
+        raise HotsplitError(
             f"the draft model has {draft_size} logits, the model {target_size}, wanted one for each"
             f" token id up to {last} in both; take another draft model of the same family"
         )

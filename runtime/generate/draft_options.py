@@ -4,7 +4,7 @@ its defaults here."""
 from dataclasses import dataclass
 from typing import Literal
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 SpecType = Literal["none", "ngram", "ngram-mod", "draft"]
 LONGEST = 127  # with the token before it, the most rows of a step
@@ -25,12 +25,12 @@ class SpeculationOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.most <= LONGEST:
-            raise SparkinferError(f"drafts of at most {self.most} tokens, wanted 1 to {LONGEST}")
+            raise HotsplitError(f"drafts of at most {self.most} tokens, wanted 1 to {LONGEST}")
         if not 0 <= self.least <= self.most:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"drafts of at least {self.least} tokens, wanted 0 to {self.most} (--draft-max)"
             )
         if not 0 <= self.min_probability <= 1:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a draft's least probability is {self.min_probability}, wanted 0 to 1"
             )

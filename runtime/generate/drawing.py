@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.dry import BreakerSets
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
 
 
 def sampling_of(
@@ -20,7 +20,7 @@ def sampling_of(
 
 
 def chain_of(sampling: SamplingOptions, sets: BreakerSets, vocab_size: int) -> SamplerChain:
-    """Builds the chain. Raises SparkinferError for a bias on a token that the model lacks."""
+    """Builds the chain. Raises HotsplitError for a bias on a token that the model lacks."""
     breakers = None
     if sampling.dry_multiplier and sampling.dry_sequence_breakers:
         breakers = sets.of(sampling.dry_sequence_breakers)

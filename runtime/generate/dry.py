@@ -9,9 +9,9 @@ from threading import Lock
 
 import numpy as np
 
-from sparkinfer.runtime.generate.candidates import Candidates
-from sparkinfer.runtime.generate.penalties import last_tokens
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.runtime.generate.candidates import Candidates
+from hotsplit.runtime.generate.penalties import last_tokens
+from hotsplit.runtime.text.codec import TextCodec
 
 # First token -> its tails, the token sequences that may follow it; () if the token is a breaker
 # alone.

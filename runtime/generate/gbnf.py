@@ -11,7 +11,7 @@ one core)."""
 
 from collections.abc import Iterator
 
-from sparkinfer.runtime.generate.gbnf_parser import (
+from hotsplit.runtime.generate.gbnf_parser import (
     Character,
     Choice,
     Lexeme,
@@ -21,7 +21,7 @@ from sparkinfer.runtime.generate.gbnf_parser import (
     Sequence,
     references,
 )
-from sparkinfer.runtime.generate.gbnf_regular import (
+from hotsplit.runtime.generate.gbnf_regular import (
     WrittenOut,
     overlap,
     regex_of,

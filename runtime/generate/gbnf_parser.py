@@ -5,8 +5,8 @@ The syntax is that of llama.cpp's grammars/README.md, without tokens (`<think>`)
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.typed import shown
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, inclusive, ordered and disjoint
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
@@ -64,18 +64,18 @@ Node = Character | Reference | Sequence | Choice | Repeat | Lexeme
 
 
 def parse(text: str) -> dict[str, Node]:
-    """The rules by name. Raises SparkinferError with the line of a syntax error."""
+    """The rules by name. Raises HotsplitError with the line of a syntax error."""
     rules = _Parser(text).rules()
     if "root" not in rules:
-        raise SparkinferError("the grammar has no rule 'root', from which every text is derived")
+        raise HotsplitError("the grammar has no rule 'root', from which every text is derived")
     for node in rules.values():
         for reference in references(node):
             if reference.name not in rules:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"line {reference.line} of the grammar: no rule is called {shown(reference.name)}"
                 )
     if "root" not in _ending(rules):
-        raise SparkinferError(
+        raise HotsplitError(
             "the grammar can never end: every alternative of rule 'root' recurses without end"
         )
     return rules
@@ -290,8 +290,8 @@ class _Parser:
     def _line(self) -> int:
         return self._text.count("\n", 0, self._at) + 1
 
-    def _error(self, message: str) -> SparkinferError:
-        return SparkinferError(f"line {self._line()} of the grammar: {message}")
+    def _error(self, message: str) -> HotsplitError:
+        return HotsplitError(f"line {self._line()} of the grammar: {message}")
 
 
 def _is_count(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from sparkinfer.runtime.generate.gbnf_parser import (
+from hotsplit.runtime.generate.gbnf_parser import (
     Character,
     Choice,
     Lexeme,

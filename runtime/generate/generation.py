@@ -7,13 +7,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.generation_options import ENDLESS, GenerationOptions
-from sparkinfer.runtime.generate.stops import StopFilter
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.step.sequences import Part
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.generation_options import ENDLESS, GenerationOptions
+from hotsplit.runtime.generate.stops import StopFilter
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.sequences import Part
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.text.codec import TextCodec
 
 NOT_STOPPED = "not started"
 LEAST_SHIFTED = 4  # tokens; a shorter context cannot be shifted
@@ -134,7 +134,7 @@ class Generation:
         return self.run.stopped_by != NOT_STOPPED
 
     def tokens(self) -> Iterator[Token]:
-        """Yields tokens as they are generated. Raises SparkinferError if no token can be drawn, the
+        """Yields tokens as they are generated. Raises HotsplitError if no token can be drawn, the
         context cannot hold the prompt or is too short to be shifted, or the sequence is used for
         something else meanwhile."""
         try:
@@ -160,7 +160,7 @@ class Generation:
             return None
         self.close()
         if self.sequence.length != self._length:
-            raise SparkinferError("the sequence was used for something else during generation")
+            raise HotsplitError("the sequence was used for something else during generation")
         if not self.sequence.room:
             self._shift()
         room = self.sequence.room - 1
@@ -226,7 +226,7 @@ class Generation:
         """Keeps the beginning of the text, and recomputes the last half of the rest right after
         it."""
         if self.sequence.length < LEAST_SHIFTED:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a context of {self.sequence.length} is too short to drop half of it; load with a"
                 " longer one"
             )

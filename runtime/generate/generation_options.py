@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 ENDLESS = -1  # max_tokens: until the text or the context ends
 
@@ -23,12 +23,12 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1 and self.max_tokens != ENDLESS:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"max_tokens (-n) is {self.max_tokens}, wanted 1 or more, or {ENDLESS} for no limit"
             )
         if any(not stop for stop in self.stops):
-            raise SparkinferError("an empty stop string would end every text; leave it out")
+            raise HotsplitError("an empty stop string would end every text; leave it out")
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= 1000:
-            raise SparkinferError(f"logprobs of {self.num_logprobs} tokens, wanted 0 to 1000")
+            raise HotsplitError(f"logprobs of {self.num_logprobs} tokens, wanted 0 to 1000")
         if self.shift_keep is not None and self.shift_keep < 0:
-            raise SparkinferError(f"{self.shift_keep} tokens to keep, wanted 0 or more")
+            raise HotsplitError(f"{self.shift_keep} tokens to keep, wanted 0 or more")

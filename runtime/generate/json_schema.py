@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator
 from urllib.parse import unquote
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import json_kind, one_line, shown
+from hotsplit.errors import HotsplitError
+from hotsplit.typed import json_kind, one_line, shown
 
 _ANNOTATIONS = {
     "$schema", "$comment", "title", "description", "default", "examples", "deprecated",
@@ -30,22 +30,22 @@ _MAX_WHOLE = 1 << 53  # llguidance stores numbers as float64
 
 
 def parse_schema(text: str) -> object:
-    """Parses a schema. Raises SparkinferError for invalid JSON."""
+    """Parses a schema. Raises HotsplitError for invalid JSON."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_not_a_number)
     except (ValueError, RecursionError) as error:
-        raise SparkinferError(f"the JSON schema is not JSON: {str(error)[:200]}") from error
+        raise HotsplitError(f"the JSON schema is not JSON: {str(error)[:200]}") from error
 
 
 def check_schema(schema: object) -> dict[str, object]:
-    """Returns the schema if all its keywords are enforced or annotations. Raises SparkinferError
+    """Returns the schema if all its keywords are enforced or annotations. Raises HotsplitError
     with the first one that is neither, and its place as a JSON pointer, and for a schema without
     finite documents."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         kind = "false, which allows no document" if schema is False else json_kind(schema)
-        raise SparkinferError(f"the JSON schema is {kind}; wanted an object")
+        raise HotsplitError(f"the JSON schema is {kind}; wanted an object")
     schemas = dict(_schemas(schema))
     anchors = {f"#{found['$anchor']}" for found in schemas.values() if "$anchor" in found}
     for place, part in schemas.items():
@@ -55,7 +55,7 @@ def check_schema(schema: object) -> dict[str, object]:
         if not isinstance(target, str) or unquote(target) not in {*schemas, *anchors}:
             raise _refused(place, "$ref", f"{shown(target)} is not a schema inside this one")
     if "#" not in _ending(schemas):
-        raise SparkinferError(
+        raise HotsplitError(
             "the JSON schema has no finite document: its required parts refer to themselves"
         )
     return schema
@@ -69,7 +69,7 @@ def _schemas(root: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]
         if isinstance(schema, bool):
             continue
         if not isinstance(schema, dict):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"JSON schema, {place}: is a {type(schema).__name__}; wanted an object or a boolean"
             )
         yield place, schema
@@ -168,8 +168,8 @@ def _needs(place: str, schema: dict[str, object]) -> Iterator[str | list[str]]:
             yield f"{place}/items"
 
 
-def _refused(place: str, keyword: str, why: str) -> SparkinferError:
-    return SparkinferError(f"JSON schema, {one_line(place)}: {shown(keyword)}: {why}")
+def _refused(place: str, keyword: str, why: str) -> HotsplitError:
+    return HotsplitError(f"JSON schema, {one_line(place)}: {shown(keyword)}: {why}")
 
 
 def _token(name: str) -> str:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from sparkinfer.runtime.generate.candidates import Candidates
+from hotsplit.runtime.generate.candidates import Candidates
 
 _NUM_ESTIMATED = 100  # llama.cpp's m: tokens from which the exponent is estimated
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparkinfer.runtime.generate.candidates import Candidates
+from hotsplit.runtime.generate.candidates import Candidates
 
 
 def last_tokens(history: Sequence[int], last_n: int) -> np.ndarray:

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.step.sequences import Sequence
-from sparkinfer.safetensors_file import load_arrays, save_arrays
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.step.sequences import Sequence
+from hotsplit.safetensors_file import load_arrays, save_arrays
 
-FORMAT, VERSION = "sparkinfer.prompt", 4
+FORMAT, VERSION = "hotsplit.prompt", 4
 MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name
 SHOWN_DIGITS, MAX_SHOWN = 12, 120  # characters of digests and of other values in errors
 
@@ -67,7 +67,7 @@ def predictor_words(model: ModelFile) -> str:
 def save_prompt(sequence: Sequence, path: Path, key: PromptKey) -> None:
     """Writes the state of a sequence atomically."""
     if not sequence.length:
-        raise SparkinferError(f"{path}: not written: the text has no tokens yet")
+        raise HotsplitError(f"{path}: not written: the text has no tokens yet")
     arrays = {"ids": np.asarray(sequence.ids, dtype=np.int64)}
     for number, (key_TKW, value_TKW) in enumerate(sequence.read_state()):
         arrays[f"key.{number}"] = key_TKW.cpu().numpy()
@@ -89,32 +89,30 @@ def is_prompt(path: Path) -> bool:
 def restore_prompt(sequence: Sequence, path: Path, key: PromptKey) -> int:
     """Loads a state into an empty sequence; returns its number of tokens.
 
-    Raises SparkinferError for a damaged file, for one made with another key, and for a state that
+    Raises HotsplitError for a damaged file, for one made with another key, and for a state that
     does not fit into the context."""
     names = {*asdict(key), "sha256"}
     metadata, arrays = load_arrays(path, FORMAT, VERSION, names)
     _check_key(path, metadata, key)
     if metadata["sha256"] != _digest(arrays):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: damaged, its content does not match its checksum; make it again"
         )
     count = (len(arrays) - 1) // 2
     names = {"ids", *(f"{kind}.{n}" for kind in ("key", "value") for n in range(count))}
     if arrays.keys() != names or arrays["ids"].dtype != np.int64 or arrays["ids"].ndim != 1:
-        raise SparkinferError(
-            f"{path}: its tensors are not those of a prompt's state; make it again"
-        )
+        raise HotsplitError(f"{path}: its tensors are not those of a prompt's state; make it again")
     ids = arrays["ids"].tolist()
     if not all(0 <= token < key.vocab_size for token in ids):
-        raise SparkinferError(f"{path}: has tokens that the model does not have; make it again")
+        raise HotsplitError(f"{path}: has tokens that the model does not have; make it again")
     state = [
         (torch.from_numpy(arrays[f"key.{n}"]), torch.from_numpy(arrays[f"value.{n}"]))
         for n in range(count)
     ]
     try:
         sequence.write_state(ids, state)
-    except SparkinferError as error:
-        raise SparkinferError(f"{path}: {error}") from error
+    except HotsplitError as error:
+        raise HotsplitError(f"{path}: {error}") from error
     return len(ids)
 
 
@@ -141,7 +139,7 @@ def _check_key(path: Path, found: Mapping[str, object], key: PromptKey) -> None:
         if value != wanted:
             most = SHOWN_DIGITS if name in ("model_id", "weights") else MAX_SHOWN
             shown = f"{str(value)[:most]!r}, this is {str(wanted)[:most]!r}"
-            raise SparkinferError(f"{path}: made with {_OTHER[name]}: {shown}; make it again")
+            raise HotsplitError(f"{path}: made with {_OTHER[name]}: {shown}; make it again")
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:

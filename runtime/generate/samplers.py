@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparkinfer.runtime.generate.candidates import Candidates, largest_until, possible
+from hotsplit.runtime.generate.candidates import Candidates, largest_until, possible
 
 # No float32 divided by this or more overflows a float64. Below it, different float32 logits,
 # which are at least 1e-45 apart, differ by so many temperatures that only the largest can be drawn.

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.typed import shown
 
 # Names in llama.cpp's order, and its letters for them.
 LETTERS = {
@@ -70,23 +70,23 @@ class SamplingOptions:
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
         if self.repeat_penalty == 0:
-            raise SparkinferError("repeat_penalty is 0, wanted more than 0; 1 turns it off")
+            raise HotsplitError("repeat_penalty is 0, wanted more than 0; 1 turns it off")
         for name, lowest in _LOWEST.items():
             value = getattr(self, name)
             if not _is_whole(value) or value < lowest:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{name} is {shown(value)}, wanted a whole number from {lowest}"
                 )
         if self.mirostat not in (0, 1, 2):
-            raise SparkinferError(f"mirostat is {shown(self.mirostat)}, wanted 0 (off), 1 or 2")
+            raise HotsplitError(f"mirostat is {shown(self.mirostat)}, wanted 0 (off), 1 or 2")
         if self.seed is not None and (
             not _is_whole(self.seed) or not _SEEDS.start <= self.seed < _SEEDS.stop
         ):
-            raise SparkinferError(f"seed is {shown(self.seed)}, wanted a 64-bit integer, say 0")
+            raise HotsplitError(f"seed is {shown(self.seed)}, wanted a 64-bit integer, say 0")
         _check_samplers(self.samplers)
         for breaker in self.dry_sequence_breakers:
             if not isinstance(breaker, str) or not breaker:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"dry_sequence_breakers has {shown(breaker)}, wanted text; () for no breakers"
                 )
         for token_id, bias in self.logit_bias:
@@ -127,7 +127,7 @@ def samplers_of_names(text: str) -> tuple[str, ...]:
     """Parses an order such as "top_k;temperature". Accepts top-k, topk, temp, typ and nucleus too,
     and any case.
 
-    Raises SparkinferError for an unknown name."""
+    Raises HotsplitError for an unknown name."""
     plain = {name.replace("_", ""): name for name in LETTERS} | _ALIASES
     names = [name.strip() for name in text.split(";")] if text.strip() else []
     for name in names:
@@ -137,24 +137,24 @@ def samplers_of_names(text: str) -> tuple[str, ...]:
 
 
 def samplers_of_letters(text: str) -> tuple[str, ...]:
-    """Parses an order in llama.cpp's letters, such as "kt". Raises SparkinferError for an unknown
+    """Parses an order in llama.cpp's letters, such as "kt". Raises HotsplitError for an unknown
     letter."""
     for letter in text:
         if letter not in _NAMES:
             known = ", ".join(f"{letter} {name}" for letter, name in _NAMES.items())
-            raise SparkinferError(f"no sampler has the letter {shown(letter)}; known: {known}")
+            raise HotsplitError(f"no sampler has the letter {shown(letter)}; known: {known}")
     return tuple(_NAMES[letter] for letter in text)
 
 
 def bias_of(text: str) -> tuple[int, float]:
     """Parses llama.cpp's TOKEN(+/-)BIAS, such as 15043+1 or 15043-inf, into (token id, bias).
 
-    Raises SparkinferError for any other text."""
+    Raises HotsplitError for any other text."""
     cut = next((i for i, c in enumerate(text) if c in "+-" and i), 0)
     try:
         token_id, bias = int(text[:cut]), float(text[cut:])
     except ValueError:
-        raise SparkinferError(
+        raise HotsplitError(
             f"logit bias {shown(text)}; wanted TOKEN+BIAS or TOKEN-BIAS, say 15043+1 or 15043-inf"
         ) from None
     _check_bias(token_id, bias)
@@ -168,7 +168,7 @@ def _check_number(name: str, value: float, low: float, high: float) -> None:
         return
     bounds = "" if low == -_INFINITY else f" from {low:g}"
     bounds += "" if high == _INFINITY else f" up to {high:g}" if not bounds else f" to {high:g}"
-    raise SparkinferError(f"{name} is {shown(value)}, wanted a number{bounds}")
+    raise HotsplitError(f"{name} is {shown(value)}, wanted a number{bounds}")
 
 
 def _is_whole(value: object) -> bool:
@@ -180,16 +180,16 @@ def _check_samplers(names: Sequence[str]) -> None:
         if name not in LETTERS:
             raise _unknown(name)
         if names.count(name) > 1:
-            raise SparkinferError(f"samplers has {shown(name)} twice; name it once")
+            raise HotsplitError(f"samplers has {shown(name)} twice; name it once")
 
 
-def _unknown(name: str) -> SparkinferError:
-    return SparkinferError(f"no sampler is called {shown(name)}; known: {', '.join(LETTERS)}")
+def _unknown(name: str) -> HotsplitError:
+    return HotsplitError(f"no sampler is called {shown(name)}; known: {', '.join(LETTERS)}")
 
 
 def _check_bias(token_id: int, bias: float) -> None:
     if not _is_whole(token_id) or token_id < 0:
-        raise SparkinferError(f"logit_bias has token {shown(token_id)}, wanted a token id from 0")
+        raise HotsplitError(f"logit_bias has token {shown(token_id)}, wanted a token id from 0")
     is_held = isinstance(bias, float) or (isinstance(bias, int) and abs(bias) <= sys.float_info.max)
     if not is_held or math.isnan(bias):
-        raise SparkinferError(f"logit_bias of token {token_id} is {shown(bias)}, wanted a number")
+        raise HotsplitError(f"logit_bias of token {token_id} is {shown(bias)}, wanted a number")

@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.generate.draft_costs import Acceptance, Account, StepCosts
-from sparkinfer.runtime.generate.draft_options import SpeculationOptions
-from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.step.hybrid_step import HybridStep
-from sparkinfer.runtime.step.native_step import NativeStep
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.draft_costs import Acceptance, Account, StepCosts
+from hotsplit.runtime.generate.draft_options import SpeculationOptions
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.hybrid_step import HybridStep
+from hotsplit.runtime.step.native_step import NativeStep
 
 _FORGET_RATE = 0.95  # decay of the weight of past steps in the rate
 _TRIAL_EVERY, _TRIAL = 64, 3  # tokens between trials, and the length of a trial's draft
@@ -52,7 +52,7 @@ def has_equal_steps(decoder: Decoder) -> bool:
 
 
 def check_rows(decoder: Decoder) -> None:
-    """Raises SparkinferError unless every row of a decode step is bit-identical to a single
+    """Raises HotsplitError unless every row of a decode step is bit-identical to a single
     step."""
     if has_equal_steps(decoder):
         return
@@ -60,7 +60,7 @@ def check_rows(decoder: Decoder) -> None:
     reason = native if isinstance(native, str) else "a part of the model is on a GPU"
     if isinstance(native, HybridStep):
         reason = "K-quants on a GPU are rounded differently in steps of several rows"
-    raise SparkinferError(
+    raise HotsplitError(
         f"speculation could change the text here, because a row of a step may differ from a single"
         f" token's step ({reason}); leave --speculate out"
     )

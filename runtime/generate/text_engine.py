@@ -7,14 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.chat import ChatOptions, Conversation
-from sparkinfer.runtime.generate.drawing import chain_of, sampling_of
-from sparkinfer.runtime.generate.dry import BreakerSets
-from sparkinfer.runtime.generate.generation import (
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.device.device_memory import out_of_memory_as_error
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.chat import ChatOptions, Conversation
+from hotsplit.runtime.generate.drawing import chain_of, sampling_of
+from hotsplit.runtime.generate.dry import BreakerSets
+from hotsplit.runtime.generate.generation import (
     Drafts,
     Generation,
     GenerationOptions,
@@ -23,19 +23,19 @@ from sparkinfer.runtime.generate.generation import (
     Token,
     together,
 )
-from sparkinfer.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.generate.speculation import check_rows, has_equal_rows
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Mode, Traffic
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.batch import Wanted
-from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.step.hybrid_step import HybridStep
-from sparkinfer.runtime.step.sequences import Part, Sequences, not_tokens
-from sparkinfer.runtime.step.sequences import Sequence as TextSequence
-from sparkinfer.runtime.text.chat_template import chat_template_of
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.runtime.generate.prompt_cache import PromptKey, predictor_words, weights_digest
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.generate.speculation import check_rows, has_equal_rows
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Mode, Traffic
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.batch import Wanted
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.step.hybrid_step import HybridStep
+from hotsplit.runtime.step.sequences import Part, Sequences, not_tokens
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.text.chat_template import chat_template_of
+from hotsplit.runtime.text.codec import TextCodec
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -90,7 +90,7 @@ class TextEngine:
     def sequence(self) -> TextSequence:
         """Opens a sequence for one text, kept until it is closed: see runtime.step.sequences.
 
-        Raises SparkinferError if all `num_sequences` are in use."""
+        Raises HotsplitError if all `num_sequences` are in use."""
         return self._sequences.open()
 
     @out_of_memory_as_error()
@@ -119,7 +119,7 @@ class TextEngine:
         repeatable) override those of `sampling`. `options` replaces max_tokens. `constraint` restricts the
         text, see runtime.generate.constraints. `drafts` guesses tokens, which changes only the
         speed. `sequence` keeps the text; its common prefix with the prompt is not computed again.
-        Without one, the text is not kept. Raises SparkinferError for a prompt that is too
+        Without one, the text is not kept. Raises HotsplitError for a prompt that is too
         long, and for one without tokens: an empty text, if the model has no token to begin with."""
         generation_of = self._generation_of(
             prompt, sampling_of(sampling, temperature, seed),
@@ -139,7 +139,7 @@ class TextEngine:
         if drafts is not None:
             check_rows(self._live)
         if options.shift_keep is not None and 2 * options.shift_keep > self.context_length:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{options.shift_keep} tokens to keep (--keep) of a context of {self.context_length},"
                 " wanted at most half of it"
             )
@@ -173,7 +173,7 @@ class TextEngine:
         text is the one that `generate` would yield if the engine `has_equal_rows`; otherwise
         rounding in shared steps may change it. `last_runs` has one entry per prompt.
 
-        Raises SparkinferError for more prompts than free sequences."""
+        Raises HotsplitError for more prompts than free sequences."""
         makers = [
             self._generation_of(
                 prompt, sampling or SamplingOptions(), options or GenerationOptions(),
@@ -200,7 +200,7 @@ class TextEngine:
         """Starts a conversation in a sequence of its own: see runtime.generate.chat.
 
         `template`: the name of a template or a file; None takes the model's own. `new_constraint`
-        creates the constraint of each answer. Raises SparkinferError if there is no template, or no
+        creates the constraint of each answer. Raises HotsplitError if there is no template, or no
         sequence is free."""
         found = chat_template_of(self.model, self.codec, template)
         if drafts is not None:
@@ -257,9 +257,9 @@ class TextEngine:
         if given.ndim != 1:
             raise not_tokens(token_ids)
         if not len(given):
-            raise SparkinferError("the prompt has no tokens; give it some text")
+            raise HotsplitError("the prompt has no tokens; give it some text")
         if given.dtype not in _INTEGERS:
-            raise SparkinferError(f"token ids are of type {given.dtype}, wanted integers")
+            raise HotsplitError(f"token ids are of type {given.dtype}, wanted integers")
         ids_T = given.to(torch.int64).cpu()
         vocab_size = self.model.shape.vocab_size
         if len(ids_T) > self.context_length:
@@ -272,9 +272,9 @@ class TextEngine:
                 if is_too_long
                 else f"load with a longer context (-c), up to {longest}, or shorten the text"
             )
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{len(ids_T)} tokens for a context of {self.context_length}; {step}"
             )
         if ids_T.min() < 0 or ids_T.max() >= vocab_size:
-            raise SparkinferError(f"token ids must be in 0..{vocab_size - 1}")
+            raise HotsplitError(f"token ids must be in 0..{vocab_size - 1}")
         return ids_T

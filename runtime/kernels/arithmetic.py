@@ -3,7 +3,7 @@ and to check that a resumed run matches the earlier one."""
 
 import torch
 
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.cpu import library
 
 
 def arithmetic(device: torch.device) -> str:

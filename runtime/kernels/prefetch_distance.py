@@ -16,12 +16,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from sparkinfer import __version__
-from sparkinfer.cache_place import PREFETCH_FILE, cache_folder
-from sparkinfer.errors import SparkinferError
-from sparkinfer.files import partial_file
-from sparkinfer.runtime.device import huge_pages
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit import __version__
+from hotsplit.cache_place import PREFETCH_FILE, cache_folder
+from hotsplit.errors import HotsplitError
+from hotsplit.files import partial_file
+from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.kernels.cpu import library
 
 log = logging.getLogger(__name__)
 DISTANCES = (0, 1024, 2304, 4608, 9216)
@@ -53,7 +53,7 @@ def _set_once() -> None:
     if found is None:
         try:
             found = measured()
-        except (SparkinferError, OSError, MemoryError, RuntimeError) as error:  # memory is short
+        except (HotsplitError, OSError, MemoryError, RuntimeError) as error:  # memory is short
             log.debug(f"the distance of prefetches is not measured: {error}")
             return
         log.debug(f"weights are prefetched {found:,} bytes ahead, as measured on this processor")
@@ -136,7 +136,7 @@ def _content() -> dict[str, int]:
         if not path.is_file() or path.stat().st_size > MOST_FILE_BYTES:
             return {}
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, SparkinferError):
+    except (OSError, ValueError, RecursionError, HotsplitError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -147,5 +147,5 @@ def _keep(processor: str, distance: int) -> None:
     try:
         with partial_file(cache_folder() / PREFETCH_FILE) as partial:
             partial.write_text(json.dumps(_content() | {processor: distance}, indent=1) + "\n")
-    except (OSError, SparkinferError) as error:
+    except (OSError, HotsplitError) as error:
         log.debug(f"{error}: each process measures the distance of prefetches again")

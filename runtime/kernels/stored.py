@@ -9,11 +9,11 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
-from sparkinfer.gguf_file import type_of
-from sparkinfer.runtime.kernels import k_quants
-from sparkinfer.runtime.kernels.grouped import from_grouped
-from sparkinfer.runtime.kernels.planar import from_planar
-from sparkinfer.runtime.kernels.tiled import from_tiled
+from hotsplit.gguf_file import type_of
+from hotsplit.runtime.kernels import k_quants
+from hotsplit.runtime.kernels.grouped import from_grouped
+from hotsplit.runtime.kernels.planar import from_planar
+from hotsplit.runtime.kernels.tiled import from_tiled
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 

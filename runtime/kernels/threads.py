@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from sparkinfer.engine_config import check_threads
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.engine_config import check_threads
+from hotsplit.runtime.kernels.cpu import library
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def use_threads(count: int | None) -> int:
     """Uses `count` threads (None: one per physical core) for each job; returns their number.
 
-    Raises SparkinferError for an impossible count."""
+    Raises HotsplitError for an impossible count."""
     check_threads(count)
     if count is None:
         count = physical_cores()

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
-from sparkinfer.architecture import ModelShape
-from sparkinfer.runtime.cache.key_tables import KeyTables
-from sparkinfer.runtime.cache.kv_cache import LayerCache
-from sparkinfer.runtime.cache.stored_rows import turn_by_hadamard
-from sparkinfer.runtime.weights import gpu_products
-from sparkinfer.runtime.weights.matrix import Linear, side_by_side
-from sparkinfer.runtime.weights.neuron_block import active_inputs
+from hotsplit.architecture import ModelShape
+from hotsplit.runtime.cache.key_tables import KeyTables
+from hotsplit.runtime.cache.kv_cache import LayerCache
+from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.matrix import Linear, side_by_side
+from hotsplit.runtime.weights.neuron_block import active_inputs
 
 # Takes queries, keys and values [T, Q]: appends keys and values to the cache, and returns the
 # heads' output [T, H * W].
@@ -255,7 +255,7 @@ def attend_capped(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
     rotary: Rotary,
 ) -> Tensor:  # fmt: skip
-    """Computes `attend_to_chosen` with capped positions (sparkinfer.key_selection), from queries
+    """Computes `attend_to_chosen` with capped positions (hotsplit.key_selection), from queries
     and keys before the rotary embedding."""
     num_kv, outs, rule = key_CKW.shape[1], [], tables.rule
     num_far = rule.sinks + rule.top

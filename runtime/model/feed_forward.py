@@ -15,7 +15,7 @@ compute all rows that any of them needs, or every row; on a GPU, and for observe
 tokens, every row is computed. Values that a token does not need are then masked.
 
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
-sparkinfer.limits.
+hotsplit.limits.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
@@ -26,13 +26,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import gpu_part_neurons, part_neurons
-from sparkinfer.runtime.model.native_neurons import add_neurons
-from sparkinfer.runtime.model.observers import Observers
-from sparkinfer.runtime.model.predictor import Predictor
-from sparkinfer.runtime.weights import gpu_products
-from sparkinfer.runtime.weights.matrix import Linear
-from sparkinfer.runtime.weights.neuron_block import (
+from hotsplit.budget import gpu_part_neurons, part_neurons
+from hotsplit.runtime.model.native_neurons import add_neurons
+from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.matrix import Linear
+from hotsplit.runtime.weights.neuron_block import (
     Gate,
     Mode,
     NeuronBlock,

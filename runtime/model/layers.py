@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.limits import LayerLimits
-from sparkinfer.runtime.cache.kv_cache import KVCache
-from sparkinfer.runtime.model.attention import Attention, Norm, Rotary
-from sparkinfer.runtime.model.feed_forward import FeedForward
-from sparkinfer.runtime.weights.matrix import Linear, Matrix
+from hotsplit.limits import LayerLimits
+from hotsplit.runtime.cache.kv_cache import KVCache
+from hotsplit.runtime.model.attention import Attention, Norm, Rotary
+from hotsplit.runtime.model.feed_forward import FeedForward
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 
 @dataclass(frozen=True, kw_only=True)

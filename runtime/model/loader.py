@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import kv_kind
-from sparkinfer.cache_types import CacheTypes
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.cache.block_table import BlockTable
-from sparkinfer.runtime.cache.kv_cache import LayerCache
-from sparkinfer.runtime.model.attention import Attention, Norm, Rotary
-from sparkinfer.runtime.model.feed_forward import FeedForward, Gate, Mode, Traffic
-from sparkinfer.runtime.model.layers import Layer, Weights, limited
-from sparkinfer.runtime.model.neuron_loader import NeuronLoader, stored
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.model.predictor import Predictor
-from sparkinfer.runtime.weights import gpu_products
-from sparkinfer.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.store import CPU, Stores
-from sparkinfer.runtime.weights.upload import Uploader
+from hotsplit.budget import kv_kind
+from hotsplit.cache_types import CacheTypes
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.kv_cache import LayerCache
+from hotsplit.runtime.model.attention import Attention, Norm, Rotary
+from hotsplit.runtime.model.feed_forward import FeedForward, Gate, Mode, Traffic
+from hotsplit.runtime.model.layers import Layer, Weights, limited
+from hotsplit.runtime.model.neuron_loader import NeuronLoader, stored
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.model.predictor import Predictor
+from hotsplit.runtime.weights import gpu_products
+from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of, vector_of
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.runtime.weights.store import CPU, Stores
+from hotsplit.runtime.weights.upload import Uploader
 
 
 def load_weights(

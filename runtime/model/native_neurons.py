@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.bits import pack_bits
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.native_structs import (
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.native_structs import (
     ACTIVATIONS,
     MAX_ROWS,
     MODES,
     BlockStruct,
     Structs,
 )
-from sparkinfer.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
+from hotsplit.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
 
 
 class NeuronsStruct(Structure):

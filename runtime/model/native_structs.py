@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.attention import Norm
-from sparkinfer.runtime.weights.matrix import Linear, Matrix
-from sparkinfer.runtime.weights.neuron_block import NeuronBlock
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.attention import Norm
+from hotsplit.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 # In the order of step.h's enums.
 ACTIVATIONS = ("relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh")

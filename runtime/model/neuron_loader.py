@@ -14,14 +14,14 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from sparkinfer.budget import transposed_kind
-from sparkinfer.gguf_file import TensorEntry, type_of
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.weights.matrix import Linear, vector_of
-from sparkinfer.runtime.weights.neuron_block import Mode, NeuronBlock, Role
-from sparkinfer.runtime.weights.slot_rows import apart, joined, rows_of_slots
-from sparkinfer.runtime.weights.store import CPU, Stores, WeightStore
+from hotsplit.budget import transposed_kind
+from hotsplit.gguf_file import TensorEntry, type_of
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.weights.matrix import Linear, vector_of
+from hotsplit.runtime.weights.neuron_block import Mode, NeuronBlock, Role
+from hotsplit.runtime.weights.slot_rows import apart, joined, rows_of_slots
+from hotsplit.runtime.weights.store import CPU, Stores, WeightStore
 
 # The rows of a block: "own" copies its neurons' rows, "shared" refers to them in the whole layer's
 # matrices, "all" uses these matrices whole.
@@ -174,7 +174,7 @@ class NeuronLoader:
         most = max(error for *_, error in self.transposed.values())
         notice(
             f"down projections of {len(self.transposed)} layers transposed from {how}, relative"
-            f" error up to {most:.1e}; sparkinfer convert {self.model.path} -o model.gguf does so"
+            f" error up to {most:.1e}; hotsplit convert {self.model.path} -o model.gguf does so"
             " once and for all"
         )
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.architecture import PredictorKind
-from sparkinfer.runtime.weights.matrix import Linear, side_by_side
-from sparkinfer.runtime.weights.neuron_block import Gate
+from hotsplit.architecture import PredictorKind
+from hotsplit.runtime.weights.matrix import Linear, side_by_side
+from hotsplit.runtime.weights.neuron_block import Gate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.neuron_cache.policy import CacheReport
-from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.sizes import format_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.neuron_cache.policy import CacheReport
+from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.sizes import format_bytes
 
 # Neuron `in` replaces neuron `out` in slot `slot` of the layer. No neuron or slot occurs in two
 # swaps of a decision.
@@ -95,7 +95,7 @@ class NeuronCache:
 
     def complete(self) -> None:
         """Makes the swaps whose copies are under way. Must not be called during a step. Raises
-        SparkinferError as `before_step` does."""
+        HotsplitError as `before_step` does."""
         self._check()
         if not self._num_pending:
             return
@@ -106,13 +106,13 @@ class NeuronCache:
             self._num_pending = 0
 
     def before_step(self) -> None:
-        """Raises SparkinferError if an interrupt or an error has left slots, tables or the policy
+        """Raises HotsplitError if an interrupt or an error has left slots, tables or the policy
         half-changed. Copies that are under way need not be done: the step does not read them."""
         self._check()
 
     def _check(self) -> None:
         if self._is_changing:
-            raise SparkinferError(
+            raise HotsplitError(
                 "the neuron cache was interrupted while it moved neurons; load the model again"
             )
 

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import NUMBER_BYTES, bytes_in_staging, staged
-from sparkinfer.runtime.device.streams import HostNode, Stream
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.slots import COPY, SlotKernels, form_of
-from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.runtime.neuron_cache.row_copies import RowCopies, RowTable
-from sparkinfer.runtime.weights.neuron_block import NeuronBlock
-from sparkinfer.runtime.weights.slot_rows import matrices_of, tensors_of
+from hotsplit.budget import NUMBER_BYTES, bytes_in_staging, staged
+from hotsplit.runtime.device.streams import HostNode, Stream
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.slots import COPY, SlotKernels, form_of
+from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.neuron_cache.row_copies import RowCopies, RowTable
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
+from hotsplit.runtime.weights.slot_rows import matrices_of, tensors_of
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.runtime.neuron_cache.row_copies import Copier, RowCopies, RowTable
-from sparkinfer.runtime.weights.neuron_block import NeuronBlock
-from sparkinfer.runtime.weights.slot_rows import tensors_of
+from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.runtime.neuron_cache.row_copies import Copier, RowCopies, RowTable
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
+from hotsplit.runtime.weights.slot_rows import tensors_of
 
 
 class JoinedSlots:

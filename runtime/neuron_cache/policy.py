@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkinfer.neuron_cache import CacheCosts, CacheOptions
-from sparkinfer.runtime.neuron_cache.native import library
+from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.runtime.neuron_cache.native import library
 
 
 @dataclass(frozen=True, kw_only=True)

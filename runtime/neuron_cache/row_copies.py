@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sparkinfer.budget import STAGED_ALIGNMENT
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.budget import STAGED_ALIGNMENT
+from hotsplit.runtime.kernels.cpu import library
 
 
 class CopiesStruct(Structure):

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sparkinfer.budget import layer_bytes
-from sparkinfer.engine_config import OwnPolicy
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import ModelFile
-from sparkinfer.neuron_cache import OFF, CacheOptions, Off
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.neuron_cache.cycle import NeuronCache, Policy
-from sparkinfer.runtime.neuron_cache.joined_slots import JoinedSlots
-from sparkinfer.runtime.neuron_cache.policy import CachePolicy
-from sparkinfer.runtime.neuron_cache.residency import Residency
-from sparkinfer.split_file import Split
+from hotsplit.budget import layer_bytes
+from hotsplit.engine_config import OwnPolicy
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import ModelFile
+from hotsplit.neuron_cache import OFF, CacheOptions, Off
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.neuron_cache.cycle import NeuronCache, Policy
+from hotsplit.runtime.neuron_cache.joined_slots import JoinedSlots
+from hotsplit.runtime.neuron_cache.policy import CachePolicy
+from hotsplit.runtime.neuron_cache.residency import Residency
+from hotsplit.split_file import Split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +38,19 @@ class CacheSetup:
     @classmethod
     def of(cls, options: CacheOptions, plan: Split | None) -> "CacheSetup":
         """The setup for a plan with a neuron cache. The default most_rows is reduced to the plan's
-        if that is less. Raises SparkinferError without such a plan, and if a most_rows other than
+        if that is less. Raises HotsplitError without such a plan, and if a most_rows other than
         the default exceeds the plan's."""
         planned = None if plan is None else plan.cache
         if planned is None:
-            raise SparkinferError(
-                "the neuron cache needs a plan that has room for it: make one with sparkinfer solve"
+            raise HotsplitError(
+                "the neuron cache needs a plan that has room for it: make one with hotsplit solve"
                 " --neuron-cache on and give it with --split"
             )
         is_asked = options.most_rows != CacheOptions().most_rows
         if is_asked and options.most_rows > planned.most_rows:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"most_rows={options.most_rows}, but the plan has room for {planned.most_rows} rows a"
-                f" step; run sparkinfer solve with --neuron-cache most_rows={options.most_rows}"
+                f" step; run hotsplit solve with --neuron-cache most_rows={options.most_rows}"
             )
         most_rows = min(options.most_rows, planned.most_rows)
 
@@ -66,30 +66,30 @@ class CacheSetup:
     ) -> tuple[np.ndarray, ...]:
         """The neurons in each layer's slots at the start; none in layers that are not divided.
 
-        Raises SparkinferError if no layer is divided, for a `share` with a plan, and without a plan
+        Raises HotsplitError if no layer is divided, for a `share` with a plan, and without a plan
         if there is no `share` or the device is a GPU."""
         shape = model.shape
         if plan is not None:
             if self.share is not None:
-                raise SparkinferError("a plan says how many neurons have slots: leave share out")
+                raise HotsplitError("a plan says how many neurons have slots: leave share out")
             hot = plan.hot
         else:
             if self.share is None or device.type != "cpu":
-                raise SparkinferError(
+                raise HotsplitError(
                     "the neuron cache needs a plan, whose hot neurons it starts from: make one with"
-                    " sparkinfer solve and give it with --split"
+                    " hotsplit solve and give it with --split"
                 )
             hot = (np.arange(round(self.share * shape.num_neurons)),) * shape.num_layers
         is_divided = [0 < len(ids) < shape.num_neurons for ids in hot]
         if not any(is_divided) and plan is None:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"share is {self.share}, which gives slots to none or to all of a layer's"
                 f" {shape.num_neurons} neurons, so there is nothing to cache: choose another"
             )
         if not any(is_divided):
-            raise SparkinferError(
+            raise HotsplitError(
                 "the plan divides no layer's neurons, so there is nothing to cache: leave"
-                " --neuron-cache out, or run sparkinfer solve with another budget"
+                " --neuron-cache out, or run hotsplit solve with another budget"
             )
         return tuple(
             ids.astype(np.int32) if divided else np.zeros(0, np.int32)
@@ -115,20 +115,20 @@ class CacheSetup:
         return cache
 
     def check(self, model: ModelFile, plan: Split | None, mode: str, *, is_resident: bool) -> None:
-        """Raises SparkinferError for a model, mode or memory that the cache does not support."""
+        """Raises HotsplitError for a model, mode or memory that the cache does not support."""
         if mode == "dense":
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{model.path}: mode dense reads every neuron for every token, so a neuron cache has"
                 " nothing to follow; use mode exact or predicted, or leave --neuron-cache out"
             )
         if plan is not None and plan.cache is not None and mode != plan.mode:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{model.path}: the plan and its neuron cache are for mode {plan.mode}, and the mode is"
-                f" {mode}; leave --mode out, or run sparkinfer solve with --mode {mode}"
+                f" {mode}; leave --mode out, or run hotsplit solve with --mode {mode}"
             )
         gate = model.gate_name
         if any(model.is_transposed(layer, gate) for layer in range(model.shape.num_layers)):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{model.path}: gates are stored by inputs (limits of the feed-forward's inputs), so"
                 " no neuron has rows of its own to cache; leave --neuron-cache out, or convert without"
                 " these limits"
@@ -140,7 +140,7 @@ class CacheSetup:
                 if library.is_available()
                 else "the C++ kernels are not built; run make build"
             )
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{model.path}: the neuron cache keeps weights in memory, and {why}"
             )
 

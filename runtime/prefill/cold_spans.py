@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import Stream
-from sparkinfer.runtime.model.feed_forward import NeuronBlock
-from sparkinfer.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.model.feed_forward import NeuronBlock
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 _ALIGNMENT = 256
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.staging import Staging
-from sparkinfer.runtime.device.streams import Stream
-from sparkinfer.runtime.model.feed_forward import NeuronBlock
-from sparkinfer.runtime.prefill.cold_spans import ColdBlock
+from hotsplit.runtime.device.staging import Staging
+from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.model.feed_forward import NeuronBlock
+from hotsplit.runtime.prefill.cold_spans import ColdBlock
 
 # A pass of at least this many tokens streams cold weights. The time of their copy does not depend
 # on the tokens, the CPU's time for them does. Next to a card of 13 GB/s, copies are estimated to be

@@ -8,8 +8,8 @@ difference is available for streaming cold weights (runtime.prefill.cold_stream)
 
 from collections.abc import Sequence
 
-from sparkinfer.architecture import SMOOTH
-from sparkinfer.budget import (
+from hotsplit.architecture import SMOOTH
+from hotsplit.budget import (
     BLOCK_LENGTH,
     FLOAT_BYTES,
     LOGITS_CHUNK,
@@ -18,13 +18,13 @@ from sparkinfer.budget import (
     kv_kind,
     kv_positions,
 )
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.device.device_memory import SMALL_BYTES
-from sparkinfer.runtime.kernels.gpu.kernels import ROWS
-from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
-from sparkinfer.runtime.model.attention import SCORE_BYTES, takes_flash
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.device.device_memory import SMALL_BYTES
+from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
+from hotsplit.runtime.model.attention import SCORE_BYTES, takes_flash
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.weights import gpu_products
 
 # Maximum number of partial sums over a layer's hot neurons: kernels.gpu.ranges.down_parts.
 _MOST_PARTS = 32

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.feed_forward import Mode
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.loader import Builder
-from sparkinfer.runtime.model.observers import Observers
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.prefill.pass_bytes import planned_bytes
-from sparkinfer.runtime.step import native_step
-from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.runtime.weights.matrix import Linear, matrix_of
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.store import Stores
+from hotsplit.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Mode
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.loader import Builder
+from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.prefill.pass_bytes import planned_bytes
+from hotsplit.runtime.step import native_step
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.runtime.weights.matrix import Linear, matrix_of
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.runtime.weights.store import Stores
 
 # Covers the allocator's rounding and a few more small tensors.
 ROUNDED_TO = 64 << 10

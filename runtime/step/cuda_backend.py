@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import CudaStream, Stream
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels, triton_kernels
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
-from sparkinfer.runtime.step.hybrid_device import Take
-from sparkinfer.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.device.streams import CudaStream, Stream
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, triton_kernels
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels, triton_slot_kernels
+from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.hybrid_step import Backend
 
 
 def cuda_backend(

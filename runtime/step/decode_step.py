@@ -6,13 +6,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.native_structs import NotNative
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.step import hybrid_builder, native_step
-from sparkinfer.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.native_structs import NotNative
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.step import hybrid_builder, native_step
+from hotsplit.runtime.step.hybrid_step import Backend
 
 
 class DecodeStep(Protocol):

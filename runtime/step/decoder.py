@@ -9,20 +9,20 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import LOGITS_CHUNK, SHORT_CHUNK
-from sparkinfer.runtime.device.device_memory import out_of_memory_as_error
-from sparkinfer.runtime.kernels.gpu.kernels import ROWS
-from sparkinfer.runtime.model.attention import Attend, Norm, Turn
-from sparkinfer.runtime.model.layers import Layer, Weights
-from sparkinfer.runtime.model.observers import Observers
-from sparkinfer.runtime.step.batch import Row, runs_of
-from sparkinfer.runtime.step.decode_step import DecodeStep
-from sparkinfer.runtime.step.forms import layer_form
-from sparkinfer.runtime.step.host_attention import HostAttention
-from sparkinfer.runtime.step.hybrid_step import HybridStep
-from sparkinfer.runtime.step.native_layers import NativeLayers, shows_all
-from sparkinfer.runtime.step.native_step import NativeStep
-from sparkinfer.runtime.step.program import (
+from hotsplit.budget import LOGITS_CHUNK, SHORT_CHUNK
+from hotsplit.runtime.device.device_memory import out_of_memory_as_error
+from hotsplit.runtime.kernels.gpu.kernels import ROWS
+from hotsplit.runtime.model.attention import Attend, Norm, Turn
+from hotsplit.runtime.model.layers import Layer, Weights
+from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.step.batch import Row, runs_of
+from hotsplit.runtime.step.decode_step import DecodeStep
+from hotsplit.runtime.step.forms import layer_form
+from hotsplit.runtime.step.host_attention import HostAttention
+from hotsplit.runtime.step.hybrid_step import HybridStep
+from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
+from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.program import (
     HOST,
     LayerForm,
     Op,
@@ -31,7 +31,7 @@ from sparkinfer.runtime.step.program import (
     layer_ops,
     name_of,
 )
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.matrix import Matrix
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparkinfer.budget import (
+from hotsplit.budget import (
     head_bytes,
     is_cached,
     is_dense,
@@ -16,9 +16,9 @@ from sparkinfer.budget import (
     layer_tensors,
     stored_neuron_bytes,
 )
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.step.program import HOST, Block, LayerForm, Order, StepForm, gpu, in_line
-from sparkinfer.split_file import Split
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.step.program import HOST, Block, LayerForm, Order, StepForm, gpu, in_line
+from hotsplit.split_file import Split
 
 NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
 

@@ -3,9 +3,9 @@ host."""
 
 from collections.abc import Sequence
 
-from sparkinfer.runtime.model.layers import Layer, Weights
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.step.program import HOST, LayerForm, Order, StepForm, gpu, in_line
+from hotsplit.runtime.model.layers import Layer, Weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.step.program import HOST, LayerForm, Order, StepForm, gpu, in_line
 
 
 def order_of(layer: Layer) -> Order:

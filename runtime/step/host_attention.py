@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import HostNode
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.native_structs import MAX_ROWS, NotNative
-from sparkinfer.runtime.step.native_ops import VALUES, attend_op
-from sparkinfer.runtime.step.native_parts import PartStruct
-from sparkinfer.runtime.step.native_step import RowStruct, StepBuilder
+from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.native_structs import MAX_ROWS, NotNative
+from hotsplit.runtime.step.native_ops import VALUES, attend_op
+from hotsplit.runtime.step.native_parts import PartStruct
+from hotsplit.runtime.step.native_step import RowStruct, StepBuilder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,31 +14,31 @@ from itertools import groupby
 
 import torch
 
-from sparkinfer.runtime.cache.block_table import NO_BLOCK
-from sparkinfer.runtime.device.streams import HostNode, Stream
-from sparkinfer.runtime.kernels.gpu.kernels import INEXACT_ROWS
-from sparkinfer.runtime.kernels.gpu.ranges import down_parts
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
-from sparkinfer.runtime.model.native_structs import NotNative
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.step.batch import LogitsMemory
-from sparkinfer.runtime.step.forms import placed_form
-from sparkinfer.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
-from sparkinfer.runtime.step.hybrid_lowering import (
+from hotsplit.runtime.cache.block_table import NO_BLOCK
+from hotsplit.runtime.device.streams import HostNode, Stream
+from hotsplit.runtime.kernels.gpu.kernels import INEXACT_ROWS
+from hotsplit.runtime.kernels.gpu.ranges import down_parts
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.native_neurons import NativeNeurons, SharedWorkspace
+from hotsplit.runtime.model.native_structs import NotNative
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.step.batch import LogitsMemory
+from hotsplit.runtime.step.forms import placed_form
+from hotsplit.runtime.step.hybrid_device import DeviceBuffers, DeviceKernels, DividedLayer
+from hotsplit.runtime.step.hybrid_lowering import (
     Lowering,
     StreamKey,
     Submission,
     is_in_line,
     waits,
 )
-from sparkinfer.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
-from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts
-from sparkinfer.runtime.step.program import HOST, gpu, step_program
-from sparkinfer.runtime.step.step_cache import StepCache
-from sparkinfer.runtime.weights.neuron_block import by_role
+from hotsplit.runtime.step.hybrid_step import Backend, HybridStep, Meter, Segment
+from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts
+from hotsplit.runtime.step.program import HOST, gpu, step_program
+from hotsplit.runtime.step.step_cache import StepCache
+from hotsplit.runtime.weights.neuron_block import by_role
 
 
 def build(

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import Stream
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.kernels.gpu.ranges import attend_scratch
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
-from sparkinfer.runtime.model.attention import Norm, Rotary
-from sparkinfer.runtime.model.feed_forward import FeedForward, NeuronBlock
-from sparkinfer.runtime.model.layers import Layer, Weights
-from sparkinfer.runtime.model.native_neurons import NativeNeurons
-from sparkinfer.runtime.step.native_parts import first
-from sparkinfer.runtime.weights.matrix import Linear, Matrix
+from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels
+from hotsplit.runtime.model.attention import Norm, Rotary
+from hotsplit.runtime.model.feed_forward import FeedForward, NeuronBlock
+from hotsplit.runtime.model.layers import Layer, Weights
+from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.step.native_parts import first
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 

@@ -12,11 +12,11 @@ from functools import partial
 
 from torch import Tensor
 
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.step.hybrid_device import DeviceKernels, DividedLayer
-from sparkinfer.runtime.step.native_ops import overwritten
-from sparkinfer.runtime.step.native_parts import HostBuffers, NativeParts, neuron_node
-from sparkinfer.runtime.step.program import HOST, Op, device_of, edges, name_of
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.step.hybrid_device import DeviceKernels, DividedLayer
+from hotsplit.runtime.step.native_ops import overwritten
+from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, neuron_node
+from hotsplit.runtime.step.program import HOST, Op, device_of, edges, name_of
 
 StreamKey = tuple[str, bool]  # (GPU, whether it is the side stream)
 

@@ -19,19 +19,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.cache.block_table import BlockTable
-from sparkinfer.runtime.device.streams import HostNode, Stream
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.gpu.kernels import ROWS, Kernels
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.native_neurons import NeuronsStruct
-from sparkinfer.runtime.step.batch import LogitsMemory, Row
-from sparkinfer.runtime.step.hybrid_device import Take
-from sparkinfer.runtime.step.native_parts import HostBuffers
-from sparkinfer.runtime.step.native_step import StepStruct
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.device.streams import HostNode, Stream
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.gpu.kernels import ROWS, Kernels
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.native_neurons import NeuronsStruct
+from hotsplit.runtime.step.batch import LogitsMemory, Row
+from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.native_parts import HostBuffers
+from hotsplit.runtime.step.native_step import StepStruct
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def tried(run: Callable[[], None]) -> str:
     """The reason why a function fails, "" if it does not."""
     try:
         run()
-    except SparkinferError as error:
+    except HotsplitError as error:
         return str(error)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
@@ -151,7 +151,7 @@ class HybridStep:
             self.most = ROWS[ROWS.index(num_rows) - 1]
             log.warning(
                 "steps of %d rows fail on this GPU (%s): they have at most %d now, which is slower for"
-                " several texts and for drafts; sparkinfer doctor says more", num_rows, why, self.most
+                " several texts and for drafts; hotsplit doctor says more", num_rows, why, self.most
             )  # fmt: skip
         return not why
 
@@ -167,11 +167,11 @@ class HybridStep:
         self._run(rows, num_rows)
         got, want = self.host.logits_TV[: len(rows)], alone
         if not torch.equal(got.isnan(), want.isnan()):
-            raise SparkinferError("logits are NaN in the wrong places")
+            raise HotsplitError("logits are NaN in the wrong places")
         got, want = got.nan_to_num(), want.nan_to_num()
         error, size = float((got - want).norm()), float(want.norm())
         if error > ROWS_BOUND * size:
-            raise SparkinferError(f"logits are off by {error / size if size else float('inf'):.2g}")
+            raise HotsplitError(f"logits are off by {error / size if size else float('inf'):.2g}")
 
     def _single(self, row: Row) -> Tensor:
         self._run([row], 1)

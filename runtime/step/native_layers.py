@@ -14,17 +14,17 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.attention import Rotary
-from sparkinfer.runtime.model.feed_forward import Traffic
-from sparkinfer.runtime.model.layers import Layer
-from sparkinfer.runtime.model.native_structs import MAX_ROWS, NotNative
-from sparkinfer.runtime.model.observers import Observers
-from sparkinfer.runtime.step.forms import layer_form
-from sparkinfer.runtime.step.native_ops import VALUES, OpStruct, native_ops
-from sparkinfer.runtime.step.native_parts import PartStruct
-from sparkinfer.runtime.step.native_step import RowStruct, StepBuilder, StepStruct, take_traffic
-from sparkinfer.runtime.step.program import ffn_in, layer_ops
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.attention import Rotary
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.model.layers import Layer
+from hotsplit.runtime.model.native_structs import MAX_ROWS, NotNative
+from hotsplit.runtime.model.observers import Observers
+from hotsplit.runtime.step.forms import layer_form
+from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
+from hotsplit.runtime.step.native_parts import PartStruct
+from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct, take_traffic
+from hotsplit.runtime.step.program import ffn_in, layer_ops
 
 # The tensors within a layer that observers of these passes can see.
 SHOWN = frozenset({"ffn_norm", "ffn_predicted", "ffn_gate", "ffn_hidden", "layer_out"})

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import Structure, c_int32
 
-from sparkinfer.runtime.step.program import Op, name_of
+from hotsplit.runtime.step.program import Op, name_of
 
 # In the order of the enums in step.h.
 OP_KINDS = (

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import HostNode
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.native_neurons import NativeNeurons
-from sparkinfer.runtime.model.native_structs import NotNative
-from sparkinfer.runtime.step.native_ops import VALUES, OpStruct, native_ops, overwritten
-from sparkinfer.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
-from sparkinfer.runtime.step.program import Op, name_of
+from hotsplit.runtime.device.streams import HostNode
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.model.native_structs import NotNative
+from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops, overwritten
+from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct
+from hotsplit.runtime.step.program import Op, name_of
 
 
 class PartStruct(Structure):

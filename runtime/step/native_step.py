@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkinfer.key_selection import SUMMARIES, KeySelection
-from sparkinfer.runtime.cache.block_table import BlockTable
-from sparkinfer.runtime.cache.key_tables import KeyTables
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.model.attention import Rotary
-from sparkinfer.runtime.model.feed_forward import NeuronBlock, Traffic
-from sparkinfer.runtime.model.layers import Layer, Weights
-from sparkinfer.runtime.model.native_structs import (
+from hotsplit.key_selection import SUMMARIES, KeySelection
+from hotsplit.runtime.cache.block_table import BlockTable
+from hotsplit.runtime.cache.key_tables import KeyTables
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.attention import Rotary
+from hotsplit.runtime.model.feed_forward import NeuronBlock, Traffic
+from hotsplit.runtime.model.layers import Layer, Weights
+from hotsplit.runtime.model.native_structs import (
     ACTIVATIONS,
     MAX_ROWS,
     MODES,
@@ -27,11 +27,11 @@ from sparkinfer.runtime.model.native_structs import (
     NotNative,
     Structs,
 )
-from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.step.batch import LogitsMemory, Row
-from sparkinfer.runtime.step.forms import host_form
-from sparkinfer.runtime.step.native_ops import NORMS, VALUES, OpStruct, native_ops
-from sparkinfer.runtime.step.program import step_program
+from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.step.batch import LogitsMemory, Row
+from hotsplit.runtime.step.forms import host_form
+from hotsplit.runtime.step.native_ops import NORMS, VALUES, OpStruct, native_ops
+from hotsplit.runtime.step.program import step_program
 
 _PREDICTORS = ("linear", "relu", "gate")
 

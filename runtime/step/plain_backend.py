@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import PlainStream, Stream
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
-from sparkinfer.runtime.step.hybrid_device import Take
-from sparkinfer.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.device.streams import PlainStream, Stream
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels, reference_slot_kernels
+from hotsplit.runtime.step.hybrid_device import Take
+from hotsplit.runtime.step.hybrid_step import Backend
 
 
 def plain_backend(kernels: Kernels, slot_kernels: SlotKernels | None = None) -> Backend:

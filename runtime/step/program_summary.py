@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from sparkinfer.mode_choice import mode_meant
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.step.file_form import file_form
-from sparkinfer.runtime.step.program import HOST, Op, at, device_of, name_of, step_program
-from sparkinfer.sizes import format_bytes
-from sparkinfer.split_file import Split, without_predictors
+from hotsplit.mode_choice import mode_meant
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.step.file_form import file_form
+from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of, step_program
+from hotsplit.sizes import format_bytes
+from hotsplit.split_file import Split, without_predictors
 
 # Parts that are shown with the operation's name.
 _SHOWN_PARTS = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm", "positions", "hot", "cold",
@@ -64,7 +64,7 @@ class Line:
 def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
     """Summarises a model's step program with a plan; without one, everything is on the host.
 
-    Raises SparkinferError for anything but a model file, and for a plan of another model."""
+    Raises HotsplitError for anything but a model file, and for a plan of another model."""
     model = ModelFile.load(path).row_major
     split = None if split_path is None else Split.load(split_path)
     if split is not None and split_path is not None:

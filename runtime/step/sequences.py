@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.cache.kv_cache import KVCache
-from sparkinfer.runtime.step.batch import WANTED_NAMES, Row, Wanted, rows_of
-from sparkinfer.runtime.step.decoder import Decoder
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.cache.kv_cache import KVCache
+from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, rows_of
+from hotsplit.runtime.step.decoder import Decoder
+from hotsplit.typed import shown
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 
@@ -47,7 +47,7 @@ class Sequences:
     @property
     def live(self) -> Decoder:
         if self.decoder is None:
-            raise SparkinferError("the engine is closed")
+            raise HotsplitError("the engine is closed")
         return self.decoder
 
     @property
@@ -58,13 +58,13 @@ class Sequences:
         """Opens an empty sequence. If no place is free, closes the oldest sequence that `yields`,
         other than `beside`.
 
-        Raises SparkinferError if all places are in use."""
+        Raises HotsplitError if all places are in use."""
         num_places = self.cache.table.num_sequences
         free = next((n for n in range(num_places) if n not in self._open), None)
         if free is None:
             yielding = [s for s in self._open.values() if s.yields and s is not beside]
             if not yielding:
-                raise SparkinferError(
+                raise HotsplitError(
                     f"all {num_places} sequences of this engine are in use; close one, or load the"
                     " engine with more (num_sequences)"
                 )
@@ -83,7 +83,7 @@ class Sequences:
         """Computes tokens of several sequences, in shared steps where the decoder has them; returns
         each part's logits, f32 [R, V].
 
-        Raises SparkinferError, without changing anything, if a sequence has no room for its tokens,
+        Raises HotsplitError, without changing anything, if a sequence has no room for its tokens,
         is in two parts, or belongs to another engine."""
         parts = list(parts)
         self._check(parts)
@@ -105,16 +105,16 @@ class Sequences:
     def _check(self, parts: Several[Part]) -> None:
         for part in parts:
             if part.sequence.owner is not self:
-                raise SparkinferError("a sequence of another engine cannot be run by this one")
+                raise HotsplitError("a sequence of another engine cannot be run by this one")
             if not _are_tokens(part.tokens):
                 raise not_tokens(part.tokens)
             if part.wanted not in WANTED_NAMES:
-                raise SparkinferError(f"wanted={part.wanted!r}; known: {WANTED_NAMES}")
+                raise HotsplitError(f"wanted={part.wanted!r}; known: {WANTED_NAMES}")
             if not len(part.tokens):
-                raise SparkinferError("no tokens to compute; give one or more")
+                raise HotsplitError("no tokens to compute; give one or more")
             part.sequence.check_room(len(part.tokens))
         if len({part.sequence.number for part in parts}) < len(parts):
-            raise SparkinferError("a sequence is in two parts of one step; join them into one part")
+            raise HotsplitError("a sequence is in two parts of one step; join them into one part")
 
     def _rows(self, part: Part) -> list[Row]:
         sequence, count = part.sequence, len(part.tokens)
@@ -132,9 +132,9 @@ def _are_tokens(tokens: object) -> bool:
     return all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens)
 
 
-def not_tokens(found: object) -> SparkinferError:
+def not_tokens(found: object) -> HotsplitError:
     """The error for a value that is not a list of token ids."""
-    return SparkinferError(
+    return HotsplitError(
         f"{shown(found)} given as token ids; wanted a list of integers, as engine.codec.encode(text)"
         " returns"
     )
@@ -166,14 +166,14 @@ class Sequence:
         """Appends and computes tokens; returns the logits f32 [R, V] after the last token, after
         each token, or none.
 
-        Raises SparkinferError if they do not fit into the context."""
+        Raises HotsplitError if they do not fit into the context."""
         return self._live.run([Part(sequence=self, tokens=tokens, wanted=wanted)])[0]
 
     def rollback(self, length: int) -> None:
-        """Forgets all but the first `length` tokens. Raises SparkinferError if there are fewer."""
+        """Forgets all but the first `length` tokens. Raises HotsplitError if there are fewer."""
         is_count = isinstance(length, Integral) and not isinstance(length, bool)
         if not is_count or not 0 <= length <= self.length:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"rollback to {shown(length)} of {self.length} tokens; wanted a number of tokens to"
                 " keep, 0 for none"
             )
@@ -195,7 +195,7 @@ class Sequence:
     def write_state(self, ids: Several[int], state: Several[tuple[Tensor, Tensor]]) -> None:
         """Fills this empty sequence with the tokens `ids` and their keys and values `state`.
 
-        Raises SparkinferError if the state does not have this model's shapes and types, or the
+        Raises HotsplitError if the state does not have this model's shapes and types, or the
         tokens do not fit into the context."""
         assert not self.length, "only an empty sequence can take a state over"
         cache = self._live.cache
@@ -203,7 +203,7 @@ class Sequence:
         if len(state) != len(cache.layers) or not all(
             layer.takes(len(ids), *pair) for layer, pair in zip(cache.layers, state, strict=True)
         ):
-            raise SparkinferError("keys and values are not of this model's shape and type")
+            raise HotsplitError("keys and values are not of this model's shape and type")
         cache.reserve(self.number, 0, len(ids))
         for layer, (key_TKX, value_TKX) in zip(cache.layers, state, strict=True):
             layer.write(self.number, 0, key_TKX, value_TKX)
@@ -211,14 +211,14 @@ class Sequence:
 
     def check_room(self, count: int) -> None:
         if count > self.room:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{count} more tokens after {self.length} exceed the context of"
                 f" {self._live.context_length}; shorten the text or load with a longer context"
             )
 
     @property
     def owner(self) -> Sequences:
-        """The engine's sequences. Raises SparkinferError if this one is closed."""
+        """The engine's sequences. Raises HotsplitError if this one is closed."""
         return self._live
 
     @property
@@ -240,7 +240,7 @@ class Sequence:
     @property
     def _live(self) -> Sequences:
         if self._owner is None:
-            raise SparkinferError(
+            raise HotsplitError(
                 "the sequence is closed, or the engine has been used for something else since"
             )
         return self._owner

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.device import pinned
-from sparkinfer.runtime.device.streams import Stream
-from sparkinfer.runtime.model.layers import Weights
-from sparkinfer.runtime.model.placement import Placement
-from sparkinfer.runtime.neuron_cache.cycle import NeuronCache
-from sparkinfer.runtime.neuron_cache.device_slots import DeviceSlots, SlotDevice, SlotLayer
-from sparkinfer.runtime.step.hybrid_step import Backend
-from sparkinfer.runtime.weights.neuron_block import by_role
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.device import pinned
+from hotsplit.runtime.device.streams import Stream
+from hotsplit.runtime.model.layers import Weights
+from hotsplit.runtime.model.placement import Placement
+from hotsplit.runtime.neuron_cache.cycle import NeuronCache
+from hotsplit.runtime.neuron_cache.device_slots import DeviceSlots, SlotDevice, SlotLayer
+from hotsplit.runtime.step.hybrid_step import Backend
+from hotsplit.runtime.weights.neuron_block import by_role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class StepCache:
         self, weights: Weights, placement: Placement, backend: Backend, cache: NeuronCache
     ) -> None:
         if backend.slot_kernels is None:
-            raise SparkinferError(
+            raise HotsplitError(
                 "the neuron cache needs Triton's kernels on a GPU, found none: pip install triton, or"
                 " leave --neuron-cache out"
             )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.native_step import NativeStep
 
 # Matches enum Timed in kernels/cpu/step.h. A layer's first block of neurons is "neurons", the
 # others are "neurons_2"; "other" is the embedding, norms and sums.

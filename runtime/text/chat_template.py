@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from gguf import Keys
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.json_file import read_text
-from sparkinfer.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
-from sparkinfer.runtime.text.built_in_templates import BUILT_IN
-from sparkinfer.runtime.text.codec import TextCodec
-from sparkinfer.runtime.text.template_process import TemplateProcess
+from hotsplit.errors import HotsplitError
+from hotsplit.json_file import read_text
+from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
+from hotsplit.runtime.text.built_in_templates import BUILT_IN
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.text.template_process import TemplateProcess
 
 Message = Mapping[str, object]  # "role", "content", and other keys that a template may read
 
@@ -64,16 +64,16 @@ class ChatTemplate:
         With `continue_final_message`, the text ends where the last message does, for the model to
         continue. `variables` are further inputs of the template: enable_thinking, documents, ...
 
-        Raises SparkinferError for malformed messages or none, if `add_generation_prompt` and
+        Raises HotsplitError for malformed messages or none, if `add_generation_prompt` and
         `continue_final_message` are both set, and as TemplateProcess.render does."""
         if continue_final_message and add_generation_prompt:
-            raise SparkinferError(
+            raise HotsplitError(
                 "continue_final_message continues the last message, add_generation_prompt begins"
                 " another; ask for one of them"
             )
         known = [_normal(message) for message in messages]
         if not known:
-            raise SparkinferError("no messages; a conversation has at least one")
+            raise HotsplitError("no messages; a conversation has at least one")
         if continue_final_message:
             known[-1] = _marked(known[-1])
         text = self.tool_text if tools is not None and self.tool_text is not None else self.text
@@ -100,7 +100,7 @@ class ChatTemplate:
         gone."""
         at = rendered.rfind(_MARK.strip())
         if at < 0:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.name} leaves out the end of the last message, which cannot be continued"
             )
         is_exact = rendered[at : at + len(_MARK)] == _MARK
@@ -111,13 +111,13 @@ def chat_template_of(model: ModelFile, codec: TextCodec, wanted: str | None = No
     """The template of a model file, or the one that `wanted` names: one of the file's named ones, a
     built-in one, or a Jinja file.
 
-    Raises SparkinferError if there is none."""
+    Raises HotsplitError if there is none."""
     special = _special_texts(model, codec)
     found = _named_templates(model)
     if wanted is None:
         if DEFAULT not in found:
             named = f"; its own are named {', '.join(sorted(found))}" if found else ""
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{model.path}: has no chat template; give --chat-template NAME|FILE, with one of"
                 f" {', '.join(BUILT_IN)} or a file of Jinja{named}"
             )
@@ -139,7 +139,7 @@ def chat_template_of(model: ModelFile, codec: TextCodec, wanted: str | None = No
     path = Path(wanted)
     if not _is_file(path):
         names = ", ".join([*BUILT_IN, *sorted(found)])
-        raise SparkinferError(
+        raise HotsplitError(
             f"{wanted[:200]}: neither a file nor the name of a chat template; known: {names}"
         )
     text = read_text(path, "chat template (Jinja)")
@@ -177,7 +177,7 @@ def _normal(message: Message) -> dict[str, object]:
     """A message as transformers passes it to a template: without None values, and with reasoning
     under the names that templates read."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise SparkinferError(
+        raise HotsplitError(
             f"{str(message)[:80]!r} is not a message; wanted an object with role and content"
         )
     known = {key: value for key, value in message.items() if value is not None}
@@ -198,4 +198,4 @@ def _marked(message: dict[str, object]) -> dict[str, object]:
         if isinstance(block, Mapping) and isinstance(block.get("text"), str):
             blocks[number] = {**block, "text": f"{block['text']}{_MARK}"}
             return message | {"content": blocks}
-    raise SparkinferError("the last message has no text that could be continued")
+    raise HotsplitError("the last message has no text that could be continued")

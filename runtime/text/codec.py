@@ -7,11 +7,11 @@ from functools import cached_property
 import numpy as np
 from tokenizers import Tokenizer
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import END_KEY, TOKENIZER_KEY, ModelFile
-from sparkinfer.runtime.text.ggml_tokenizer import ggml_tokenizer
-from sparkinfer.tokenizer_text import read_tokenizer, refused
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import END_KEY, TOKENIZER_KEY, ModelFile
+from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
+from hotsplit.tokenizer_text import read_tokenizer, refused
+from hotsplit.typed import shown
 
 # With this many tokens held back, text is emitted even if they do not decode to whole characters; a
 # character has at most 4 bytes.
@@ -37,7 +37,7 @@ class TextCodec:
     def of(cls, model: ModelFile) -> "TextCodec":
         """The codec for the file's tokenizer.json or, in a third-party file, for its keys.
 
-        Raises SparkinferError if the file has neither, or keys that are not supported."""
+        Raises HotsplitError if the file has neither, or keys that are not supported."""
         content = model.text(TOKENIZER_KEY)
         tokenizer = (
             ggml_tokenizer(model.path, model.extra_keys)
@@ -58,14 +58,14 @@ class TextCodec:
         """Token ids, as from the checkpoint's own tokenizer. A text without any becomes the begin
         token, if the model has one.
 
-        Raises SparkinferError for text that is not Unicode (bytes of another encoding)."""
+        Raises HotsplitError for text that is not Unicode (bytes of another encoding)."""
         ids = self._ids(text, add_special_tokens=True)
         return ids or ([] if self.begin_id is None else [self.begin_id])
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a rendered chat template: parses special tokens in it and adds none.
 
-        Raises SparkinferError for text that is not Unicode."""
+        Raises HotsplitError for text that is not Unicode."""
         return self._ids(text, add_special_tokens=False)
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
@@ -75,7 +75,7 @@ class TextCodec:
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
-            raise SparkinferError(f"{shown(text)} given as text, wanted a string")
+            raise HotsplitError(f"{shown(text)} given as text, wanted a string")
         _check_unicode(text)
         with refused("its tokenizer cannot encode the text"):
             return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -129,7 +129,7 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise SparkinferError(f"the text is not UTF-8 at character {error.start}") from error
+        raise HotsplitError(f"the text is not UTF-8 at character {error.start}") from error
 
 
 def _end_ids(model: ModelFile, tokenizer: Tokenizer) -> frozenset[int]:
@@ -156,7 +156,7 @@ def _token_id(model: ModelFile, kind: str) -> int | None:
 def _checked(model: ModelFile, key: str, value: object) -> int:
     is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_number or not 0 <= int(value) < model.shape.vocab_size:  # type: ignore[call-overload]
-        raise SparkinferError(
+        raise HotsplitError(
             f"{model.path}: {key} is {str(value)[:40]!r}, wanted a token of the model, 0 to"
             f" {model.shape.vocab_size - 1}; download the file again, or convert its checkpoint"
         )

@@ -23,11 +23,11 @@ from tokenizers import (
     processors,
 )
 
-from sparkinfer.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import Value
-from sparkinfer.runtime.text.score_merges import merges_of_scores
-from sparkinfer.typed import shown
+from hotsplit.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import Value
+from hotsplit.runtime.text.score_merges import merges_of_scores
+from hotsplit.typed import shown
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 SPACE = "\u2581"
@@ -37,7 +37,7 @@ SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN)
 def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
     """The tokenizer that llama.cpp builds from these keys, plus NFC where the published one has it.
 
-    Raises SparkinferError, naming `path`, for an unknown kind and for invalid keys."""
+    Raises HotsplitError, naming `path`, for an unknown kind and for invalid keys."""
     vocabulary = _Vocabulary.read(path, keys)
     model = keys.get(Keys.Tokenizer.MODEL)
     if model == "gpt2":
@@ -46,7 +46,7 @@ def ggml_tokenizer(path: Path, keys: Mapping[str, Value]) -> Tokenizer:
     elif model == "llama":
         tokenizer, adds_begin = _sentencepiece(vocabulary), True
     else:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: its tokenizer is of kind {shown(model)}; known are 'gpt2' and 'llama'; convert"
             " a checkpoint that has a tokenizer.json"
         )
@@ -72,12 +72,12 @@ class _Vocabulary:
         tokens = _strings(path, keys, Keys.Tokenizer.LIST)
         other = next((i for i, token in enumerate(tokens) if not _is_text(token)), None)
         if other is not None:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: token {other} has bytes that are not UTF-8, which the tokenizers library"
                 " rejects; convert a checkpoint that has a tokenizer.json"
             )
         if len(set(tokens)) != len(tokens):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: tokens repeat the text of another one"
                 f" ({len(tokens) - len(set(tokens))} of {len(tokens)}) and are ambiguous; download"
                 " the file again"
@@ -97,7 +97,7 @@ class _Vocabulary:
             and all(isinstance(value, int | float) and math.isfinite(value) for value in values)
         )
         if not isinstance(values, list) or not is_right:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {key} does not have {len(self.tokens)} finite numbers, one for each token;"
                 " download the file again"
             )
@@ -115,14 +115,14 @@ class _Vocabulary:
     def is_set(self, key: str, default: bool) -> bool:
         value = self.keys.get(key, default)
         if not isinstance(value, bool):
-            raise SparkinferError(f"{self.path}: {key} is {shown(value)}, wanted true or false")
+            raise HotsplitError(f"{self.path}: {key} is {shown(value)}, wanted true or false")
         return value
 
     def special(self, key: str) -> str:
         """The text of the token whose id is the value of `key`."""
         value = self.keys.get(key)
         if not isinstance(value, np.integer) or not 0 <= value < len(self.tokens):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{self.path}: {key} is {shown(value)}, wanted the id of a token, which is added to"
                 " every text; download the file again"
             )
@@ -139,7 +139,7 @@ def _byte_level_kind(path: Path, name: Value | None) -> ByteLevelKind:
         if name in (kind.name, *kind.other_names):
             return kind
     known = ", ".join(kind.name for kind in BYTE_LEVEL_KINDS)
-    raise SparkinferError(
+    raise HotsplitError(
         f"{path}: its pre-tokenizer ({Keys.Tokenizer.PRE}) is {shown(name)}; known are"
         f" {known}; convert a checkpoint that has a tokenizer.json"
     )
@@ -150,7 +150,7 @@ def _byte_level(vocabulary: _Vocabulary, kind: ByteLevelKind) -> Tokenizer:
     for merge in _strings(vocabulary.path, vocabulary.keys, Keys.Tokenizer.MERGES):
         left, _, right = merge.partition(" ")
         if left not in ids or right not in ids or left + right not in ids:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{vocabulary.path}: the merge {shown(merge)} does not join two tokens to a third;"
                 " download the file again"
             )
@@ -173,7 +173,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     ids, path = vocabulary.ids(), vocabulary.path
     missing = [token for token in BYTE_TOKENS if token not in ids]
     if missing:
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: {len(missing)} of the 256 byte tokens are missing, first {missing[0]};"
             " convert a checkpoint that has a tokenizer.json"
         )
@@ -221,7 +221,7 @@ def _strings(path: Path, keys: Mapping[str, Value], key: str) -> list[str]:
     values = keys.get(key)
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         found = "is missing" if values is None else "is not a list of texts"
-        raise SparkinferError(
+        raise HotsplitError(
             f"{path}: {key} {found}; text needs a tokenizer; convert a checkpoint that has a"
             " tokenizer.json"
         )

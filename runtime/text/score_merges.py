@@ -11,12 +11,12 @@ because joining from the left leaves longer tokens on the left."""
 from collections.abc import Mapping
 from pathlib import Path
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.typed import shown
+from hotsplit.errors import HotsplitError
+from hotsplit.typed import shown
 
 
 def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The merges. Raises SparkinferError, naming `path`, if the scores do not determine the order,
+    """The merges. Raises HotsplitError, naming `path`, if the scores do not determine the order,
     or a token is formed with a character that is not a token."""
     order = sorted((token for token in scores if len(token) > 1), key=lambda t: -scores[t])
     pairs = {token: _pairs(path, token, scores) for token in order}
@@ -38,7 +38,7 @@ def _pairs(path: Path, token: str, scores: Mapping[str, float]) -> list[tuple[st
     for left, right in cuts:
         lone = [part for part in (left, right) if len(part) == 1 and part not in scores]
         if lone and (left in scores or right in scores or len(token) == 2):
-            raise SparkinferError(
+            raise HotsplitError(
                 f"{path}: the token {shown(token)} is formed with {lone[0]!r}, which is not a token, and"
                 " BPE by merges cannot do that; convert a checkpoint that has a tokenizer.json"
             )
@@ -55,7 +55,7 @@ def _refuse_overlaps(path: Path, pairs: Mapping[str, list[tuple[str, str]]]) -> 
     for token, cuts in pairs.items():
         for _, right in cuts:
             for other in sorted(by_left.get(right, set()) - {token}):
-                raise SparkinferError(
+                raise HotsplitError(
                     f"{path}: the tokens {shown(token)} and {shown(other)} have the same score, which"
                     " makes tokenisation ambiguous; convert a checkpoint that has a tokenizer.json"
                 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGPROF
 from threading import Lock
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 # The worker limits its CPU time; this limit is for an overloaded machine, or a worker that hangs.
 WALL_S = 10.0
@@ -40,20 +40,20 @@ class TemplateProcess:
         self._lock = Lock()
 
     def render(self, name: str, template: str, variables: Mapping[str, object]) -> str:
-        """The rendered text. Raises SparkinferError, naming `name`, for a template that does not
+        """The rendered text. Raises HotsplitError, naming `name`, for a template that does not
         parse, raises, writes too much, or exceeds the worker's CPU time or memory, and for
         variables that are not JSON."""
         try:
             request = json.dumps({"template": template, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise SparkinferError(
+            raise HotsplitError(
                 f"a message is not JSON ({str(error)[:200]}); wanted texts, numbers, lists, objects"
             ) from error
         with self._lock:
             answer = self._exchange(name, request)
         if "text" in answer:
             return answer["text"]
-        raise SparkinferError(
+        raise HotsplitError(
             f"{name} {_REASONS[answer['kind']]}: {answer['error']}; see --chat-template for another"
         )
 
@@ -78,7 +78,7 @@ class TemplateProcess:
         if line:
             return json.loads(line)
         self._stop()
-        raise SparkinferError(
+        raise HotsplitError(
             f"{name} {_reason(process.returncode)}; see --chat-template for another"
         )
 
@@ -93,7 +93,7 @@ def _start() -> subprocess.Popen[bytes]:
     """Starts the worker with only the packages that it needs, in a session of its own, so that
     Ctrl-C does not reach it."""
     places = [_folder_of(package) for package in _PACKAGES]
-    here = str(Path(_file_of("sparkinfer.runtime.text.template_worker")).parent)
+    here = str(Path(_file_of("hotsplit.runtime.text.template_worker")).parent)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _START, here, *dict.fromkeys(places)],
         stdin=subprocess.PIPE,

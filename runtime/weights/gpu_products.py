@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 if TYPE_CHECKING:
-    from sparkinfer.runtime.kernels.gpu.kernels import Kernels
+    from hotsplit.runtime.kernels.gpu.kernels import Kernels
 
 Tiles = Iterable[tuple[int, Tensor]]
 # Bytes of a tile of 16-bit values: it is unpacked and multiplied by a few launches, which 1,024 rows
@@ -63,15 +63,15 @@ def multiply_in_f32(dtype: torch.dtype) -> None:
 
 
 def kernels() -> "Kernels":
-    """Triton's kernels, except those replaced by torch's. Raises SparkinferError if Triton is
+    """Triton's kernels, except those replaced by torch's. Raises HotsplitError if Triton is
     needed but missing."""
     return _kernels(frozenset(_replaced))
 
 
 @cache
 def _kernels(replaced: frozenset[str]) -> "Kernels":
-    from sparkinfer.runtime.kernels.gpu.kernels import triton_kernels
-    from sparkinfer.runtime.kernels.gpu.torch_kernels import mixed, torch_kernels
+    from hotsplit.runtime.kernels.gpu.kernels import triton_kernels
+    from hotsplit.runtime.kernels.gpu.torch_kernels import mixed, torch_kernels
 
     plain = torch_kernels()
     if all(each.name in replaced for each in fields(plain)):
@@ -79,7 +79,7 @@ def _kernels(replaced: frozenset[str]) -> "Kernels":
     try:
         return mixed(triton_kernels(), plain, replaced)
     except ImportError as error:
-        raise SparkinferError(
+        raise HotsplitError(
             f"a GPU needs Triton, which is missing ({error}); install it or use --device cpu"
         ) from error
 

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.budget import tile_rows
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.kernels.grouped import is_grouped
-from sparkinfer.runtime.kernels.planar import PLANAR_KIND
-from sparkinfer.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit.budget import tile_rows
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.grouped import is_grouped
+from hotsplit.runtime.kernels.planar import PLANAR_KIND
+from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
+from hotsplit.runtime.weights import gpu_products
 
 # Layouts for GPUs that the CPU's kernels do not read.
 _GPU_KINDS = ("q6_k_planar",)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sparkinfer.architecture import SMOOTH, Activation
-from sparkinfer.runtime.weights.matrix import Linear, Matrix
+from hotsplit.architecture import SMOOTH, Activation
+from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 Mode = Literal["dense", "exact", "predicted"]
 # "hot": the plan's hot neurons, and all neurons of undivided layers; "cold": on the CPU, while the

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.gguf_file import TensorEntry, prefetch, release
-from sparkinfer.runtime.device.huge_pages import untouched
-from sparkinfer.runtime.device.pinned import PinnableMemory
-from sparkinfer.runtime.kernels.cpu import library
-from sparkinfer.runtime.weights.matrix import Matrix, matrix_of
-from sparkinfer.sizes import format_bytes
+from hotsplit.errors import HotsplitError
+from hotsplit.gguf_file import TensorEntry, prefetch, release
+from hotsplit.runtime.device.huge_pages import untouched
+from hotsplit.runtime.device.pinned import PinnableMemory
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights.matrix import Matrix, matrix_of
+from hotsplit.sizes import format_bytes
 
 SEGMENT_BYTES = 256 << 20
 _ALIGNMENT = 64
@@ -95,7 +95,7 @@ class Residence:
     def pin(self) -> None:
         """Pins the memory, until it is freed, so that GPUs copy from it directly.
 
-        Call it once, when everything is copied: only used pages are pinned. Raises SparkinferError
+        Call it once, when everything is copied: only used pages are pinned. Raises HotsplitError
         if the system does not allow it."""
         self._close_segment()
         for memory, used in self._segments:
@@ -147,7 +147,7 @@ def _segment(num_bytes: int) -> tuple[PinnableMemory, Tensor]:
     try:
         return untouched(num_bytes)
     except OSError as error:  # the address space is limited; free memory was checked earlier
-        raise SparkinferError(
+        raise HotsplitError(
             f"no address space for {format_bytes(num_bytes)} of weights ({error.strerror}); raise the"
             " limit (ulimit -v), or load with is_resident=False, which leaves them in the file"
         ) from error

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.runtime.weights.matrix import Matrix
-from sparkinfer.runtime.weights.neuron_block import NeuronBlock
+from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.neuron_block import NeuronBlock
 
 
 def rows_of_slots(hot_N: np.ndarray, num_neurons: int) -> np.ndarray:

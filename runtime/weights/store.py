@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.gguf_file import TensorEntry
-from sparkinfer.runtime.device import huge_pages
-from sparkinfer.runtime.weights.matrix import Matrix, matrix_of
-from sparkinfer.runtime.weights.resident import Residence
-from sparkinfer.runtime.weights.upload import Uploader
+from hotsplit.gguf_file import TensorEntry
+from hotsplit.runtime.device import huge_pages
+from hotsplit.runtime.weights.matrix import Matrix, matrix_of
+from hotsplit.runtime.weights.resident import Residence
+from hotsplit.runtime.weights.upload import Uploader
 
 CPU = torch.device("cpu")
 Groups = Sequence[Sequence[TensorEntry]]
 
 
 class WeightStore(Protocol):
-    """Provides the weights of one device. `item`: the item of sparkinfer.budget under which bytes
+    """Provides the weights of one device. `item`: the item of hotsplit.budget under which bytes
     in a slab are counted."""
 
     @property

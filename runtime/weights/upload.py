@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparkinfer.gguf_file import TensorEntry, prefetch, release
-from sparkinfer.runtime.device.device_memory import DeviceMemory
-from sparkinfer.runtime.device.staging import Staging, copy_stream
-from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
-from sparkinfer.runtime.kernels.stored import FLOATS
-from sparkinfer.runtime.weights.matrix import Matrix
+from hotsplit.gguf_file import TensorEntry, prefetch, release
+from hotsplit.runtime.device.device_memory import DeviceMemory
+from hotsplit.runtime.device.staging import Staging, copy_stream
+from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
+from hotsplit.runtime.kernels.stored import FLOATS
+from hotsplit.runtime.weights.matrix import Matrix
 
 PIECE_BYTES = 8 << 20
 

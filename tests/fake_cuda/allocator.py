@@ -1,5 +1,5 @@
 """torch's caching allocator on the fake runtime: the rules of CUDACachingAllocator.cpp that
-sparkinfer relies on. Segments have 2 MiB for tensors up to 1 MiB, 20 MiB for those below 10 MiB,
+hotsplit relies on. Segments have 2 MiB for tensors up to 1 MiB, 20 MiB for those below 10 MiB,
 and the tensor's own size, rounded up to 2 MiB, for larger ones; a freed block is reused on the
 stream that it was allocated on; reserved memory has a limit; each captured graph has its own
 pool."""

@@ -1,4 +1,4 @@
-"""Passes sparkinfer's declarations on to the fake CUDA: the memory of host functions, which CUDA
+"""Passes hotsplit's declarations on to the fake CUDA: the memory of host functions, which CUDA
 cannot see, and that of kernels, whose declarations must cover what they access."""
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from fake_cuda.library import Range
 from fake_cuda.tensors import range_of
 from torch import Tensor
 
-from sparkinfer.runtime.device.streams import CudaStream, HostNode
+from hotsplit.runtime.device.streams import CudaStream, HostNode
 
 _open: list[list[Range]] = []  # the declaration of the launch that is being submitted
 

@@ -189,7 +189,7 @@ int cudaGraphLaunch(void* exec, void* handle) {
   if (!graph) return last_status;
   Stream* stream = stream_of("cudaGraphLaunch", handle);
   if (!stream) return last_status;
-  // CUDA would add the graph to the capture as a child; sparkinfer never launches one there.
+  // CUDA would add the graph to the capture as a child; hotsplit never launches one there.
   if (const int status = refused_if_captured("cudaGraphLaunch", *stream)) return status;
   if (const int status = may_submit("cudaGraphLaunch", *stream)) return status;
   return launch(*graph, *stream);

@@ -13,10 +13,10 @@ from fake_cuda.library import Range
 from fake_cuda.tensors import DeviceTensor, borrowed, range_of
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu import kernels as records
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.gpu import kernels as records
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # Names in kernels.py of the arguments that kernels write.
 WRITTEN = {

@@ -1,6 +1,6 @@
 """torch.cuda on the fake runtime: thin stand-ins for the C++ that torch's CPU build lacks.
 
-`fake_cuda()` installs them in torch for a block, in which sparkinfer's code runs unchanged. What
+`fake_cuda()` installs them in torch for a block, in which hotsplit's code runs unchanged. What
 torch implements in Python (torch.cuda.graph, torch.cuda.stream, torch.cuda.device) stays torch's
 own."""
 
@@ -21,10 +21,10 @@ from fake_cuda.kernels import launched, launched_slots
 from fake_cuda.tensors import DeviceTensor, Dispatch
 from torch import Tensor
 
-from sparkinfer.runtime.device import cuda_runtime
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels, reference_kernels
-from sparkinfer.runtime.kernels.gpu.slots import reference_slot_kernels
-from sparkinfer.runtime.weights import gpu_products
+from hotsplit.runtime.device import cuda_runtime
+from hotsplit.runtime.kernels.gpu.kernels import Kernels, reference_kernels
+from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels
+from hotsplit.runtime.weights import gpu_products
 
 
 def _cudart() -> SimpleNamespace:
@@ -143,7 +143,7 @@ def _run_in(dispatch: Dispatch) -> Callable[[threading.Thread], None]:
 
 def _finish(cuda: FakeCuda) -> None:
     if any(allocator.allocated for allocator in cuda.allocators):
-        gc.collect()  # reference cycles in sparkinfer: a captured step and its inputs
+        gc.collect()  # reference cycles in hotsplit: a captured step and its inputs
     library.load().fakeForgive()
     cuda.empty_cache()
     for start in cuda.unused:
@@ -154,7 +154,7 @@ def _finish(cuda: FakeCuda) -> None:
 
 
 def _forget_cached() -> None:
-    """Clears what sparkinfer caches about devices for the life of a process."""
+    """Clears what hotsplit caches about devices for the life of a process."""
     for module in (cuda_runtime, gpu_products):
         for function in vars(module).values():
             getattr(function, "cache_clear", lambda: None)()

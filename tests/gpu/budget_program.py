@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from sparkinfer import Engine
-from sparkinfer.errors import SparkinferError
+from hotsplit import Engine
+from hotsplit.errors import HotsplitError
 
 
 def main(model: str, split: str) -> None:
@@ -24,7 +24,7 @@ def main(model: str, split: str) -> None:
             except torch.OutOfMemoryError:
                 is_refused = True
             peak = torch.cuda.max_memory_reserved()
-    except SparkinferError as error:
+    except HotsplitError as error:
         print(json.dumps({"error": str(error)}))
         return
     print(json.dumps({"peak": peak, "reports": reports, "more_is_refused": is_refused}))

@@ -214,7 +214,7 @@ def main() -> int:
         "--only", help="only files whose names contain one of these, separated by commas"
     )
     asked = parser.parse_args()
-    packages = PACKAGES.split(",") if asked.device == "cuda" else ["torch", "sparkinfer"]
+    packages = PACKAGES.split(",") if asked.device == "cuda" else ["torch", "hotsplit"]
     missing = reason(packages, needs_kernels=True, needs_device=asked.device == "cuda")
     if missing:
         sys.exit(f"test-gpu: {missing}")

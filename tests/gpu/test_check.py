@@ -6,17 +6,17 @@ import dataclasses
 import pytest
 from test_runtime import make_split
 
-from sparkinfer import Engine
-from sparkinfer.device_checks import stored_checks
-from sparkinfer.runtime.check import device_check
-from sparkinfer.runtime.step.hybrid_step import HybridStep
+from hotsplit import Engine
+from hotsplit.device_checks import stored_checks
+from hotsplit.runtime.check import device_check
+from hotsplit.runtime.step.hybrid_step import HybridStep
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 
 
 def test_every_part_works(tmp_path, cuda, large_model, some_neurons, monkeypatch):
-    monkeypatch.setenv("SPARKINFER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOTSPLIT_CACHE", str(tmp_path / "cache"))
     split = make_split(large_model, some_neurons, context_length=256)
     split = dataclasses.replace(split, vram_budget_bytes=split.vram_budget_bytes + 64 * MIB)
     split.save(tmp_path / "s.gguf")

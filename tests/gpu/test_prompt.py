@@ -8,7 +8,7 @@ import torch
 from reference import rel_error
 from test_runtime import make_split
 
-from sparkinfer import Engine
+from hotsplit import Engine
 
 pytestmark = pytest.mark.gpu
 BOUND = 4 * torch.finfo(torch.float16).eps

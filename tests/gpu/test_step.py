@@ -17,9 +17,9 @@ from test_families import CASES, converted
 from test_hybrid_step import PLANS
 from test_runtime import IDS, make_split
 
-from sparkinfer import Engine
-from sparkinfer.gguf_file import array_entry
-from sparkinfer.model_file import ModelFile
+from hotsplit import Engine
+from hotsplit.gguf_file import array_entry
+from hotsplit.model_file import ModelFile
 
 pytestmark = pytest.mark.gpu
 L, F = 4, 96  # as in PLANS

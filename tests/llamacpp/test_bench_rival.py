@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparkinfer.bench.bench import bench
-from sparkinfer.bench.config import BenchConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.kernels.cpu import library
+from hotsplit.bench.bench import bench
+from hotsplit.bench.config import BenchConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / "build/llamacpp-venv/bin/python"
@@ -52,5 +52,5 @@ def test_a_model_that_llama_cpp_cannot_load_is_reported(
     path = MODEL if content is None else tmp_path / "empty.gguf"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SparkinferError, match=words):
+    with pytest.raises(HotsplitError, match=words):
         bench(config_of(compare_model=path))

@@ -15,11 +15,11 @@ import pytest
 from checkpoints import edit_config
 from reference import rel_error
 
-from sparkinfer import Engine
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.errors import SparkinferError
-from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
+from hotsplit import Engine
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.errors import HotsplitError
+from hotsplit.model_file import TOKENIZER_KEY, ModelFile
 
 BUNDLED = Path(__file__).parent.parent.parent / "examples/tiny-relu"
 PROMPTS = [
@@ -198,7 +198,7 @@ def test_bytes_equal_those_of_llama_cpps_quantiser(stock, quantised, kind):
 
 
 def test_files_that_would_run_wrongly_are_refused_on_both_sides(llama_cpp, silu, stock, tmp_path):
-    with pytest.raises(SparkinferError, match="graph computes SiLU, this model is relu"):
+    with pytest.raises(HotsplitError, match="graph computes SiLU, this model is relu"):
         convert(ConvertConfig(source=BUNDLED, output=tmp_path / "r.gguf", layout="stock"))
     assert llama_cpp("why_not", model=stock("f16"))["loaded"]
     for source in (BUNDLED, silu):

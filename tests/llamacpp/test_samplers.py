@@ -13,12 +13,12 @@ import pytest
 import torch
 from sampler_rival import ROOT, Case, ask, difference, differences, distribution, is_rounding
 
-from sparkinfer import Engine
-from sparkinfer.model_file import ModelFile
-from sparkinfer.runtime.generate.chain import SamplerChain
-from sparkinfer.runtime.generate.dry import dry_breakers
-from sparkinfer.runtime.generate.sampling_options import SamplingOptions
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit import Engine
+from hotsplit.model_file import ModelFile
+from hotsplit.runtime.generate.chain import SamplerChain
+from hotsplit.runtime.generate.dry import dry_breakers
+from hotsplit.runtime.generate.sampling_options import SamplingOptions
+from hotsplit.runtime.text.codec import TextCodec
 
 MODEL = ROOT / "build/smollm2/f16.gguf"
 STOCK = ROOT / "build/smollm2/f16-stock.gguf"

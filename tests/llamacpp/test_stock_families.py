@@ -9,8 +9,8 @@ from reference import rel_error
 from test_families import CASES, GATED, IDS, STOCK, transformers_logits
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
 
 # llama.cpp looks GELU up in a table of 16-bit values of the tanh form; Falcon's GELU is exact.
 BOUNDS = {"falcon-11b": 2e-2}

@@ -16,10 +16,10 @@ from texts import (
 )
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from sparkinfer.convert.convert import convert
-from sparkinfer.convert.options import ConvertConfig
-from sparkinfer.model_file import TOKENIZER_KEY, ModelFile
-from sparkinfer.runtime.text.codec import TextCodec
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
+from hotsplit.model_file import TOKENIZER_KEY, ModelFile
+from hotsplit.runtime.text.codec import TextCodec
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = mixed_lines()

@@ -14,14 +14,14 @@ from types import ModuleType
 
 import torch
 
+from hotsplit.runtime.kernels.gpu import launch
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.slots import SlotKernels
 from ptx.compiler import COMPILER, Compiled, Pointer, Source
 from ptx.machine import Program
 from ptx.memory import Memory
-from sparkinfer.runtime.kernels.gpu import launch
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.kernels.gpu.slots import SlotKernels
 
-PACKAGE = "sparkinfer.runtime.kernels.gpu"
+PACKAGE = "hotsplit.runtime.kernels.gpu"
 FOLDER = Path(launch.__file__).parent
 MODULES = ("rows", "norm", "attention", "predictor", "neurons")
 SLOT_MODULE = "slot_kernels"

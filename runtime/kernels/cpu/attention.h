@@ -27,7 +27,7 @@ inline int64_t parts_of(int64_t positions) { return (positions + PART - 1) / PAR
 
 class Attention {
   public:
-    Attention(const SparkStep& step, Arena& arena)
+    Attention(const HsStep& step, Arena& arena)
         : s(step), W(s.head_width), H(s.num_heads), K(s.num_kv_heads), G(H / K),
           padded(padded_head(W)), key_bytes(cache_row_bytes(s.key_kind, W)),
           value_bytes(cache_row_bytes(s.value_kind, W)), chunk_rows(std::max<int64_t>(1, SHARING_QUERIES / G)),
@@ -45,7 +45,7 @@ class Attention {
 
     // Records the computed rows of this step, and the other places to which their keys and values
     // are copied.
-    void place(const SparkRow* row, int64_t count) {
+    void place(const HsRow* row, int64_t count) {
         std::array<int64_t, MAX_STEP_ROWS> computed;  // index of each row among the computed ones
         T = num_copies = 0;
         for (int64_t r = 0; r < count; ++r) {
@@ -65,14 +65,14 @@ class Attention {
     int64_t number(int64_t t) const { return places[t].row; }  // index of computed row t in the step
 
     // Stores key and value [K, W] of row t in all their places.
-    void append(const SparkLayer& l, int64_t t, const float* key, const float* value) {
+    void append(const HsLayer& l, int64_t t, const float* key, const float* value) {
         append(l, places[t], key, value);
         for (int64_t i = 0; i < num_copies; ++i)
             if (copies[i].row == t) append(l, copies[i], key, value);
     }
 
     // Attends with the heads of qkv [T, stride]; writes `out` [T, H * W].
-    void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out) {
+    void run(const HsLayer& l, const float* qkv, int64_t stride, Operand& out) {
         summarise(l);
         for (int64_t t = 0; t < T; t += rows_at_once)
             run(l, qkv, stride, out, t, std::min(t + rows_at_once, T));
@@ -96,14 +96,14 @@ class Attention {
 
     // Offset of a position of the first head from the beginning of the cache, in rows.
     int64_t place_of(int32_t sequence, int64_t position) const {
-        const SparkTable& table = s.table;
+        const HsTable& table = s.table;
         const int64_t length = table.block_length;
         if (table.blocks_per_sequence == 1) return table.block[sequence] * K * length + position;
         const int64_t block = table.block[sequence * table.blocks_per_sequence + position / length];
         return block * K * length + position % length;
     }
 
-    void append(const SparkLayer& l, const Place& place, const float* key, const float* value) const {
+    void append(const HsLayer& l, const Place& place, const float* key, const float* value) const {
         const int64_t first = place_of(place.sequence, place.position);
         for (int64_t k = 0; k < K; ++k) {
             const int64_t at = first + k * s.table.block_length;
@@ -113,7 +113,7 @@ class Attention {
     }
 
     // Summarises the blocks of keys that end with a row of this step.
-    void summarise(const SparkLayer& l) {
+    void summarise(const HsLayer& l) {
         if (!selector.is_on()) return;
         std::array<Place, MAX_STEP_ROWS> ends;
         int64_t count = 0;
@@ -147,7 +147,7 @@ class Attention {
         return {t, n, last, 0, last + 1, 0, false, unit};
     }
 
-    void run(const SparkLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
+    void run(const HsLayer& l, const float* qkv, int64_t stride, Operand& out, int64_t t0,
              int64_t t1) {
         std::array<Chunk, MAX_ROWS> chunk;
         int64_t num_chunks = 0, units = 0, bytes = 0, searches = 0;
@@ -207,7 +207,7 @@ class Attention {
         return (c.begin - t0) * parts * H + (kv_head * parts + part) * c.count * G;
     }
 
-    void attend(const SparkLayer& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
+    void attend(const HsLayer& l, const Chunk& c, int64_t kv_head, int64_t part, int64_t t0) {
         const int64_t at = sums_at(c, kv_head, part, t0), far_parts = parts_of(c.num_far);
         const bool is_far = part < far_parts;
         const int64_t begin = is_far ? part * PART : c.num_far + (part - far_parts) * PART;
@@ -267,7 +267,7 @@ class Attention {
 
     // Finds the keys and values at n positions: sets `key` and `value`, and returns the offset of
     // each position from them, in rows, or null if the positions are contiguous there.
-    const int64_t* find(const SparkLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position,
+    const int64_t* find(const HsLayer& l, int32_t sequence, int64_t kv_head, const int32_t* position,
                         int64_t n, const uint8_t*& key, const uint8_t*& value) const {
         const int64_t length = s.table.block_length;
         auto at = [&](int64_t i) { return place_of(sequence, position[i]) + kv_head * length; };
@@ -305,7 +305,7 @@ class Attention {
         if (s.is_value_rotated) turn_by_hadamard(out, W);
     }
 
-    const SparkStep& s;
+    const HsStep& s;
     const int64_t W, H, K, G, padded, key_bytes, value_bytes, chunk_rows;
     int64_t T = 0, num_copies = 0, rows_at_once, parts = 0;  // most parts of a row in this batch
     float *query, *far_query, *top, *total, *mixed;

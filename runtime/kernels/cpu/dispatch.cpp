@@ -232,7 +232,7 @@ int64_t row_bytes_of(int32_t kind, int64_t D) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride,
+EXPORT int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride,
                               int64_t num_rows, int64_t D, const float* x, int64_t T,
                               const int32_t* index, int64_t A, float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
@@ -250,7 +250,7 @@ EXPORT int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t strid
     return STATUS_OK;
 }
 
-EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride,
+EXPORT int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride,
                                      int64_t num_rows, int64_t D, const float* c,
                                      const int32_t* index, int64_t A, float* y) {
     const int64_t row_bytes = row_bytes_of(kind, D);
@@ -269,7 +269,7 @@ EXPORT int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_
     return STATUS_OK;
 }
 
-EXPORT int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from,
+EXPORT int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from,
                                int64_t num_rows, int64_t D, const int32_t* index, int64_t A,
                                uint8_t* to, int64_t stride) {
     const int64_t row_bytes = row_bytes_of(kind, D), n = D / BLOCK;
@@ -304,7 +304,7 @@ EXPORT int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* fro
     return STATUS_OK;
 }
 
-EXPORT int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride,
+EXPORT int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride,
                                  int64_t num_rows, int64_t D, const int32_t* index, int64_t A,
                                  float* out) {
     const int64_t row_bytes = row_bytes_of(kind, D);
@@ -316,44 +316,44 @@ EXPORT int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t st
     return STATUS_OK;
 }
 
-EXPORT const char* spark_level() { return current->name; }
+EXPORT const char* hs_level() { return current->name; }
 
-EXPORT const char* spark_faulty_level() {
+EXPORT const char* hs_faulty_level() {
     for (const Level& level : levels)
         if (level.advertised && level.answer == 0) return level.name;
     return nullptr;
 }
 
-EXPORT int32_t spark_level_status(const char* name) {
+EXPORT int32_t hs_level_status(const char* name) {
     Level* level = find(name);
     if (!level) return STATUS_UNKNOWN_LEVEL;
     return level->usable() ? STATUS_OK : STATUS_UNUSABLE_LEVEL;
 }
 
-EXPORT int32_t spark_set_level(const char* name) {
-    const int32_t status = spark_level_status(name);
+EXPORT int32_t hs_set_level(const char* name) {
+    const int32_t status = hs_level_status(name);
     if (status == STATUS_OK) current = find(name);
     return status;
 }
 
-EXPORT int32_t spark_knows_prefetch_distance() { return known_ahead != UNKNOWN; }
+EXPORT int32_t hs_knows_prefetch_distance() { return known_ahead != UNKNOWN; }
 
-EXPORT int64_t spark_prefetch_distance() { return stream_ahead; }
+EXPORT int64_t hs_prefetch_distance() { return stream_ahead; }
 
-EXPORT void spark_set_prefetch_distance(int64_t bytes) { stream_ahead = bytes; }
+EXPORT void hs_set_prefetch_distance(int64_t bytes) { stream_ahead = bytes; }
 
-EXPORT void spark_evict(const uint8_t* begin, int64_t num_bytes) {
+EXPORT void hs_evict(const uint8_t* begin, int64_t num_bytes) {
 #ifdef __x86_64__
     for (int64_t at = 0; at < num_bytes; at += 64) _mm_clflush(begin + at);
     _mm_mfence();
 #endif
 }
 
-EXPORT int32_t spark_num_threads() { return num_threads(); }
+EXPORT int32_t hs_num_threads() { return num_threads(); }
 
-EXPORT void spark_set_spin_time(int32_t microseconds) { set_spin_time(microseconds); }
+EXPORT void hs_set_spin_time(int32_t microseconds) { set_spin_time(microseconds); }
 
-EXPORT int32_t spark_set_threads(int32_t n) {
+EXPORT int32_t hs_set_threads(int32_t n) {
     if (n < 1 || n > MAX_THREADS) return STATUS_BAD_ARGUMENT;
     return set_threads(n) ? STATUS_OK : STATUS_NO_THREADS;
 }

@@ -33,7 +33,7 @@ struct Gate {
 
 // Limits of a block's neurons, by position in the block.
 struct NeuronLimits {
-    NeuronLimits(const SparkBlock& block, const Gate& gate)
+    NeuronLimits(const HsBlock& block, const Gate& gate)
         : threshold(gate.threshold), gate(block.gate_limit),
           hidden(gate.mode == MODE_DENSE ? nullptr : block.hidden_limit) {}
 

@@ -27,7 +27,7 @@ enum Kind : int32_t {
     KIND_Q5_K,  // 176: the same with 5 bits per value
     KIND_Q6_K,  // 210: 6 bits per value, an int8 scale per 16 values, f16 scale
     // A row with all its scales first, then all its quants: a layout in memory of q4_0 and q8_0
-    // (spark_pack_rows); no file has it.
+    // (hs_pack_rows); no file has it.
     KIND_Q4_0_PLANAR,
     KIND_Q8_0_PLANAR,
     // Tiles of TILE_ROWS rows. For each pair of blocks (the last may be alone): the scales of all rows,
@@ -309,28 +309,28 @@ extern const Kernels kernels_amx;
 // Functions that library.py calls; step.h and row_copies.h declare the others.
 extern "C" {
 // weight: num_rows rows, `stride` bytes apart; x: [T, D]; index: A or null; y: [T, A], written.
-int32_t spark_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+int32_t hs_dot_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                        int64_t D, const float* x, int64_t T, const int32_t* index, int64_t A,
                        float* y);
 // weight: num_rows rows, `stride` bytes apart; c: A; index: A or null; y: D, written.
-int32_t spark_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+int32_t hs_accumulate_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                               int64_t D, const float* c, const int32_t* index, int64_t A, float* y);
 // Copies rows of the kind (index null: all rows) as rows of `to_kind`: the same kind; for q4_0 and
 // q8_0 also planar, tiled or grouped; for f16 and bf16 also grouped; for K-quants also tiled.
-int32_t spark_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
+int32_t hs_pack_rows(int32_t kind, int32_t to_kind, const uint8_t* from, int64_t num_rows,
                         int64_t D, const int32_t* index, int64_t A, uint8_t* to, int64_t stride);
 // weight: num_rows rows, `stride` bytes apart; index: A or null; out: A * D values, written.
-int32_t spark_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
+int32_t hs_unpack_rows(int32_t kind, const uint8_t* weight, int64_t stride, int64_t num_rows,
                           int64_t D, const int32_t* index, int64_t A, float* out);
-const char* spark_level();
-const char* spark_faulty_level();  // the best level that is advertised but faults or errs; or null
-int32_t spark_level_status(const char* name);
-int32_t spark_set_level(const char* name);
-int32_t spark_num_threads();
-int32_t spark_set_threads(int32_t num_threads);  // 1 to 1024
-void spark_set_spin_time(int32_t microseconds);
-int32_t spark_knows_prefetch_distance();  // of this processor
-int64_t spark_prefetch_distance();        // stream_ahead
-void spark_set_prefetch_distance(int64_t bytes);
-void spark_evict(const uint8_t* begin, int64_t num_bytes);  // from all caches
+const char* hs_level();
+const char* hs_faulty_level();  // the best level that is advertised but faults or errs; or null
+int32_t hs_level_status(const char* name);
+int32_t hs_set_level(const char* name);
+int32_t hs_num_threads();
+int32_t hs_set_threads(int32_t num_threads);  // 1 to 1024
+void hs_set_spin_time(int32_t microseconds);
+int32_t hs_knows_prefetch_distance();  // of this processor
+int64_t hs_prefetch_distance();        // stream_ahead
+void hs_set_prefetch_distance(int64_t bytes);
+void hs_evict(const uint8_t* begin, int64_t num_bytes);  // from all caches
 }

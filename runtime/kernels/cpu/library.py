@@ -23,14 +23,14 @@ from typing import Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from sparkinfer.errors import SparkinferError
-from sparkinfer.runtime.kernels.cpu import signatures
-from sparkinfer.runtime.kernels.grouped import GROUP_ROWS, is_grouped
-from sparkinfer.runtime.kernels.tiled import TILE_ROWS, is_tiled
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.cpu import signatures
+from hotsplit.runtime.kernels.grouped import GROUP_ROWS, is_grouped
+from hotsplit.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
 # Instruction sets, best first.
 LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
-LEVEL_VARIABLE = "SPARKINFER_CPU_LEVEL"
+LEVEL_VARIABLE = "HOTSPLIT_CPU_LEVEL"
 _BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
 log = logging.getLogger(__name__)
 
@@ -76,16 +76,16 @@ _LAYOUTS: dict[str, _Layout] = {
 
 def _load() -> ctypes.CDLL | None:
     """The shared library; None if it is not built."""
-    spec = find_spec("sparkinfer.runtime._cpu")  # finds the file in every kind of install
+    spec = find_spec("hotsplit.runtime._cpu")  # finds the file in every kind of install
     if spec is None or spec.origin is None:
         return None
     lib = ctypes.CDLL(spec.origin)
     signatures.declare(lib)
-    faulty = lib.spark_faulty_level()
+    faulty = lib.hs_faulty_level()
     if faulty is not None:
         log.warning(
             f"the processor advertises {faulty.decode()} but its instructions fail here;"
-            f" using {lib.spark_level().decode()}"
+            f" using {lib.hs_level().decode()}"
         )
     return lib
 
@@ -106,14 +106,14 @@ def is_available() -> bool:
 
 def level() -> str:
     """The instruction set in use, one of LEVELS."""
-    name: bytes = _built().spark_level()
+    name: bytes = _built().hs_level()
     return name.decode()
 
 
 def usable_levels() -> list[str]:
     """The LEVELS that this build has and this processor can run, best first."""
     lib = _built()
-    return [name for name in LEVELS if lib.spark_level_status(name.encode()) == _OK]
+    return [name for name in LEVELS if lib.hs_level_status(name.encode()) == _OK]
 
 
 def prefers_tiles() -> bool:
@@ -130,19 +130,19 @@ def rounds_to_bf16() -> bool:
 
 def set_level(name: str) -> None:
     """Switches the instruction set. Raises ValueError if it is unknown or unusable."""
-    if _built().spark_set_level(name.encode()) != _OK:
+    if _built().hs_set_level(name.encode()) != _OK:
         what = "this machine cannot run" if name in LEVELS else "there is no"
         raise ValueError(f"{what} CPU level {name!r}; usable here: {', '.join(usable_levels())}")
 
 
 def num_threads() -> int:
     """Number of threads that share a job, including the caller's; by default one per processor."""
-    return int(_built().spark_num_threads())
+    return int(_built().hs_num_threads())
 
 
 def set_threads(num_threads: int) -> None:
     """Lets this many threads, 1 to 1024, share each job from now on."""
-    status = _built().spark_set_threads(num_threads) if 1 <= num_threads <= 1024 else _BAD_ARGUMENT
+    status = _built().hs_set_threads(num_threads) if 1 <= num_threads <= 1024 else _BAD_ARGUMENT
     if status == _BAD_ARGUMENT:
         raise ValueError(f"num_threads must be 1 to 1024, got {num_threads}")
     if status == _NO_THREADS:
@@ -152,31 +152,31 @@ def set_threads(num_threads: int) -> None:
 def set_spin_time(microseconds: int = 50) -> None:
     """Lets an idle thread wait this long for a job before it sleeps; at first it waits as long as
     by default."""
-    _built().spark_set_spin_time(microseconds)
+    _built().hs_set_spin_time(microseconds)
 
 
 def knows_prefetch_distance() -> bool:
     """True if the kernels know how far ahead this processor should prefetch; if not,
     runtime.kernels.prefetch_distance measures it."""
-    return bool(_built().spark_knows_prefetch_distance())
+    return bool(_built().hs_knows_prefetch_distance())
 
 
 def prefetch_distance() -> int:
     """How many bytes ahead a product prefetches matrices in tiles; 0 leaves that to the hardware."""
-    return int(_built().spark_prefetch_distance())
+    return int(_built().hs_prefetch_distance())
 
 
 def set_prefetch_distance(num_bytes: int) -> None:
     """Sets `prefetch_distance`, on which only the speed depends."""
     if num_bytes < 0:
         raise ValueError(f"num_bytes must not be negative, got {num_bytes}")
-    _built().spark_set_prefetch_distance(num_bytes)
+    _built().hs_set_prefetch_distance(num_bytes)
 
 
 def evict(data: Tensor) -> None:
     """Evicts a contiguous tensor from the processor's caches, for measurements."""
     assert data.is_contiguous() and data.device.type == "cpu"
-    _built().spark_evict(data.data_ptr(), data.nbytes)
+    _built().hs_evict(data.data_ptr(), data.nbytes)
 
 
 def _use_level_from_environment() -> None:
@@ -184,13 +184,13 @@ def _use_level_from_environment() -> None:
     if name is None:
         return
     if name not in LEVELS:
-        raise SparkinferError(f"{LEVEL_VARIABLE}={name!r}: must be one of {', '.join(LEVELS)}")
+        raise HotsplitError(f"{LEVEL_VARIABLE}={name!r}: must be one of {', '.join(LEVELS)}")
     if _lib is None:
         return  # no kernels at any level
     try:
         set_level(name)
     except ValueError as error:
-        raise SparkinferError(f"{LEVEL_VARIABLE}={name!r}: {error}") from None
+        raise HotsplitError(f"{LEVEL_VARIABLE}={name!r}: {error}") from None
 
 
 _use_level_from_environment()
@@ -255,17 +255,17 @@ def rows_together(kind: str) -> int:
 
 def step_bytes(step: ctypes.Structure) -> int:
     """Workspace bytes of a step described by native_step.py; -1 if it is inconsistent."""
-    return int(_built().spark_step_bytes(ctypes.addressof(step)))
+    return int(_built().hs_step_bytes(ctypes.addressof(step)))
 
 
 def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None:
-    """Runs a step of these rows (structs SparkRow, see step.h). `logits`: f32, one row for each row
+    """Runs a step of these rows (structs HsRow, see step.h). `logits`: f32, one row for each row
     of the step that asks for logits.
 
     Raises IndexError for an impossible token or position, or a position without a block in the
     cache."""
     lib = _lib or _built()
-    status = lib.spark_step(
+    status = lib.hs_step(
         ctypes.addressof(step), ctypes.addressof(rows), len(rows), logits.data_ptr()
     )
     if status == _INDEX_OUT_OF_RANGE:
@@ -280,38 +280,38 @@ def run_step(step: ctypes.Structure, rows: ctypes.Array, logits: Tensor) -> None
 def run_part(part: ctypes.Structure) -> None:
     """Runs a part of a step, a struct of native_parts.py; step_bytes must have checked the step, and
     the caller its rows."""
-    (_lib or _built()).spark_part(ctypes.addressof(part))
+    (_lib or _built()).hs_part(ctypes.addressof(part))
 
 
 def part_function() -> int:
     """The address of a function void (*)(void*) that runs a part of a step, a struct of
     native_parts.py; step_bytes must have checked the step."""
-    return _address("spark_part")
+    return _address("hs_part")
 
 
 def neurons_bytes(neurons: ctypes.Structure) -> int:
     """Workspace bytes of a block of neurons described by native_neurons.py; -1 if inconsistent."""
-    return int(_built().spark_neurons_bytes(ctypes.addressof(neurons)))
+    return int(_built().hs_neurons_bytes(ctypes.addressof(neurons)))
 
 
 def run_neurons(neurons: ctypes.Structure) -> None:
     """Runs gate, up and down of one block for its tokens; neurons_bytes must have checked it."""
-    (_lib or _built()).spark_neurons(ctypes.addressof(neurons))
+    (_lib or _built()).hs_neurons(ctypes.addressof(neurons))
 
 
 def neurons_function() -> int:
     """The address of the function behind `run_neurons`: void (*)(void*)."""
-    return _address("spark_neurons")
+    return _address("hs_neurons")
 
 
 def copy_rows(copies: ctypes.Structure) -> None:
     """Makes the copies listed in a struct of neuron_cache/row_copies.py."""
-    (_lib or _built()).spark_copy_rows(ctypes.addressof(copies))
+    (_lib or _built()).hs_copy_rows(ctypes.addressof(copies))
 
 
 def new_copier() -> int:
     """The address of a new copying thread (row_copies.h), to be freed with `free_copier`."""
-    copier: int | None = _built().spark_copier_new()
+    copier: int | None = _built().hs_copier_new()
     if copier is None:
         raise MemoryError("no memory for a copying thread")
     return copier
@@ -320,20 +320,20 @@ def new_copier() -> int:
 def start_copies(copier: int, copies: ctypes.Structure, seconds: float) -> None:
     """Starts copies, which take at least `seconds`; their struct must live until
     `finish_copies`."""
-    (_lib or _built()).spark_copier_start(copier, ctypes.addressof(copies), seconds)
+    (_lib or _built()).hs_copier_start(copier, ctypes.addressof(copies), seconds)
 
 
 def finish_copies(copier: int) -> None:
-    (_lib or _built()).spark_copier_finish(copier)
+    (_lib or _built()).hs_copier_finish(copier)
 
 
 def free_copier(copier: int) -> None:
-    _built().spark_copier_free(copier)
+    _built().hs_copier_free(copier)
 
 
 def copy_rows_function() -> int:
     """The address of the function behind `copy_rows`: void (*)(void*)."""
-    return _address("spark_copy_rows")
+    return _address("hs_copy_rows")
 
 
 def _address(function: str) -> int:
@@ -374,7 +374,7 @@ def dot_rows(weight: Tensor, kind: str, x: Tensor, index_A: Tensor | None = None
         num_active = index_A.numel()
         index = _check_vector("index_A", index_A, torch.int32, num_active)
     y = torch.empty(*x.shape[:-1], num_active, dtype=torch.float32, device="cpu")
-    status = lib.spark_dot_rows(
+    status = lib.hs_dot_rows(
         code, weight.data_ptr(), stride, num_rows, num_columns, x.data_ptr(), num_vectors, index,
         num_active, y.data_ptr(),
     )  # fmt: skip
@@ -408,7 +408,7 @@ def accumulate_rows(
         index = _check_vector("index_A", index_A, torch.int32, num_active)
     coefficient = _check_vector("coefficient_A", coefficient_A, torch.float32, num_active)
     y_D = torch.empty(num_columns, dtype=torch.float32, device="cpu")
-    status = lib.spark_accumulate_rows(
+    status = lib.hs_accumulate_rows(
         code, weight.data_ptr(), stride, num_rows, num_columns, coefficient, index,
         num_active, y_D.data_ptr(),
     )  # fmt: skip
@@ -446,7 +446,7 @@ def pack_rows(
         packed_kind = kind
     if rows_together(packed_kind) > 1 and not out.is_contiguous():
         _refuse("out", f"contiguous rows for the {form} form", out)
-    status = _built().spark_pack_rows(
+    status = _built().hs_pack_rows(
         code, kind_code(packed_kind), weight.data_ptr(), num_rows, num_columns, index, num_active,
         out.data_ptr(), out.stride(0),
     )  # fmt: skip
@@ -472,7 +472,7 @@ def unpack_rows(weight: Tensor, kind: str, out_AD: Tensor, index_A: Tensor | Non
     is_right = out_AD.dtype == torch.float32 and out_AD.is_contiguous()
     if not is_right or not out_AD.is_cpu or out_AD.shape != (num_active, num_columns):
         _refuse("out_AD", f"contiguous f32 of {num_active} rows of {num_columns}", out_AD)
-    status = lib.spark_unpack_rows(
+    status = lib.hs_unpack_rows(
         code, weight.data_ptr(), stride, num_rows, num_columns, index, num_active,
         out_AD.data_ptr(),
     )  # fmt: skip

@@ -4,7 +4,7 @@
 namespace {
 
 struct Room {
-    Room(const SparkNeurons& n, uint8_t* memory)
+    Room(const HsNeurons& n, uint8_t* memory)
         : arena(memory),
           x(arena.operand(n.width, n.max_tokens, forms_of(n.block))),
           neurons(arena, n.width, n.block.num_neurons, n.max_tokens, by_output_forms(n.block)) {}
@@ -14,7 +14,7 @@ struct Room {
     Neurons neurons;
 };
 
-bool fits(const SparkNeurons& n) {
+bool fits(const HsNeurons& n) {
     if (n.width < 1 || n.width > INT32_MAX || n.num_neurons < 1 || n.num_neurons > INT32_MAX)
         return false;
     if (n.max_tokens < 1 || n.max_tokens > MAX_ROWS) return false;
@@ -26,12 +26,12 @@ bool fits(const SparkNeurons& n) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int64_t spark_neurons_bytes(const SparkNeurons* neurons) {
+EXPORT int64_t hs_neurons_bytes(const HsNeurons* neurons) {
     return fits(*neurons) ? Room(*neurons, nullptr).arena.used() : -1;
 }
 
-EXPORT void spark_neurons(void* data) {
-    SparkNeurons& n = *static_cast<SparkNeurons*>(data);
+EXPORT void hs_neurons(void* data) {
+    HsNeurons& n = *static_cast<HsNeurons*>(data);
     Room room(n, n.workspace);
     const int64_t T = n.num_tokens, words = (n.num_neurons + 31) / 32;
     std::memcpy(room.x.f32, n.x, T * n.width * sizeof(float));

@@ -30,8 +30,8 @@ class Neurons {
 
     // Writes the output of a block's predicted neurons (all, if `named` is null) for T tokens to
     // out [T, D]; sets in `fired` the bits of neurons whose row of `down` is used (dense: all). `seen`: see
-    // SparkStep's seen_gate.
-    void run(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
+    // HsStep's seen_gate.
+    void run(const HsBlock& block, const Gate& gate, const Named* named, Operand& x, int64_t T,
              float* out, NeuronBytes& read, Fired fired = {}, const Seen& seen = {}) {
         seen_ = seen;
         if (block.is_by_output) return run_by_output(block, gate, x, T, out, read, fired);
@@ -49,7 +49,7 @@ class Neurons {
     };
 
     // Lists the positions of predicted neurons in the block, ascending; returns their number.
-    static int64_t list(const SparkBlock& block, const Named& named, int32_t* position) {
+    static int64_t list(const HsBlock& block, const Named& named, int32_t* position) {
         if (!block.id) return named.list(block.num_neurons, position);
         int64_t count = 0;
         for (int64_t p = 0; p < block.num_neurons; ++p) {
@@ -60,7 +60,7 @@ class Neurons {
     }
 
     // Runs all neurons of a block whose `down` has a row per output: two or three products.
-    void run_by_output(const SparkBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
+    void run_by_output(const HsBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
                        NeuronBytes& read, Fired fired) {
         const int64_t N = block.num_neurons, grain = T == 1 ? TILE_ROWS : 32;
         const Input gate_x = x.as(block.gate.kind, T);
@@ -87,7 +87,7 @@ class Neurons {
     }
 
     // Runs all neurons, from contiguous matrices.
-    void run_whole(const SparkBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
+    void run_whole(const HsBlock& block, const Gate& gate, Operand& x, int64_t T, float* out,
                    NeuronBytes& read, Fired fired) {
         const int64_t N = block.num_neurons, chunk = groups_of_chunk(N) * SUM_ROWS;
         const int64_t chunks = (N + chunk - 1) / chunk;
@@ -113,7 +113,7 @@ class Neurons {
     // ---- one token ------------------------------------------------------------------------------
 
     // Runs the neurons at `count` positions of the block (null: the first `count`).
-    void run_one(const SparkBlock& block, const Gate& gate, const int32_t* position, int64_t count,
+    void run_one(const HsBlock& block, const Gate& gate, const int32_t* position, int64_t count,
                  Operand& x, float* out, NeuronBytes& read, Fired fired) {
         const int64_t chunk = groups_of_chunk(block.num_neurons) * SUM_ROWS;
         const int64_t chunks = (block.num_neurons + chunk - 1) / chunk;
@@ -144,7 +144,7 @@ class Neurons {
                 fired.set(0, id_of(block, open_position_[o]));
     }
 
-    static int64_t id_of(const SparkBlock& block, int64_t p) { return block.id ? block.id[p] : p; }
+    static int64_t id_of(const HsBlock& block, int64_t p) { return block.id ? block.id[p] : p; }
 
     // ---- several tokens -------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Neurons {
 
     // Computes the hidden values of neurons that fire, group by group, then the sums, in pieces of
     // columns.
-    void run_many(const SparkBlock& block, const Gate& gate, const Named* named, Operand& x,
+    void run_many(const HsBlock& block, const Gate& gate, const Named* named, Operand& x,
                   int64_t T, float* out, NeuronBytes& read, Fired fired) {
         const int64_t groups = groups_of(block.num_neurons);
         hidden_.groups = groups, hidden_.T = T;
@@ -192,7 +192,7 @@ class Neurons {
     };
 
     // Multiplies the rows of groups g0 .. g1-1 for the tokens that need them; y [groups, T, SUM_ROWS].
-    static void dot_groups(const SparkMatrix& m, const SparkBlock& block, const Input& x, int64_t T,
+    static void dot_groups(const HsMatrix& m, const HsBlock& block, const Input& x, int64_t T,
                            int64_t g0, int64_t g1, const Needed& needed, float* y) {
         const int64_t first = g0 * SUM_ROWS, end = std::min(g1 * SUM_ROWS, block.num_neurons);
         int64_t all = 0;
@@ -223,7 +223,7 @@ class Neurons {
     }
 
     // Computes the hidden values of groups g0 .. g1-1.
-    void run_groups(const SparkBlock& block, const Gate& gate, const Named* named, const Input& gate_x,
+    void run_groups(const HsBlock& block, const Gate& gate, const Named* named, const Input& gate_x,
                     const Input& up_x, int64_t T, int64_t g0, int64_t g1) {
         Needed needed;
         for (int64_t g = g0; g < g1; ++g) {
@@ -242,7 +242,7 @@ class Neurons {
     }
 
     // Activates the gates of a group; clears the bits of those that do not fire.
-    void open_group(const SparkBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
+    void open_group(const HsBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
         const NeuronLimits limits(block, gate);
         const Biases bias{block.gate.bias, block.row, p0};
@@ -258,7 +258,7 @@ class Neurons {
     }
 
     // Multiplies the activated gates of a group by its ups, and stores which of them are not silent.
-    void finish_group(const SparkBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
+    void finish_group(const HsBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
         const NeuronLimits limits(block, gate);
         const Biases bias{block.up.bias, block.row, p0};
@@ -287,7 +287,7 @@ class Neurons {
         return ~0ull;
     }
 
-    static Rows rows_of(const SparkMatrix& m, const SparkBlock& block, int64_t p0, int64_t count) {
+    static Rows rows_of(const HsMatrix& m, const HsBlock& block, int64_t p0, int64_t count) {
         return Places{m, block.row, block.num_neurons}.rows(p0, count);
     }
 
@@ -300,7 +300,7 @@ class Neurons {
         float operator[](int64_t i) const { return data[row ? row[p0 + i] : p0 + i]; }
     };
 
-    static uint64_t names(const SparkBlock& block, const Named& named, int64_t p0, int64_t count) {
+    static uint64_t names(const HsBlock& block, const Named& named, int64_t p0, int64_t count) {
         if (!block.id) return named.which(p0, count);
         uint64_t mask = 0;
         for (int64_t i = 0; i < count; ++i)
@@ -319,12 +319,12 @@ class Neurons {
 };
 
 // The packed forms of a block's hidden values, as a bit mask; 0 unless `down` has a row per output.
-inline uint32_t by_output_forms(const SparkBlock& block) {
+inline uint32_t by_output_forms(const HsBlock& block) {
     return block.is_by_output ? form_bit(block.down) : 0;
 }
 
 // True if this is a valid block of a layer of F neurons of width D.
-inline bool fits(const SparkBlock& block, int64_t D, int64_t F, bool is_gated, int32_t mode) {
+inline bool fits(const HsBlock& block, int64_t D, int64_t F, bool is_gated, int32_t mode) {
     if (block.is_by_output)
         return mode == MODE_DENSE && !block.is_transposed && !block.row && !block.id &&
                block.num_neurons == F && is_gated == (block.up.data != nullptr) &&

@@ -35,7 +35,7 @@ struct Opened {
 
 class OneToken {
   public:
-    OneToken(const SparkBlock& block, const Gate& gate, const Input& gate_x, const Input& up_x,
+    OneToken(const HsBlock& block, const Gate& gate, const Input& gate_x, const Input& up_x,
              const TokenRoom& room, const Candidates& all)
         : block(block), gate(gate), gate_x(gate_x), up_x(up_x), limits(block, gate), room(room), all(all),
           is_together(block.gate.stride > row_bytes(block.gate)) {}
@@ -61,11 +61,11 @@ class OneToken {
 
     // Rows that are read later: those of a matrix listed in row[begin .. end-1]; by default none.
     struct NextRows {
-        const SparkMatrix& of = NO_MATRIX;
+        const HsMatrix& of = NO_MATRIX;
         const int32_t* row = nullptr;
         int64_t begin = 0, end = 0;
     };
-    static constexpr SparkMatrix NO_MATRIX = {};
+    static constexpr HsMatrix NO_MATRIX = {};
 
     NextRows gates_from(int64_t a) const {  // another piece of the same thread may begin at a
         return {block.gate, all.row, a, std::min(a + AT_ONCE, all.count)};
@@ -125,7 +125,7 @@ class OneToken {
     }
 
     void push(const NextRows& next) {
-        const SparkMatrix& m = next.of;
+        const HsMatrix& m = next.of;
         for (int64_t a = next.begin; m.data && a < next.end; ++a)
             queue.push(m.data + (next.row ? next.row[a] : a) * m.stride);
     }
@@ -146,13 +146,13 @@ class OneToken {
 
     int64_t D() const { return block.down.num_columns; }
 
-    Rows rows_of(const SparkMatrix& m, const int32_t* row, int64_t count) {
+    Rows rows_of(const HsMatrix& m, const int32_t* row, int64_t count) {
         Rows rows = {m.data, m.stride, m.num_columns, row, count};
         rows.queue = &queue;
         return rows;
     }
 
-    void multiply(const SparkMatrix& m, const Input& x, const int32_t* row, int64_t a0, int64_t a1,
+    void multiply(const HsMatrix& m, const Input& x, const int32_t* row, int64_t a0, int64_t a1,
                   float* y) {
         kernels().dot_rows[m.kind](rows_of(m, row, a1), x, y, 0, a0, a1);
     }
@@ -225,7 +225,7 @@ class OneToken {
         }
     }
 
-    const SparkBlock& block;
+    const HsBlock& block;
     const Gate& gate;
     const Input &gate_x, &up_x;
     const NeuronLimits limits;

@@ -14,24 +14,24 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-void copy(const SparkCopies& copies) {
+void copy(const HsCopies& copies) {
     for (int64_t i = 0; i < copies.count; ++i) {
-        const SparkCopy& one = copies.copy[i];
+        const HsCopy& one = copies.copy[i];
         std::memcpy(one.to, one.from, one.num_bytes);
     }
 }
 
 }  // namespace
 
-struct SparkCopier {
-    SparkCopier() {
+struct HsCopier {
+    HsCopier() {
         try {
             thread_ = std::thread([this] { work(); });
         } catch (const std::system_error&) {  // finish() then makes the copies
         }
     }
 
-    ~SparkCopier() {
+    ~HsCopier() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stop_ = true;
@@ -40,7 +40,7 @@ struct SparkCopier {
         if (thread_.joinable()) thread_.join();
     }
 
-    void start(const SparkCopies* copies, double seconds) {
+    void start(const HsCopies* copies, double seconds) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             waiting_ = copies;
@@ -52,7 +52,7 @@ struct SparkCopier {
 
     void finish() {
         std::unique_lock<std::mutex> lock(mutex_);
-        const SparkCopies* mine = waiting_;
+        const HsCopies* mine = waiting_;
         waiting_ = nullptr;
         wait(done_, lock, [this] { return !is_running_; });
         lock.unlock();
@@ -73,7 +73,7 @@ struct SparkCopier {
         for (;;) {
             wait(wanted_, lock, [this] { return stop_ || waiting_; });
             if (stop_) return;
-            const SparkCopies* mine = waiting_;
+            const HsCopies* mine = waiting_;
             waiting_ = nullptr, is_running_ = true;
             lock.unlock();
             copy(*mine);
@@ -85,7 +85,7 @@ struct SparkCopier {
 
     std::mutex mutex_;
     std::condition_variable wanted_, done_;
-    const SparkCopies* waiting_ = nullptr;  // copies that have not begun
+    const HsCopies* waiting_ = nullptr;  // copies that have not begun
     bool is_running_ = false, stop_ = false;
     Clock::time_point end_{};
     std::thread thread_;
@@ -93,14 +93,14 @@ struct SparkCopier {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void spark_copy_rows(void* data) { copy(*static_cast<const SparkCopies*>(data)); }
+EXPORT void hs_copy_rows(void* data) { copy(*static_cast<const HsCopies*>(data)); }
 
-EXPORT SparkCopier* spark_copier_new() { return new (std::nothrow) SparkCopier; }
+EXPORT HsCopier* hs_copier_new() { return new (std::nothrow) HsCopier; }
 
-EXPORT void spark_copier_start(SparkCopier* copier, const SparkCopies* copies, double seconds) {
+EXPORT void hs_copier_start(HsCopier* copier, const HsCopies* copies, double seconds) {
     copier->start(copies, seconds);
 }
 
-EXPORT void spark_copier_finish(SparkCopier* copier) { copier->finish(); }
+EXPORT void hs_copier_finish(HsCopier* copier) { copier->finish(); }
 
-EXPORT void spark_copier_free(SparkCopier* copier) { delete copier; }
+EXPORT void hs_copier_free(HsCopier* copier) { delete copier; }

@@ -26,12 +26,12 @@ struct Coefficients {
 
 // The first `count` rows of a matrix, or those listed in `row`.
 struct Places {
-    const SparkMatrix& matrix;
+    const HsMatrix& matrix;
     const int32_t* row;  // or null
     int64_t count;
 
     Rows rows(int64_t first, int64_t n) const {
-        const SparkMatrix& m = matrix;
+        const HsMatrix& m = matrix;
         if (row) return {m.data, m.stride, m.num_columns, row + first, n};
         return {m.data + first * m.stride, m.stride, m.num_columns, nullptr, n};
     }

@@ -30,7 +30,7 @@ constexpr int64_t TOGETHER = 256;  // blocks that are scored at a time
 constexpr float SUMMARY_LARGEST = 63.0f, QUERY_LARGEST = 127.0f, CODE_STEP = 0.9957f;
 
 inline int64_t select_width(int64_t W) { return (W + SELECT_WIDTH - 1) / SELECT_WIDTH * SELECT_WIDTH; }
-inline int64_t summary_width(const SparkSelect& select, int64_t W) {
+inline int64_t summary_width(const HsSelect& select, int64_t W) {
     return select_width(W) * (select.summary == SUMMARY_BOUNDS ? 2 : 1);
 }
 
@@ -42,7 +42,7 @@ inline float largest_of(const float* x, int64_t n) {
 
 class Selector {
   public:
-    explicit Selector(const SparkStep& step)
+    explicit Selector(const HsStep& step)
         : s(step), rule(step.select), W(s.head_width), Wp(select_width(W)),
           Ws(summary_width(rule, W)), K(s.num_kv_heads), G(s.num_heads / K) {}
 
@@ -95,7 +95,7 @@ class Selector {
     }
 
     // Computes summary and codes of the block from `position` on, from its stored keys.
-    void summarise(const SparkLayer& l, int32_t sequence, int64_t position, int64_t kv_head,
+    void summarise(const HsLayer& l, int32_t sequence, int64_t position, int64_t kv_head,
                    const uint8_t* key, int64_t key_bytes) const {
         const int64_t B = rule.block, at = block_at(sequence, position, kv_head);
         static thread_local std::vector<float> memory;
@@ -119,7 +119,7 @@ class Selector {
 
     // Finds the positions [num_taken], ascending, that row `t` of a batch, at `position`, reads for the
     // queries [G, stride] of a key-value head. Not for rows that attend to all positions.
-    void choose(const SparkLayer& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
+    void choose(const HsLayer& l, int64_t t, int32_t sequence, int64_t position, int64_t kv_head,
                 const float* query, int64_t stride) const {
         int32_t* to = of(t, kv_head);
         const int64_t window = window_begin(position), sinks = rule.sinks;
@@ -213,7 +213,7 @@ class Selector {
     };
 
     // Writes `top` positions between the sinks and the window, ascending, to `to`.
-    void search(const SparkLayer& l, int32_t sequence, int64_t kv_head, int64_t window, const float* query,
+    void search(const HsLayer& l, int32_t sequence, int64_t kv_head, int64_t window, const float* query,
                 int64_t stride, int32_t* to) const {
         static thread_local Scratch room;
         const int64_t B = rule.block, first = rule.sinks / B, n = window / B - first;
@@ -252,7 +252,7 @@ class Selector {
     }
 
     // Looks up n blocks from `first` on in the tables.
-    void find_blocks(const SparkLayer& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
+    void find_blocks(const HsLayer& l, int32_t sequence, int64_t kv_head, int64_t first, int64_t n,
                      Scratch& room) const {
         room.row.resize(n), room.at.resize(n), room.unit.resize(n);
         const int64_t own = s.table.block_length / rule.block;  // whole key blocks of a cache block
@@ -309,7 +309,7 @@ class Selector {
     }
 
     // Loads the codes and factors of the blocks `at` [n].
-    void touch_codes(const SparkLayer& l, const int64_t* at, int64_t n) const {
+    void touch_codes(const HsLayer& l, const int64_t* at, int64_t n) const {
         const int64_t B = rule.block, length = B * (Wp / 4);
         for (int64_t i = 0; i < n; ++i) {
             touch(l.code + at[i] * length, length);
@@ -318,7 +318,7 @@ class Selector {
     }
 
     // Computes attention scores, room.score [G, num_best * B], from the codes of the chosen blocks' keys.
-    void score_codes(const SparkLayer& l, int64_t num_best, const float* query, int64_t stride,
+    void score_codes(const HsLayer& l, int64_t num_best, const float* query, int64_t stride,
                      Scratch& room) const {
         const int64_t B = rule.block, m = num_best * B;
         room.query.resize(G * Wp), room.offset.resize(G), room.by.resize(G);
@@ -343,8 +343,8 @@ class Selector {
         }
     }
 
-    const SparkStep& s;
-    const SparkSelect& rule;
+    const HsStep& s;
+    const HsSelect& rule;
     const int64_t W, Wp, Ws, K, G;
     int32_t* list = nullptr;
 };

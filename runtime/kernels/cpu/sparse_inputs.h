@@ -37,7 +37,7 @@ class SparseInputs {
     // y [T, stride] of `count` matrices with equal numbers of rows, outputs concatenated; x [T, rows].
     // Adds each matrix's bias, if it has one. Returns the bytes of the rows that any token needs;
     // several tokens may read further rows.
-    int64_t run(const SparkMatrix* matrix, int count, const float* x, const InputLimits& limits, int64_t T,
+    int64_t run(const HsMatrix* matrix, int count, const float* x, const InputLimits& limits, int64_t T,
                 float* y, int64_t stride) {
         return T == 1 ? run_one(matrix, count, x, limits.of(0), y)
                       : run_many(matrix, count, x, limits, T, y, stride);
@@ -46,7 +46,7 @@ class SparseInputs {
   private:
     // ---- one token ------------------------------------------------------------------------------
 
-    int64_t run_one(const SparkMatrix* matrix, int count, const float* x, const TokenLimits& limits,
+    int64_t run_one(const HsMatrix* matrix, int count, const float* x, const TokenLimits& limits,
                     float* y) {
         const int64_t inputs = matrix->num_rows, num_active = list(x, limits, inputs);
         const int64_t chunk = groups_of_chunk(inputs) * SUM_ROWS, chunks = (inputs + chunk - 1) / chunk;
@@ -96,7 +96,7 @@ class SparseInputs {
 
     // The active inputs of one group, and columns of a matrix whose first output is `first`.
     struct Piece {
-        const SparkMatrix* matrix;
+        const HsMatrix* matrix;
         int64_t begin, end, d0, d1, first;
 
         // Byte offset of the columns in a row; the first columns include all scales of a planar row.
@@ -114,7 +114,7 @@ class SparseInputs {
     // long rows in pieces of columns, so that a group and the next fit into L2 together.
     class Walk {
       public:
-        Walk(const SparkMatrix* matrix, int count, int64_t begin, int64_t end)
+        Walk(const HsMatrix* matrix, int count, int64_t begin, int64_t end)
             : begin_(begin), end_(end), last_(matrix + count), at_{matrix, begin, begin, 0, 0, 0} {
             at_.d1 = columns_to(0);
         }
@@ -136,7 +136,7 @@ class SparseInputs {
 
       private:
         int64_t columns_to(int64_t d0) const {
-            const SparkMatrix& m = *at_.matrix;
+            const HsMatrix& m = *at_.matrix;
             const bool is_whole = block_values(m.kind) == SUPER_BLOCK || row_bytes(m) <= 2 * PIECE_BYTES;
             const int64_t size = PIECE_BYTES * m.num_columns / row_bytes(m) / PIECE_GRAIN * PIECE_GRAIN;
             return is_whole || d0 + 2 * size > m.num_columns ? m.num_columns : d0 + size;
@@ -144,7 +144,7 @@ class SparseInputs {
 
         int64_t begin_;
         const int64_t end_;
-        const SparkMatrix* const last_;
+        const HsMatrix* const last_;
         Piece at_;
     };
 
@@ -158,7 +158,7 @@ class SparseInputs {
 
     // Adds the sums of a piece to out [D], while the next piece is prefetched.
     void add(const Piece& piece, const Piece& then, float* out) const {
-        const SparkMatrix& m = *piece.matrix;
+        const HsMatrix& m = *piece.matrix;
         const uint8_t* next[SUM_ROWS];
         Rows rows = {m.data, m.stride, m.num_columns, active_, piece.end};
         rows.then = next, rows.num_then = then.end - then.begin;
@@ -171,10 +171,10 @@ class SparseInputs {
 
     static constexpr int64_t UNIT = 128;  // columns reordered together
 
-    static int64_t units_of(const SparkMatrix& m) { return (m.num_columns + UNIT - 1) / UNIT; }
+    static int64_t units_of(const HsMatrix& m) { return (m.num_columns + UNIT - 1) / UNIT; }
 
     // Joins units u0 .. u1-1 of a matrix, whose sums begin at column `first` of the chunks.
-    void join(const SparkMatrix& m, int64_t first, int64_t chunks, int64_t u0, int64_t u1,
+    void join(const HsMatrix& m, int64_t first, int64_t chunks, int64_t u0, int64_t u1,
               float* y) const {
         const int64_t d0 = u0 * UNIT, d1 = std::min(u1 * UNIT, m.num_columns);
         if (d0 >= d1) return;
@@ -184,7 +184,7 @@ class SparseInputs {
 
     // ---- several tokens -------------------------------------------------------------------------
 
-    int64_t run_many(const SparkMatrix* matrix, int count, const float* x, const InputLimits& limits,
+    int64_t run_many(const HsMatrix* matrix, int count, const float* x, const InputLimits& limits,
                      int64_t T, float* y, int64_t stride) {
         const int64_t inputs = matrix->num_rows;
         const Coefficients c = {many_.value, many_.mask, groups_of(inputs), T};
@@ -237,6 +237,6 @@ class SparseInputs {
 
 // True if a matrix has these numbers of outputs and inputs: one row per output, or per input if
 // transposed.
-inline bool fits(const SparkMatrix& m, int64_t outputs, int64_t inputs, bool is_transposed) {
+inline bool fits(const HsMatrix& m, int64_t outputs, int64_t inputs, bool is_transposed) {
     return is_transposed ? fits(m, inputs, outputs) && has_sums(m) : fits(m, outputs, inputs);
 }

@@ -11,18 +11,18 @@
 
 namespace {
 
-int64_t largest_rank(const SparkStep& step) {
+int64_t largest_rank(const HsStep& step) {
     int64_t rank = 0;
     for (int64_t i = 0; i < step.num_layers; ++i)
         rank = std::max(rank, step.layer[i].predictor_down.num_rows);
     return rank;
 }
 
-uint32_t forms_of(const SparkStep& step) {
+uint32_t forms_of(const HsStep& step) {
     uint32_t forms = form_bit(step.head);
     for (int64_t i = 0; i < step.num_layers; ++i) {
-        const SparkLayer& l = step.layer[i];
-        for (const SparkMatrix& m : l.input) forms |= form_bit(m);
+        const HsLayer& l = step.layer[i];
+        for (const HsMatrix& m : l.input) forms |= form_bit(m);
         forms |= form_bit(l.output) | form_bit(l.predictor_down) | form_bit(l.predictor_up);
         for (int64_t b = 0; b < l.num_blocks; ++b) forms |= forms_of(l.block[b]);
     }
@@ -31,10 +31,10 @@ uint32_t forms_of(const SparkStep& step) {
 
 // Sizes of the scratch that transposed matrices and input limits need.
 struct Sparse {
-    explicit Sparse(const SparkStep& s) {
+    explicit Sparse(const HsStep& s) {
         const int64_t heads = s.num_heads * s.head_width;
         for (int64_t i = 0; i < s.num_layers; ++i) {
-            const SparkLayer& l = s.layer[i];
+            const HsLayer& l = s.layer[i];
             const bool is_ffn = l.num_blocks == 1 && l.block->is_transposed;
             if (l.is_input_transposed)
                 grow(s.width, (s.num_heads + 2 * s.num_kv_heads) * s.head_width);
@@ -52,30 +52,30 @@ struct Sparse {
     int64_t inputs = 0, outputs = 0, neurons = 0, masked = 0;
 };
 
-uint32_t by_output_forms(const SparkStep& step) {
+uint32_t by_output_forms(const HsStep& step) {
     uint32_t forms = 0;
-    for (const SparkLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
+    for (const HsLayer* l = step.layer; l < step.layer + step.num_layers; ++l)
         for (int64_t b = 0; b < l->num_blocks; ++b) forms |= by_output_forms(l->block[b]);
     return forms;
 }
 
-int64_t size_of(const SparkStep& s, int32_t value) {
+int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_QKV) return (s.num_heads + 2 * s.num_kv_heads) * s.head_width;
     return value == VALUE_HEADS ? s.num_heads * s.head_width : s.width;
 }
 
 // Operations whose input is multiplied by matrices, and those that process each row separately.
-bool is_product(const SparkOp& op) {
+bool is_product(const HsOp& op) {
     return op.kind == OP_ATTENTION || op.kind == OP_PREDICT || op.kind == OP_NEURONS || op.kind == OP_HEAD;
 }
-bool is_of_rows(const SparkOp& op) {
+bool is_of_rows(const HsOp& op) {
     return op.kind == OP_NORM || op.kind == OP_ADD || op.kind == OP_ADD_BIAS;
 }
 
 struct Work {
-    Work(const SparkStep& step, uint8_t* memory) : Work(step, memory, Sparse(step)) {}
+    Work(const HsStep& step, uint8_t* memory) : Work(step, memory, Sparse(step)) {}
 
-    Work(const SparkStep& step, uint8_t* memory, const Sparse& sparse)
+    Work(const HsStep& step, uint8_t* memory, const Sparse& sparse)
         : arena(memory),
           neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step)),
           attention(step, arena),
@@ -97,9 +97,9 @@ struct Work {
     }
 
     // Allocates a value that an operation uses.
-    void take(const SparkStep& step, int32_t value, uint32_t forms) {
+    void take(const HsStep& step, int32_t value, uint32_t forms) {
         bool is_used = false, is_multiplied = false;
-        for (const SparkOp* op = step.op; op < step.op + step.num_ops; ++op) {
+        for (const HsOp* op = step.op; op < step.op + step.num_ops; ++op) {
             is_used |= op->in == value || op->in_2 == value || op->out == value;
             is_multiplied |= is_product(*op) && op->in == value;
         }
@@ -120,7 +120,7 @@ struct Work {
 };
 
 // y [T, stride] = W x + bias of T rows, for up to three matrices with concatenated outputs.
-void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float* y, int64_t stride) {
+void multiply(const HsMatrix* matrix, int count, Operand& x, int64_t T, float* y, int64_t stride) {
     Input input[3];
     int64_t first[4] = {0}, bytes = 0;
     for (int m = 0; m < count; ++m) {
@@ -130,7 +130,7 @@ void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float
     }
     split(bytes * T, first[count], T == 1 ? TILE_ROWS : 32, 16, [&](int64_t begin, int64_t end) {
         for (int m = 0; m < count; ++m) {
-            const SparkMatrix& w = matrix[m];
+            const HsMatrix& w = matrix[m];
             const int64_t a0 = std::max<int64_t>(begin - first[m], 0);
             const int64_t a1 = std::min(end - first[m], w.num_rows);
             if (a0 >= a1) continue;
@@ -146,7 +146,7 @@ void multiply(const SparkMatrix* matrix, int count, Operand& x, int64_t T, float
 
 void add(float* x, const float* y, int64_t n) { kernels().add_to(x, y, n); }
 
-void apply(const SparkNorm& norm, float epsilon, const float* x, int64_t n, float* y) {
+void apply(const HsNorm& norm, float epsilon, const float* x, int64_t n, float* y) {
     if (norm.bias)
         kernels().layer_norm(x, norm.weight, norm.bias, epsilon, n, y);
     else
@@ -155,27 +155,27 @@ void apply(const SparkNorm& norm, float epsilon, const float* x, int64_t n, floa
 
 class Step {
   public:
-    explicit Step(SparkStep& step)
+    explicit Step(HsStep& step)
         : s(step), clock(step), w(step, step.workspace), D(step.width) {}
 
-    void run(const SparkRow* row, int64_t count, float* logits) {
+    void run(const HsRow* row, int64_t count, float* logits) {
         run(row, count, logits, nullptr, 0, s.num_ops);
     }
 
-    void run(const SparkPart& part) {
+    void run(const HsPart& part) {
         run(part.row, *part.num_rows, part.logits, part.named, part.begin, part.end);
     }
 
   private:
     // Runs operations begin .. end-1. Adjacent ones of a layer that process each row separately share a
     // pass over the rows.
-    void run(const SparkRow* row, int64_t count, float* logits, uint32_t* named, int64_t begin, int64_t end) {
+    void run(const HsRow* row, int64_t count, float* logits, uint32_t* named, int64_t begin, int64_t end) {
         w.attention.place(row, count);
         T = w.attention.num_rows();
         for (int64_t t = num_wanted = 0; t < T; ++t)
             if (row[w.attention.number(t)].has_logits) wanted[num_wanted++] = t;
         for (int64_t i = begin, next; i < end; i = next) {
-            const SparkOp& op = s.op[i];
+            const HsOp& op = s.op[i];
             clock.layer(op.layer);
             next = i + 1;
             if (!is_of_rows(op)) {
@@ -191,7 +191,7 @@ class Step {
         }
     }
 
-    void run(const SparkOp& op, const SparkRow* row, float* logits, uint32_t* named) {
+    void run(const HsOp& op, const HsRow* row, float* logits, uint32_t* named) {
         Operand &in = w.vector[op.in], &out = w.vector[op.out];
         out.changed();
         switch (op.kind) {
@@ -222,7 +222,7 @@ class Step {
         }
     }
 
-    void run_row(const SparkOp& op, int64_t t) {
+    void run_row(const HsOp& op, int64_t t) {
         const float* in = w.vector[op.in].row(t);
         float* out = w.vector[op.out].row(t);
         if (op.kind == OP_NORM) return apply(s.layer[op.layer].norm[op.part], s.epsilon, in, D, out);
@@ -247,7 +247,7 @@ class Step {
         add(out, learned, D);
     }
 
-    void unpack_row(const SparkMatrix& m, int64_t row, float* y) {
+    void unpack_row(const HsMatrix& m, int64_t row, float* y) {
         const int32_t index = static_cast<int32_t>(row);  // a tied embedding may be tiled
         kernels().unpack_rows[m.kind]({m.data, m.stride, D, &index, 1}, y, 0, 1);
     }
@@ -273,7 +273,7 @@ class Step {
             std::memcpy(y, x, D * sizeof(float));
     }
 
-    void pack_named(const SparkLayer& l, const float* score, uint32_t* named) {
+    void pack_named(const HsLayer& l, const float* score, uint32_t* named) {
         const int64_t F = s.num_neurons;
         for (int64_t first = 0; first < F; first += 32) {
             const int64_t count = std::min<int64_t>(32, F - first);
@@ -284,7 +284,7 @@ class Step {
         }
     }
 
-    // Clears a layer's bits for the rows of this step (SparkStep's `fired`) and returns where to
+    // Clears a layer's bits for the rows of this step (HsStep's `fired`) and returns where to
     // set them. In mode predicted, writes the bits of the predicted neurons and returns none.
     Fired fired_of(int64_t index) {
         if (!s.fired) return {};
@@ -300,7 +300,7 @@ class Step {
         return s.mode == MODE_PREDICTED ? Fired{} : fired;
     }
 
-    void attention(const SparkLayer& l, Operand& input, float* out) {
+    void attention(const HsLayer& l, Operand& input, float* out) {
         turn();
         clock.ended(TIMED_OTHER);
         project(l.input, l.input[1].data ? 3 : 1, l.is_input_transposed, input, l.input_limit, w.qkv,
@@ -313,12 +313,12 @@ class Step {
 
     // Norms and rotates queries and keys of qkv [T, num_values] in place (and values, if the cache stores
     // them rotated), appends keys and values, and attends.
-    void attend(const SparkLayer& l, float* qkv, Operand& heads) {
+    void attend(const HsLayer& l, float* qkv, Operand& heads) {
         const int64_t W = s.head_width, H = s.num_heads, K = s.num_kv_heads;
         rows(4 * w.num_values, [&](int64_t t) {
             float* values = qkv + t * w.num_values;
             for (int64_t h = 0; h < H + K; ++h) {
-                const SparkNorm& norm = h < H ? l.query_norm : l.key_norm;
+                const HsNorm& norm = h < H ? l.query_norm : l.key_norm;
                 if (norm.weight) apply(norm, s.epsilon, values + h * W, W, values + h * W);
             }
             if (s.frequency && !s.select.cos)
@@ -334,7 +334,7 @@ class Step {
     }
 
     // Multiplies x by attention's matrices, y [T, stride]; silent inputs are left out.
-    void project(const SparkMatrix* matrix, int count, bool is_transposed, Operand& x,
+    void project(const HsMatrix* matrix, int count, bool is_transposed, Operand& x,
                  const float* limit, float* y, int64_t stride) {
         if (is_transposed) {
             s.attention_bytes += w.inputs.run(matrix, count, x.f32, applied(limit), T, y, stride);
@@ -367,9 +367,9 @@ class Step {
     }
 
     // Runs a block of a layer's neurons. The first one prepares the layer's bits.
-    void neurons(const SparkOp& op, Operand& input, float* out) {
-        const SparkLayer& l = s.layer[op.layer];
-        const SparkBlock& block = l.block[op.part];
+    void neurons(const HsOp& op, Operand& input, float* out) {
+        const HsLayer& l = s.layer[op.layer];
+        const HsBlock& block = l.block[op.part];
         const bool is_predicted = s.mode == MODE_PREDICTED, is_first = op.part == 0;
         if (is_first) fired = fired_of(op.layer);
         const Gate gate = {s.activation, s.mode, l.threshold};
@@ -395,7 +395,7 @@ class Step {
     }
 
     // Writes scores of all neurons to `named`.
-    void predict(const SparkLayer& l, Operand& input) {
+    void predict(const HsLayer& l, Operand& input) {
         const int64_t F = s.num_neurons;
         Operand* inner = &input;
         if (l.predictor_down.data) {
@@ -420,7 +420,7 @@ class Step {
         });
     }
 
-    SparkStep& s;
+    HsStep& s;
     StepClock clock;
     Work w;
     const int64_t D;
@@ -431,7 +431,7 @@ class Step {
     Fired fired = {};  // of the layer whose neurons are being run
 };
 
-bool fits(const SparkLayer& l, const SparkStep& s) {
+bool fits(const HsLayer& l, const HsStep& s) {
     const int64_t q = s.num_heads * s.head_width, kv = s.num_kv_heads * s.head_width;
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
@@ -452,14 +452,14 @@ bool fits(const SparkLayer& l, const SparkStep& s) {
     return true;
 }
 
-bool fits(const SparkOp& op, const SparkStep& s) {
+bool fits(const HsOp& op, const HsStep& s) {
     for (int32_t value : {op.in, op.in_2, op.out}) {
         if (value < 0 || value > VALUE_NONE) return false;
         if ((value == VALUE_QKV || value == VALUE_HEADS) && op.kind != OP_ATTEND) return false;
     }
     const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
     if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers)) return false;
-    const SparkLayer* l = s.layer + op.layer;
+    const HsLayer* l = s.layer + op.layer;
     switch (op.kind) {
         case OP_EMBED:
             return s.embedding.data;
@@ -481,14 +481,14 @@ bool fits(const SparkOp& op, const SparkStep& s) {
     return op.kind == OP_ADD || op.kind == OP_HEAD_NORM;
 }
 
-bool fits(const SparkTable& t, int64_t context_length) {
+bool fits(const HsTable& t, int64_t context_length) {
     if (!t.block || t.num_sequences < 1 || t.num_blocks < 1 || t.block_length < 1) return false;
     const bool is_whole = t.block_length >= context_length && t.blocks_per_sequence == 1;
     const bool is_paged = t.block_length >= LEAST_BLOCK && PART % t.block_length == 0;
     return (is_whole || is_paged) && t.blocks_per_sequence * t.block_length >= context_length;
 }
 
-bool fits(const SparkSelect& c, const SparkStep& s) {
+bool fits(const HsSelect& c, const HsStep& s) {
     if (c.block == 0) return true;
     if (c.block < 1 || c.sinks < 0 || c.window < c.block || c.top < c.block || c.candidates < 1)
         return false;
@@ -498,13 +498,13 @@ bool fits(const SparkSelect& c, const SparkStep& s) {
     if (c.cos && (!c.sin || !s.frequency || s.is_key_rotated)) return false;
     if (s.table.blocks_per_sequence > 1 && s.table.block_length % c.block) return false;
     for (int64_t i = 0; i < s.num_layers; ++i) {
-        const SparkLayer& l = s.layer[i];
+        const HsLayer& l = s.layer[i];
         if (!l.summary || !l.summary_unit || (c.is_coded && (!l.code || !l.code_factor))) return false;
     }
     return true;
 }
 
-bool fits(const SparkStep& s) {
+bool fits(const HsStep& s) {
     const int64_t sizes[] = {s.width,        s.num_neurons, s.num_heads,
                              s.num_kv_heads, s.head_width,  s.context_length};
     for (int64_t size : sizes)
@@ -519,7 +519,7 @@ bool fits(const SparkStep& s) {
     if (s.activation < 0 || s.activation >= NUM_ACTIVATIONS) return false;
     if (s.num_layers < 0 || (s.num_layers > 0 && !s.layer)) return false;
     if (s.num_ops < 0 || (s.num_ops > 0 && !s.op)) return false;
-    for (const SparkMatrix& m : {s.embedding, s.head})
+    for (const HsMatrix& m : {s.embedding, s.head})
         if (m.data && !fits(m, m.num_rows, s.width)) return false;
     if (s.positions.data && (s.positions.num_rows < s.context_length ||
                              !fits(s.positions, s.positions.num_rows, s.width)))
@@ -535,12 +535,12 @@ bool fits(const SparkStep& s) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT int64_t spark_step_bytes(const SparkStep* step) {
+EXPORT int64_t hs_step_bytes(const HsStep* step) {
     return fits(*step) ? Work(*step, nullptr).arena.used() : -1;
 }
 
-EXPORT void spark_part(void* data) {
-    const SparkPart& part = *static_cast<const SparkPart*>(data);
+EXPORT void hs_part(void* data) {
+    const HsPart& part = *static_cast<const HsPart*>(data);
     Step(*part.step).run(part);
 }
 
@@ -548,15 +548,15 @@ namespace {
 
 // Checks tokens, positions, sources and cache blocks of the rows, and that the computed rows of
 // each sequence are consecutive.
-int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
+int32_t check_rows(const HsStep& s, const HsRow* row, int64_t count) {
     if (count < 1 || count > MAX_STEP_ROWS) return STATUS_BAD_ARGUMENT;
     int64_t num_computed = 0;
-    const SparkRow* last = nullptr;  // the last computed row
+    const HsRow* last = nullptr;  // the last computed row
     std::array<int32_t, MAX_ROWS> begun;  // the sequences seen so far
     int64_t num_begun = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const SparkRow& r = row[i];
-        const SparkTable& t = s.table;
+        const HsRow& r = row[i];
+        const HsTable& t = s.table;
         if (r.token < 0 || r.token >= s.embedding.num_rows) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.position < 0 || r.position >= s.context_length) return STATUS_INDEX_OUT_OF_RANGE;
         if (r.sequence < 0 || r.sequence >= t.num_sequences) return STATUS_BAD_ARGUMENT;
@@ -587,7 +587,7 @@ int32_t check_rows(const SparkStep& s, const SparkRow* row, int64_t count) {
 
 }  // namespace
 
-EXPORT int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits) {
+EXPORT int32_t hs_step(HsStep* step, const HsRow* row, int64_t count, float* logits) {
     const int32_t status = check_rows(*step, row, count);
     if (status == STATUS_OK) Step(*step).run(row, count, logits);
     return status;

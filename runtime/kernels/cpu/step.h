@@ -10,7 +10,7 @@
 
 // Maximum computed rows of a step.
 constexpr int64_t MAX_ROWS = 128;
-// Maximum rows including those whose keys and values are only copied, see SparkRow.
+// Maximum rows including those whose keys and values are only copied, see HsRow.
 constexpr int64_t MAX_STEP_ROWS = 4 * MAX_ROWS;
 // A block of the cache holds the whole context, or at least this many positions, a number that
 // divides PART (attention.h).
@@ -32,14 +32,14 @@ enum Timed : int32_t {
     NUM_TIMED
 };
 
-struct SparkMatrix {
+struct HsMatrix {
     const uint8_t* data;  // null: absent
     const float* bias;    // num_rows, or null
     int64_t num_rows, num_columns, stride;  // bytes from row to row
     int32_t kind, unused;
 };
 
-struct SparkNorm {
+struct HsNorm {
     const float* weight;  // null: absent
     const float* bias;    // null: an RMS norm, else a layer norm
 };
@@ -47,8 +47,8 @@ struct SparkNorm {
 // With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
 // the layer's threshold. A neuron's row of `down` is not used if |act(gate) * up| is at or below
 // its hidden limit. Mode dense has no limits.
-struct SparkBlock {
-    SparkMatrix gate, up, down;
+struct HsBlock {
+    HsMatrix gate, up, down;
     const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
     const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
     const float *gate_limit, *hidden_limit;  // [N], or null: the layer's threshold, and no limit
@@ -59,7 +59,7 @@ struct SparkBlock {
 };
 
 // The cache blocks of each sequence. A block has `block_length` positions in every layer.
-struct SparkTable {
+struct HsTable {
     const int32_t* block;  // [num_sequences, blocks_per_sequence]; below 0: absent
     int64_t num_sequences, blocks_per_sequence, block_length, num_blocks;
 };
@@ -69,7 +69,7 @@ struct SparkTable {
 // `window` are multiples of `block`, which divides the block length of the cache if a sequence has
 // several cache blocks.
 enum Summary : int32_t { SUMMARY_MEAN, SUMMARY_BOUNDS };
-struct SparkSelect {
+struct HsSelect {
     int64_t block;  // 0: a token attends to all positions
     int64_t sinks, window, top;
     int64_t candidates;  // keys are ranked by their codes among this many times `top`
@@ -83,10 +83,10 @@ struct SparkSelect {
 
 enum LayerNorm : int32_t { NORM_ATTN, NORM_ATTN_2, NORM_FFN, NUM_NORMS };
 
-struct SparkLayer {
-    SparkNorm norm[NUM_NORMS], query_norm, key_norm;
-    SparkMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
-    SparkMatrix predictor_down, predictor_up;
+struct HsLayer {
+    HsNorm norm[NUM_NORMS], query_norm, key_norm;
+    HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
+    HsMatrix predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
     // Limits of the inputs of query, key and value [D], of the output projection [H * W], and of gate and
     // up [D]: an input whose magnitude is at or below its limit counts as 0, unless its token is the first of its
@@ -96,7 +96,7 @@ struct SparkLayer {
     // Only with a selection, see select.h; B: key blocks in a block of the cache.
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
     float *summary_unit, *code_factor;  // [num_blocks, K, B], [num_blocks, K, B * block]
-    const SparkBlock* block;
+    const HsBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;
     int32_t is_input_transposed, is_output_transposed;  // one row per input, one bias per column
@@ -131,25 +131,25 @@ enum Value : int32_t {
     VALUE_NONE,  // no vector
     NUM_VALUES = VALUE_NONE
 };
-struct SparkOp {
+struct HsOp {
     int32_t kind, layer;  // num_layers: outside the layers
     int32_t part;
     int32_t in, in_2, out;  // values
 };
 
-struct SparkStep {
-    SparkMatrix embedding, positions, head;
-    SparkNorm output_norm;
-    const SparkLayer* layer;
-    const SparkOp* op;
+struct HsStep {
+    HsMatrix embedding, positions, head;
+    HsNorm output_norm;
+    const HsLayer* layer;
+    const HsOp* op;
     // [max_rows, D or the value's own size] values that are shared with other devices. Null: in the
     // workspace.
     float* vector[NUM_VALUES];
-    SparkTable table;
-    SparkSelect select;
+    HsTable table;
+    HsSelect select;
     const double* frequency;  // [W / 2] of the rotary embedding, or null
     double rope_magnitude;    // multiplies cos and sin: 1, or YaRN's
-    uint8_t* workspace;       // spark_step_bytes(), 64-aligned
+    uint8_t* workspace;       // hs_step_bytes(), 64-aligned
     // [num_layers + 1, NUM_TIMED, 2] nanoseconds and weight bytes of all steps so far; the last row is
     // for parts outside the layers. Null: the clock is not read.
     int64_t* times;
@@ -173,9 +173,9 @@ struct SparkStep {
 };
 
 // A token of a step. The computed rows of one sequence follow one another without gaps in position; each
-// attends to the positions of its sequence up to its own (see SparkSelect). A row with a source is not
+// attends to the positions of its sequence up to its own (see HsSelect). A row with a source is not
 // computed: the keys and values of that earlier row are copied to this row's sequence.
-struct SparkRow {
+struct HsRow {
     int64_t token, position;
     int32_t sequence, has_logits;
     int32_t source;  // below 0: the row is computed
@@ -183,10 +183,10 @@ struct SparkRow {
 };
 
 // Consecutive operations of a step that a hybrid step runs on the host in one call, for all rows. Values
-// shared with other devices are in SparkStep's `vector`.
-struct SparkPart {
-    SparkStep* step;
-    const SparkRow* row;      // computed rows, at most the step's max_rows
+// shared with other devices are in HsStep's `vector`.
+struct HsPart {
+    HsStep* step;
+    const HsRow* row;      // computed rows, at most the step's max_rows
     const int64_t* num_rows;  // their number in this step
     uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron, written by OP_PREDICT; or null
     float* logits;    // [rows that have them, V] or null
@@ -194,13 +194,13 @@ struct SparkPart {
 };
 
 // A block of neurons of one layer, for T tokens.
-struct SparkNeurons {
-    SparkBlock block;
+struct HsNeurons {
+    HsBlock block;
     const float* x;         // [T, D]
     const uint32_t* named;  // [T, F / 32 rounded up] one bit per neuron of the layer, or null: all
     float* y;               // [T, D], written
     uint32_t* fired;        // bits like `named`, written: those whose `down` row is used; or null
-    uint8_t* workspace;     // spark_neurons_bytes(), 64-aligned
+    uint8_t* workspace;     // hs_neurons_bytes(), 64-aligned
     int64_t width, num_neurons;                // D, F
     int64_t num_tokens, max_tokens;            // T, 1 .. max_tokens; the workspace is for max_tokens
     int64_t gate_bytes, up_bytes, down_bytes;  // of rows that all calls so far needed, see NeuronBytes
@@ -210,19 +210,19 @@ struct SparkNeurons {
 
 extern "C" {
 // The workspace bytes of a step, or -1 if sizes, kinds, pointers or operations are inconsistent.
-int64_t spark_step_bytes(const SparkStep* step);
+int64_t hs_step_bytes(const HsStep* step);
 // Appends the keys and values of `count` rows to the cache and writes logits [rows that have them, V].
 // Results are bit-identical for any number of threads and, if weights are finite, whatever other rows are
 // in the step. STATUS_INDEX_OUT_OF_RANGE for an impossible token or position, or if the sequence has no
 // block there; STATUS_BAD_ARGUMENT for an unknown sequence, a wrong source, too many rows or rows out
 // of order.
-int32_t spark_step(SparkStep* step, const SparkRow* row, int64_t count, float* logits);
-// Runs a part; `data` is a SparkPart*, as in the signature of a CUDA graph's host function. Does not
+int32_t hs_step(HsStep* step, const HsRow* row, int64_t count, float* logits);
+// Runs a part; `data` is a HsPart*, as in the signature of a CUDA graph's host function. Does not
 // check the rows.
-void spark_part(void* data);
+void hs_part(void* data);
 // The workspace bytes of a block, or -1 if sizes, kinds or pointers are inconsistent.
-int64_t spark_neurons_bytes(const SparkNeurons* neurons);
-// y = the output of the predicted neurons (all, if `named` is null). `data` is a SparkNeurons*, as in the
+int64_t hs_neurons_bytes(const HsNeurons* neurons);
+// y = the output of the predicted neurons (all, if `named` is null). `data` is a HsNeurons*, as in the
 // signature of a CUDA graph's host function. Does not check its arguments.
-void spark_neurons(void* data);
+void hs_neurons(void* data);
 }

@@ -7,7 +7,7 @@
 // part. Without `times` the clock is not read.
 class StepClock {
   public:
-    explicit StepClock(const SparkStep& step) : step_(step) {
+    explicit StepClock(const HsStep& step) : step_(step) {
         if (!step.times) return;
         time_ = now(), bytes_ = bytes();
     }
@@ -33,6 +33,6 @@ class StepClock {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
     }
 
-    const SparkStep& step_;
+    const HsStep& step_;
     int64_t layer_ = 0, time_ = 0, bytes_ = 0;
 };

@@ -14,10 +14,10 @@ class TransposedNeurons {
 
     // Writes the output of the predicted neurons (all, if `named` is null) for T tokens x [T, D] to out
     // [T, D]; sets in `fired` the bits of those whose row of `down` is used (dense: all).
-    void run(SparseInputs& inputs, const SparkBlock& block, const Gate& gate, const Named* named,
+    void run(SparseInputs& inputs, const HsBlock& block, const Gate& gate, const Named* named,
              const float* x, const InputLimits& input_limits, int64_t T, float* out,
              NeuronBytes& read, Fired fired) {
-        const SparkMatrix both[] = {block.gate, block.up};
+        const HsMatrix both[] = {block.gate, block.up};
         const int count = block.up.data ? 2 : 1;
         const int64_t D = block.down.num_columns;
         const int64_t bytes = inputs.run(both, count, x, input_limits, T, value_, 2 * F);
@@ -40,7 +40,7 @@ class TransposedNeurons {
   private:
     // Computes hidden values `to` [F] of one token from `values`, its gates and then its ups; 0 for
     // neurons that do not fire or are not predicted.
-    void hidden(const SparkBlock& block, const Gate& gate, const Named* named, float* values,
+    void hidden(const HsBlock& block, const Gate& gate, const Named* named, float* values,
                 float* to) const {
         const NeuronLimits limits(block, gate);
         float* up = values + F;

@@ -9,7 +9,7 @@ struct Seen {
     int64_t stride;
 
     // Keeps `count` values of token t, from position p of the block on.
-    void keep(float* to, const SparkBlock& block, int64_t t, int64_t p, const float* value, int64_t count) const {
+    void keep(float* to, const HsBlock& block, int64_t t, int64_t p, const float* value, int64_t count) const {
         if (!to) return;
         to += t * stride;
         if (!block.id) std::memcpy(to + p, value, count * sizeof(float));
@@ -17,7 +17,7 @@ struct Seen {
     }
 
     // Keeps gates of a group; NaN for neurons whose bit in `named` is not set.
-    void keep_gates(const SparkBlock& block, int64_t t, int64_t p, const float* value, int64_t count,
+    void keep_gates(const HsBlock& block, int64_t t, int64_t p, const float* value, int64_t count,
                     uint64_t named) const {
         if (!gate) return;
         float values[SUM_ROWS];
@@ -27,9 +27,9 @@ struct Seen {
 };
 
 // Turns gates a0 .. a1-1 of token t into hidden values, in mode "dense"; `by`: the products with up.
-inline void activate_whole(const SparkBlock& block, const Gate& gate, int64_t t, int64_t a0, int64_t a1,
+inline void activate_whole(const HsBlock& block, const Gate& gate, int64_t t, int64_t a0, int64_t a1,
                            float* value, float* by, const Seen& seen) {
-    const SparkMatrix& up = block.up;
+    const HsMatrix& up = block.up;
     for (int64_t a = a0; block.gate.bias && a < a1; ++a) value[a] += block.gate.bias[a];
     seen.keep(seen.gate, block, t, a0, value + a0, a1 - a0);
     gate.smooth(value + a0, a1 - a0);
@@ -42,7 +42,7 @@ inline void activate_whole(const SparkBlock& block, const Gate& gate, int64_t t,
 }
 
 struct WholeNeurons {
-    const SparkBlock& block;
+    const HsBlock& block;
     const Gate& gate;
     const Input &gate_x, &up_x;
     int64_t T;
@@ -53,8 +53,8 @@ struct WholeNeurons {
     int64_t chunk;    // neurons of a chunk
     Seen seen;
 
-    static bool takes(const SparkBlock& block, const Gate& gate) {
-        auto is_run = [](const SparkMatrix& m) { return !m.data || m.stride == row_bytes(m); };
+    static bool takes(const HsBlock& block, const Gate& gate) {
+        auto is_run = [](const HsMatrix& m) { return !m.data || m.stride == row_bytes(m); };
         return gate.mode == MODE_DENSE && !block.row && is_run(block.gate) && is_run(block.up) &&
                is_run(block.down);
     }
@@ -72,11 +72,11 @@ struct WholeNeurons {
     }
 
   private:
-    static const uint8_t* row(const SparkMatrix& m, int64_t a) { return m.data + a * m.stride; }
+    static const uint8_t* row(const HsMatrix& m, int64_t a) { return m.data + a * m.stride; }
 
     // Multiplies rows a0 .. a1-1. `after`: the memory that is read next; null: `down`, whose first rows
     // are prefetched in full.
-    void multiply(const SparkMatrix& m, const Input& x, int64_t a0, int64_t a1, float* y,
+    void multiply(const HsMatrix& m, const Input& x, int64_t a0, int64_t a1, float* y,
                   const uint8_t* after) const {
         Rows rows = rows_of(m);
         const int64_t last = after ? a1 : a0 + (a1 - a0 - 1) / SUM_ROWS * SUM_ROWS;
@@ -92,7 +92,7 @@ struct WholeNeurons {
 
     // Computes the sums of chunk c, and prefetches the neurons after it up to `end`.
     void add(int64_t c, int64_t end) const {
-        const SparkMatrix& m = block.down;
+        const HsMatrix& m = block.down;
         const int64_t D = m.num_columns, a1 = std::min((c + 1) * chunk, end);
         float* out = part + c * T * D;
         std::fill_n(out, T * D, 0.0f);

@@ -61,25 +61,25 @@ class Arena {
 };
 
 // The packed form that some level needs for products with a matrix, as a bit mask; 0 if none does.
-inline uint32_t form_bit(const SparkMatrix& m) {
+inline uint32_t form_bit(const HsMatrix& m) {
     return m.data && form_of(m.kind) ? 1u << form_of(m.kind) : 0;
 }
 
-inline uint32_t forms_of(const SparkBlock& block) {
+inline uint32_t forms_of(const HsBlock& block) {
     return form_bit(block.gate) | form_bit(block.up);
 }
 
-inline int64_t row_bytes(const SparkMatrix& m) { return row_bytes_of(m.kind, m.num_columns); }
-inline int64_t num_bytes(const SparkMatrix& m) {
+inline int64_t row_bytes(const HsMatrix& m) { return row_bytes_of(m.kind, m.num_columns); }
+inline int64_t num_bytes(const HsMatrix& m) {
     return m.num_rows * (row_bytes(m) + (m.bias ? static_cast<int64_t>(sizeof(float)) : 0));
 }
 
-inline Rows rows_of(const SparkMatrix& m) {
+inline Rows rows_of(const HsMatrix& m) {
     return {m.data, m.stride, m.num_columns, nullptr, m.num_rows};
 }
 
 // True for a matrix of this shape, in any layout.
-inline bool has_shape(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
+inline bool has_shape(const HsMatrix& m, int64_t num_rows, int64_t num_columns) {
     const int64_t together = rows_together(m.kind);
     return m.data && m.num_rows == num_rows && m.num_columns == num_columns &&
            row_bytes(m) >= 0 && m.stride >= row_bytes(m) &&
@@ -87,10 +87,10 @@ inline bool has_shape(const SparkMatrix& m, int64_t num_rows, int64_t num_column
 }
 
 // True for a matrix of this shape whose rows can be multiplied.
-inline bool fits(const SparkMatrix& m, int64_t num_rows, int64_t num_columns) {
+inline bool fits(const HsMatrix& m, int64_t num_rows, int64_t num_columns) {
     return has_shape(m, num_rows, num_columns) && !is_grouped(m.kind);
 }
 
 // True if any subset of the matrix's rows can be summed. A grouped matrix allows only whole groups,
 // a tiled one no sums.
-inline bool has_sums(const SparkMatrix& m) { return !is_tiled(m.kind) && !is_grouped(m.kind); }
+inline bool has_sums(const HsMatrix& m) { return !is_tiled(m.kind) && !is_grouped(m.kind); }

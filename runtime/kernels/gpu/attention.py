@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
-from sparkinfer.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
+from hotsplit.runtime.kernels.gpu.launch import power_of_2, step_rows
+from hotsplit.runtime.kernels.gpu.ranges import attend_parts, attend_scratch, attend_split
 
 # Positions of a tile, whose keys and values are in registers: 32 KiB of f32 each at a width of 128.
 _TILE = 64

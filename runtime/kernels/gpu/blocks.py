@@ -6,7 +6,7 @@ scale times quant minus minimum, with scales and minima [rows, units], so a prod
 the scale once for 16 values. Sums over the last axis stay within a thread.
 
 The kinds: "f32", "f16", "bf16", "q4_0_planar", "q8_0_planar", "q4_k", "q5_k", "q6_k_planar", and,
-as stored in files, "q4_0", "q8_0", "q6_k". The layouts: sparkinfer.runtime.kernels.planar, and for
+as stored in files, "q4_0", "q8_0", "q6_k". The layouts: hotsplit.runtime.kernels.planar, and for
 K-quants dequantize_row_q4_K, _q5_K and _q6_K in ggml-quants.c.
 
 Letters: R rows, U units."""

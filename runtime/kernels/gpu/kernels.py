@@ -17,7 +17,7 @@ position p of sequence s is in block table_SN[s, p // C], int32 on the device, w
 of 64.
 
 A matrix is f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar
-(sparkinfer.runtime.kernels.planar).
+(hotsplit.runtime.kernels.planar).
 
 Letters: T rows of a step, D width, F neurons of the layer, N rows of a matrix or neurons of a
 block, R rank, H heads, K key-value heads, W head width, C positions of the cache or of one of
@@ -29,8 +29,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sparkinfer.architecture import Activation, PredictorKind
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.architecture import Activation, PredictorKind
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
 # Kinds of matrices for which a row's rounding depends on T.
@@ -75,7 +75,7 @@ class AddNorm(Protocol):
         x_out_D: Tensor | None,
     ) -> None:
         """t = x + the rows of `parts_PD`; x_out = t, and out = norm(t) as in
-        sparkinfer.runtime.model.attention.Norm; each optional. `x_out_D` may be `x_D`."""
+        hotsplit.runtime.model.attention.Norm; each optional. `x_out_D` may be `x_D`."""
 
 
 class RotateAppend(Protocol):
@@ -152,7 +152,7 @@ class GateUp(Protocol):
         hidden_N: Tensor,
     ) -> None:
         """hidden_j = act(gate_j x + bias) (up_j x + bias), as in
-        sparkinfer.runtime.weights.neuron_block.Gate.
+        hotsplit.runtime.weights.neuron_block.Gate.
 
         It is 0 for neurons that are not predicted and, unless `is_dense`, for those that do not
         fire. With Triton, the rows of the former and the up rows of the latter are not read, unless
@@ -195,7 +195,7 @@ def triton_kernels() -> Kernels:
         raise ImportError(
             f"the GPU kernels need Triton, found none ({error}): pip install triton"
         ) from error
-    from sparkinfer.runtime.kernels.gpu import attention, neurons, norm, predictor, rows
+    from hotsplit.runtime.kernels.gpu import attention, neurons, norm, predictor, rows
 
     return Kernels(
         dot=rows.dot,
@@ -212,7 +212,7 @@ def triton_kernels() -> Kernels:
 
 def reference_kernels() -> Kernels:
     """Reference kernels in float64 with torch, on any device, which define the others' results."""
-    from sparkinfer.runtime.kernels.gpu import reference
+    from hotsplit.runtime.kernels.gpu import reference
 
     return Kernels(
         dot=reference.dot,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 _FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 _BYTE_KINDS = ("q8_0", "q8_0_planar")

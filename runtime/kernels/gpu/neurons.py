@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.architecture import Activation
-from sparkinfer.runtime.kernels.gpu.activation import activate, relu
-from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
-from sparkinfer.runtime.kernels.gpu.ranges import range_of
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.architecture import Activation
+from hotsplit.runtime.kernels.gpu.activation import activate, relu
+from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
+from hotsplit.runtime.kernels.gpu.ranges import range_of
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # For `down`: units of columns that a program sums (a super-block of K-quants, or 128 bytes of
 # nibbles; 512 bytes of f16, with which one row takes an H100 0.85 of the time of 256 for all neurons

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu.launch import power_of_2, step_rows
+from hotsplit.runtime.kernels.gpu.launch import power_of_2, step_rows
 
 # Most values of several parts that are loaded together. Loading parts one by one would cost a
 # memory latency for each; more values do not fit into the registers of a program.

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
-from sparkinfer.runtime.kernels.gpu.activation import smooth
-from sparkinfer.runtime.kernels.gpu.blocks import dot_rows, rows_at
-from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.architecture import SMOOTH, Activation, PredictorKind
+from hotsplit.runtime.kernels.gpu.activation import smooth
+from hotsplit.runtime.kernels.gpu.blocks import dot_rows, rows_at
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # Neurons per program, which writes their bits as one byte, so no two programs write the same
 # address.

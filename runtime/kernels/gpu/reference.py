@@ -6,12 +6,12 @@ Letters and contracts: see kernels.py."""
 import torch
 from torch import Tensor
 
-from sparkinfer.architecture import SMOOTH, Activation, PredictorKind
-from sparkinfer.runtime.device.bits import pack_bits, unpack_bits
-from sparkinfer.runtime.kernels import stored
-from sparkinfer.runtime.kernels.gpu.ranges import range_of
-from sparkinfer.runtime.kernels.gpu.step_rows import by_rows
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.architecture import SMOOTH, Activation, PredictorKind
+from hotsplit.runtime.device.bits import pack_bits, unpack_bits
+from hotsplit.runtime.kernels import stored
+from hotsplit.runtime.kernels.gpu.ranges import range_of
+from hotsplit.runtime.kernels.gpu.step_rows import by_rows
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 
 @by_rows

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparkinfer.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
-from sparkinfer.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
+from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # A tile of `unpack`: 8 rows of 16 units.
 _UNPACK_ROWS = 8

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparkinfer.runtime.device.bits import pack_bits
-from sparkinfer.runtime.kernels.planar import PLANAR_KIND, planar
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 
 COPY = 4  # int64 numbers of a copy: offset in staging, target address, bytes, form
 FORMS = ("", *PLANAR_KIND)  # "q4_0", "q8_0", "q6_k" of a file
@@ -55,6 +55,6 @@ def reference_slot_kernels() -> SlotKernels:
 
 def triton_slot_kernels() -> SlotKernels:
     """Triton's kernels. Raises ImportError without Triton."""
-    from sparkinfer.runtime.kernels.gpu import slot_kernels
+    from hotsplit.runtime.kernels.gpu import slot_kernels
 
     return SlotKernels(scatter=slot_kernels.scatter, pack_open=slot_kernels.pack_open)

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparkinfer.architecture import Activation, PredictorKind
-from sparkinfer.runtime.kernels.gpu import reference
-from sparkinfer.runtime.kernels.gpu.kernels import Kernels
-from sparkinfer.runtime.kernels.gpu.ranges import range_of
-from sparkinfer.runtime.kernels.gpu.step_rows import by_rows
-from sparkinfer.runtime.kernels.stored import StoredMatrix
+from hotsplit.architecture import Activation, PredictorKind
+from hotsplit.runtime.kernels.gpu import reference
+from hotsplit.runtime.kernels.gpu.kernels import Kernels
+from hotsplit.runtime.kernels.gpu.ranges import range_of
+from hotsplit.runtime.kernels.gpu.step_rows import by_rows
+from hotsplit.runtime.kernels.stored import StoredMatrix
 
 # Rows of a piece: 8 MiB in float64 if a row has 4,096 values. A multiple of 32, so that a piece has
 # whole words of bits.

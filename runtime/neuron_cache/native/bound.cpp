@@ -105,7 +105,7 @@ double run_word(const Job& job, int64_t w, uint32_t valid, uint8_t* stays, uint8
 // The sum of the best gains of a layer's neurons. bits: [T, step_words], of which the first W words
 // of each step are read; initial: [W]; price: [T]. Writes the number of slots in use at each step
 // to `used` [T], and the numbers of copies and hits.
-EXPORT double spark_cache_gain(const uint32_t* bits, int64_t num_steps, int64_t num_neurons,
+EXPORT double hs_cache_gain(const uint32_t* bits, int64_t num_steps, int64_t num_neurons,
                                int64_t step_words, const uint32_t* initial, const float* price,
                                float value, float fetch, int32_t* used, int64_t* copies,
                                int64_t* hits) {

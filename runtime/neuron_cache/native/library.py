@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from sparkinfer.errors import SparkinferError
+from hotsplit.errors import HotsplitError
 
 MOST_PENDING = 32  # in policy.h
 
@@ -43,18 +43,18 @@ SWAP = np.dtype(
 
 
 def _load() -> ctypes.CDLL:
-    spec = find_spec("sparkinfer.runtime._neuron_cache")  # finds the file in every kind of install
+    spec = find_spec("hotsplit.runtime._neuron_cache")  # finds the file in every kind of install
     if spec is None or spec.origin is None:
-        raise SparkinferError("the C++ of the neuron cache is not built; run `make build`")
+        raise HotsplitError("the C++ of the neuron cache is not built; run `make build`")
     lib = ctypes.CDLL(spec.origin)
-    for function in (lib.spark_cache_learn, lib.spark_cache_step):
+    for function in (lib.hs_cache_learn, lib.hs_cache_step):
         function.argtypes = [POINTER(CacheStruct), c_void_p, c_int64]
         function.restype = None
-    lib.spark_cache_gain.argtypes = [
+    lib.hs_cache_gain.argtypes = [
         c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_float, c_float, c_void_p,
         POINTER(c_int64), POINTER(c_int64),
     ]  # fmt: skip
-    lib.spark_cache_gain.restype = c_double
+    lib.hs_cache_gain.restype = c_double
     return lib
 
 
@@ -62,11 +62,11 @@ _lib = _load()
 
 
 def learn(cache: CacheStruct, address: int, num_rows: int) -> None:
-    _lib.spark_cache_learn(cache, address, num_rows)
+    _lib.hs_cache_learn(cache, address, num_rows)
 
 
 def step(cache: CacheStruct, address: int, num_rows: int) -> None:
-    _lib.spark_cache_step(cache, address, num_rows)
+    _lib.hs_cache_step(cache, address, num_rows)
 
 
 def best_gain(
@@ -86,7 +86,7 @@ def best_gain(
     assert price_T.shape == (num_steps,) and price_T.flags.c_contiguous
     used_T = np.empty(num_steps, np.int32)
     copies, hits = c_int64(), c_int64()
-    gain = _lib.spark_cache_gain(
+    gain = _lib.hs_cache_gain(
         bits_TW.ctypes.data, num_steps, num_neurons, bits_TW.strides[0] // 4,
         np.ascontiguousarray(initial_W).ctypes.data, price_T.ctypes.data, value, fetch,
         used_T.ctypes.data, copies, hits,

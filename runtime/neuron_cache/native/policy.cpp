@@ -259,11 +259,11 @@ void learn(NeuronCache& c, const uint32_t* bits, int64_t rows) {
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void spark_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
+EXPORT void hs_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
     learn(*cache, bits, rows);
 }
 
-EXPORT void spark_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
+EXPORT void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows) {
     NeuronCache& c = *cache;
     const double cached = c.cached_s, planned = c.planned_s;
     measure(c, bits, rows);

@@ -13,7 +13,7 @@ struct CacheLayer {
     const uint32_t* planned;  // [W] the neurons that the plan has in slots
     uint32_t* resident;       // [W] the neurons that are in slots
     int64_t num_slots;
-    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/sparkinfer/neuron_cache.py
+    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/hotsplit/neuron_cache.py
     double copy_row_s, gather_row_s;
     double cold_share;  // moving average: the share of steps in which the cold side takes longer
     // Neurons read by all steps so far: all, those in slots, those in slots by the plan. 0 if all neurons
@@ -54,8 +54,8 @@ struct NeuronCache {
 
 extern "C" {
 // Updates the scores with the bits [rows, L, W] of tokens, e.g. of a prompt; decides nothing.
-void spark_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows);
+void hs_cache_learn(NeuronCache* cache, const uint32_t* bits, int64_t rows);
 // Called after a step with these tokens (rows >= 1): counts its hits and seconds, records the last
 // decision's swaps as done, updates the scores, and makes the next decision.
-void spark_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
+void hs_cache_step(NeuronCache* cache, const uint32_t* bits, int64_t rows);
 }

@@ -1,0 +1,291 @@
+"""The command `hotsplit advise`."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from hotsplit.commands import examples
+from hotsplit.commands.shared import (
+    FILE,
+    FOLDER,
+    OUTPUT,
+    FileCommand,
+    finish,
+    force_option,
+    json_option,
+    say,
+    texts_and_model,
+    threads_option,
+)
+from hotsplit.errors import HotsplitError
+from hotsplit.files import temporary_folder
+from hotsplit.outputs import check_outputs
+
+if TYPE_CHECKING:
+    from hotsplit.convert.options import Outtype
+    from hotsplit.limits import Limits
+    from hotsplit.profile.advice_choice import Point
+    from hotsplit.profile.advise import Advice
+    from hotsplit.profile.advise_config import AdviseConfig
+
+SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q4_0"),
+           "q8_0": ("q4_0",)}  # fmt: skip
+
+
+@click.command(
+    cls=FileCommand, epilog=examples.ADVISE, short_help="Measure which type and rule suit a model."
+)
+@click.argument("model", type=FILE)
+@click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
+              help="Text like what you will use the model on: a text, .jsonl or .parquet file, or a"
+                   " folder of them.")  # fmt: skip
+@click.option("--type", "types", multiple=True, type=click.Choice(["q8_0", "q4_0"]),
+              help="Smaller types to compare with. [default: all below the model's own]")  # fmt: skip
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True,
+              help="Tokens to measure on.")  # fmt: skip
+@click.option("--max-loss", default=0.01, show_default=True,
+              help="Largest rise in perplexity that you accept; 0.01 is 1 %.")  # fmt: skip
+@click.option("--limits", "limits_path", type=OUTPUT,
+              help="Write the limits of the advised rule to this file, for convert --limits.")  # fmt: skip
+@click.option("--dense", type=FILE,
+              help="For a model that was trained to be sparse: the model that it was trained from,"
+                   " to compare with. [default: its own mode dense]")  # fmt: skip
+@click.option("--plot", type=OUTPUT, help="Write a picture (PNG) of everything that was measured.")
+@click.option(
+    "--work", type=FOLDER, help="Folder for temporary model files. [default: the system's]"
+)
+@click.option("--seed", default=0, show_default=True)
+@threads_option
+@force_option
+@json_option
+def advise(
+    model: Path, corpora: tuple[Path, ...], types: tuple[str, ...], max_tokens: int, max_loss: float,
+    limits_path: Path | None, dense: Path | None, plot: Path | None, work: Path | None, seed: int,
+    threads: int | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure which type, and which sparsity rule if any, suit a model.
+
+    Rules silence neurons and inputs that contribute little, without training. Each is compared with
+    the unchanged dense model on your text, and with the same model in smaller types. A file that has
+    limits already, such as one made by hotsplit sparsify, is compared as it is."""
+    from hotsplit.model_file import ModelFile
+    from hotsplit.profile.advise_config import AdviseConfig
+
+    config = AdviseConfig(
+        model=model, corpora=corpora, max_tokens=max_tokens, max_loss=max_loss, seed=seed
+    )
+    file = ModelFile.load(model)
+    has_limits = file.has_limits
+    _check_options(model, limits_path, dense, has_limits=has_limits)
+    if file.predictor is not None and not has_limits:
+        raise HotsplitError(
+            f"{model}: has predictors, which are for the model without limits, so no rule can be tried;"
+            " give the model without them"
+        )
+    outputs = [path for path in (limits_path, plot) if path is not None]
+    check_outputs(outputs, force=force, inputs=texts_and_model(model, corpora))
+    from hotsplit.runtime.kernels.threads import use_threads  # imports torch
+
+    use_threads(threads)
+    kinds = _types(model, types)
+    with temporary_folder("hotsplit-advise-", work) as folder:
+        advice, limits = _advice(config, folder, kinds, dense, has_limits=has_limits)
+    lines = _lines(advice, _compared_with(model, dense, has_limits=has_limits))
+    if limits_path is not None and limits is not None:
+        limits.save(limits_path)
+        lines.append(f"wrote {limits_path}")
+    if plot is not None:
+        from hotsplit.profile.advice_plot import draw
+
+        draw(advice, plot)
+        lines.append(f"wrote {plot}")
+    if has_limits:
+        finish(advice, as_json, [*lines, *_next_of_trained(model, dense, advice)])
+    else:
+        finish(advice, as_json, [*lines, *_next(model, advice, limits_path)])
+
+
+def _check_options(
+    model: Path, limits_path: Path | None, dense: Path | None, *, has_limits: bool
+) -> None:
+    if has_limits and limits_path is not None:
+        raise HotsplitError(
+            f"{model}: has limits already, so there are none to write; leave --limits out"
+        )
+    if dense is not None and not has_limits:
+        raise HotsplitError(
+            f"{model}: has no limits and is itself the dense model to compare with; leave --dense out"
+        )
+
+
+def _advice(
+    config: "AdviseConfig",
+    folder: Path,
+    kinds: Sequence[str],
+    dense: Path | None,
+    *,
+    has_limits: bool,
+) -> "tuple[Advice, Limits | None]":
+    """The advice, and the limits of the rule that it recommends; None if that is dense, or if the
+    file has limits."""
+    from hotsplit.profile.advise import advise as run
+    from hotsplit.profile.advise_own_limits import advise_own_limits
+
+    files = _Files(config.model, folder)
+    if has_limits:
+        return advise_own_limits(config, dense, files.in_type, kinds, say), None
+    advice, adviser = run(config, files.of_type, files.with_limits, kinds, say, files.free_bytes)
+    return advice, None if advice.best.rule == "dense" else adviser.limits_of(advice.best)
+
+
+def _compared_with(model: Path, dense: Path | None, *, has_limits: bool) -> str:
+    if not has_limits:
+        return "the unchanged dense model"
+    if dense is not None:
+        return f"{dense}, run densely"
+    return (
+        f"{model} in mode dense, which is not the model that it was trained from; give that with"
+        " --dense"
+    )
+
+
+class _Files:
+    """Copies of the model in other types and with limits, made on demand in a temporary folder."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.model, self.folder = model, folder
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.folder).free
+
+    def of_type(self, kind: str) -> Path:
+        return self._make(f"{kind}.gguf", kind, None)
+
+    def in_type(self, model: Path, kind: str) -> Path:
+        """A file, with its own limits if it has any, in another type."""
+        role = "own" if model == self.model else "dense"
+        return self._make(f"{role}-{kind}.gguf", kind, None, model)
+
+    def with_limits(self, kind: str, limits: "Limits") -> Path:
+        path = self.folder / "limits.safetensors"
+        limits.save(path)
+        return self._make(f"{kind}-limits.gguf", kind, path)
+
+    def _make(self, name: str, kind: str, limits: Path | None, source: Path | None = None) -> Path:
+        from hotsplit.convert.convert import convert
+        from hotsplit.convert.options import ConvertConfig
+
+        source = source or self.model
+        free, wanted = self.free_bytes(), source.stat().st_size
+        if free < wanted:
+            raise HotsplitError(
+                f"{self.folder}: {free / 2**30:.1f} GiB free, up to {wanted / 2**30:.1f} GiB"
+                " needed for a trial file; name another folder with --work"
+            )
+        output = self.folder / name
+        convert(
+            ConvertConfig(
+                source=source,
+                output=output,
+                outtype=cast("Outtype", kind),
+                limits=limits,
+                force=True,
+            )
+        )
+        return output
+
+
+def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
+    """The model's own type, and the smaller ones (of those asked for, if any)."""
+    from hotsplit.model_file import ModelFile
+
+    own = ModelFile.load(model).row_major.tensors["blk.0.attn_output.weight"].kind
+    if own not in SMALLER:
+        raise HotsplitError(
+            f"{model}: is in {own}, in which rules cannot be tried; give the model in f16 or q8_0"
+        )
+    return (own, *(kind for kind in SMALLER[own] if not asked or kind in asked))
+
+
+def _lines(advice: "Advice", compared_with: str) -> list[str]:
+    head = (
+        "",
+        "bytes/token",
+        "KL",
+        "+-",
+        "perplexity",
+        "same top",
+        "tokens/s",
+        "95% of the ratio",
+        "",
+    )
+    rows = [head]
+    for point in sorted(advice.points, key=lambda p: p.seconds, reverse=True):
+        close = point.close
+        rows.append((
+            point.name, f"{point.bytes_per_token / 1e6:.1f} MB", f"{close.kl:.4f}",
+            f"{close.kl_error:.4f}", f"{close.perplexity_increase:+.2%}", f"{close.same_top:.1%}",
+            f"{1 / point.seconds:.1f}", _interval(point),
+            "front" if point.is_on_front else "",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    name = "{} {}".format(*advice.reference)
+    return [*table, f"on {advice.num_tokens:,} tokens, against {compared_with}",
+            f"tokens/s: timed in turns, as ratios to {name}; by bytes: extrapolated",
+            f"advice: {advice.why}"]  # fmt: skip
+
+
+def _interval(point: "Point") -> str:
+    """The interval of the ratio to the reference, in words."""
+    if point.gain is None:
+        return "by bytes"
+    return f"x {1 + point.gain.low:.2f} to {1 + point.gain.high:.2f}"
+
+
+def _next(model: Path, advice: "Advice", limits: Path | None) -> list[str]:
+    """The next command to type."""
+    best = advice.best
+    if best.rule == "dense":
+        return [_convert_or_run(model, best.type, "--mode dense")]
+    if limits is None:
+        return ["next: the same command with --limits FILE, which writes the rule's limits"]
+    return [f"{_convert(model, best.type)} --limits {quote(str(limits))}"]
+
+
+def _next_of_trained(model: Path, dense: Path | None, advice: "Advice") -> list[str]:
+    """The next command to type for a file that has limits."""
+    best = advice.best
+    if best.rule != "dense":
+        return [_convert_or_run(model, best.type, "--mode exact")]
+    if dense is None:
+        return ["next: the same command with --dense FILE, the model that it was trained from"]
+    return [_convert_or_run(dense, best.type, "--mode dense")]
+
+
+def _convert_or_run(model: Path, kind: str, mode: str) -> str:
+    """The command that converts a file to a type or, if convert would change nothing, runs it."""
+    from hotsplit.convert.convert import draft_of
+    from hotsplit.convert.options import ConvertConfig
+
+    try:
+        draft_of(ConvertConfig(source=model, output=_new_file(), outtype=cast("Outtype", kind)))
+    except HotsplitError:  # it is of that type
+        return f"next: hotsplit generate {quote(str(model))} {mode} -p TEXT"
+    return _convert(model, kind)
+
+
+def _convert(model: Path, kind: str) -> str:
+    return f"next: hotsplit convert {quote(str(model))} -o {_new_file()} --outtype {kind}"
+
+
+def _new_file() -> Path:
+    """A name in the working folder that is not taken."""
+    names = (Path(f"out{number or ''}.gguf") for number in count())
+    return next(name for name in names if not os.path.lexists(name))

@@ -1,0 +1,358 @@
+"""All commands of `hotsplit`, or `python -m hotsplit`.
+
+Commands are thin wrappers: most build the config of one stage, run the stage and print its report.
+A stage is imported inside its command, so that `hotsplit --help` needs no torch. Notes and short
+reports go to stderr; generated text, tables to look at, and with --json one object go to stdout.
+Errors are reported by top_level."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hotsplit.commands import examples
+from hotsplit.commands.advise import advise
+from hotsplit.commands.bench import bench
+from hotsplit.commands.cache import cache
+from hotsplit.commands.chat import chat
+from hotsplit.commands.doctor import doctor
+from hotsplit.commands.evaluate import evaluate
+from hotsplit.commands.generate import generate
+from hotsplit.commands.help_command import completion, help_command
+from hotsplit.commands.outtype import OUTTYPE
+from hotsplit.commands.profile_command import profile
+from hotsplit.commands.report import report
+from hotsplit.commands.rope_options import rope_options
+from hotsplit.commands.run import run as run_command
+from hotsplit.commands.serve import serve
+from hotsplit.commands.shared import (
+    FILE,
+    OUTPUT,
+    FileCommand,
+    Size,
+    finish,
+    force_option,
+    json_option,
+    max_loss_option,
+    output,
+    say,
+)
+from hotsplit.commands.sparsify import sparsify
+from hotsplit.key_selection import DEFAULT
+from hotsplit.sizes import format_bytes
+from hotsplit.written import Written
+
+
+class Stopped(Exception):
+    """Hides an interrupt from click, which would print an empty line."""
+
+    def __init__(self, how: KeyboardInterrupt) -> None:
+        super().__init__(str(how))
+        self.how = how
+
+
+class _Group(click.Group):
+    command_class = FileCommand
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Stopped(error) from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(None, "-V", "--version", package_name="hotsplit")
+def cli() -> None:
+    """Run language models on machines whose GPU memory is too small for them.
+
+    `hotsplit run MODEL` does everything needed. Its stages are also commands of their own:
+    convert, profile, calibrate, solve, generate. `hotsplit help COMMAND` shows a command's
+    options."""
+
+
+cli.add_command(help_command)
+cli.add_command(completion)
+cli.add_command(profile)
+cli.add_command(advise)
+cli.add_command(doctor)
+cli.add_command(sparsify)
+
+
+@cli.command(epilog=examples.CONVERT)
+@click.argument("source", type=FILE)
+@click.option("-o", "--output", type=output(".gguf"), required=True,
+              help="The model file to write.")  # fmt: skip
+@click.option("--outtype", type=OUTTYPE,
+              help="Type of the matrices. [default: f16 for a checkpoint, the file's own for a GGUF]")  # fmt: skip
+@click.option("--layout", type=click.Choice(["sparse", "stock"]), default="sparse",
+              show_default=True, help="stock is the layout that llama.cpp loads.")  # fmt: skip
+@click.option("--tensor-type", "tensor_types", multiple=True, metavar="NAME=TYPE",
+              help="Another type for matrices whose name matches NAME, a regular expression; may be"
+                   " repeated.")  # fmt: skip
+@click.option("--activation", metavar="NAME",
+              help="The activation, which other programs' GGUF files do not record: relu, drelu,"
+                   " fatrelu=0.01, ...")  # fmt: skip
+@click.option("--predictors", type=FILE,
+              help="Predictors to add: predictors.safetensors, or a folder with it or with"
+                   " model_0.pt, model_1.pt, ...")  # fmt: skip
+@click.option("--predictor-input-layer-offset", type=click.IntRange(0, 1),
+              help="The input that the predictors read: 0 for their own layer's, 1 for that of the"
+                   " layer before.")  # fmt: skip
+@click.option(
+    "--thresholds", type=FILE, help="A profile whose thresholds to add, for SiLU and GELU models."
+)
+@click.option("--limits", type=FILE, help="A limits file to add, made by hotsplit advise.")
+@click.option("--verify/--no-verify", "is_verified", default=True, show_default=True,
+              help="Compare the file's logits with the source's before keeping it.")  # fmt: skip
+@force_option
+@json_option
+def convert(
+    source: Path, tensor_types: tuple[str, ...], is_verified: bool, as_json: bool, **options: Any
+) -> None:
+    """Turn a Hugging Face checkpoint, or a GGUF, into a model file.
+
+    SOURCE is a folder, a .gguf file, or the name of a checkpoint on the hub (org/name)."""
+    from hotsplit.convert.options import ConvertConfig
+
+    config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
+    from hotsplit.convert.convert import convert as run  # seconds of imports
+    from hotsplit.progress import progress
+
+    def verify(written: Written) -> list[str]:
+        from hotsplit.profile.predictor_check import check_predictors
+        from hotsplit.profile.verify import verify as compare
+
+        advance.begin("verifying")
+        check = check_predictors(written.path)
+        warnings = [check.line] if check and check.is_near_chance else []
+        return [compare(written).line, *warnings]
+
+    with progress("converting", None, "MB") as advance:
+        report = run(
+            config,
+            on_bytes=lambda num_bytes: advance(num_bytes / 1e6),
+            on_total=lambda num_bytes: advance.set_total(num_bytes / 1e6),
+            verify=verify if is_verified else None,
+        )
+    lines = [f"note: {note}" for note in report.notes]
+    lines += [report.verified] if report.verified else []
+    lines.append(
+        f"wrote {report.output}: {report.num_tensors} tensors, {format_bytes(report.num_bytes)},"
+        f" {report.activation}, {'with' if report.has_predictors else 'no'} predictors,"
+        f" {report.seconds:.1f} s"
+    )
+    finish(report, as_json, lines)
+
+
+@cli.command(epilog=examples.CALIBRATE)
+@click.option("-o", "--output", type=output(".json"), required=True,
+              help="The machine file to write.")  # fmt: skip
+@click.option(
+    "--gpu-from", type=FILE, help="Machine file whose GPU to plan for, if this machine has none."
+)
+@click.option("-v", "--verbose", "is_verbose", is_flag=True,
+              help="Print a note for each figure that varied between rounds.")  # fmt: skip
+@force_option
+@json_option
+def calibrate(as_json: bool, **options: Any) -> None:
+    """Measure this machine's bandwidths, latencies and memories."""
+    from hotsplit.profile.calibrate import CalibrateConfig
+    from hotsplit.profile.calibrate import calibrate as run
+    from hotsplit.progress import progress
+
+    config = CalibrateConfig(**options)
+    with progress("measuring", None, "timings") as advance:
+        machine = run(config, say, advance)
+    finish(machine, as_json, [f"wrote {config.output}"])
+
+
+@cli.command(epilog=examples.SOLVE, short_help="Plan what goes on the GPU under a VRAM budget.")
+@click.argument("model", type=FILE)
+@click.option("--profile", type=FILE, required=True, help="Made by hotsplit profile.")
+@click.option("--machine", type=FILE, required=True, help="Made by hotsplit calibrate.")
+@click.option("-vb", "--vram-budget", "budgets", type=Size(), multiple=True,
+              help="GPU memory to use, e.g. 8GiB; a bare number is GiB. Once per GPU; 0 plans for"
+                   " the CPU alone.")  # fmt: skip
+@click.option("--host-budget", "host_budget_bytes", type=Size(),
+              help="Main memory to use, e.g. 16GiB. [default: all of it]")  # fmt: skip
+@click.option("-o", "--output", type=output(".gguf", ".json"), required=True,
+              help="The plan (split file) to write; with --sweep the curve (JSON), with a plot next"
+                   " to it.")  # fmt: skip
+@click.option("-c", "--context", "--ctx-size", "context_length", type=int,
+              help="Context length to reserve KV cache for. [default: the model's, up to 4,096]")  # fmt: skip
+@rope_options
+@click.option("--sequences", "num_sequences", default=1, show_default=True,
+              help="Texts at a time to reserve KV cache for, each with a whole --context: --parallel"
+                   " and --kept of serve together, or the prompts of generate.")  # fmt: skip
+@click.option("--kv-offload", "kv_offload", is_flag=False, flag_value=DEFAULT, metavar="[SIZES]",
+              help="Keys and values stay in main memory, where the CPU attends to the best of them; the"
+                   " GPU's memory goes to neurons. Sizes such as window=2048,top=512.")  # fmt: skip
+@click.option("--mode", type=click.Choice(["dense", "exact", "predicted"]),
+              help="Mode to plan for. [default: the fastest within --max-loss]")  # fmt: skip
+@max_loss_option
+@click.option("--neuron-cache", metavar="on|most_rows=N",
+              help="Plan memory and times for a neuron cache, which swaps hot neurons as the text"
+                   " needs: up to N per token (on: 64).")  # fmt: skip
+@click.option("--time-limit", "time_limit_s", default=30.0, show_default=True,
+              help="Seconds that the integer program may take.")  # fmt: skip
+@click.option(
+    "--explain", "explained", is_flag=True, help="Show what each byte of VRAM is used for."
+)
+@click.option(
+    "--heat-map", type=OUTPUT, help="Write a picture (PNG) of the plan: layers by hotness."
+)
+@click.option("--sweep", "sweep_range", metavar="FROM:TO",
+              help="Instead of a plan, compute the speed over a range of budgets, e.g."
+                   " 2GiB:24GiB.")  # fmt: skip
+@click.option(
+    "--sweep-points", default=23, show_default=True, help="Number of budgets for --sweep."
+)
+@click.option("--check", "is_check", is_flag=True,
+              help="Check that the plan at --output is still valid for these files; write nothing.")  # fmt: skip
+@force_option
+@json_option
+def solve(
+    budgets: tuple[int, ...], explained: bool, heat_map: Path | None, sweep_range: str | None,
+    sweep_points: int, is_check: bool, as_json: bool, neuron_cache: str | None, **options: Any,
+) -> None:  # fmt: skip
+    """Plan what goes on the GPU under a VRAM budget, and write the plan.
+
+    The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
+    so that a token takes the least time on the machine that --machine describes."""
+    from hotsplit.commands.solve import run_check, run_solve, run_sweep
+    from hotsplit.neuron_cache import CacheOptions
+    from hotsplit.solver.solve import SolveConfig
+
+    if not budgets and not sweep_range and not is_check:
+        context = click.get_current_context()
+        (option,) = (param for param in context.command.params if param.name == "budgets")
+        raise click.MissingParameter(ctx=context, param=option)
+    if (is_check or sweep_range) and (explained or heat_map or (is_check and sweep_range)):
+        raise click.UsageError("--check, --sweep, and --explain or --heat-map exclude each other.")
+    if sweep_range and budgets:
+        raise click.UsageError("--sweep FROM:TO gives the budgets: leave --vram-budget out.")
+    if (is_check or sweep_range) and neuron_cache is not None:
+        raise click.UsageError("--neuron-cache is for a new plan: leave it out here.")
+    config = SolveConfig(
+        vram_budget_bytes=budgets or (0,),
+        neuron_cache=None if neuron_cache is None else CacheOptions.parse(neuron_cache),
+        **options,
+    )
+    if is_check:
+        report, lines = run_check(config, budgets)
+    elif sweep_range:
+        report, lines = run_sweep(config, sweep_range, sweep_points)
+    else:
+        report, lines = run_solve(config, explained=explained, heat_map=heat_map)
+    finish(report, as_json, lines)
+
+
+cli.add_command(run_command)
+cli.add_command(cache)
+cli.add_command(generate)
+cli.add_command(chat)
+cli.add_command(serve)
+cli.add_command(bench)
+
+
+cli.add_command(evaluate)
+cli.add_command(report)
+
+
+@cli.command(
+    "inspect", epilog=examples.INSPECT, short_help="Show what a file or a checkpoint folder holds."
+)
+@click.argument("file", type=FILE)
+@click.option(
+    "--tensors",
+    "all_tensors",
+    is_flag=True,
+    help="List the tensors of all layers, not only of the first.",
+)
+@click.option(
+    "--graph",
+    "is_graph",
+    is_flag=True,
+    help="Show the operations of a model's decode step, what each reads and writes, and its device.",
+)
+@click.option("--split", type=FILE, help="With --graph: place the operations by this plan.")
+@json_option
+def inspect_command(
+    file: Path, all_tensors: bool, is_graph: bool, split: Path | None, as_json: bool
+) -> None:
+    """Show what a file or a checkpoint folder holds.
+
+    FILE is any GGUF, a profile, predictors, a plan or a machine file, or a checkpoint folder; for a
+    folder it also says whether convert would accept it."""
+    if is_graph:
+        _inspect_graph(file, split, as_json)
+        return
+    if split is not None:
+        raise click.UsageError("--split places the operations that --graph shows; add --graph")
+    if (file / "config.json").is_file():
+        _inspect_checkpoint(file, as_json)
+        return
+    from hotsplit.inspection.inspect_file import inspect_file
+    from hotsplit.inspection.tables import print_summary
+    from hotsplit.inspection.to_json import to_json
+
+    summary = inspect_file(file)
+    if as_json:
+        click.echo(to_json(summary))
+    else:
+        print_summary(summary, all_tensors=all_tensors)
+
+
+def _inspect_graph(file: Path, split: Path | None, as_json: bool) -> None:
+    from hotsplit.inspection.tables import print_facts, print_table
+    from hotsplit.inspection.to_json import to_json
+    from hotsplit.runtime.step.program_summary import facts_of, lines_of, summarise_program
+
+    summary = summarise_program(file, split)
+    if as_json:
+        click.echo(to_json(summary))
+        return
+    print_facts(summary.kind, facts_of(summary))
+    columns = ["layers", "device", "operation", "reads", "writes", "weights a layer"]
+    print_table("operations, in order", columns, [line.row for line in lines_of(summary)])
+    rows = [(device, format_bytes(count)) for device, count in summary.weight_bytes.items()]
+    print_table("weights", ["device", "bytes"], rows)
+
+
+def _inspect_checkpoint(folder: Path, as_json: bool) -> None:
+    from hotsplit.convert.checkpoint_summary import summarise_checkpoint
+    from hotsplit.inspection.tables import print_facts
+    from hotsplit.inspection.to_json import to_json
+
+    summary = summarise_checkpoint(folder)
+    if as_json:
+        click.echo(to_json(summary))
+    else:
+        print_facts(summary.kind, summary.facts)
+
+
+@cli.command(
+    "export", epilog=examples.EXPORT, short_help="Write files for PowerInfer or SparkInfer."
+)
+@click.argument("source", type=FILE)
+@click.option("--format", required=True,
+              type=click.Choice(["powerinfer-activations", "gpuidx", "sparkinfer-split"]),
+              help="The first is made from a profile, the others from a plan.")  # fmt: skip
+@click.option("-o", "--output", type=OUTPUT, required=True, help="The file or folder to write.")
+@click.option("--profile", type=FILE, help="The profile that the plan was made from.")
+@click.option("--group-size", type=int, help="Neurons per group, for SparkInfer. [default: 16]")
+@force_option
+@json_option
+def export_command(as_json: bool, **options: Any) -> None:
+    """Write a profile or a plan in the file formats of PowerInfer or SparkInfer."""
+    from hotsplit.export.export import ExportConfig, export
+
+    report = export(ExportConfig(**options))
+    lines = [f"note: {note}" for note in report.notes]
+    hot = "" if report.num_hot is None else f", {report.num_hot:,} hot"
+    lines.append(
+        f"wrote {report.output}: {report.num_layers} layers of {report.num_neurons:,} neurons{hot},"
+        f" {format_bytes(report.num_bytes)}"
+    )
+    finish(report, as_json, lines)

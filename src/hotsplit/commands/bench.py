@@ -1,0 +1,114 @@
+"""`hotsplit bench`: measures a model's speed, reports it like llama-bench, and explains it."""
+
+from typing import Any
+
+import click
+
+from hotsplit.commands.cache_options import cache_type_options
+from hotsplit.commands.cache_replay import check_replay, run_replay
+from hotsplit.commands.kept_files import bench_line
+from hotsplit.commands.neuron_cache_option import neuron_cache_option
+from hotsplit.commands.rope_options import rope_options
+from hotsplit.commands.shared import (
+    FILE,
+    OUTPUT,
+    FileCommand,
+    device_option,
+    finish,
+    json_option,
+    max_loss_option,
+    mode_option,
+    say,
+    split_option,
+    threads_option,
+)
+from hotsplit.sizes import whole_number
+
+
+class Lengths(click.ParamType):
+    """Numbers of tokens in llama-bench's form: 512, or 128,512."""
+
+    name = "N[,N...]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(whole_number(number) for number in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers; wanted e.g. 512 or 128,512", param, ctx)
+
+
+@click.command(cls=FileCommand)
+@click.argument("model", type=FILE)
+@split_option
+@click.option("-p", "--n-prompt", "prompt_lengths", type=Lengths(), multiple=True,
+              help="Prompt lengths to test; 0: none. [default: 512]")  # fmt: skip
+@click.option("-n", "--n-gen", "gen_lengths", type=Lengths(), multiple=True,
+              help="Numbers of tokens to generate; 0: none. [default: 128]")  # fmt: skip
+@click.option("-d", "--depth", "--n-depth", "depths", type=Lengths(), multiple=True,
+              help="Tokens in the cache before a test. [default: 0]")  # fmt: skip
+@click.option("-r", "--repetitions", type=int, default=5, show_default=True,
+              help="Rounds to measure.")  # fmt: skip
+@click.option("--text", type=FILE,
+              help="Text to take tokens from, since a sparse mode's speed depends on them. [default: random tokens]")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Seed of random tokens.")
+@click.option("--compare", type=FILE, metavar="PROGRAM",
+              help="Measure llama.cpp in the same rounds: a Python with llama_cpp, or a llama-bench.")  # fmt: skip
+@click.option("--compare-model", type=FILE, metavar="FILE",
+              help="The GGUF that llama.cpp loads. [default: MODEL]")  # fmt: skip
+@click.option("--compare-gpu-layers", type=int, metavar="N",
+              help="Layers that llama.cpp puts on a GPU. [default: none if MODEL runs on the CPU, else all]")  # fmt: skip
+@cache_type_options
+@rope_options
+@neuron_cache_option
+@mode_option
+@max_loss_option
+@threads_option
+@device_option
+@click.option("--cache-replay", is_flag=True,
+              help="Compare policies of the neuron cache on --text instead, with the times in the plan (--split).")  # fmt: skip
+@click.option("--cache-tokens", type=click.IntRange(64, 1 << 20), default=2000, show_default=True,
+              help="Tokens of the text to replay.")  # fmt: skip
+@click.option("--cache-plot", type=OUTPUT, metavar="FILE.png", help="Plot of the replay to write.")
+@click.option("--md", "as_markdown", is_flag=True, help="Print llama-bench's table on stdout.")
+@json_option
+@click.pass_context
+def bench(
+    ctx: click.Context, prompt_lengths: tuple[tuple[int, ...], ...],
+    gen_lengths: tuple[tuple[int, ...], ...], depths: tuple[tuple[int, ...], ...],
+    as_markdown: bool, as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Measure the speed of prompts and generation on this machine.
+
+    Speeds are compared with the limit set by the memory's speed and, if the step is native,
+    broken down by its parts."""
+    from hotsplit.bench.config import BenchConfig
+
+    check_replay(ctx)
+    replayed = {name: options.pop(name) for name in ("cache_replay", "cache_tokens", "cache_plot")}
+    if replayed["cache_replay"]:
+        content, lines = run_replay({**options, **replayed})
+        return finish(content if as_json else {}, as_json, lines)
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --md are two forms of one report: leave one out.")
+    lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
+    options |= {name: sum(values, ()) for name, values in lengths.items() if values}
+    config = BenchConfig(**options)  # refuses wrong options before the imports, which take seconds
+    from hotsplit.bench.bench import bench as run
+    from hotsplit.bench.fields import to_json
+    from hotsplit.bench.tables import lines_of, markdown_of
+    from hotsplit.progress import progress
+
+    with progress("measuring", config.num_runs, "tests") as advance:
+        report = run(config, advance)
+    kept = bench_line(config.model) if config.split is None else None
+    if kept and not as_json:
+        say(kept)
+    if as_markdown:
+        click.echo(markdown_of(report))
+        finish({}, False, [f"note: {note}" for note in report.notes])
+    else:
+        finish(to_json(report) if as_json else {}, as_json, lines_of(report))

@@ -1,0 +1,69 @@
+"""`hotsplit cache`: shows and removes what `run` keeps. Ownership and use are checked by
+run.housekeeping."""
+
+import time
+from dataclasses import asdict
+
+import click
+
+from hotsplit.commands.shared import FileCommand, finish, json_option, say
+from hotsplit.sizes import format_bytes
+
+
+@click.command(cls=FileCommand)
+@click.argument("action", type=click.Choice(["list", "clear"]))
+@click.argument("names", nargs=-1, metavar="[NAME...]")
+@click.option("--stale", "stale_only", is_flag=True,
+              help="With clear: remove only unfinished files and those made by another version.")  # fmt: skip
+@json_option
+def cache(action: str, names: tuple[str, ...], stale_only: bool, as_json: bool) -> None:
+    """Show or remove the files that `hotsplit run` keeps.
+
+    NAME is a folder's name, a kind or a source, as `list` shows them; without a name, `clear`
+    removes everything that is not in use. Sources are never touched."""
+    from hotsplit.run.cache_folder import cache_folder
+    from hotsplit.run.housekeeping import clear, list_cache
+
+    folder = cache_folder()
+    if action == "clear":
+        cleared = clear(folder, names, stale_only=stale_only)
+        lines = [f"kept {name}: {why}" for name, why in cleared.kept]
+        lines.append(
+            f"removed {len(cleared.removed)} from {folder}, {format_bytes(cleared.num_bytes)}"
+        )
+        finish(asdict(cleared) | {"cache": str(folder)}, as_json, lines)
+        return
+    if names or stale_only:
+        raise click.UsageError("list shows everything: leave names and --stale out.")
+    found = list_cache(folder)
+    total = sum(shelved.num_bytes for shelved in found)
+    content = {"cache": str(folder), "num_bytes": total, "entries": [asdict(s) for s in found]}
+    if as_json:
+        finish(content, True, [])
+        return
+    rows = [("what", "file", "size", "last use", "state", "from")]
+    rows += [
+        (s.name, s.file or "-", format_bytes(s.num_bytes), ago(time.time() - s.last_used),
+         "in use" if s.is_in_use else s.state, _printable(s.source) or "-")
+        for s in found
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if found else []:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        click.echo("  ".join(cells).rstrip())
+    say(f"{len(found)} in {folder}, {format_bytes(total)}")
+    if any(s.file for s in found):
+        say(f"other commands take a file by its path: {folder}/WHAT/FILE")
+
+
+def _printable(text: str) -> str:
+    """Text without line breaks and control characters: a folder may have any name."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def ago(seconds: float) -> str:
+    """An age in words, e.g. "5 min ago"."""
+    for unit, name in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * unit or (unit == 60 and seconds >= 60):
+            return f"{seconds / unit:.0f} {name} ago"
+    return "just now"

@@ -1,0 +1,175 @@
+"""The command `hotsplit eval`: compares a mode with the dense model on text, or runs lm-eval's
+tasks."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hotsplit.commands import examples
+from hotsplit.commands.cache_options import cache_type_options
+from hotsplit.commands.rope_options import rope_options, scaling_lines
+from hotsplit.commands.shared import (
+    FILE,
+    FileCommand,
+    context_option,
+    device_option,
+    finish,
+    json_option,
+    let_threads_sleep,
+    mode_option,
+    threads_option,
+    thresholds_option,
+)
+
+if TYPE_CHECKING:
+    from hotsplit.profile.eval_config import EvalConfig
+    from hotsplit.profile.quality import EvalReport
+    from hotsplit.profile.tasks_config import TasksConfig
+
+ONLY_TEXT = (
+    "corpora", "max_tokens", "chat_template", "cache_type_k", "cache_type_v", "kv_offload",
+)  # fmt: skip
+ONLY_TASKS = ("limit", "num_fewshot", "task_folder")
+
+
+class Names(click.ParamType):
+    """Comma-separated names."""
+
+    name = "names"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(name.strip() for name in value.split(","))
+
+
+@click.command("eval", cls=FileCommand, epilog=examples.EVAL)
+@click.argument("model", type=FILE)
+@click.option("--corpus", "corpora", type=FILE, multiple=True,
+              help="Text to compare on: a text, .jsonl or .parquet file, or a folder of them.")  # fmt: skip
+@click.option("--split", type=FILE, help="Plan made by hotsplit solve.")
+@click.option("--tokens", "max_tokens", default=16_384, show_default=True,
+              help="Maximum tokens to compare on.")  # fmt: skip
+@click.option("--chat-template", is_flag=False, flag_value="", metavar="[NAME|FILE]",
+              help="Wrap paragraphs as messages in the model's own template or the one given; tokens"
+                   " that the template adds are not counted.")  # fmt: skip
+@click.option("--tasks", type=Names(), metavar="NAME[,NAME...]",
+              help="Tasks of lm-eval instead of a corpus (pip install lm-eval).")  # fmt: skip
+@click.option("--limit", type=int, help="Documents of each task. [default: all]")
+@click.option(
+    "--num-fewshot",
+    type=int,
+    help="Solved examples before each question. [default: the task's number]",
+)
+@click.option("--task-folder", type=FILE, help="Folder of your own tasks (YAML).")
+@click.option("--seed", default=0, show_default=True)
+@context_option("Context length in tokens. [default: the model's, up to 4,096]")
+@rope_options
+@cache_type_options
+@thresholds_option
+@mode_option
+@threads_option
+@device_option
+@json_option
+@click.pass_context
+def evaluate(
+    ctx: click.Context, tasks: tuple[str, ...] | None, threads: int | None, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Compare a mode with the dense model, or run tasks.
+
+    On text: perplexity, KL divergence, how often the likeliest token is the same. With --tasks:
+    accuracy on tasks of lm-eval."""
+    if (tasks is None) == (not options["corpora"]):
+        raise click.UsageError("give either --corpus, to compare on text, or --tasks.")
+    _refuse_others(ctx, ONLY_TASKS if tasks is None else ONLY_TEXT,
+                   "--corpus" if tasks is None else "--tasks")  # fmt: skip
+    let_threads_sleep()
+    if tasks is None:
+        _on_text({k: v for k, v in options.items() if k not in ONLY_TASKS}, threads, as_json)
+    else:
+        _by_tasks({k: v for k, v in options.items() if k not in ONLY_TEXT}, tasks, threads, as_json)
+
+
+def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> None:
+    """Raises a usage error if one of the options `names`, which have no effect here, is given."""
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(str(param.name))
+        if param.name in names and source is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{param.opts[-1]} has no effect with {chosen}.")
+
+
+def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> None:
+    from hotsplit.profile.eval_config import EvalConfig
+
+    config = EvalConfig(**options)  # refuses wrong options before the imports, which take seconds
+    from hotsplit.profile.eval_file import eval_content
+    from hotsplit.profile.quality import evaluate as run
+    from hotsplit.progress import progress
+    from hotsplit.runtime.kernels.threads import use_threads
+
+    use_threads(threads)
+    found: list[int] = []  # tokens of the text
+    with progress("evaluating", config.max_tokens, "tokens") as advance:
+
+        def on_total(count: int) -> None:
+            found.append(count)
+            advance.set_total(count)
+
+        report = run(config, advance, on_total)
+    notes = _notes(config, report, sum(found))
+    report = replace(report, notes=tuple(notes))
+    lines = [*(f"note: {note}" for note in notes), f"{report.mode}: {report.line}",
+             report.neurons_line, "± is half of the 95 % confidence interval",
+             *_scaling_lines(config)]  # fmt: skip
+    finish(eval_content(report) if as_json else {}, as_json, lines)
+
+
+def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[str]:
+    """Notes on the figures; `num_found` is the number of tokens of the text."""
+    from hotsplit.model_file import ModelFile
+
+    notes = []
+    if report.mode == "dense" and not (
+        config.cache_type_k or config.cache_type_v or config.kv_offload
+    ):
+        notes.append("mode dense is what all modes are compared with, so this compares the model"
+                     " with itself; give --mode exact or predicted")  # fmt: skip
+    if num_found < config.max_tokens:
+        notes.append(f"{num_found:,} tokens of text, fewer than the {config.max_tokens:,} of"
+                     " --tokens")  # fmt: skip
+    if ModelFile.load(config.model).is_trained_sparse:
+        notes.append("dense is this file without its limits, not the model that it was trained"
+                     " from: hotsplit advise --dense compares with that")  # fmt: skip
+    return notes
+
+
+def _by_tasks(
+    options: dict[str, Any], tasks: tuple[str, ...], threads: int | None, as_json: bool
+) -> None:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; we show our own progress
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from hotsplit.profile.tasks_config import TasksConfig
+
+    folder: Path | None = options.pop("task_folder")
+    # Refuses wrong options before the imports, which take seconds.
+    config = TasksConfig(tasks=tasks, folder=folder, **options)
+    from hotsplit.profile.tasks import run_tasks
+    from hotsplit.progress import progress
+    from hotsplit.runtime.kernels.threads import use_threads
+
+    use_threads(threads)
+    with progress("answering", None, "requests") as advance:
+        report = run_tasks(config, advance)
+    finish(report, as_json, [*report.lines, *_scaling_lines(config)])
+
+
+def _scaling_lines(config: "EvalConfig | TasksConfig") -> list[str]:
+    return scaling_lines(
+        config.model, config.rope_scaling, config.rope_scale, config.context_length
+    )

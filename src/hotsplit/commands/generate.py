@@ -1,0 +1,355 @@
+"""`hotsplit generate`: continues a text, or several together."""
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hotsplit.commands import examples
+from hotsplit.commands.cache_options import cache_type_options
+from hotsplit.commands.chat_options import system_message, template_variables
+from hotsplit.commands.constraint_options import (
+    NAMES,
+    ConstraintOptions,
+    constraint_of,
+    constraint_options,
+)
+from hotsplit.commands.neuron_cache_option import neuron_cache_option
+from hotsplit.commands.prompts import prompts_of
+from hotsplit.commands.rope_options import rope_options
+from hotsplit.commands.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.shared import (
+    FILE,
+    OUTPUT,
+    FileCommand,
+    context_option,
+    cpu_ffn_option,
+    device_option,
+    finish,
+    force_option,
+    json_option,
+    max_loss_option,
+    mode_option,
+    say,
+    split_option,
+    threads_option,
+    thresholds_option,
+)
+from hotsplit.commands.speculation_options import (
+    speculating,
+    speculation_options,
+    take_speculation_options,
+)
+from hotsplit.commands.written_texts import Writing, event_of, logprobs_of, report_of
+from hotsplit.engine_config import EngineConfig
+from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.runtime.generate.generation_options import GenerationOptions
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.engine import Engine
+    from hotsplit.runtime.generate.generation import Token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The prompts and the form of output that the options ask for."""
+
+    prompts: list[str]
+    is_many: bool
+    is_shown: bool  # print the prompt before its continuation
+    output: str  # "text", "json" or "lines"
+    prompt_cache: Path | None
+    force: bool
+    is_chat: bool  # the prompt is a message, and the answer is wanted
+    system: str | None
+    template: str | None
+    variables: Mapping[str, object]  # of the template
+
+
+_TEXTS = (
+    click.option("-p", "--prompt", help="The text to continue; - reads it from stdin."),
+    click.option("-f", "--file", "prompt_file",
+                 type=click.Path(path_type=Path, allow_dash=True),
+                 help="The same, from a file; - for stdin. One newline at its end is left out."),
+    click.option("--prompts", "prompts_file", type=FILE,
+                 help="Several prompts, one per line (.jsonl: strings, or objects with \"prompt\"),"
+                 " generated together."),
+    click.option("--stop", "-r", "--reverse-prompt", "stops", multiple=True, metavar="TEXT",
+                 help="Stop where this text appears; may be repeated."),
+    click.option("--ignore-eos", "ignores_end", is_flag=True,
+                 help="Continue after the model's end token."),
+    click.option("--keep", default=4, show_default=True,
+                 help="Tokens at the beginning of the text that --context-shift keeps."),
+    click.option("--logprobs", "num_logprobs", type=int, metavar="N",
+                 help="With --json or --json-lines: log probabilities of each token and of the N"
+                 " likeliest."),
+    click.option("--no-display-prompt", "is_shown", flag_value=False, default=True, type=bool,
+                 help="Print only the continuation, not the prompt."),
+    click.option("--json-lines", is_flag=True,
+                 help="Print one JSON object per token on stdout, then the report."),
+)  # fmt: skip
+
+
+def text_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the text options, under the names of `write`'s parameters."""
+    for option in reversed(_TEXTS):
+        command = option(command)
+    return command
+
+
+@click.command(cls=FileCommand, epilog=examples.GENERATE)
+@click.argument("model", type=FILE)
+@split_option
+@cpu_ffn_option
+@text_options
+@click.option("--chat", "is_chat", is_flag=True,
+              help="Treat the prompt as a message and print the answer; for a conversation:"
+                   " hotsplit chat.")  # fmt: skip
+@click.option("-sys", "--system", "--system-prompt", "system", metavar="TEXT",
+              help="With --chat: the system message.")  # fmt: skip
+@click.option("--chat-template", "template", metavar="NAME|FILE",
+              help="With --chat: a template to use instead of the model's own.")  # fmt: skip
+@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=128, show_default=True,
+              help="Maximum tokens to generate; -1: until the text or the context ends.")  # fmt: skip
+@click.option("--context-shift", "shifts", is_flag=True,
+              help="When the context is full, drop the older half of the text and continue.")  # fmt: skip
+@click.option("--prompt-cache", type=OUTPUT,
+              help="Save the prompt's state to this file, and load it from there the next time.")  # fmt: skip
+@context_option("Context length in tokens. [default: the plan's, or the model's up to 4,096]")
+@force_option
+@sampling_options
+@constraint_options
+@speculation_options
+@cache_type_options
+@rope_options
+@neuron_cache_option
+@thresholds_option
+@mode_option
+@max_loss_option
+@threads_option
+@device_option
+@json_option
+def generate(**options: Any) -> None:
+    """Continue a text, or several together.
+
+    The text, or the JSON asked for instead, goes to stdout; everything else goes to stderr."""
+    write(**options)
+
+
+def write(
+    *, model: Path, split: Path | None, threads: int | None, as_json: bool, json_lines: bool,
+    prompt: str | None, prompt_file: Path | None, prompts_file: Path | None, is_shown: bool,
+    prompt_cache: Path | None, force: bool, is_chat: bool, system: str | None,
+    template: str | None, system_file: Path | None = None, variables: str = "{}",
+    more: Mapping[str, Any] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Runs `generate` with its options; `more` goes into the report."""
+    sampling = take_sampling_options(options)
+    drawn = None  # a seed that the report names, so that the text can be repeated
+    if sampling.seed is None and sampling.temperature > 0 and prompts_file is None:
+        drawn = secrets.randbelow(1 << 32)
+        sampling = replace(sampling, seed=drawn)
+    speculation, draft_model = take_speculation_options(options)
+    constraints = ConstraintOptions(**{name: options.pop(name) for name in NAMES})
+    endings = endings_of(options)
+    prompts = prompts_of(prompt, prompt_file, prompts_file)
+    wanted = Wanted(
+        prompts=prompts, is_many=prompts_file is not None, is_shown=is_shown,
+        output="lines" if json_lines else "json" if as_json else "text",
+        prompt_cache=prompt_cache, force=force,
+        is_chat=is_chat, system=system_message(system, system_file), template=template,
+        variables=template_variables(variables),
+    )  # fmt: skip
+    _check(wanted)
+    if wanted.is_many and speculation.type != "none" and not speculation.is_optional:
+        raise click.UsageError("--speculate and -md are for one text: leave --prompts out.")
+    check_output_options(
+        endings.num_logprobs, is_json=wanted.output != "text", is_chat=is_chat, system=wanted.system,
+        template=template,
+    )  # fmt: skip
+    EngineConfig(**options)  # refuses wrong options before the imports, which take seconds
+    from hotsplit.runtime.engine import Engine
+    from hotsplit.runtime.kernels.threads import use_threads
+
+    num_threads = use_threads(threads)
+    with Engine.load(model, split, num_sequences=max(1, len(prompts)), **options) as engine:
+        make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
+        if wanted.is_many:
+            code, writings = _write_many(engine, wanted, sampling, endings, make)
+            said = None
+        else:
+            with speculating(engine, speculation, draft_model) as drafts:
+                code, writings = _write_one(engine, wanted, sampling, endings, make, drafts)
+                said = drafts.line() if drafts and drafts.totals.drafted else None
+        report, lines = report_of(engine, writings, num_threads, drawn, is_many=wanted.is_many)
+        lines += [f"[{said}]"] if said else []
+    report |= more or {}
+    if wanted.output == "lines":
+        click.echo(json.dumps({"type": "end", **report}, default=str))
+    finish(report, wanted.output == "json", lines if wanted.output == "text" else [])
+    if code:
+        raise click.exceptions.Exit(code)
+
+
+def _check(wanted: Wanted) -> None:
+    if any(not prompt for prompt in wanted.prompts):
+        raise HotsplitError("the prompt is empty; give it some text")
+    if wanted.prompt_cache and not wanted.prompt_cache.absolute().parent.is_dir():
+        raise HotsplitError(f"{wanted.prompt_cache}: its folder does not exist; create it first")
+    if wanted.is_many and (wanted.prompt_cache or wanted.is_chat):
+        raise click.UsageError("--prompt-cache and --chat are for one text: leave --prompts out.")
+    if wanted.is_chat and wanted.prompt_cache:
+        raise click.UsageError("--chat does not use a prompt cache: leave --prompt-cache out.")
+
+
+def check_output_options(
+    num_logprobs: int | None, *, is_json: bool, is_chat: bool, system: str | None,
+    template: str | None,
+) -> None:  # fmt: skip
+    """Raises click's UsageError for an option given without the one that it needs."""
+    if num_logprobs is not None and not is_json:
+        raise click.UsageError("--logprobs goes with --json or --json-lines.")
+    if not is_chat and (system is not None or template is not None):
+        raise click.UsageError("--system and --chat-template are for --chat.")
+
+
+def endings_of(options: dict[str, Any]) -> GenerationOptions:
+    """Removes from `options` those for the length of a text, its end and its log probabilities, and
+    returns them."""
+    keep, shifts = options.pop("keep"), options.pop("shifts")
+    if keep < 0:
+        raise HotsplitError(f"--keep is {keep}, wanted 0 or more")
+    names = ("max_tokens", "stops", "ignores_end", "num_logprobs")
+    given = {name: options.pop(name) for name in names}
+    return GenerationOptions(**given, shift_keep=keep if shifts else None)
+
+
+def _write_one(
+    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
+    drafts: Any,
+) -> tuple[int, list[Writing]]:  # fmt: skip
+    writing = Writing()
+    with ExitStack() as stack:
+        if wanted.is_chat:
+            tokens = _answer(engine, wanted, sampling, endings, make, drafts, stack)
+        else:
+            tokens = _continuation(engine, wanted, sampling, endings, make, drafts, stack)
+        if wanted.output == "text" and wanted.is_shown and not wanted.is_chat:
+            click.echo(wanted.prompts[0], nl=False)
+        code = _take(((0, token) for token in tokens), [writing], wanted)
+        if wanted.output == "text":
+            click.echo()
+    return code, [writing]
+
+
+def _continuation(
+    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
+    drafts: Any, stack: ExitStack,
+) -> "Iterator[Token]":  # fmt: skip
+    """Continues the prompt, and saves its state if requested. Wrong options are refused before the
+    first token."""
+    ids = engine.codec.encode(wanted.prompts[0])
+    sequence = None
+    if wanted.prompt_cache:
+        sequence = stack.enter_context(engine.sequence())
+        _restore(engine, sequence, wanted)
+    tokens = engine.generate(
+        ids, sampling=sampling, options=endings, constraint=make(), drafts=drafts, sequence=sequence
+    )
+
+    def all_tokens() -> "Iterator[Token]":
+        yield from tokens
+        if sequence is not None:
+            _save(engine, sequence, len(ids), wanted)
+
+    return all_tokens()
+
+
+def _answer(
+    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any],
+    drafts: Any, stack: ExitStack,
+) -> "Iterator[Token]":  # fmt: skip
+    """The answer to the prompt, which is sent as a message."""
+    from hotsplit.runtime.generate.chat import ChatOptions
+
+    is_free = make() is None  # refuses wrong options
+    chat = engine.chat(
+        wanted.system, template=wanted.template, sampling=sampling,
+        options=ChatOptions(generation=endings, variables=wanted.variables),
+        new_constraint=None if is_free else make, drafts=drafts,
+    )  # fmt: skip
+    stack.enter_context(chat)
+    for token in chat.say(wanted.prompts[0]):
+        engine.last_run = chat.run
+        yield token
+
+
+def _write_many(
+    engine: "Engine", wanted: Wanted, sampling: Any, endings: Any, make: Callable[[], Any]
+) -> tuple[int, list[Writing]]:
+    first = make()
+    masks = [] if first is None else [first, *(make() for _ in wanted.prompts[1:])]
+    writings = [Writing() for _ in wanted.prompts]
+    code = _take(engine.generate_many(wanted.prompts, sampling, endings, masks), writings, wanted)
+    if wanted.output == "text":
+        for prompt, writing in zip(wanted.prompts, writings, strict=True):
+            click.echo((prompt if wanted.is_shown else "") + writing.text)
+    return code, writings
+
+
+def _take(tokens: "Iterator[tuple[int, Token]]", writings: list[Writing], wanted: Wanted) -> int:
+    """Collects the tokens, and prints them as they come unless they are for a JSON report or for
+    several texts. Returns 0, or the exit code of an interrupt, after which the report is still
+    printed."""
+    try:
+        for number, token in tokens:
+            writing = writings[number]
+            writing.text += token.text
+            if token.id is not None:
+                writing.ids.append(token.id)
+                if token.logprob is not None:
+                    writing.logprobs.append(logprobs_of(token))
+            if wanted.output == "text" and not wanted.is_many:
+                click.echo(token.text, nl=False)
+            elif wanted.output == "lines":
+                click.echo(json.dumps(event_of(number, token)))
+    except KeyboardInterrupt as error:
+        return error.exit_code if isinstance(error, Interrupted) else 130
+    return 0
+
+
+def _restore(engine: "Engine", sequence: Any, wanted: Wanted) -> None:
+    from hotsplit.runtime.generate.prompt_cache import is_prompt, restore_prompt
+
+    path = wanted.prompt_cache
+    assert path is not None
+    if not path.exists() and not path.is_symlink():
+        return
+    try:
+        restore_prompt(sequence, path, engine.prompt_key())
+    except HotsplitError as error:
+        if not is_prompt(path):
+            raise HotsplitError(
+                f"{path}: exists and is not a prompt cache, so it is not overwritten; give"
+                " --prompt-cache another name"
+            ) from error
+        if not wanted.force:
+            raise HotsplitError(f"{error}, or give --force to compute it again") from error
+        say(f"note: {error}; computing it again")
+
+
+def _save(engine: "Engine", sequence: Any, num_prompt: int, wanted: Wanted) -> None:
+    """Saves the prompt's state, unless the file has it already or a context shift has dropped it."""
+    from hotsplit.runtime.generate.prompt_cache import save_prompt
+
+    assert wanted.prompt_cache is not None
+    run = engine.last_run
+    if run.shifts or run.cached_tokens + 1 >= num_prompt > 1:
+        return
+    sequence.rollback(num_prompt)
+    save_prompt(sequence, wanted.prompt_cache, engine.prompt_key())

@@ -1,0 +1,218 @@
+"""The command `hotsplit profile`."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from hotsplit.commands import examples
+from hotsplit.commands.shared import (
+    FILE,
+    FOLDER,
+    FileCommand,
+    Size,
+    device_option,
+    finish,
+    force_option,
+    json_option,
+    let_threads_sleep,
+    mean,
+    output,
+    say,
+    texts_and_model,
+)
+from hotsplit.errors import HotsplitError
+from hotsplit.outputs import check_apart, check_outputs
+
+if TYPE_CHECKING:
+    from hotsplit.profile.collect import ProfileReport
+    from hotsplit.profile.config import ProfileConfig
+
+NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is ever silent
+
+
+@click.command(
+    cls=FileCommand,
+    epilog=examples.PROFILE,
+    short_help="Count neuron firings on text; train predictors.",
+)
+@click.argument("files", type=FILE, nargs=-1, required=True, metavar="MODEL | --merge A B [C...]")
+@click.option("--corpus", "corpora", type=FILE, multiple=True,
+              help="Text to count on: a text, .jsonl or .parquet file, a folder of them, or - for"
+                   " stdin; may be repeated.")  # fmt: skip
+@click.option("-o", "--output", type=output(".safetensors"), required=True,
+              help="The profile to write.")  # fmt: skip
+@click.option("--tokens", "max_tokens", type=int,
+              help="Tokens to count on; a shorter text is an error. [default: 131,072,"
+                   " or fewer if the text is shorter]")  # fmt: skip
+@click.option("--text-key", default="text", show_default=True,
+              help="Key of the text in .jsonl, or its column in .parquet.")  # fmt: skip
+@click.option("--merge", "is_merge", is_flag=True, help="Add profiles of one model together.")
+@click.option(
+    "--train-predictors", type=FOLDER, help="Train predictors too, and write them to this folder."
+)
+@click.option("--predictor-rank", type=int, help="Use low-rank predictors of this rank only.")
+@click.option("--predictor-form", type=click.Choice(["auto", "low-rank", "whole"]),
+              default="auto", show_default=True,
+              help="Two thin matrices, or the whole gate matrix; auto chooses by measuring.")  # fmt: skip
+@click.option("--predictor-type", type=click.Choice(["auto", "f16", "q8_0", "q4_0"]),
+              default="auto", show_default=True,
+              help="Type of the predictors' matrices; auto chooses by measuring.")  # fmt: skip
+@click.option("--predictor-format", type=click.Choice(["hotsplit", "dejavu"]),
+              default="hotsplit", show_default=True,
+              help="dejavu writes model_N.pt, which PowerInfer and SparkInfer load.")  # fmt: skip
+@click.option("--target-contribution", default=0.992, show_default=True,
+              help="Share of the neurons' contribution that predictors must find.")  # fmt: skip
+@click.option("--target-lost-norm", default=0.04, show_default=True,
+              help="Share of a layer's output that predictors may lose.")  # fmt: skip
+@click.option("--target-precision", default=0.75, show_default=True,
+              help="Share of the predicted neurons that should actually fire.")  # fmt: skip
+@click.option("--input-layer-offset", type=click.IntRange(0, 1), default=0, show_default=True,
+              help="1 to predict from the input of the layer before.")  # fmt: skip
+@click.option(
+    "--target-sparsity",
+    type=float,
+    help="For SiLU and GELU models: find thresholds that silence this share of neurons.",
+)
+@click.option("--perplexity-budget", type=float,
+              help="For SiLU and GELU models: find thresholds, layer by layer, that raise the"
+                   " perplexity by at most this share, e.g. 0.01. With --target-sparsity, stop at"
+                   " whichever comes first.")  # fmt: skip
+@click.option("--max-memory", "max_memory_bytes", type=Size(),
+              help="Device memory to use, e.g. 4GiB; a larger model is run layer by layer.")  # fmt: skip
+@click.option(
+    "--plots", type=FOLDER, help="Folder for plots of density, firings and predictors (PNG)."
+)
+@click.option("--seed", default=0, show_default=True)
+@device_option
+@force_option
+@json_option
+@click.pass_context
+def profile(
+    ctx: click.Context,
+    files: tuple[Path, ...],
+    output: Path,
+    force: bool,
+    is_merge: bool,
+    predictor_rank: int | None,
+    predictor_form: Any,
+    predictor_type: Any,
+    predictor_format: Any,
+    target_contribution: float,
+    target_lost_norm: float,
+    target_precision: float,
+    plots: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Count how often each neuron fires on a text; with --train-predictors, also train predictors.
+
+    If stopped, it leaves OUTPUT.resume, and the same command continues from there. With torchrun -m
+    hotsplit profile ... several processes share the text."""
+    let_threads_sleep()
+    if is_merge:
+        _refuse_beside_merge(ctx)
+        _merge(files, output, force, as_json)
+        return
+    if len(files) != 1:
+        raise click.UsageError("one model at a time; give text with --corpus")
+    from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig
+    from hotsplit.profile.predictor_options import PredictorOptions, Target
+
+    predictors = PredictorOptions(
+        rank=predictor_rank, form=predictor_form, type=predictor_type, format=predictor_format,
+        target=Target(contribution=target_contribution, lost_norm=target_lost_norm,
+                      precision=target_precision),
+    )  # fmt: skip
+    config = ProfileConfig(
+        model=files[0], output=output, force=force, predictors=predictors, **options
+    )
+    from hotsplit.profile.collect import profile as run  # seconds of imports
+    from hotsplit.profile.plots import draw
+    from hotsplit.profile.ranks import rank_here
+    from hotsplit.progress import progress
+
+    is_first = rank_here() == 0
+    if is_first:
+        _check_outputs(config, plots)
+    total = config.max_tokens or DEFAULT_TOKENS
+    with progress("profiling", total, "tokens") if is_first else nullcontext() as advance:
+        report = run(config, advance or (lambda count: None), say)
+    if not is_first:
+        return
+    lines = _lines(report)
+    if plots:
+        try:
+            lines += [f"wrote {path}" for path in draw(output, plots)]
+        except HotsplitError as error:
+            raise HotsplitError(f"{error}; the profile {output} is whole") from error
+    finish(report, as_json, lines)
+
+
+def _refuse_beside_merge(ctx: click.Context) -> None:
+    """Raises a usage error for an option that has no effect with --merge."""
+    for param in ctx.command.params:
+        is_given = ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+        if is_given and param.name not in ("files", "output", "is_merge", "force", "as_json"):
+            raise click.UsageError(f"{param.opts[0]} has no effect with --merge: leave it out")
+
+
+def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
+    """Checks all outputs at once: the profile, its reports, the resume file, predictors and
+    plots."""
+    from hotsplit.model_file import ModelFile
+    from hotsplit.profile.plots import PICTURES
+    from hotsplit.profile.predictor_output import PredictorOutput
+    from hotsplit.profile.report import report_paths
+    from hotsplit.profile.resume import resume_path
+
+    outputs = [config.output, *report_paths(config.output)]
+    if (folder := config.train_predictors) is not None:
+        to = PredictorOutput(folder=folder, format=config.predictors.format, force=config.force)
+        outputs += to.paths(ModelFile.load(config.model).shape.num_layers)
+    if plots is not None:
+        outputs += [plots / name for name in PICTURES]
+    inputs = texts_and_model(config.model, config.corpora)
+    check_outputs(outputs, force=config.force, inputs=inputs)
+    check_apart([resume_path(config.output)], [*inputs, *outputs])
+
+
+def _lines(report: "ProfileReport") -> list[str]:
+    from hotsplit.profile.report import short_lines
+
+    density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
+    lines = [
+        f"wrote {report.output}: {report.num_tokens:,} tokens, density {density:.1%},"
+        f" the hottest fifth takes {fifth:.0%} of the firings, {report.seconds:.0f} s"
+    ]
+    if report.search:
+        found = report.search
+        lines.append(
+            f"thresholds silence {mean(found.sparsity_L):.1%} ("
+            + " ".join(f"{share:.0%}" for share in found.sparsity_L)
+            + f"): perplexity {found.perplexity_increase:+.2%} on {found.check_tokens:,} other"
+            f" tokens (the same share for every layer: {found.uniform_increase:+.2%}),"
+            f" {found.num_runs} measurements, {found.seconds:.0f} s"
+        )
+    if density > NEARLY_ALL:
+        lines.append(
+            "note: nearly every neuron fires, as in SiLU and GELU models without thresholds and limits,"
+            " so there are none to leave out: --target-sparsity chooses thresholds, and hotsplit advise"
+            " measures what pays"
+        )
+    return lines + short_lines(report)
+
+
+def _merge(files: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
+    from hotsplit.profile.merge import MergeConfig, merge
+
+    report = merge(MergeConfig(profiles=files, output=output, force=force))
+    lines = [f"note: {note}" for note in report.notes]
+    lines.append(
+        f"wrote {output}: {report.num_tokens:,} tokens of {len(files)} profiles,"
+        f" density {mean(report.density_L):.1%}"
+    )
+    lines += [f"  {c.num_tokens:>13,} tokens of {c.name}" for c in report.corpora]
+    finish(report, as_json, lines)

@@ -1,0 +1,195 @@
+"""The sampling options of a command, in llama.cpp's spellings.
+
+The command's own help has a few; --help-sampling explains all of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from hotsplit.errors import HotsplitError
+from hotsplit.runtime.generate.sampling_options import (
+    DEFAULT_SAMPLERS,
+    LETTERS,
+    SamplingOptions,
+    bias_of,
+    samplers_of_letters,
+    samplers_of_names,
+)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_DEFAULTS = SamplingOptions()
+_DEFAULT_LETTERS = "".join(LETTERS[name] for name in DEFAULT_SAMPLERS)
+_RANDOM_SEEDS = (-1,)  # llama.cpp's value for a random seed
+
+
+class LogitBias(click.ParamType):
+    """llama.cpp's TOKEN(+/-)BIAS, e.g. 15043+1 or 15043-inf."""
+
+    name = "logit bias"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, float]:
+        try:
+            return value if isinstance(value, tuple) else bias_of(value)
+        except HotsplitError as error:
+            self.fail(str(error), param, ctx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Option:
+    """An option that sets `field` of SamplingOptions, or another form of one of its fields."""
+
+    spellings: tuple[str, ...]
+    field: str
+    help: str
+    type: Any = float
+    metavar: str = "N"
+    is_common: bool = False
+    is_repeated: bool = False
+
+    @property
+    def default(self) -> object:
+        return getattr(_DEFAULTS, self.field, None)
+
+    @property
+    def help_line(self) -> str:
+        is_plain = isinstance(self.default, int | float)
+        return f"{self.help}  [default: {self.default}]" if is_plain else self.help
+
+
+def _option(spellings: str, field: str, help: str, **more: Any) -> _Option:
+    return _Option(spellings=tuple(spellings.split()), field=field, help=help, **more)
+
+
+_GROUPS = {
+    "Temperature": (
+        _option("--temp --temperature", "temperature", "Temperature; 0 or less always takes the likeliest token.", is_common=True),
+        _option("--dynatemp-range", "dynatemp_range",
+                "Temperature moves by up to N with the entropy; 0: fixed."),
+        _option("--dynatemp-exp", "dynatemp_exponent", "Exponent of the entropy for --dynatemp-range."),
+    ),
+    "Which tokens are candidates": (
+        _option("--top-k", "top_k", "Keep the N likeliest tokens; 0: off.", type=int, is_common=True),
+        _option("--top-p", "top_p", "Keep the likeliest tokens whose probabilities add up to N; 1: off.", is_common=True),
+        _option("--min-p", "min_p", "Keep tokens with at least N times the best one's probability; 0: off.",
+                is_common=True),
+        _option("--typical --typical-p", "typ_p", "Locally typical sampling; 1: off."),
+        _option("--top-nsigma --top-n-sigma", "top_n_sigma",
+                "Keep logits within N standard deviations of the best; 0 or less: off."),
+        _option("--xtc-probability", "xtc_probability",
+                "How often the likeliest tokens are left out; 0: off."),
+        _option("--xtc-threshold", "xtc_threshold",
+                "Minimum probability of tokens left out; over 0.5: off."),
+        _option("-l --logit-bias", "logit_bias",
+                "Added to a token's logit: 15043+1, 15043-inf; may be repeated.",
+                type=LogitBias(), metavar="TOKEN(+/-)BIAS", is_repeated=True),
+    ),
+    "Repetition": (
+        _option("--repeat-penalty", "repeat_penalty", "Penalty for recent tokens; 1: off.",
+                is_common=True),
+        _option("--repeat-last-n", "repeat_last_n",
+                "How many tokens are recent; 0: off, -1: all.", type=int),
+        _option("--presence-penalty", "presence_penalty",
+                "Subtracted from the logit of each recent token; 0: off."),
+        _option("--frequency-penalty", "frequency_penalty",
+                "The same, times how often it appeared; 0: off."),
+        _option("--dry-multiplier", "dry_multiplier",
+                "DRY: penalty for continuing a repetition; 0: off."),
+        _option("--dry-base", "dry_base", "Factor by which the penalty grows with every token."),
+        _option("--dry-allowed-length", "dry_allowed_length",
+                "Length of a repetition from which the penalty applies.", type=int),
+        _option("--dry-penalty-last-n", "dry_penalty_last_n",
+                "Tokens that are searched; 0: off, -1: all.", type=int),
+        _option("--dry-sequence-breaker", "dry_sequence_breakers",
+                "Text that ends a repetition, instead of newline : \" *; may be repeated; none: off.",
+                type=str, metavar="TEXT", is_repeated=True),
+    ),
+    "Mirostat, instead of the samplers above except temperature and logit bias": (
+        _option("--mirostat", "mirostat", "1 or 2 for its versions; 0: off.", type=int),
+        _option("--mirostat-lr", "mirostat_lr", "Learning rate (eta)."),
+        _option("--mirostat-ent", "mirostat_ent", "Target entropy in bits (tau)."),
+    ),
+    "Adaptive-p, the last sampler if --samplers names it": (
+        _option("--adaptive-target", "adaptive_target",
+                "Prefers tokens near this probability; below 0: off."),
+        _option("--adaptive-decay", "adaptive_decay",
+                "Factor per token on the weight of earlier draws."),
+    ),
+    "Order and seed": (
+        _option("--samplers", "samplers",
+                'Samplers in order; "" draws from the model\'s own probabilities.'
+                f" [default: {';'.join(DEFAULT_SAMPLERS)}]",
+                type=str, metavar='"A;B;C"'),
+        _option("--sampling-seq --sampler-seq", "sampling_seq",
+                f"The same by letters. [default: {_DEFAULT_LETTERS}]",
+                type=str, metavar="LETTERS"),
+        _option("-s --seed", "seed", "Random seed, for repeatable results; -1: a new one each time.",
+                type=int, is_common=True),
+    ),
+}  # fmt: skip
+_OPTIONS = [option for group in _GROUPS.values() for option in group]
+
+
+def sampling_options(command: Command) -> Command:
+    """Adds all sampling options to a click command. Their values come in as keyword arguments,
+    which `take_sampling_options` turns into SamplingOptions."""
+    command = click.option(
+        "--help-sampling", is_flag=True, is_eager=True, expose_value=False, callback=_show_help,
+        help="Show all sampling options: penalties, DRY, XTC, Mirostat, their order.",
+    )(command)  # fmt: skip
+    for option in reversed(_OPTIONS):
+        is_number = isinstance(option.default, int | float)
+        command = click.option(
+            *option.spellings,
+            option.field,
+            type=option.type,
+            metavar=None if is_number or option.field == "seed" else option.metavar,
+            default=option.default if is_number else None,
+            show_default=is_number,
+            multiple=option.is_repeated,
+            hidden=not option.is_common,
+            help=option.help,
+        )(command)
+    return command
+
+
+def take_sampling_options(arguments: dict[str, Any]) -> SamplingOptions:
+    """SamplingOptions from a command's keyword arguments, from which they are removed.
+
+    Raises HotsplitError for an invalid value, click's UsageError for two orders."""
+    given = {option.field: arguments.pop(option.field) for option in _OPTIONS}
+    names, letters = given.pop("samplers"), given.pop("sampling_seq")
+    if names is not None and letters is not None:
+        raise click.UsageError("--samplers and --sampling-seq both set the order: leave one out.")
+    if names is not None:
+        given["samplers"] = samplers_of_names(names)
+    if letters is not None:
+        given["samplers"] = samplers_of_letters(letters)
+    breakers = given.pop("dry_sequence_breakers")
+    if breakers:
+        # llama.cpp: "none" clears earlier ones.
+        last = max((i for i, breaker in enumerate(breakers) if breaker == "none"), default=-1)
+        given["dry_sequence_breakers"] = tuple(breakers[last + 1 :])
+    if given["seed"] in _RANDOM_SEEDS:
+        given["seed"] = None
+    return SamplingOptions(**given)
+
+
+def _show_help(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    formatter = ctx.make_formatter()
+    formatter.write_text("The samplers run in order, then one token is drawn.")
+    for title, options in _GROUPS.items():
+        with formatter.section(title):
+            formatter.write_dl(
+                [
+                    (f"{', '.join(option.spellings)} {option.metavar}", option.help_line)
+                    for option in options
+                ]
+            )
+    click.echo(formatter.getvalue(), nl=False)
+    ctx.exit()

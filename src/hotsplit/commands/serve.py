@@ -1,0 +1,240 @@
+"""`hotsplit serve`: an OpenAI-compatible server."""
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hotsplit.commands import examples
+from hotsplit.commands.cache_options import cache_type_options
+from hotsplit.commands.rope_options import rope_options
+from hotsplit.commands.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.shared import (
+    FILE,
+    FileCommand,
+    Size,
+    context_option,
+    cpu_ffn_option,
+    device_option,
+    json_option,
+    max_loss_option,
+    mode_option,
+    say,
+    split_option,
+    threads_option,
+    thresholds_option,
+)
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.engine import Engine
+    from hotsplit.serve.config import ServeConfig
+    from hotsplit.serve.served_model import ServedModel
+
+KEY_VARIABLE = "HOTSPLIT_API_KEY"
+PACKAGES = ("starlette", "uvicorn", "prometheus_client")
+
+
+@click.command(cls=FileCommand, epilog=examples.SERVE)
+@click.argument("model", type=FILE)
+@split_option
+@cpu_ffn_option
+@click.option("--host", default="127.0.0.1", show_default=True,
+              help="Address to listen on; 0.0.0.0 means all, best with --api-key.")  # fmt: skip
+@click.option(
+    "--port", default=8080, show_default=True, help="Port to listen on; 0 picks a free one."
+)
+@click.option("-np", "--parallel", type=int, default=4, show_default=True,
+              help="Texts generated at a time, each with a whole --context; with a plan, by default no more"
+                   " than it has room for.")  # fmt: skip
+@click.option("--kept", type=int,
+              help="Number of further texts whose KV cache is kept for requests with the same prefix."
+                   " [default: as many as --parallel; with a plan, all that it has room for]")  # fmt: skip
+@click.option("--queue", default=64, show_default=True,
+              help="Texts that may wait; requests for more are refused with 429.")  # fmt: skip
+@context_option(
+    "Context length of a request in tokens. [default: the plan's, or the model's up to 4,096]"
+)
+@click.option("-n", "--max-tokens", "--n-predict", "max_tokens", default=-1, show_default=True,
+              help="Maximum tokens per answer; -1: as many as the context has room for.")  # fmt: skip
+@click.option("-to", "--timeout", "timeout_s", default=600.0, show_default=True,
+              help="Seconds that a request may take.")  # fmt: skip
+@click.option("--drain", "drain_s", default=30.0, show_default=True,
+              help="Seconds that answers have to finish when the server is stopped.")  # fmt: skip
+@click.option("--read-timeout", "read_s", default=30.0, show_default=True,
+              help="Seconds that a client has to send a request's headers, to send its body, and to read each"
+                   " piece of an answer.")  # fmt: skip
+@click.option("--max-body", "max_body_bytes", type=Size(), default=8 << 20,
+              help="Maximum size of a request. [default: 8MiB]")  # fmt: skip
+@click.option("--api-key", metavar="KEY",
+              help="Require this key in every request except /health; better set in the environment"
+                   f" variable {KEY_VARIABLE}.")  # fmt: skip
+@click.option("--cors", "origins", multiple=True, metavar="ORIGIN",
+              help="Allow web pages of this origin, e.g. http://localhost:3000, or * for all; may be"
+                   " repeated.")  # fmt: skip
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME",
+              help="Without a key: also accept requests to this host name; may be repeated.")  # fmt: skip
+@click.option(
+    "-a", "--alias", metavar="NAME", help="The model's name in the API. [default: its file's]"
+)
+@click.option("--chat-template", "template", metavar="NAME|FILE",
+              help="Instead of the model's own: a name, or a Jinja file.")  # fmt: skip
+@click.option("--log-json", is_flag=True, help="Write log lines as JSON.")
+@sampling_options
+@cache_type_options
+@rope_options
+@thresholds_option
+@mode_option
+@max_loss_option
+@threads_option
+@device_option
+@json_option
+def serve(
+    model: Path, split: Path | None, context_length: int | None, as_json: bool,
+    api_key: str | None, threads: int | None, mode: str | None, device: str | None,
+    thresholds: Path | None, cpu_ffn: bool, max_loss: float, cache_type_k: str | None,
+    cache_type_v: str | None, kv_offload: str | None, rope_scaling: str | None,
+    rope_scale: float | None, **options: Any,
+) -> None:  # fmt: skip
+    """Serve a model over OpenAI's API, with a chat page.
+
+    Sampling options are the defaults for requests. With --json, one line on stdout gives the
+    address as soon as the server is ready."""
+    from hotsplit.serve.config import ServeConfig
+    from hotsplit.split_file import Split
+
+    options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
+    sampling = take_sampling_options(options)
+    plan_places = None
+    if split is not None:
+        plan_places = Split.load(split).num_sequences
+        options |= _places_of(split, plan_places, options["parallel"], options["kept"])
+    config = ServeConfig(model=model, sampling=sampling, **options)
+    _check_packages()
+    from hotsplit.runtime.engine import Engine
+    from hotsplit.runtime.engine_options import device_of
+    from hotsplit.runtime.kernels.threads import use_threads
+    from hotsplit.serve.request_log import start_log
+    from hotsplit.serve.server import Server
+
+    num_places = config.parallel + config.num_kept
+    start_log(is_json=config.log_json)
+
+    def open_engine() -> "Engine":
+        use_threads(threads)
+        say(f"{model}: loading")
+        if split is None and device_of(device).type == "cpu" and not cpu_ffn:
+            _check_memory(
+                model, context_length, num_places, (cache_type_k, cache_type_v, kv_offload),
+                (rope_scaling, rope_scale),
+            )  # fmt: skip
+        engine = Engine.load(
+            model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
+            thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
+            max_loss=max_loss, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
+            kv_offload=kv_offload, rope_scaling=rope_scaling, rope_scale=rope_scale,
+        )  # fmt: skip
+        _say_loaded(engine, config, plan_places)
+        return engine
+
+    def on_ready(url: str, served: "ServedModel") -> None:
+        say(f"serving {served.name} at {url}/v1; Ctrl-C stops")
+        if as_json and sys.stdout is not None:
+            line = {"url": url, "model": served.name, "context": served.context_length,
+                    "parallel": config.parallel, "kept": config.num_kept, "pid": os.getpid()}  # fmt: skip
+            click.echo(json.dumps(line))
+            sys.stdout.flush()
+
+    Server(config, num_places, open_engine, on_ready).run()
+    say(f"{model}: stopped")
+
+
+def _check_packages() -> None:
+    for name in PACKAGES:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise HotsplitError(
+                f"a server needs the package {name}: pip install {' '.join(PACKAGES)}"
+            ) from error
+
+
+def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> dict[str, int]:
+    """--parallel and --kept, within the number of texts that a plan budgets, `places`. If not
+    given, the default of --parallel is lowered to fit, and --kept takes what is left. Raises
+    HotsplitError if more are given."""
+    source = click.get_current_context().get_parameter_source("parallel")
+    if source == click.core.ParameterSource.DEFAULT:
+        parallel = max(1, min(parallel, places - (kept or 0)))
+    kept = max(0, places - parallel) if kept is None else kept
+    if parallel + kept > places:
+        raise HotsplitError(
+            f"{split}: budgets KV cache for {places} texts, but --parallel {parallel} with --kept"
+            f" {kept} needs {parallel + kept}; run hotsplit solve with --sequences"
+            f" {parallel + kept}"
+        )
+    return {"parallel": parallel, "kept": kept}
+
+
+def _check_memory(
+    model: Path,
+    context_length: int | None,
+    num_places: int,
+    cache: tuple[str | None, str | None, str | None],
+    rope: tuple[str | None, float | None],
+) -> None:
+    """Checks before loading that the KV cache fits into free memory, since torch fills it with
+    zeros and thus allocates all of it at once."""
+    import torch
+
+    from hotsplit.longer_texts import with_rope_scaling
+    from hotsplit.model_file import ModelFile
+    from hotsplit.runtime.engine_options import bytes_by_role_of, cache_types_of, context_of
+    from hotsplit.system_memory import free_memory_bytes
+
+    file, device = ModelFile.load(model), torch.device("cpu")
+    file = with_rope_scaling(file, *rope, context_length)
+    types = cache_types_of(file.row_major, *cache, has_plan=False, device=device)
+    context_length = context_of(file, None, context_length, types.selection)
+    items = bytes_by_role_of(
+        file.row_major, None, context_length, device, num_sequences=num_places, cache_types=types
+    )
+    wanted, free = items["cpu"]["kv_cache"], free_memory_bytes()
+    if wanted > free:
+        raise HotsplitError(
+            f"the KV cache takes {format_bytes(wanted)}, but only {format_bytes(free)} are free;"
+            " give a smaller --context, --parallel or --kept"
+        )
+
+
+def _cache_bytes(engine: "Engine") -> int:
+    return sum(items.get("kv_cache", 0) for items in engine.bytes_by_role.values())
+
+
+def _say_loaded(engine: "Engine", config: "ServeConfig", plan_places: int | None) -> None:
+    """Reports the memory that the server holds, and why requests may be slow or may differ in their
+    last bits. `plan_places` is the number of texts that the plan budgets; None without a plan."""
+    total = sum(sum(items.values()) for items in engine.bytes_by_role.values())
+    places = config.parallel + config.num_kept
+    say(f"{config.model}: loaded in {engine.load_s:.1f} s, mode {engine.mode};"
+        f" {format_bytes(total)} in all, of which {format_bytes(_cache_bytes(engine))} are KV cache for"
+        f" {places} texts of {engine.context_length:,} tokens ({config.parallel} at a time,"
+        f" {config.num_kept} kept)")  # fmt: skip
+    if plan_places == 1:
+        say("note: the plan is for one text, so requests are answered one at a time; hotsplit"
+            " solve with --sequences budgets KV cache for more")  # fmt: skip
+    elif engine.not_native is not None:
+        say(f"note: {engine.not_native}: steps go through torch, several times slower, and requests"
+            " are answered one at a time")  # fmt: skip
+    elif config.parallel > 1 and not engine.has_row_steps:
+        say("note: a step computes one token here, because of a neuron cache, of keys in main memory"
+            " or of a small workspace; requests take turns, and together are no faster than in"
+            " succession")  # fmt: skip
+    if not engine.has_equal_rows:
+        say("note: on this device, reusing the KV cache of earlier requests and reading several prompts"
+            ' together may change the last bits of results; "cache_prompt": false turns reuse off')  # fmt: skip

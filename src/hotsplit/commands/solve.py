@@ -1,0 +1,191 @@
+"""`hotsplit solve`: makes and checks plans, computes the curve over budgets, and plots them.
+
+This module has the runtime measure the memory of a pass, since the solver only reads files."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hotsplit.budget import ITEMS
+from hotsplit.errors import HotsplitError
+from hotsplit.files import all_or_none
+from hotsplit.outputs import check_outputs
+from hotsplit.sizes import format_bytes, parse_bytes
+from hotsplit.solver.explain import explain
+from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
+from hotsplit.solver.sweep import Sweep, sweep
+
+Say = Callable[[str], None]
+MEANINGS = {
+    "attention": "attention and norms",
+    "predictor": "predictors",
+    "kv_cache": "keys and values",
+    "head": "output head",
+    "embedding": "embedding",
+    "neurons": "neurons",
+    "neuron_cache": "neuron cache",
+    "workspace": "workspace",
+}
+
+
+def run_solve(
+    config: SolveConfig, *, explained: bool, heat_map: Path | None
+) -> tuple[Any, list[str]]:
+    """Writes a plan; returns (report for JSON, lines for the user)."""
+    from hotsplit.runtime.prefill.workspace import measure_workspace
+
+    outputs = [config.output] if heat_map is None else [config.output, heat_map]
+    check_outputs(outputs, force=config.force, inputs=_inputs_of(config))
+    with all_or_none():
+        report = solve(config, measure_workspace)
+        if heat_map is not None:
+            from hotsplit.solver.plots import plot_heat_map
+
+            plot_heat_map(config, heat_map)
+    content, lines = asdict(report), [f"note: {note}" for note in report.notes]
+    lines += _gpu_lines(report)
+    if explained:
+        explanation = explain(config)
+        content["explanation"] = asdict(explanation)
+        lines += explanation.lines
+    if heat_map is not None:
+        lines.append(f"wrote {heat_map}")
+    return content, lines + _speed_lines(report) + _mode_lines(report) + [_last_line(report)]
+
+
+def run_check(config: SolveConfig, budgets: tuple[int, ...]) -> tuple[Any, list[str]]:
+    """Checks that an existing plan is valid for these files and, if given, these budgets; returns
+    (report for JSON, lines for the user)."""
+    split = check(config)
+    if budgets and budgets != split.budgets:
+        raise HotsplitError(
+            f"{config.output}: is for budgets of {' and '.join(map(format_bytes, split.budgets))},"
+            f" not {' and '.join(map(format_bytes, budgets))}; run hotsplit solve again"
+        )
+    line = f"{config.output}: agrees with its files; {1 / split.objective_s:,.1f} tokens/s"
+    return {"plan": str(config.output), "is_valid": True, "gap": split.gap}, [line]
+
+
+def run_sweep(config: SolveConfig, text: str, num_budgets: int) -> tuple[Any, list[str]]:
+    """Writes the curve of predicted speed as JSON, with a plot next to it; returns (report for
+    JSON, lines for the user)."""
+    from hotsplit.runtime.prefill.workspace import measure_workspace
+    from hotsplit.solver.plots import plot_sweep
+
+    first, last = parse_range(text)
+    picture = config.output.with_suffix(".png")
+    if picture == config.output:
+        raise HotsplitError(
+            f"{picture}: the curve is JSON, and its plot would have the same name; give -o another"
+            " ending"
+        )
+    check_outputs([config.output, picture], force=config.force, inputs=_inputs_of(config))
+    found = sweep(config, first=first, last=last, num_budgets=num_budgets,
+                  workspace=measure_workspace)  # fmt: skip
+    with all_or_none():
+        found.save(config.output)
+        plot_sweep(found, picture)
+    return asdict(found), [*_sweep_lines(found), f"wrote {config.output} and {picture}"]
+
+
+def _inputs_of(config: SolveConfig) -> tuple[Path, ...]:
+    return config.model, config.profile, config.machine
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """Parses e.g. "2GiB:24GiB" to bytes. Raises HotsplitError for anything else."""
+    parts = text.split(":")
+    if len(parts) != 2:
+        raise HotsplitError(f"{text!r} is not a range; wanted e.g. 2GiB:24GiB")
+    first, last = (parse_bytes(part) for part in parts)
+    if not first < last:
+        raise HotsplitError(f"{text!r}: wanted a smaller budget before a larger one")
+    return first, last
+
+
+def _gpu_lines(report: SolveReport) -> list[str]:
+    lines = []
+    for number, (items, budget) in enumerate(
+        zip(report.bytes_of_gpus, report.budgets, strict=False)
+    ):
+        for item in ITEMS:
+            if items[item]:
+                size = format_bytes(items[item])
+                lines.append(f"  GPU {number}  {MEANINGS[item]:20} {size:>11}")
+        used = sum(items.values())
+        if used:
+            lines.append(
+                f"  GPU {number}  {'in all':20} {format_bytes(used):>11} of {format_bytes(budget)}"
+            )
+    host = format_bytes(sum(report.cpu_bytes.values()))
+    return [*lines, f"  CPU    {'in all':20} {host:>11}"]
+
+
+def _speed_lines(report: SolveReport) -> list[str]:
+    """Predicted speeds; a plan without a GPU has no separate row for the CPU alone."""
+    advice = report.advice
+    rows = [("this plan", report.objective_s, f"{_gap_words(report.gap)} slower than the best")]
+    if sum(report.gpu_bytes.values()):
+        rows.append(("the CPU alone", advice.cpu_only_s, "the same model without a GPU"))
+    there = f"{advice.layer_split_layers} of {report.num_layers} layers"
+    there += " and the head" if advice.layer_split_has_head else ""
+    there = f"{there} on the GPU, no overlap" if advice.layer_split_layers else "all on the CPU"
+    rows.append(("llama.cpp's layer split", advice.layer_split_s, f"every weight read; {there}"))
+    rows.append(("this machine's limit", advice.limit_s, "the plan's bytes at full bandwidth"))
+    return [
+        f"  {name:24} {1 / seconds:>9,.1f} tokens/s  ({meaning})" for name, seconds, meaning in rows
+    ]
+
+
+def _mode_lines(report: SolveReport) -> list[str]:
+    """The chosen mode, and the speeds of the others."""
+    timed = sorted(
+        (other.seconds, other.name, other.is_unproven)
+        for other in report.alternatives
+        if other.seconds is not None
+    )
+    left_out = [f"{o.name}: {o.why_not}" for o in report.alternatives if o.seconds is None]
+    lines = []
+    if timed:
+        others = ", ".join(
+            f"{name} {1 / seconds:,.1f}{' or so' * is_unproven}"
+            for seconds, name, is_unproven in timed
+        )
+        lines.append(
+            f"mode {report.mode} is the fastest, {report.tokens_per_s:,.1f} tokens/s; others:"
+            f" {others}"
+        )
+    return lines + ([f"not planned for: {'; '.join(left_out)}"] if left_out else [])
+
+
+def _gap_words(gap: float) -> str:
+    return "less than 0.01%" if gap < 1e-4 else f"at most {gap:.2%}"
+
+
+def _last_line(report: SolveReport) -> str:
+    used, budget = sum(report.gpu_bytes.values()), sum(report.budgets)
+    host = sum(report.cpu_bytes.values())
+    where = (
+        f"{report.num_hot:,} of {report.num_neurons:,} neurons and {format_bytes(used)} of"
+        f" {format_bytes(budget)} on the GPU{'s' * (len(report.budgets) > 1)},"
+        f" {report.hot_traffic_share:.0%} of the feed-forward traffic"
+        if used
+        else f"everything on the CPU, {format_bytes(host)} of main memory"
+    )
+    return (
+        f"wrote {report.output}: mode {report.mode}; {where}; {report.tokens_per_s:,.1f} tokens/s predicted,"
+        f" {report.status}, gap {report.gap:.2%}, {report.solve_s:.1f} s"
+    )
+
+
+def _sweep_lines(found: Sweep) -> list[str]:
+    lines = [f"  {'budget':>11} {'plan':>9} {'layer split':>12} {'limit':>9}   tokens/s, mode"]
+    for point in found.points:
+        speeds = (point.objective_s, point.layer_split_s, point.limit_s)
+        plan, split, limit = (f"{1 / seconds:,.1f}" for seconds in speeds)
+        size = format_bytes(point.budget_bytes)
+        lines.append(
+            f"  {size:>11} {plan:>9} {split:>12} {limit:>9}   {point.mode}, gap {point.gap:.2%}"
+        )
+    return lines

@@ -1,0 +1,133 @@
+"""Findings on the system, the processor and its kernels, memory, and the cache folder."""
+
+import os
+import platform
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from hotsplit.cache_place import VARIABLE, cache_folder
+from hotsplit.doctor.children import Result
+from hotsplit.doctor.finding import Finding, note, ok, wrong
+from hotsplit.doctor.probe_kernels import LEVEL_VARIABLE, LEVELS
+from hotsplit.errors import HotsplitError
+from hotsplit.sizes import format_bytes
+from hotsplit.system_memory import free_memory_bytes, memory_bytes, memory_limit_bytes
+
+LITTLE_BYTES = 2 << 30
+_CPUINFO = Path("/proc/cpuinfo")
+_KERNEL = Path("/proc/sys/kernel/osrelease")
+_IN_CONTAINER = (Path("/.dockerenv"), Path("/run/.containerenv"))
+REBUILD = "install the package again, or run make build in the repository"
+
+
+def system() -> list[Finding]:
+    """Versions, and the kind of system."""
+    try:
+        own = version("hotsplit")
+    except PackageNotFoundError:
+        own = "not installed"
+    python = f"Python {platform.python_version()}, hotsplit {own}"
+    where = f"{platform.system()} on {platform.machine()}"
+    if is_wsl():
+        where += ", under WSL"
+    elif any(path.exists() for path in _IN_CONTAINER):
+        where += ", in a container"
+    return [ok("versions", f"{python}, {where}")]
+
+
+def is_wsl() -> bool:
+    try:
+        return "microsoft" in _KERNEL.read_text().lower()
+    except OSError:
+        return False
+
+
+def processor(kernels: Result) -> list[Finding]:
+    """The processor, the levels that it can run, and the kernels compared with numpy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = [ok("processor", f"{_processor_name()}, {cores} of {os.cpu_count()} threads allowed")]
+    if kernels.done is None:
+        text = f"the C++ library {_verb(kernels)} {kernels.why}"
+        advice = f"set {LEVEL_VARIABLE} to a lower level, e.g. generic, or {REBUILD}"
+        return [*found, wrong("kernels", text, advice)]
+    done = kernels.done
+    if not done["is_built"]:
+        return [*found, wrong("kernels", "the C++ library is missing: torch is used instead and is"
+                              " many times slower", REBUILD)]  # fmt: skip
+    found += _levels(done)
+    if done["wrong"]:
+        return [*found, wrong("kernels", f"{len(done['wrong'])} of {done['num_tried']} give wrong"
+                              f" results, first: {done['wrong'][0]}", _around(done))]  # fmt: skip
+    what = f"{done['num_tried']} (levels times types) agree with numpy"
+    return [*found, ok("kernels", f"{what}, {done['num_threads']} threads")]
+
+
+def _verb(kernels: Result) -> str:
+    return "cannot be tried:" if "No module" in kernels.how else "fails:"
+
+
+def _around(done: dict | object) -> str:
+    """Advice to use a level whose results are right."""
+    assert hasattr(done, "__getitem__")
+    bad = {line.partition(",")[0] for line in done["wrong"]}
+    good = [level for level in done["usable"] if level not in bad]
+    return f"set {LEVEL_VARIABLE}={good[0]}, and report it" if good else f"{REBUILD}, and report it"
+
+
+def _levels(done: dict | object) -> list[Finding]:
+    assert hasattr(done, "__getitem__")
+    usable, forced = list(done["usable"]), done["forced"]
+    text = f"{done['level']} is the best of {', '.join(usable)}"
+    found = [ok("levels", text)]
+    if done["faulty"] is not None:
+        found = [note("levels", f"the processor advertises {done['faulty']}, whose instructions fail"
+                      f" here; {text}", "nothing: that level is left out")]  # fmt: skip
+    if forced is None:
+        return found
+    if forced not in LEVELS:
+        why = f"is not a level; known: {', '.join(LEVELS)}"
+    elif forced not in usable:
+        why = f"cannot run on this processor, which has {', '.join(usable)}"
+    else:
+        return [*found, note("levels", f"{LEVEL_VARIABLE}={forced} is set and used",
+                             f"unset it for {done['level']}" if forced != done["level"] else "")]  # fmt: skip
+    advice = f"unset {LEVEL_VARIABLE}: until then every command that loads a model is refused"
+    return [*found, wrong("levels", f"{LEVEL_VARIABLE}={forced!r} {why}", advice)]
+
+
+def _processor_name() -> str:
+    try:
+        for line in _CPUINFO.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model", "cpu model"):
+                return " ".join(value.split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def memory() -> list[Finding]:
+    total, _ = memory_bytes()
+    free, most = free_memory_bytes(), memory_limit_bytes()
+    text = f"{format_bytes(free)} free of {format_bytes(total)}"
+    text += f"; this process may use {format_bytes(most)}" if most < total else ""
+    if free < LITTLE_BYTES:
+        return [note("memory", text, "end other programs, or raise the container's limit")]
+    return [ok("memory", text)]
+
+
+def cache() -> list[Finding]:
+    """Whether the cache folder can be written; its name is left out, since the text goes into the
+    report."""
+    try:
+        folder = cache_folder()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there) as file:  # for root, permissions prove nothing
+            file.write(bytes(4096))
+        free = os.statvfs(there)
+        return [ok("cache", f"can be written, {format_bytes(free.f_bavail * free.f_frsize)} free")]
+    except (HotsplitError, OSError, StopIteration):
+        pass
+    return [wrong("cache", "the cache folder cannot be written, so run cannot prepare models and GPU"
+                  " checks are not kept", f"set {VARIABLE} to another folder")]  # fmt: skip

@@ -1,0 +1,179 @@
+"""Exports our artifacts to the file formats of other engines.
+
+This module loads the artifacts, refuses those that do not belong together, and notes what the other
+format cannot express. The formats themselves are in the other modules of this folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from hotsplit.errors import HotsplitError
+from hotsplit.export.powerinfer_index import index_notes, write_index
+from hotsplit.export.sparkinfer_split import (
+    DEFAULT_GROUP_SIZE,
+    check_groups,
+    hot_pattern,
+    model_split_notes,
+    write_model_split,
+)
+from hotsplit.outputs import check_output, check_output_folder
+from hotsplit.profile_file import Profile
+from hotsplit.split_file import Split
+
+Format = Literal["powerinfer-activations", "gpuidx", "sparkinfer-split"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """A profile (powerinfer-activations) or a plan (the others), and the path of its export.
+
+    A plan needs the `profile` that it was solved with: the plan lists the hot neurons, the profile
+    has the number of neurons and the order of the cold ones. `group_size` is SparkInfer's, in
+    neurons; None means 16."""
+
+    source: Path
+    output: Path
+    format: Format
+    profile: Path | None = None
+    group_size: int | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in get_args(Format):
+            raise HotsplitError(
+                f"format {self.format!r} is unknown; known: {', '.join(get_args(Format))}"
+            )
+        if self.format == "powerinfer-activations" and self.profile is not None:
+            raise HotsplitError(
+                "--profile belongs to the export of a plan; powerinfer-activations are made"
+                " from the profile given as SOURCE: leave --profile out"
+            )
+        if self.format != "powerinfer-activations" and self.profile is None:
+            raise HotsplitError(
+                f"{self.format} needs --profile, the one that the plan was solved with:"
+                " a plan does not say how many neurons a layer has"
+            )
+        if self.format != "sparkinfer-split" and self.group_size is not None:
+            raise HotsplitError(f"--group-size is for sparkinfer-split, not for {self.format}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportReport:
+    """`notes` tell the user what the other format or engine cannot do, or does with the file."""
+
+    output: Path
+    format: Format
+    model_id: str
+    num_layers: int
+    num_neurons: int  # per layer
+    num_hot: int | None  # of all layers; None for a profile
+    group_size: int | None
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+def export(config: ExportConfig) -> ExportReport:
+    """Writes the export, whole or not at all, and returns a report."""
+    if config.format == "powerinfer-activations":
+        return _export_profile(config)
+    return _export_plan(config)
+
+
+def _export_profile(config: ExportConfig) -> ExportReport:
+    from hotsplit.export.powerinfer_activations import (  # imports torch
+        activation_notes,
+        is_activation_file,
+        write_activations,
+    )
+
+    check_output_folder(
+        config.output, force=config.force, is_ours=is_activation_file, inputs=[config.source]
+    )
+    profile = Profile.load(config.source)
+    return _report(
+        config,
+        profile,
+        num_bytes=write_activations(profile, config.output),
+        notes=activation_notes(profile, config.output),
+    )
+
+
+def _export_plan(config: ExportConfig) -> ExportReport:
+    assert config.profile is not None
+    check_output(config.output, force=config.force, inputs=(config.source, config.profile))
+    split, profile = Split.load(config.source), Profile.load(config.profile)
+    check_belongs(split, config.source, profile, config.profile)
+    split.check_files(config.source, profile=config.profile)
+    num_neurons = profile.active_count_LF.shape[1]
+    notes = []
+    if split.mode != "predicted":
+        notes.append(
+            f"the plan was solved for mode {split.mode}; the other engine runs with predictors"
+        )
+    group_size = None
+    if config.format == "gpuidx":
+        notes += index_notes(split, dense_on_cpu(split), config.output)
+        num_bytes = write_index(split, num_neurons, config.output)
+    else:
+        group_size = DEFAULT_GROUP_SIZE if config.group_size is None else config.group_size
+        hot_pattern(split)
+        check_groups(num_neurons, group_size, config.output)
+        notes += model_split_notes(split, dense_on_cpu(split), group_size)
+        num_bytes = write_model_split(split, profile, group_size, config.output)
+    return _report(
+        config, profile, num_bytes=num_bytes, notes=notes, split=split, group_size=group_size
+    )
+
+
+def check_belongs(split: Split, split_path: Path, profile: Profile, profile_path: Path) -> None:
+    """Raises HotsplitError unless plan and profile are of one model, with as many layers, and the
+    profile has all neurons that the plan names."""
+    if split.model_id != profile.model_id:
+        raise HotsplitError(
+            f"{split_path}: made for model {split.model_id[:12]}, but {profile_path} is of"
+            f" {profile.model_id[:12]}; give the profile that the plan was solved with"
+        )
+    num_layers, num_neurons = profile.active_count_LF.shape
+    is_known = [((ids >= 0) & (ids < num_neurons)).all() for ids in split.hot]
+    if len(split.hot) != num_layers:
+        raise HotsplitError(
+            f"{split_path}: has {len(split.hot)} layers, but {profile_path} {num_layers}; run"
+            " hotsplit solve again with this profile"
+        )
+    if not all(is_known):
+        layer = is_known.index(False)
+        raise HotsplitError(
+            f"{split_path}: names neurons of layer {layer} that are not among the {num_neurons} of"
+            f" {profile_path}; run hotsplit solve again with this profile"
+        )
+
+
+def dense_on_cpu(split: Split) -> str:
+    """Describes the dense blocks, and the head, that the plan keeps on the CPU; "" for none."""
+    layers = split.dense_on_gpu.count(False)
+    plural = "s" if layers > 1 else ""
+    names = [f"the attention, norms and predictors of {layers} layer{plural}"] if layers else []
+    return " and ".join(names + ([] if split.head_on_gpu else ["the output head"]))
+
+
+def _report(
+    config: ExportConfig,
+    profile: Profile,
+    *,
+    num_bytes: int,
+    notes: list[str],
+    split: Split | None = None,
+    group_size: int | None = None,
+) -> ExportReport:
+    num_layers, num_neurons = profile.active_count_LF.shape
+    return ExportReport(
+        output=config.output,
+        format=config.format,
+        model_id=profile.model_id,
+        num_layers=num_layers,
+        num_neurons=num_neurons,
+        num_hot=None if split is None else sum(len(ids) for ids in split.hot),
+        group_size=group_size,
+        num_bytes=num_bytes,
+        notes=tuple(notes),
+    )

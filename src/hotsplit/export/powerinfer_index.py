@@ -1,0 +1,89 @@
+"""Writes a plan as PowerInfer's GPU index, `<model>.gguf.generated.gpuidx`.
+
+It is a GGUF container with another magic. Sources: in PowerInfer,
+powerinfer-py/powerinfer/export_split.py writes it and llama.cpp (llama_gpu_split_loader) reads it:
+tensors by position, two per layer.
+
+The `gguf` package cannot write it: PowerInfer numbers types as ggml did in 2023, where I32 is 18;
+today 18 is a quantised type and I32 is 26.
+
+Letters: F neurons of a layer, H hot ones."""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hotsplit.files import partial_file
+from hotsplit.split_file import Split
+
+SUFFIX = ".generated.gpuidx"  # PowerInfer looks for its model file's name plus this suffix
+ARCHITECTURE = "generic.gpu_index"
+MAGIC, VERSION, ALIGNMENT = b"PWRI", 3, 32
+TYPE_UINT32, TYPE_STRING, TYPE_UINT64 = 4, 8, 10  # of keys
+TYPE_I32 = 18  # of tensors, in PowerInfer's ggml.h
+
+
+def write_index(split: Split, num_neurons: int, path: Path) -> int:
+    """Writes the index of a plan over `num_neurons` neurons per layer; returns the size in bytes."""
+    tensors = index_tensors(split.hot, num_neurons)
+    with partial_file(path) as partial, partial.open("wb") as file:
+        file.write(_header(tensors, len(split.hot), split.gpu_bytes["neurons"]))
+        for _, values in tensors:
+            data = values.astype("<i4").tobytes()
+            file.write(data + bytes(-len(data) % ALIGNMENT))
+        return file.tell()
+
+
+def index_tensors(hot: Sequence[np.ndarray], num_neurons: int) -> list[tuple[str, np.ndarray]]:
+    """The tensors in PowerInfer's order: a layer's gpu_idx [F] (1 is hot), then its gpu_bucket [H],
+    ascending.
+
+    A layer without hot neurons has an empty bucket, as export_split.py writes it: the loader
+    counts the ones in gpu_idx first, and never opens the bucket of such a layer."""
+    tensors = []
+    for layer, ids_H in enumerate(hot):
+        is_hot_F = np.zeros(num_neurons, np.int32)
+        is_hot_F[ids_H] = 1
+        tensors.append((f"blk.{layer}.gpu_idx", is_hot_F))
+        tensors.append((f"blk.{layer}.gpu_bucket", np.sort(ids_H).astype(np.int32)))
+    return tensors
+
+
+def index_notes(split: Split, on_cpu: str, path: Path) -> list[str]:
+    """Notes on what the index cannot express, and on what PowerInfer does with it.
+
+    `on_cpu` describes the dense blocks, and the head, that the plan keeps on the CPU, "" for
+    none."""
+    needed = split.gpu_bytes["neurons"]
+    notes = [
+        f"PowerInfer applies the index if at least {needed:,} bytes of its VRAM budget are left"
+        " for neurons (their size in the model file that was solved for); with less it makes"
+        " an index of its own and overwrites this one"
+    ]
+    if not path.name.endswith(SUFFIX):
+        notes.append(f"PowerInfer looks for its model file's name followed by {SUFFIX!r}")
+    if on_cpu:
+        notes.append(
+            f"the plan keeps {on_cpu} on the CPU, which the index cannot express: PowerInfer puts all"
+            " dense blocks on the GPU first, and no neurons if they do not all fit"
+        )
+    return notes
+
+
+def _header(tensors: list[tuple[str, np.ndarray]], num_layers: int, capacity_bytes: int) -> bytes:
+    """Everything before the tensors' values, padded."""
+    content = MAGIC + struct.pack("<IQQ", VERSION, len(tensors), 3)
+    content += _text("general.architecture") + struct.pack("<I", TYPE_STRING) + _text(ARCHITECTURE)
+    content += _text(ARCHITECTURE + ".block_count") + struct.pack("<II", TYPE_UINT32, num_layers)
+    content += _text("split.vram_capacity") + struct.pack("<IQ", TYPE_UINT64, capacity_bytes)
+    offset = 0
+    for name, values in tensors:
+        content += _text(name) + struct.pack("<IQIQ", 1, len(values), TYPE_I32, offset)
+        offset += 4 * len(values) + -4 * len(values) % ALIGNMENT
+    return content + bytes(-len(content) % ALIGNMENT)
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()

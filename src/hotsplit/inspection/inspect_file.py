@@ -1,0 +1,95 @@
+"""Inspects a file: a path in, a summary out.
+
+The kind is detected from the content, never from the name. Summaries are in gguf_summary and
+artifact_summaries, their display in tables."""
+
+import struct
+from pathlib import Path
+
+from hotsplit import machine_file, predictor_file, profile_file
+from hotsplit.errors import HotsplitError
+from hotsplit.files import require_file
+from hotsplit.inspection.artifact_summaries import (
+    MachineSummary,
+    PredictorsSummary,
+    ProfileSummary,
+    SplitSummary,
+)
+from hotsplit.inspection.gguf_summary import GgufSummary, summarise_gguf
+from hotsplit.json_file import parse_object, read_object
+from hotsplit.safetensors_file import MAX_HEADER_BYTES
+from hotsplit.typed import shown
+
+Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
+
+POWERINFER_MAGIC = b"PWRI"  # in the place of b"GGUF"
+KNOWN = (
+    "model or split file (GGUF), profile or predictors (safetensors), machine file (JSON) or a"
+    " checkpoint's folder"
+)
+
+
+def inspect_file(path: Path) -> Summary:
+    """The summary of a file. Raises HotsplitError for a folder, and for a file that is
+    incomplete, unreadable or of no known kind."""
+    if path.is_dir():
+        raise HotsplitError(f"{path}: is a folder without config.json; wanted a {KNOWN}")
+    require_file(path, KNOWN)
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise HotsplitError(f"{path}: cannot be read: {error.strerror}") from error
+    if start[:4] in (b"GGUF", POWERINFER_MAGIC):
+        return summarise_gguf(path)
+    if start[8:9] == b"{":
+        return _summarise_safetensors(path)
+    if start.lstrip()[:1] == b"{":
+        return _summarise_json(path)
+    raise HotsplitError(f"{path}: is of an unknown kind; wanted a {KNOWN}")
+
+
+def _summarise_safetensors(path: Path) -> ProfileSummary | PredictorsSummary:
+    format = _safetensors_metadata(path).get("format")
+    if format == profile_file.FORMAT:
+        return ProfileSummary.load(path)
+    if format == predictor_file.FORMAT:
+        return PredictorsSummary.load(path)
+    raise HotsplitError(
+        f"{path}: a safetensors file of format {shown(format)}, wanted {profile_file.FORMAT!r} or"
+        f" {predictor_file.FORMAT!r}; weights are read by hotsplit convert, from their folder"
+    )
+
+
+def _safetensors_metadata(path: Path) -> dict[str, object]:
+    """The `__metadata__` of the header, which is JSON after eight bytes of length; {} if there is
+    none."""
+    with path.open("rb") as file:
+        (num_bytes,) = struct.unpack("<Q", file.read(8))
+        if num_bytes > MAX_HEADER_BYTES:
+            raise HotsplitError(
+                f"{path}: begins like a safetensors file with a header of {num_bytes:,} bytes, above"
+                f" the bound of {MAX_HEADER_BYTES:,}; make or copy it again"
+            )
+        if num_bytes > path.stat().st_size - 8:
+            raise HotsplitError(
+                f"{path}: begins like a safetensors file with a header of {num_bytes:,} bytes, but"
+                " ends before it does; make or copy it again"
+            )
+        text = file.read(num_bytes)
+    try:
+        header = parse_object(path, text.decode(), "safetensors header")
+    except UnicodeDecodeError as error:
+        raise HotsplitError(f"{path}: the header is not text; make or copy it again") from error
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _summarise_json(path: Path) -> MachineSummary:
+    content = read_object(path, "machine file (hotsplit calibrate)")
+    if content.get("format") != machine_file.FORMAT:
+        raise HotsplitError(
+            f"{path}: JSON of format {shown(content.get('format'))}, wanted {machine_file.FORMAT!r}"
+            " (hotsplit calibrate)"
+        )
+    return MachineSummary.load(path)
