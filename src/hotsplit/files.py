@@ -341,6 +341,17 @@ def require_file(path: Path, what: str) -> None:
         raise HotsplitError(f"{path}: {found}; wanted a {what}")
 
 
+def refuse_old_name(path: Path, names: Iterable[str]) -> None:
+    """Raises HotsplitError if one of a header's names is of the time when this program was called
+    sparkinfer. SparkInfer's own files have no such names."""
+    for name in names:
+        if name == "sparkinfer-split" or name.startswith("sparkinfer."):
+            raise HotsplitError(
+                f"{path}: was made under this program's old name ({name[:60]!r}); convert the"
+                " checkpoint again, and make what was made from the model again"
+            )
+
+
 def known_as(path: Path) -> str | None:
     """The kind of a file by its first bytes, for an error; None if unknown."""
     with path.open("rb") as file:

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files import known_as
+from hotsplit.files import known_as, refuse_old_name
 
 Magic = Literal["GGUF", "PWRI"]
 # A number outside an array is a numpy scalar of its type in the file.
@@ -82,7 +82,7 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
     Raises HotsplitError for a file that is damaged, foreign or of an unknown version, or that has
     too many tensors or keys."""
     try:
-        return _Cursor(file).header()
+        header = _Cursor(file).header()
     except TooMany as error:
         raise HotsplitError(f"{path}: {error}; wanted a {what}") from error
     except Broken as error:
@@ -94,6 +94,8 @@ def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
         raise HotsplitError(
             f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
         ) from error
+    refuse_old_name(path, (str(header.keys.get("general.architecture")), *header.keys))
+    return header
 
 
 class _Cursor:

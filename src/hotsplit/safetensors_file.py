@@ -8,7 +8,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files import known_as, partial_file, require_file
+from hotsplit.files import known_as, partial_file, refuse_old_name, require_file
 from hotsplit.typed import shown
 
 # A tensor's entry takes about 100 bytes. The safetensors package reads headers of up to 100 MB and
@@ -95,7 +95,9 @@ def load_arrays(
         raise HotsplitError(
             f"{path}: not a whole safetensors file ({reason}); wanted a {what}"
         ) from error
-    if header.pop("format", None) != format:
+    own = header.pop("format", None)
+    if own != format:
+        refuse_old_name(path, (str(own),))
         raise HotsplitError(f"{path}: not a {what}")
     found = header.pop("version", None)
     if found not in map(str, (version, *older)):
