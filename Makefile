@@ -31,7 +31,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TYPES := build/types/hotsplit
-STAGES := convert profile solver sparsify runtime serve bench report run
+STAGES := convert profile measure solver sparsify runtime serve report run
 HOTSPLIT := $(BIN)/hotsplit
 # For the tests of the GPU kernels, which run in Triton's interpreter; PyTorch for CUDA requires it.
 TRITON := triton==3.6.0
@@ -281,7 +281,7 @@ gpu-rival:
 check: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@mkdir -p $(TYPES)
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)
 	@ln -sfn $(CURDIR)/src/hotsplit/* $(addprefix $(CURDIR)/,$(STAGES)) $(TYPES)
 	$(BIN)/mypy
 

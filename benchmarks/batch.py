@@ -22,7 +22,7 @@ from machine import machine, processor, slug
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Part
 

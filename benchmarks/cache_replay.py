@@ -27,20 +27,20 @@ import numpy as np
 from machine import machine
 
 from hotsplit import Engine
-from hotsplit.bench.cache_replay.bound import lower_bound
-from hotsplit.bench.cache_replay.policies import POLICIES, Case, belady, hindsight
-from hotsplit.bench.cache_replay.recording import Trace, record
-from hotsplit.bench.cache_replay.replay import case_of
-from hotsplit.bench.cache_replay.times import Outcome, seconds_T
-from hotsplit.budget import layer_bytes
-from hotsplit.files import partial_file
-from hotsplit.json_file import read_text
-from hotsplit.machine_file import CpuCosts, Figure, Gpu, Machine
-from hotsplit.mode_quality import RunMode
-from hotsplit.model_file import ModelFile
-from hotsplit.neuron_cache import CacheOptions
+from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import layer_bytes
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.json_file import read_text
+from hotsplit.measure.cache_replay.bound import lower_bound
+from hotsplit.measure.cache_replay.policies import POLICIES, Case, belady, hindsight
+from hotsplit.measure.cache_replay.recording import Trace, record
+from hotsplit.measure.cache_replay.replay import case_of
+from hotsplit.measure.cache_replay.times import Outcome, seconds_T
+from hotsplit.model.mode_quality import RunMode
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.split_file import Split
 
 # A layer's neurons in a model of 7 B parameters: 11,008, each three rows of 4,096 values in q4_0.
 LAYER_BYTES = 11008 * 3 * 4096 * 18 / 32

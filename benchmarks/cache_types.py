@@ -24,10 +24,10 @@ from rival import Rival
 from torch import Tensor
 
 from hotsplit import Engine
-from hotsplit.cache_types import NAMES, CacheTypes
-from hotsplit.files import partial_file
-from hotsplit.profile.comparison import Compared, Comparison
-from hotsplit.profile.corpus import read_windows
+from hotsplit.files.atomic import partial_file
+from hotsplit.measure.evaluate.comparison import Compared, Comparison
+from hotsplit.options.cache_types import NAMES, CacheTypes
+from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.runtime.kernels.cpu import library
 
 DEPTHS = (512, 4096, 8000)

@@ -34,8 +34,8 @@ from machine import machine, processor, slug
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
-from hotsplit.gguf_file import array_entry
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.resident import Residence
 

@@ -28,7 +28,7 @@ import numpy as np
 from gguf import GGUFReader
 from machine import machine, processor, slug
 
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 
 RIVAL_OUTTYPE = {"f16": "f16", "bf16": "bf16", "q8_0": "q8_0", "q4_0": "f16"}
 WITHOUT_FSYNC = (

@@ -33,8 +33,8 @@ from rival import Rival
 
 from hotsplit import Engine
 from hotsplit.convert.convert import ConvertConfig, convert
-from hotsplit.files import partial_file
-from hotsplit.gguf_file import array_entry
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Gate

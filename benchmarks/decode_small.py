@@ -24,8 +24,8 @@ from decode import MODES, _bandwidth
 from machine import machine, processor, slug
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
-from hotsplit.gguf_file import array_entry
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.resident import Residence
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from machine import machine, processor, slug
 
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.runtime.kernels.threads import physical_cores
 
 BOUND = 3.0

@@ -38,15 +38,15 @@ from gpu_rival import Rival, RivalModel, best_rival
 from machine import machine as this_machine
 from processes import Process, ProcessError
 
-from hotsplit.architecture import ModelShape
-from hotsplit.budget import head_bytes, kv_bytes_per_layer, layer_bytes
-from hotsplit.files import partial_file
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.calibrate import CalibrateConfig, calibrate
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import PlanMode
+from hotsplit.costs.budget import head_bytes, kv_bytes_per_layer, layer_bytes
+from hotsplit.files.atomic import partial_file
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
+from hotsplit.model.architecture import ModelShape
 from hotsplit.runtime.prefill.workspace import measure_workspace
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.split_file import PlanMode
 
 # The budget of a model entirely on the GPU: WHOLE times its bytes, plus BESIDE_BYTES for cache and
 # workspace.

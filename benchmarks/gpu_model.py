@@ -23,12 +23,18 @@ from planted_checkpoint import COMMON, MARGIN, UNSEEN, planted_frequencies
 from random_checkpoint import write_tokenizer
 from torch import Tensor
 
-from hotsplit.architecture import ARCHITECTURES, Layout, ModelShape, layer_shapes, outer_shapes
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.predictor_file import StoredMatrix
+from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.convert.tokenizer import tokenizer_keys
-from hotsplit.gguf_file import TensorEntry, row_bytes
-from hotsplit.model_file import ModelFile, PredictorInfo
-from hotsplit.predictor_file import StoredMatrix
-from hotsplit.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.files.gguf_file import TensorEntry, row_bytes
+from hotsplit.model.architecture import (
+    ARCHITECTURES,
+    Layout,
+    ModelShape,
+    layer_shapes,
+    outer_shapes,
+)
 
 GAIN = 0.9  # a matrix multiplies a vector's norm by about this
 ADDED = 0.05  # scale of what attention and feed-forward layers add to the hidden state

@@ -69,9 +69,9 @@ def launches_of_plan(name: str, folder: Path) -> tuple:
 def _model(whose: str, kind: str, folder: Path):
     from models import make_shape, shape_only
 
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.convert.convert import convert
     from hotsplit.convert.options import ConvertConfig
-    from hotsplit.model_file import ModelFile
 
     if whose == "7B":  # its width and heads, with fewer layers and neurons and a smaller vocabulary
         return shape_only(

@@ -21,7 +21,7 @@ import torch
 from machine import machine, processor, slug
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 
 # Half the width of a 95 % interval in standard errors, by the number of texts.
 STUDENT_95 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}

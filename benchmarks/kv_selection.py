@@ -21,7 +21,7 @@ of the share; for the sliding window, all of it).
     codes B      every key by a code of B bits per value, rotated by the Hadamard matrix first
     N > codes B  four times as many keys as needed, in blocks of N by minmax, then keys by their codes
     N > rest     blocks of N by bounds, then the residual of each key from the middle of its block's
-                 bounds in codes of two bits: the runtime's rule (hotsplit.key_selection), with
+                 bounds in codes of two bits: the runtime's rule (hotsplit.options.key_selection), with
                  bounds and queries rounded as it rounds them
     oracle       the positions with most mass, found at no cost: an upper bound for all rules"""
 
@@ -42,7 +42,7 @@ from machine import machine, processor, slug
 from torch import Tensor
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.runtime.cache.key_tables import (
     QUERY_LARGEST,
     SUMMARY_LARGEST,

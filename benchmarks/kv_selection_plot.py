@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from table_contents import ZEN_4, path_of
 
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 
 DPI = 120
 BLUE, GREY, INK, RED = "#2d6fc8", "#a5acb5", "#3c4149", "#c8452d"

@@ -35,8 +35,8 @@ from machine import machine, processor, slug
 from torch import Tensor
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
-from hotsplit.key_selection import KeySelection
+from hotsplit.files.atomic import partial_file
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.generate.prompt_cache import PromptKey
 from hotsplit.runtime.model import attention
 from hotsplit.runtime.step.sequences import Sequence

@@ -26,9 +26,9 @@ from machine import machine, processor, slug
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
-from hotsplit.key_selection import KeySelection
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.files.atomic import partial_file
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Sequence
 

@@ -32,16 +32,16 @@ import numpy as np
 from machine import machine
 
 from hotsplit import Engine
-from hotsplit.budget import layer_bytes
-from hotsplit.files import partial_file
-from hotsplit.json_file import read_text
-from hotsplit.model_file import ModelFile
-from hotsplit.neuron_cache import OFF, CacheCosts, CacheOptions
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import layer_bytes
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.json_file import read_text
+from hotsplit.options.neuron_cache import OFF, CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.cycle import SWAP, Policy
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.residency import Residency
 from hotsplit.runtime.neuron_cache.setup import CacheSetup
-from hotsplit.split_file import Split
 
 TURN = 8  # tokens
 WARM_UP = 32

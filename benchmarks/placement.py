@@ -30,7 +30,7 @@ import pulp
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from models import make_machine, make_profile, make_shape, power_law_frequencies, shape_only
 
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.problem import (

@@ -28,8 +28,8 @@ from random_checkpoint import Shape, make_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hotsplit.model_file import PredictorInfo
-from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.artifacts.model_file import PredictorInfo
+from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 
 RANK = 256
 DENSITY = 0.1  # mean share of the neurons that fire

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from random_checkpoint import Shape, make_checkpoint
 
+from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
+from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.machine_file import CpuCosts, Figure, Machine
-from hotsplit.profile.calibrate import CalibrateConfig, calibrate
-from hotsplit.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.prefill.workspace import measure_workspace

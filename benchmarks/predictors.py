@@ -22,15 +22,15 @@ from machine import machine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hotsplit.budget import LayerBytes, layer_bytes
-from hotsplit.files import partial_file
-from hotsplit.predictor_file import FILE_NAME, Predictors
-from hotsplit.profile.corpus import read_windows
-from hotsplit.profile.layer_trainer import row_norms
-from hotsplit.profile.predictor_options import Target
-from hotsplit.profile.predictor_output import with_predictors
-from hotsplit.profile.rounding import rounded
-from hotsplit.profile.selection import Candidate, Quality, Tally
+from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
+from hotsplit.costs.budget import LayerBytes, layer_bytes
+from hotsplit.files.atomic import partial_file
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.predictors.layer_trainer import row_norms
+from hotsplit.profile.predictors.options import Target
+from hotsplit.profile.predictors.output import with_predictors
+from hotsplit.profile.predictors.rounding import rounded
+from hotsplit.profile.predictors.selection import Candidate, Quality, Tally
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock, Predictor
 from hotsplit.runtime.model.loader import load_predictors

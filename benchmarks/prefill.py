@@ -29,7 +29,7 @@ from random_checkpoint import Shape
 from rival import Rival
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_threads
 

@@ -20,8 +20,8 @@ import torch
 from machine import processor, slug
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
-from hotsplit.profile.counting import Counter
+from hotsplit.files.atomic import partial_file
+from hotsplit.profile.count.counting import Counter
 from hotsplit.runtime.model.feed_forward import Gate
 
 

@@ -4,7 +4,7 @@
         --tune train.txt --check held-out.txt
 
 Each type is compared with its own dense self, on held-out text. Shares are of all weight bytes that
-a token reads, the head included. Rules (profile/limit_search.py):
+a token reads, the head included. Rules (profile/sparsity/limit_search.py):
 
     cats     one threshold per layer on |act(gate)|, the same share in every layer (arXiv
              2404.08763)
@@ -28,13 +28,13 @@ import numpy as np
 from machine import machine, processor, slug
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
-from hotsplit.limits import LayerLimits
-from hotsplit.profile.corpus import read_windows
-from hotsplit.profile.limit_meter import LimitMeter
-from hotsplit.profile.limit_scores import INPUTS, LayerScores, sample_scores
-from hotsplit.profile.limit_search import RULES, Allocation, Bytes, allocate
-from hotsplit.profile.thresholds import up_to
+from hotsplit.artifacts.limits_file import LayerLimits
+from hotsplit.files.atomic import partial_file
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.sparsity.limit_meter import LimitMeter
+from hotsplit.profile.sparsity.limit_scores import INPUTS, LayerScores, sample_scores
+from hotsplit.profile.sparsity.limit_search import RULES, Allocation, Bytes, allocate
+from hotsplit.profile.sparsity.thresholds import up_to
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.23, 0.28)
@@ -119,7 +119,7 @@ def _limits(
 
 def _draw(result: dict[str, Any], path: Path) -> None:
     """KL by saved share: a panel per type, a line per rule."""
-    from hotsplit.profile.plots import load_pyplot
+    from hotsplit.profile.report.plots import load_pyplot
 
     pyplot = load_pyplot()
     kinds = [kind for kind in result["types"] if result["types"][kind]["points"]]

@@ -28,8 +28,8 @@ from test_limits import ALL, ATTENTION, NEURONS, STORED, Reference, model_of, st
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.limits import Limits
-from hotsplit.model_file import KINDS, ModelFile
+from hotsplit.artifacts.limits_file import Limits
+from hotsplit.artifacts.model_file import KINDS, ModelFile
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.step.plain_backend import plain_backend

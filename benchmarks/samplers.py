@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from machine import machine, processor, slug
 
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 

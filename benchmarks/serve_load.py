@@ -44,7 +44,7 @@ from serve_client import (  # noqa: E402
     stream,
 )
 
-from hotsplit.files import partial_file  # noqa: E402
+from hotsplit.files.atomic import partial_file  # noqa: E402
 
 MAX_GROWTH = 0.02  # of resident memory
 STUCK_S = 600.0

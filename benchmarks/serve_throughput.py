@@ -42,7 +42,7 @@ from typing import Any
 from machine import machine, processor, slug
 from serve_load import WORDS
 
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from serve_client import COMPLETE, Answer, ServerProcess, ask, stream  # noqa: E402

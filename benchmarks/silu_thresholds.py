@@ -28,12 +28,13 @@ from machine import machine, processor, slug
 from torch import Tensor
 
 from hotsplit import Engine
+from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.files import partial_file
-from hotsplit.profile.corpus import read_windows
-from hotsplit.profile.quality import ShareCounter
-from hotsplit.profile.thresholds import (
+from hotsplit.files.atomic import partial_file
+from hotsplit.measure.evaluate.quality import ShareCounter
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.sparsity.thresholds import (
     TUNE_TOKENS,
     Allocation,
     Meter,
@@ -42,7 +43,6 @@ from hotsplit.profile.thresholds import (
     thresholds_for,
     up_to,
 )
-from hotsplit.profile_file import EDGES, NUM_BINS
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGETS = (0.25, 0.4, 0.5, 0.65)

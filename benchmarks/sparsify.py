@@ -24,9 +24,9 @@ from machine import machine, processor, slug
 from torch import Tensor
 
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.files import partial_file
-from hotsplit.profile.corpus import read_windows
-from hotsplit.profile.ranks import Ranks
+from hotsplit.files.atomic import partial_file
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.feed_forward import matrix_names, put_matrices
 from hotsplit.sparsify.quality import Quality, evaluate

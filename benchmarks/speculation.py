@@ -30,7 +30,7 @@ import torch
 from machine import machine, processor, slug
 
 from hotsplit import Engine
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.runtime.generate.draft_model import DraftModel
 from hotsplit.runtime.generate.draft_options import SpeculationOptions
 from hotsplit.runtime.generate.generation_options import GenerationOptions

@@ -26,10 +26,10 @@ from typing import Any
 from machine import machine, processor, slug
 
 from hotsplit import Engine
-from hotsplit.budget import head_bytes
-from hotsplit.files import partial_file
-from hotsplit.profile.comparison import Comparison
-from hotsplit.profile.corpus import read_windows
+from hotsplit.costs.budget import head_bytes
+from hotsplit.files.atomic import partial_file
+from hotsplit.measure.evaluate.comparison import Comparison
+from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Mode
 

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hotsplit.limits import FILE_NAME as LIMITS_FILE
+from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_FILE
 from hotsplit.sparsify.source import as_checkpoint
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")

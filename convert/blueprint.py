@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import gguf
 import numpy as np
 
-from hotsplit.architecture import ARCHITECTURES, Activation, Architecture, ModelShape
+from hotsplit.model.architecture import ARCHITECTURES, Activation, Architecture, ModelShape
 
 NameOf = Callable[[str], str | None]
 # Rotary frequencies stored by old versions of transformers; readers compute them from the config.

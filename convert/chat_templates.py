@@ -6,10 +6,10 @@ chat_template.json."""
 
 from pathlib import Path
 
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TEMPLATES_KEY
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import Value
-from hotsplit.json_file import read_object, read_text
-from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY
+from hotsplit.files.gguf_file import Value
+from hotsplit.files.json_file import read_object, read_text
 
 DEFAULT = "default"
 OTHERS = "additional_chat_templates"

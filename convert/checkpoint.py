@@ -12,12 +12,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hotsplit.artifacts.model_file import compute_model_id, sample_bytes
 from hotsplit.convert.pickle_source import read_state_dict
 from hotsplit.convert.safetensors_source import read_safetensors
 from hotsplit.convert.source_tensor import SourceTensor
 from hotsplit.errors import HotsplitError
-from hotsplit.json_file import read_object
-from hotsplit.model_file import compute_model_id, sample_bytes
+from hotsplit.files.json_file import read_object
 
 Reader = Callable[[Path], dict[str, SourceTensor]]
 # The first one present is read, in transformers' order.

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from hotsplit.architecture import Activation, ModelShape
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import Draft, draft_of
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.sizes import format_bytes
+from hotsplit.model.architecture import Activation, ModelShape
+from hotsplit.system.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

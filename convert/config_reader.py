@@ -9,11 +9,11 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.architecture import Activation, ModelShape
+from hotsplit.artifacts.model_keys import MAX_COUNT, MAX_LAYERS
 from hotsplit.errors import HotsplitError
-from hotsplit.model_keys import MAX_COUNT, MAX_LAYERS
-from hotsplit.rope import RopeScaling
-from hotsplit.typed import shown
+from hotsplit.files.typed import shown
+from hotsplit.model.architecture import Activation, ModelShape
+from hotsplit.model.rope import RopeScaling
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_WORDS = {

@@ -16,7 +16,10 @@ import gguf
 import numpy as np
 from gguf import LlamaFileType
 
-from hotsplit.architecture import Activation, Architecture, optional_layer_shapes
+from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
+from hotsplit.artifacts.limits_file import Limits, transposed_by
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.thresholds import with_thresholds
 from hotsplit.convert import gguf_source, tensors
 from hotsplit.convert.blueprint import Blueprint
 from hotsplit.convert.checkpoint import Checkpoint
@@ -27,13 +30,10 @@ from hotsplit.convert.predictors import add_predictors
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import Value
-from hotsplit.limits import FILE_NAME as LIMITS_NAME
-from hotsplit.limits import Limits, transposed_by
-from hotsplit.model_file import ModelFile
-from hotsplit.outputs import check_output
-from hotsplit.thresholds import with_thresholds
-from hotsplit.written import Restored, Written
+from hotsplit.files.gguf_file import Value
+from hotsplit.files.outputs import check_output
+from hotsplit.files.written import Restored, Written
+from hotsplit.model.architecture import Activation, Architecture, optional_layer_shapes
 
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,

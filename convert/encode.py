@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotsplit.convert.native.library import encode_rows
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import type_of
+from hotsplit.files.gguf_file import type_of
 
 # The smallest magnitude that is refused. Floats: where rounding overflows the type. Blocks: where
 # their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of that at

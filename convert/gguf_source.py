@@ -14,17 +14,17 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from hotsplit.architecture import ARCHITECTURES, SMOOTH, Layout
+from hotsplit.artifacts.limits_file import Limits, base_name, transposed_by, transposed_name
+from hotsplit.artifacts.model_file import KINDS, TOKENIZER_KEY, ModelFile, read_model_gguf
 from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.rounding import restore
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, Value, row_bytes, type_of
-from hotsplit.limits import Limits, base_name, transposed_by, transposed_name
-from hotsplit.model_file import KINDS, TOKENIZER_KEY, ModelFile, read_model_gguf
-from hotsplit.tokenizer_text import read_tokenizer
-from hotsplit.written import Restored
+from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
+from hotsplit.files.written import Restored
+from hotsplit.model.architecture import ARCHITECTURES, SMOOTH, Layout
+from hotsplit.tokens.tokenizer_text import read_tokenizer
 
 FLOATS = ("f32", "f16", "bf16")
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from hotsplit.architecture import Activation, Layout
 from hotsplit.errors import HotsplitError
-from hotsplit.typed import shown
+from hotsplit.files.typed import shown
+from hotsplit.model.architecture import Activation, Layout
 
 Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
 
@@ -32,7 +32,7 @@ class ConvertConfig:
     - `predictor_input_layer_offset`: the layer whose input they read, if the folder does not state
       it: 0 their own, 1 the one before.
     - `thresholds`: a profile whose thresholds the model is to run with.
-    - `limits`: a limits file (hotsplit.limits); by default the one in the checkpoint's folder, if
+    - `limits`: a limits file (hotsplit.artifacts.limits_file); by default the one in the checkpoint's folder, if
       any. Matrices with input limits are stored transposed."""
 
     source: Path

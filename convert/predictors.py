@@ -17,17 +17,17 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.architecture import SMOOTH, ModelShape
+from hotsplit.artifacts.limits_file import check_made_with
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.convert.checkpoint import DTYPES
 from hotsplit.convert.encode import encode
 from hotsplit.convert.pickle_source import read_state_dict
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry
-from hotsplit.json_file import read_object
-from hotsplit.limits import check_made_with
-from hotsplit.mode_quality import ModeQuality, SparseMode
-from hotsplit.model_file import ModelFile, PredictorInfo
-from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.files.json_file import read_object
+from hotsplit.model.architecture import SMOOTH, ModelShape
+from hotsplit.model.mode_quality import ModeQuality, SparseMode
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
 # A state dict's names of the arrays, and LayerPredictor's.

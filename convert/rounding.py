@@ -8,7 +8,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, type_of
+from hotsplit.files.gguf_file import TensorEntry, type_of
 
 # Bounds of a value's error, relative to the largest magnitude of its block or, for floats, to its
 # own magnitude. Blocks add the rounding of their f16 scale; q4_0 goes from -8 to 7, so a value at

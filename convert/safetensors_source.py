@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hotsplit.convert.source_tensor import SourceTensor
 from hotsplit.errors import HotsplitError
-from hotsplit.safetensors_file import check_header
+from hotsplit.files.safetensors_file import check_header
 
 
 def read_safetensors(path: Path) -> dict[str, SourceTensor]:

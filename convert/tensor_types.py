@@ -9,8 +9,8 @@ from gguf import GGML_QUANT_SIZES
 from hotsplit.convert.encode import kind_for
 from hotsplit.convert.options import check_outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, type_of
-from hotsplit.typed import shown
+from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.files.typed import shown
 
 
 @dataclass(frozen=True, kw_only=True)

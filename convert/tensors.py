@@ -7,22 +7,22 @@ from functools import partial
 import numpy as np
 import torch
 
-from hotsplit.architecture import (
-    Layout,
-    layer_shapes,
-    optional_layer_shapes,
-    outer_shapes,
-)
+from hotsplit.artifacts.limits_file import transposed_name
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.blueprint import Blueprint, Rows
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode
 from hotsplit.convert.rounding import restore
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, array_entry
-from hotsplit.limits import transposed_name
-from hotsplit.model_file import ModelFile
-from hotsplit.written import Restored
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.files.written import Restored
+from hotsplit.model.architecture import (
+    Layout,
+    layer_shapes,
+    optional_layer_shapes,
+    outer_shapes,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 

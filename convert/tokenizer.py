@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 from gguf import Keys, SpecialVocab
 
-from hotsplit.architecture import Layout
+from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY
 from hotsplit.convert.chat_templates import template_keys
 from hotsplit.convert.llama_differences import differences
 from hotsplit.convert.vocabulary import check_tokenizer, num_tokens, vocabulary_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import Value
-from hotsplit.json_file import parse_object, read_object, read_text
-from hotsplit.model_file import END_KEY, TOKENIZER_KEY
-from hotsplit.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
-from hotsplit.typed import one_line, shown
+from hotsplit.files.gguf_file import Value
+from hotsplit.files.json_file import parse_object, read_object, read_text
+from hotsplit.files.typed import one_line, shown
+from hotsplit.model.architecture import Layout
+from hotsplit.tokens.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
 
 ID_KEYS = {
     "bos": Keys.Tokenizer.BOS_ID,

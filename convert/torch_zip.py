@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files import require_file
-from hotsplit.mapped_files import map_whole
+from hotsplit.files.atomic import require_file
+from hotsplit.files.mapped_files import map_whole
 
 # A model of 405 billion parameters has 1,200 tensors; each takes up to about 150 bytes of the
 # pickle and of the directory.

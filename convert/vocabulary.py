@@ -11,9 +11,9 @@ from typing import cast
 
 from gguf import Keys, TokenType
 
-from hotsplit.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import Value
+from hotsplit.files.gguf_file import Value
+from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
 
 Json = Mapping[str, object]
 

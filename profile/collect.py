@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hotsplit.budget import layer_bytes
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import Predictors
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.mode_quality import ModeQuality, SparseMode
-from hotsplit.model_file import ModelFile
-from hotsplit.outputs import check_output
-from hotsplit.predictor_file import Predictors
+from hotsplit.files.outputs import check_output
+from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter
+from hotsplit.model.mode_quality import ModeQuality, SparseMode
 from hotsplit.profile.collect_streamed import collect_streamed
 from hotsplit.profile.config import (
     DEFAULT_TOKENS,
@@ -24,11 +26,15 @@ from hotsplit.profile.config import (
     check_text,
     has_transposed_gates,
 )
-from hotsplit.profile.corpus import Windows, read_windows, spread_windows
-from hotsplit.profile.counting import Counter, gates_of
-from hotsplit.profile.layer_trainer import LayerQuality, phases
-from hotsplit.profile.predictor_options import predictor_choices
-from hotsplit.profile.predictor_output import (
+from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
+from hotsplit.profile.corpus.processes import Ranks
+from hotsplit.profile.corpus.sources import STDIN
+from hotsplit.profile.count.counting import Counter, gates_of
+from hotsplit.profile.count.resume import Settings, resume_path
+from hotsplit.profile.count.run import Run
+from hotsplit.profile.predictors.layer_trainer import LayerQuality, phases
+from hotsplit.profile.predictors.options import predictor_choices
+from hotsplit.profile.predictors.output import (
     MAX_TOKENS,
     Measured,
     PredictorOutput,
@@ -37,17 +43,17 @@ from hotsplit.profile.predictor_output import (
     recorded,
     sha256_of_corpora,
 )
-from hotsplit.profile.predictor_training import Trained, train_whole
-from hotsplit.profile.quality import EvalReport, ShareCounter
-from hotsplit.profile.ranks import Ranks
-from hotsplit.profile.report import report_paths, save_report
-from hotsplit.profile.resume import Settings, resume_path
-from hotsplit.profile.run import Run
-from hotsplit.profile.sources import STDIN
-from hotsplit.profile.streamed_quality import compare_streamed
-from hotsplit.profile.streaming import LayerStream, StreamPlan, plan_stream
-from hotsplit.profile.thresholds import Found, Goal, ThresholdReport, search, thresholds_for
-from hotsplit.profile_file import Profile
+from hotsplit.profile.predictors.train import Trained, train_whole
+from hotsplit.profile.report.lines import report_paths, save_report
+from hotsplit.profile.sparsity.thresholds import (
+    Found,
+    Goal,
+    ThresholdReport,
+    search,
+    thresholds_for,
+)
+from hotsplit.profile.stream.streamed_quality import compare_streamed
+from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.engine_options import check_rules, device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.counting import Counter, gates_of
-from hotsplit.profile.predictor_training import Trained, train_streamed
-from hotsplit.profile.streaming import LayerStream
-from hotsplit.profile.thresholds import thresholds_for
+from hotsplit.profile.count.counting import Counter, gates_of
+from hotsplit.profile.predictors.train import Trained, train_streamed
+from hotsplit.profile.sparsity.thresholds import thresholds_for
+from hotsplit.profile.stream.streaming import LayerStream
 from hotsplit.runtime.model.feed_forward import Gate
 
 OnTokens = Callable[[float], None]

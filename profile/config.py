@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotsplit.architecture import SMOOTH
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.predictor_options import PredictorOptions, predictor_choices
-from hotsplit.profile.resume import SAVE_EVERY_S
+from hotsplit.model.architecture import SMOOTH
+from hotsplit.profile.count.resume import SAVE_EVERY_S
+from hotsplit.profile.predictors.options import PredictorOptions, predictor_choices
 
 MIN_TRAINING_WINDOWS = 10
 DEFAULT_TOKENS = 131_072
@@ -109,7 +109,7 @@ def has_transposed_gates(model: ModelFile) -> bool:
 
 def check_text(config: ProfileConfig, num_windows: int) -> None:
     """Raises HotsplitError if there is too little text for the options."""
-    from hotsplit.profile.corpus import WINDOW  # imports torch
+    from hotsplit.profile.corpus.corpus import WINDOW  # imports torch
 
     if config.chooses_thresholds and num_windows < 2:
         raise HotsplitError("thresholds need two windows of text or more; give a longer corpus")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hotsplit.budget import (
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import (
     LOGITS_CHUNK,
     SHORT_CHUNK,
     bytes_on_one_side,
@@ -16,10 +17,9 @@ from hotsplit.budget import (
     workspace_bytes,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.layer_trainer import KEPT_TOKENS, Choices
-from hotsplit.sizes import format_bytes
-from hotsplit.system_memory import free_memory_bytes
+from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices
+from hotsplit.system.sizes import format_bytes
+from hotsplit.system.system_memory import free_memory_bytes
 
 # The share of free memory that a profile may take: the rest is for other programs, and for
 # fragmentation.

@@ -4,21 +4,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from hotsplit.artifacts.limits_file import check_made_with
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.files import sha256_of
-from hotsplit.limits import check_made_with
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.predictor_file import FILE_NAME, Predictors
-from hotsplit.profile.eval_file import load_eval
-from hotsplit.profile.layer_trainer import LayerQuality
-from hotsplit.profile.quality import EvalReport
-from hotsplit.profile.report import report_paths
-from hotsplit.profile.report_file import load_predictor_report
-from hotsplit.profile_file import Profile
+from hotsplit.files.atomic import sha256_of
+from hotsplit.measure.evaluate.eval_file import load_eval
+from hotsplit.measure.evaluate.quality import EvalReport
+from hotsplit.profile.predictors.layer_trainer import LayerQuality
+from hotsplit.profile.report.lines import report_paths
+from hotsplit.profile.report.report_file import load_predictor_report
 from hotsplit.report.config import ReportConfig
 from hotsplit.solver.verify import verify
-from hotsplit.split_file import Split
 
 _AGAIN = "give files of one model file"
 

@@ -1,10 +1,10 @@
 """The section with the machine's measured figures, on which predictions rest."""
 
-from hotsplit.machine_file import Figure, Machine
+from hotsplit.artifacts.machine_file import Figure, Machine
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
 from hotsplit.report.page import Missing, Section, Table
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 NONE = "–"
 

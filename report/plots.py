@@ -10,9 +10,10 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from hotsplit.budget import ITEMS, Items
-from hotsplit.profile.layer_trainer import LayerQuality
-from hotsplit.profile_file import Profile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import ITEMS, Items
+from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.report.drawing import (
     BLUE,
     CPU,
@@ -28,10 +29,9 @@ from hotsplit.report.drawing import (
     plot_of,
     style,
 )
-from hotsplit.sizes import format_bytes, unit_of
 from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
 from hotsplit.solver.sweep import Sweep
-from hotsplit.split_file import Split
+from hotsplit.system.sizes import format_bytes, unit_of
 
 NUM_SHARES = 101
 MAX_THIN = 12  # most layers with a line each

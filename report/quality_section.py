@@ -3,9 +3,9 @@ records given."""
 
 from dataclasses import dataclass
 
-from hotsplit.mode_choice import is_smooth
-from hotsplit.mode_quality import ModeQuality, RunMode
-from hotsplit.profile.quality import EvalReport
+from hotsplit.costs.mode_choice import is_smooth
+from hotsplit.measure.evaluate.quality import EvalReport
+from hotsplit.model.mode_quality import ModeQuality, RunMode
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
 from hotsplit.report.page import Section, Table

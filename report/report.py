@@ -4,12 +4,12 @@ The sections are in `sections`, `quality_section` and `machine_section`, the HTM
 
 from importlib.metadata import version
 
+from hotsplit.costs.mode_choice import choose_mode
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file
-from hotsplit.mode_choice import choose_mode
-from hotsplit.mode_quality import RunMode
-from hotsplit.outputs import check_outputs
-from hotsplit.profile.report import report_paths
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.outputs import check_outputs
+from hotsplit.model.mode_quality import RunMode
+from hotsplit.profile.report.lines import report_paths
 from hotsplit.report.artifacts import Artifacts, load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig, ReportSummary
 from hotsplit.report.machine_section import machine_section
@@ -25,7 +25,7 @@ from hotsplit.report.sections import (
     speed_section,
 )
 from hotsplit.report.speeds import Speeds, speeds_of
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 NAME_KEY = "general.name"
 

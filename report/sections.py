@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotsplit.budget import ITEMS
-from hotsplit.model_file import ModelFile
-from hotsplit.profile_file import Profile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import ITEMS
 from hotsplit.report import plots
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.names import Names
 from hotsplit.report.page import Missing, Section, Table
 from hotsplit.report.speeds import Speeds
-from hotsplit.sizes import format_bytes
-from hotsplit.split_file import Split
+from hotsplit.system.sizes import format_bytes
 
 NONE = "–"
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import PlanMode, Split
 from hotsplit.errors import HotsplitError
-from hotsplit.mode_quality import MAX_LOSS
-from hotsplit.model_file import ModelFile
+from hotsplit.model.mode_quality import MAX_LOSS
 from hotsplit.report.artifacts import Artifacts
 from hotsplit.report.config import ReportConfig
 from hotsplit.solver.advice import Advice, advise
@@ -19,7 +20,6 @@ from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
 from hotsplit.solver.problem import Placement
 from hotsplit.solver.solve import estimated_workspace
 from hotsplit.solver.sweep import Sweep, sweep_of
-from hotsplit.split_file import PlanMode, Split
 
 NUM_BUDGETS = 25
 BEYOND = 1.08  # end of the curve, relative to the memory that holds everything

@@ -2,7 +2,7 @@
 
     CACHE/model-0123456789abcdef01234567/   entry.json, lock, and the artifact's files
     CACHE/rates.json                        see hotsplit.run.rates
-    CACHE/device-checks/                    see hotsplit.device_checks
+    CACHE/device-checks/                    see hotsplit.artifacts.device_checks
     CACHE/prefetch-distance.json            see hotsplit.runtime.kernels.prefetch_distance
 
 An artifact exists once its entry.json does, which is written last; before that, its folder may hold
@@ -21,10 +21,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from hotsplit.cache_place import VARIABLE, cache_folder, unwritable
 from hotsplit.errors import HotsplitError
-from hotsplit.files import NO_ROOM, partial_file
+from hotsplit.files.atomic import NO_ROOM, partial_file
 from hotsplit.run.keys import STAGES, digest
+from hotsplit.system.cache_place import VARIABLE, cache_folder, unwritable
 
 FORMAT, VERSION = "hotsplit.cache-entry", 1
 ENTRY, LOCK = "entry.json", "lock"

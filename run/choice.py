@@ -9,28 +9,28 @@ from typing import get_args
 
 import torch
 
-from hotsplit.architecture import Layout
-from hotsplit.budget import (
+from hotsplit.artifacts.longer_texts import with_rope_scaling
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.convert.options import Outtype
+from hotsplit.costs.budget import (
     bytes_on_one_side,
     head_bytes,
     layer_bytes,
     stored_neuron_bytes,
     workspace_bytes,
 )
-from hotsplit.convert.options import Outtype
+from hotsplit.costs.mode_choice import can_silence, is_smooth
 from hotsplit.errors import HotsplitError
-from hotsplit.key_selection import KeySelection
-from hotsplit.longer_texts import with_rope_scaling
-from hotsplit.mode_choice import can_silence, is_smooth
-from hotsplit.mode_quality import MAX_LOSS, RunMode
-from hotsplit.model_file import ModelFile
-from hotsplit.rope import check_scaling
+from hotsplit.model.architecture import Layout
+from hotsplit.model.mode_quality import MAX_LOSS, RunMode
+from hotsplit.model.rope import check_scaling
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.source import Source
 from hotsplit.runtime.engine_options import cache_types_of, device_of
 from hotsplit.runtime.engine_options import context_of as longest_text
 from hotsplit.runtime.prefill.workspace import measure_workspace
-from hotsplit.sizes import format_bytes
-from hotsplit.system_memory import memory_limit_bytes
+from hotsplit.system.sizes import format_bytes
+from hotsplit.system.system_memory import memory_limit_bytes
 
 # From nearly lossless to the smallest useful type.
 BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.keys import identity_of_texts
 

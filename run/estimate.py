@@ -7,10 +7,10 @@ with their time limits."""
 import shutil
 from dataclasses import dataclass, replace
 
-from hotsplit.budget import layer_bytes
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
-from hotsplit.profile import calibrate
+from hotsplit.measure.calibrate import calibrate
 from hotsplit.run.cache_folder import VARIABLE
 from hotsplit.run.choice import PREDICTOR_SHARE
 from hotsplit.run.rates import encode_bytes_per_s, matmul_flops, unpack_values_per_s
@@ -27,7 +27,7 @@ from hotsplit.run.stages import (
     plan_key,
     profile_key,
 )
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 # Counting firings reached 0.43 to 0.63 of the rate of bare matrix products (25 M and 68 M
 # parameters in q8_0, two shared cores of a Zen 4); with training it took 2.9 to 3.3 times as long.

@@ -11,12 +11,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from hotsplit.cache_place import PREFETCH_FILE
-from hotsplit.device_checks import forget_checks
+from hotsplit.artifacts.device_checks import forget_checks
 from hotsplit.errors import HotsplitError
 from hotsplit.run.cache_folder import ENTRY, LOCK, LOCKING, read_entry, try_lock
 from hotsplit.run.keys import STAGES
 from hotsplit.run.rates import FILE as RATES
+from hotsplit.system.cache_place import PREFETCH_FILE
 
 State = Literal["ready", "unfinished", "stale"]
 NAME = re.compile(r"([a-z]+)-[0-9a-f]{24}")

@@ -6,16 +6,16 @@ from itertools import product
 from pathlib import Path
 from typing import get_args
 
-from hotsplit.architecture import Layout
-from hotsplit.cache_place import cache_folder
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.convert.options import Outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
-from hotsplit.profile_file import Profile
+from hotsplit.model.architecture import Layout
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.housekeeping import Shelved, list_cache
 from hotsplit.run.keys import STAGES, conversion_key, identity_of_source
-from hotsplit.split_file import Split
+from hotsplit.system.cache_place import cache_folder
 
 Load = Callable[[Path], ModelFile | Profile | Split]
 _PROFILES = ("profile", "look")  # the better kind first

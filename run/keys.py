@@ -13,16 +13,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hotsplit import machine_file, model_keys, predictor_file, profile_file, split_file
-from hotsplit.architecture import Layout
+from hotsplit.artifacts import machine_file, model_keys, predictor_file, profile_file, split_file
+from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
 from hotsplit.convert.options import Outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.limits import FILE_NAME as LIMITS_NAME
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.profile_file import Profile
-from hotsplit.split_file import Split
+from hotsplit.model.architecture import Layout
 
 SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.mode_quality import RunMode
+from hotsplit.model.mode_quality import RunMode
 from hotsplit.profile.config import MIN_TRAINING_WINDOWS
-from hotsplit.profile.corpus import WINDOW
+from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.run import stages
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes, choose, room_here, worth

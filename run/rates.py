@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from gguf.quants import dequantize, quantize
 
-from hotsplit.cache_place import unwritable
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file
-from hotsplit.gguf_file import type_of
-from hotsplit.model_file import ModelFile
-from hotsplit.pipeline import num_threads
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.gguf_file import type_of
+from hotsplit.files.pipeline import num_threads
+from hotsplit.system.cache_place import unwritable
 
 FILE = "rates.json"
 ENCODE_S, MATMUL_S, UNPACK_S = 0.5, 0.3, 0.1  # seconds of each measurement

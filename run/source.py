@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hotsplit.architecture import Layout
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile, read_model_gguf
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import draft_of
 from hotsplit.convert.gguf_source import activation_notes
 from hotsplit.convert.hub import find_folder
 from hotsplit.convert.options import ConvertConfig, Outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile, read_model_gguf
+from hotsplit.model.architecture import Layout
 from hotsplit.run.keys import identity_of_source
 
 

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
+from hotsplit.files.steady import reading
+from hotsplit.files.written import Written
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, cpu_name, num_cores
+from hotsplit.measure.evaluate.verify import verify
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.corpus import read_windows
-from hotsplit.profile.predictor_check import check_predictors
-from hotsplit.profile.report import warnings
-from hotsplit.profile.verify import verify
-from hotsplit.progress import progress
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.predictors.check import check_predictors
+from hotsplit.profile.report.lines import warnings
 from hotsplit.run import corpora
 from hotsplit.run.cache_folder import Cache, Entry
 from hotsplit.run.choice import Choice, Wishes
@@ -34,9 +35,8 @@ from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.prefill.workspace import measure_workspace
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.steady import reading
-from hotsplit.system_memory import memory_bytes
-from hotsplit.written import Written
+from hotsplit.system.progress import progress
+from hotsplit.system.system_memory import memory_bytes
 
 LOOK_TOKENS = 512
 MODEL, LOOK, PROFILE = "model.gguf", "look.safetensors", "model.profile.safetensors"

@@ -17,9 +17,11 @@ from typing import Self, Unpack
 import torch
 from torch import Tensor
 
-from hotsplit.engine_config import EngineConfig, EngineOptions
-from hotsplit.limits import LayerLimits, Limits
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.artifacts.thresholds import replace_thresholds
+from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
 from hotsplit.runtime.engine_options import check_rules
 from hotsplit.runtime.generate.chain import SamplerChain
@@ -31,8 +33,6 @@ from hotsplit.runtime.loading import Loaded, load, open_plan, with_positions
 from hotsplit.runtime.model.layers import Layer, limited
 from hotsplit.runtime.model.observers import Observation, Observe, Wants
 from hotsplit.runtime.step.batch import rows_of
-from hotsplit.split_file import Split
-from hotsplit.thresholds import replace_thresholds
 
 
 class Engine(TextEngine):
@@ -56,7 +56,7 @@ class Engine(TextEngine):
         **options: Unpack[EngineOptions],
     ) -> "Engine":
         """Loads a model file, with or without a plan. `options` are the fields of
-        hotsplit.engine_config.EngineConfig, which documents them.
+        hotsplit.options.engine_config.EngineConfig, which documents them.
 
         Raises HotsplitError for a wrong file, plan, mode, device, profile, limits or types."""
         config = EngineConfig(**options)

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import torch
 
-from hotsplit.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
-from hotsplit.cache_types import CacheTypes
-from hotsplit.engine_config import check_device
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
+from hotsplit.costs.mode_choice import choose_mode, loss_line
 from hotsplit.errors import HotsplitError
-from hotsplit.key_selection import MOST, KeySelection
-from hotsplit.mode_choice import choose_mode, loss_line
-from hotsplit.mode_quality import MAX_LOSS
-from hotsplit.model_file import ModelFile
+from hotsplit.model.mode_quality import MAX_LOSS
+from hotsplit.options.cache_types import CacheTypes
+from hotsplit.options.engine_config import check_device
+from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.resident import Residence
-from hotsplit.split_file import Split
-from hotsplit.system_memory import free_memory_bytes
+from hotsplit.system.system_memory import free_memory_bytes
 
 # The share of free memory that the CPU's side (weights, cache and workspace) may take. The rest is
 # for the page cache, which loading uses.

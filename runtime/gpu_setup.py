@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 
-from hotsplit.budget import FLOAT_BYTES, SHORT_CHUNK, Items
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import FLOAT_BYTES, SHORT_CHUNK, Items
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
-from hotsplit.progress import progress
 from hotsplit.runtime.device import pinned
 from hotsplit.runtime.device.device_memory import (
     ALIGNMENT,
@@ -38,8 +38,8 @@ from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.weights.neuron_block import by_role
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.upload import PIECE_BYTES, Uploader
-from hotsplit.sizes import format_bytes
-from hotsplit.split_file import Split
+from hotsplit.system.progress import progress
+from hotsplit.system.sizes import format_bytes
 
 Memories = dict[torch.device, DeviceMemory]
 # The most bytes of cold weights per copy, enough for copies to run at full speed.

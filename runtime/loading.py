@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
-from hotsplit.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
-from hotsplit.engine_config import EngineConfig
-from hotsplit.limits import Limits
-from hotsplit.longer_texts import with_rope_scaling
-from hotsplit.mode_choice import mode_meant
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.limits_file import Limits
+from hotsplit.artifacts.longer_texts import with_rope_scaling
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.artifacts.thresholds import with_thresholds
+from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, Items, stored_neuron_bytes
+from hotsplit.costs.mode_choice import mode_meant
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
 from hotsplit.runtime.engine_options import (
     bytes_by_role_of,
@@ -55,8 +57,6 @@ from hotsplit.runtime.step.decode_step import DecodeStep, decode_step
 from hotsplit.runtime.step.decoder import Decoder
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import Backend
-from hotsplit.split_file import Split
-from hotsplit.thresholds import with_thresholds
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from importlib.metadata import version
 import uvicorn
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
 from hotsplit.runtime.generate.constraints import json_schema_constraint
 from hotsplit.runtime.generate.text_engine import TextEngine
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of
@@ -29,7 +30,6 @@ from hotsplit.serve.scheduler import Batch, Limits, Scheduler
 from hotsplit.serve.served_model import ServedModel
 from hotsplit.serve.service import Service
 from hotsplit.serve.shelf import Shelf
-from hotsplit.typed import shown
 
 LAST_S = 2.0  # time to send the last answers
 

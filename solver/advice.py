@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.budget import head_bytes, kv_read_per_layer, layer_bytes
-from hotsplit.model_file import ModelFile
-from hotsplit.sizes import format_bytes
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import head_bytes, kv_read_per_layer, layer_bytes
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.lagrangian import first_prices, least_costs
 from hotsplit.solver.layer_split import layer_split
 from hotsplit.solver.pipeline import Pipeline, PipelinePlacement
 from hotsplit.solver.problem import Problem, on_one_device, placement_seconds
-from hotsplit.split_file import Split
+from hotsplit.system.sizes import format_bytes
 
 WORTH_IT = 0.01
 SMALL_GAP = 1e-4  # of a plan's speed: too small to mention

@@ -30,12 +30,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.budget import is_cached, layer_bytes, layer_tensors, transposed_kind
-from hotsplit.cache_plan import CachePlan
-from hotsplit.machine_file import Gpu, Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.neuron_cache import CacheCosts
-from hotsplit.profile_file import Profile
+from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.artifacts.machine_file import Gpu, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import PlanMode
+from hotsplit.costs.budget import is_cached, layer_bytes, layer_tensors, transposed_kind
+from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.problem import (
     Placement,
     Problem,
@@ -43,7 +44,6 @@ from hotsplit.solver.problem import (
     num_visits,
     overfetch,
 )
-from hotsplit.split_file import PlanMode
 
 # The host's bookkeeping for a swap: measured on two busy cores, with 47 swaps a step.
 SWAP_S = 1e-5

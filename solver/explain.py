@@ -3,11 +3,11 @@ its model file."""
 
 from dataclasses import dataclass
 
-from hotsplit.budget import ITEMS, Items, kv_bytes_per_layer, kv_positions, layer_bytes
-from hotsplit.model_file import ModelFile
-from hotsplit.sizes import format_bytes
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import ITEMS, Items, kv_bytes_per_layer, kv_positions, layer_bytes
 from hotsplit.solver.solve import SolveConfig
-from hotsplit.split_file import Split
+from hotsplit.system.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hotsplit.budget import (
+from hotsplit.artifacts.limits_file import check_made_with
+from hotsplit.artifacts.longer_texts import with_rope_scaling
+from hotsplit.artifacts.machine_file import Figure, Gpu, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import PlanMode
+from hotsplit.costs.budget import (
     DEFAULT_CONTEXT,
     CacheSize,
     embedding_bytes,
@@ -13,18 +19,12 @@ from hotsplit.budget import (
     kv_positions,
     layer_bytes,
 )
-from hotsplit.cache_types import CacheTypes
+from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.errors import HotsplitError
-from hotsplit.key_selection import KeySelection
-from hotsplit.limits import check_made_with
-from hotsplit.longer_texts import with_rope_scaling
-from hotsplit.machine_file import Figure, Gpu, Machine
-from hotsplit.mode_choice import mode_meant
-from hotsplit.model_file import ModelFile
-from hotsplit.profile_file import Profile
+from hotsplit.options.cache_types import CacheTypes
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.solver.pipeline import Pipeline
 from hotsplit.solver.problem import build_problem
-from hotsplit.split_file import PlanMode
 
 # Computes the bytes of a pass besides weights and KV cache, for a model, a context and a mode.
 Workspace = Callable[[ModelFile, int, PlanMode], int]

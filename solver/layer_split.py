@@ -23,15 +23,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.budget import (
+from hotsplit.costs.budget import (
     FLOAT_BYTES,
     head_bytes,
     is_predictor,
     kv_bytes_per_layer,
     layer_tensors,
 )
-from hotsplit.gguf_file import TensorEntry
-from hotsplit.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
+from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.pipeline import PipelinePlacement
 from hotsplit.solver.problem import (

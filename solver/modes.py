@@ -1,7 +1,7 @@
 """Chooses a plan's mode: the fastest by the solver's own model, among those within the loss limit.
 
 The best plan in the same memories is found for each mode that the model file supports and whose
-recorded loss is within the limit (hotsplit.mode_choice). Mode dense is among them unless a neuron
+recorded loss is within the limit (hotsplit.costs.mode_choice). Mode dense is among them unless a neuron
 cache is asked for; its plan is never slower than a split by whole layers that fits (`layer_split`).
 The fastest wins; the others' times are reported."""
 
@@ -10,15 +10,15 @@ from typing import Literal
 
 import numpy as np
 
+from hotsplit.artifacts.split_file import PlanMode
+from hotsplit.costs.mode_choice import refusal, sparse_modes
 from hotsplit.errors import HotsplitError
-from hotsplit.mode_choice import refusal, sparse_modes
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.memories import TooSmallError, check_budgets, least_of, too_small
 from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.pipeline import Pipeline, PipelinePlacement, plan_is_feasible, plan_seconds
 from hotsplit.solver.with_cache import check_host
-from hotsplit.split_file import PlanMode
 
 AlternativeName = Literal["dense", "exact", "predicted", "whole layers"]
 

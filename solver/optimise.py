@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from hotsplit.sizes import format_bytes
 from hotsplit.solver.formulation import GROUPED_GAP, GroupedResult, solve_grouped
 from hotsplit.solver.fullest import fullest_plan
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
@@ -38,6 +37,7 @@ from hotsplit.solver.problem import (
     placement_seconds,
 )
 from hotsplit.solver.refine import fill
+from hotsplit.system.sizes import format_bytes
 
 Status = Literal["optimal", "time_limit", "fits", "cpu_only"]
 # Shares of the objective.

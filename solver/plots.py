@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from hotsplit.files import partial_file
-from hotsplit.profile_file import Profile
-from hotsplit.sizes import format_bytes, unit_of
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.files.atomic import partial_file
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.solver.sweep import Sweep
-from hotsplit.split_file import Split
+from hotsplit.system.sizes import format_bytes, unit_of
 
 DPI = 120
 NUM_COLUMNS = 512  # maximum columns of ranks

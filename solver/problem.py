@@ -63,7 +63,11 @@ from functools import cached_property
 
 import numpy as np
 
-from hotsplit.budget import (
+from hotsplit.artifacts.machine_file import Gpu, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import PlanMode
+from hotsplit.costs.budget import (
     FLOAT_BYTES,
     head_bytes,
     is_dense,
@@ -76,13 +80,9 @@ from hotsplit.budget import (
     transposed_kind,
     workspace_bytes,
 )
-from hotsplit.cache_types import CacheTypes
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
-from hotsplit.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
-from hotsplit.machine_file import Gpu, Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.profile_file import Profile
-from hotsplit.split_file import PlanMode
+from hotsplit.options.cache_types import CacheTypes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +207,10 @@ def build_problem(
     num_sequences: int = 1,
     cache_types: CacheTypes | None = None,
 ) -> Problem:
-    """The numbers of a problem, with every byte count from `hotsplit.budget`.
+    """The numbers of a problem, with every byte count from `hotsplit.costs.budget`.
 
     The profile must be of this model. `gpu` defaults to the machine's first, `workspace` to the
-    estimate of `hotsplit.budget`. A token reads the keys and values of one of `num_sequences`
+    estimate of `hotsplit.costs.budget`. A token reads the keys and values of one of `num_sequences`
     texts. `cache_types` with a selection put them into main memory; None is the model's own
     type."""
     gpu = machine.gpus[0] if gpu is None else gpu

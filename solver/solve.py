@@ -10,20 +10,20 @@ from typing import get_args
 
 import numpy as np
 
-from hotsplit.budget import Items, workspace_bytes
-from hotsplit.engine_config import MAX_SEQUENCES
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import PlanMode, Split
+from hotsplit.costs.budget import Items, workspace_bytes
+from hotsplit.costs.mode_choice import choose_mode, loss_line
 from hotsplit.errors import HotsplitError
-from hotsplit.files import sha256_of
-from hotsplit.key_selection import KeySelection
-from hotsplit.machine_file import Machine
-from hotsplit.mode_choice import choose_mode, loss_line
-from hotsplit.mode_quality import MAX_LOSS
-from hotsplit.model_file import ModelFile
-from hotsplit.neuron_cache import CacheOptions
-from hotsplit.outputs import check_output
-from hotsplit.profile_file import Profile
-from hotsplit.rope import check_scaling
-from hotsplit.sizes import format_bytes
+from hotsplit.files.atomic import sha256_of
+from hotsplit.files.outputs import check_output
+from hotsplit.model.mode_quality import MAX_LOSS
+from hotsplit.model.rope import check_scaling
+from hotsplit.options.engine_config import MAX_SEQUENCES
+from hotsplit.options.key_selection import KeySelection
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.advice import Advice, advise, room_notes
 from hotsplit.solver.inputs import NO_GPU, Inputs, Workspace, load_inputs
 from hotsplit.solver.modes import Alternative, Found, find, find_fastest
@@ -36,7 +36,7 @@ from hotsplit.solver.with_cache import (
     cost_line,
     planned_cache,
 )
-from hotsplit.split_file import PlanMode, Split
+from hotsplit.system.sizes import format_bytes
 
 COMPARED_S = 2.0  # time limit of the integer program for a plan that is only a comparison
 
@@ -156,7 +156,7 @@ def solve(config: SolveConfig, workspace: Workspace | None = None) -> SolveRepor
     """Writes the plan and returns a report on it.
 
     `workspace` computes the bytes of a pass besides weights and cache; None is the estimate of
-    `hotsplit.budget`, for when the runtime is not available to measure it. Raises HotsplitError
+    `hotsplit.costs.budget`, for when the runtime is not available to measure it. Raises HotsplitError
     for files that do not belong together and for budgets too small; then nothing is written."""
     check_output(
         config.output,

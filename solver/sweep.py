@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file
-from hotsplit.model_file import ModelFile
+from hotsplit.files.atomic import partial_file
 from hotsplit.solver.advice import advise
 from hotsplit.solver.inputs import Inputs, Workspace
 from hotsplit.solver.modes import allowed_modes, in_mode, whole_layers
@@ -17,7 +18,6 @@ from hotsplit.solver.optimise import Answer, find_plan
 from hotsplit.solver.pipeline import Pipeline
 from hotsplit.solver.problem import placement_bytes
 from hotsplit.solver.solve import SolveConfig, estimated_workspace, inputs_of
-from hotsplit.split_file import PlanMode
 
 FORMAT, VERSION = "hotsplit.sweep", 2
 TIME_LIMIT_S = 2.0  # for the integer program, at each budget

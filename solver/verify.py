@@ -9,7 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotsplit.budget import (
+from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.artifacts.machine_file import Gpu, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import (
     head_bytes,
     is_dense,
     is_predictor,
@@ -18,13 +23,8 @@ from hotsplit.budget import (
     layer_tensors,
     transposed_kind,
 )
-from hotsplit.cache_plan import CachePlan
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
-from hotsplit.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
-from hotsplit.machine_file import Gpu, Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.profile_file import Profile
-from hotsplit.split_file import Split
 
 # For a sum taken in another order: f64 with up to millions of terms of one sign.
 TOLERANCE = 1e-9

@@ -12,17 +12,17 @@ from dataclasses import fields
 
 import numpy as np
 
-from hotsplit.budget import CacheSize, copied_bytes, is_cached, plan_bytes
-from hotsplit.cache_plan import CachePlan
+from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.artifacts.split_file import Split, without_predictors
+from hotsplit.costs.budget import CacheSize, copied_bytes, is_cached, plan_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.neuron_cache import CacheOptions
-from hotsplit.sizes import format_bytes
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.solver.cache_costs import cache_costs, cache_plan, expected_reads
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.memories import Smallest, TooSmallError
 from hotsplit.solver.pipeline import Pipeline
 from hotsplit.solver.problem import Placement
-from hotsplit.split_file import Split, without_predictors
+from hotsplit.system.sizes import format_bytes
 
 # Advice is given if the cache takes at most this share of the hot neurons' bytes on the GPU.
 SMALL_SHARE = 0.02

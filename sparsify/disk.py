@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.errors import HotsplitError
-from hotsplit.sizes import format_bytes
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.feed_forward import MATRICES, checkpoint_name
+from hotsplit.system.sizes import format_bytes
 
 STATE = "state.safetensors"  # in the work folder
 STORED_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # per value, by safetensors' types

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import Allocation
 from hotsplit.sparsify.feed_forward import FeedForward
 

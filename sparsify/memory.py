@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hotsplit.architecture import ModelShape
 from hotsplit.errors import HotsplitError
-from hotsplit.sizes import format_bytes
+from hotsplit.model.architecture import ModelShape
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import CHUNK_VALUES
-from hotsplit.system_memory import free_memory_bytes
+from hotsplit.system.sizes import format_bytes
+from hotsplit.system.system_memory import free_memory_bytes
 
 FREE_SHARE = 0.95
 # Activations that autograd keeps per token and layer: bytes per unit of width, and values per

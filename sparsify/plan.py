@@ -15,11 +15,11 @@ from hotsplit.convert.convert import draft_of
 from hotsplit.convert.families.table import read_blueprint
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.files import remove_stale
-from hotsplit.outputs import check_output_folder
-from hotsplit.outputs import check_outputs as check_files
-from hotsplit.profile.ranks import Ranks
-from hotsplit.profile.resume import Settings
+from hotsplit.files.atomic import remove_stale
+from hotsplit.files.outputs import check_output_folder
+from hotsplit.files.outputs import check_outputs as check_files
+from hotsplit.profile.corpus.processes import Ranks
+from hotsplit.profile.count.resume import Settings
 from hotsplit.runtime.engine_options import device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
 from hotsplit.sparsify.config import TRAINED, SparsifyConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.distillation import chunks, log_words
 from hotsplit.sparsify.feed_forward import FeedForward, decoder_of, dense, watched
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.errors import HotsplitError
-from hotsplit.files import locked_folder
-from hotsplit.profile.ranks import Ranks, rank_here
-from hotsplit.profile.resume import Position, load_position
+from hotsplit.files.atomic import locked_folder
+from hotsplit.profile.corpus.processes import Ranks, rank_here
+from hotsplit.profile.count.resume import Position, load_position
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.feed_forward import matrix_names, whole_matrices

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.distillation import chunks, log_words
 from hotsplit.sparsify.feed_forward import keeping_values
 from hotsplit.sparsify.quality import autocast, hidden_states

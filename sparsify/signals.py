@@ -9,8 +9,8 @@ from types import FrameType
 from typing import Self
 
 from hotsplit.errors import Interrupted
-from hotsplit.profile.ranks import Ranks
-from hotsplit.signals import MESSAGE, NUMBERS, SAME_S
+from hotsplit.profile.corpus.processes import Ranks
+from hotsplit.system.signals import MESSAGE, NUMBERS, SAME_S
 
 
 class Signals:

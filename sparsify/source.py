@@ -9,16 +9,16 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from hotsplit.architecture import SMOOTH
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_folder
-from hotsplit.gguf_file import TensorEntry, type_of
-from hotsplit.json_file import read_object
-from hotsplit.model_file import ModelFile
-from hotsplit.rope import RopeScaling
+from hotsplit.files.atomic import partial_folder
+from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.files.json_file import read_object
+from hotsplit.files.typed import shown
+from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.rope import RopeScaling
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.sparsify.trained_checkpoint import save_tensors
-from hotsplit.typed import shown
 
 # transformers' class and model type, by llama.cpp's name of the graph. All use the same tensor
 # names.

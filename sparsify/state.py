@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.resume import Position, Settings, save_position
+from hotsplit.profile.count.resume import Position, Settings, save_position
 from hotsplit.sparsify.limits import Limits
 from hotsplit.sparsify.record import Record
 from hotsplit.sparsify.trainer import Trainer

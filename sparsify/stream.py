@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.sources import Source
+from hotsplit.profile.corpus.sources import Source
 
 Encode = Callable[[list[str]], list[list[int]]]
 BATCH = 16  # blocks tokenised at a time

@@ -9,13 +9,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.json_file import read_text
-from hotsplit.profile.corpus import read_windows
-from hotsplit.profile.sources import STDIN, find_sources
+from hotsplit.files.json_file import read_text
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.corpus.sources import STDIN, find_sources
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.stream import Stream
-from hotsplit.tokenizer_text import read_tokenizer
+from hotsplit.tokens.tokenizer_text import read_tokenizer
 
 MEASURED_WINDOWS = 16  # for the neurons' weights and the first limits; training uses them too
 HELD_OUT_WINDOW = 512

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hotsplit.artifacts.limits_file import FILE_NAME, LayerLimits, Limits
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.errors import HotsplitError
-from hotsplit.files import no_room, partial_folder
-from hotsplit.limits import FILE_NAME, LayerLimits, Limits
-from hotsplit.typed import shown
+from hotsplit.files.atomic import no_room, partial_folder
+from hotsplit.files.typed import shown
 
 SHARD_BYTES = 4 << 30
 TEXTS = ("*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README*")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import divergence
 from hotsplit.sparsify.feed_forward import (

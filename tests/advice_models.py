@@ -23,8 +23,8 @@ import numpy as np
 from models import byte_level_keys, make_model, make_shape
 from tokenizers import pre_tokenizers
 
-from hotsplit.gguf_file import array_entry
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.files.gguf_file import array_entry
 
 ALPHABET = string.ascii_letters + string.digits + "+-"
 NUM_LETTERS = len(ALPHABET)

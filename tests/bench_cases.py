@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hotsplit.bench.config import BenchConfig
+from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.runtime.kernels.cpu import library
 
 needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the C++ kernels")

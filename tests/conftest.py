@@ -20,8 +20,8 @@ import torch
 from models import byte_level_keys, make_model, make_shape
 
 import hotsplit.cli
+from hotsplit.commands.top_level import UNEXPECTED
 from hotsplit.runtime.kernels.cpu import library
-from hotsplit.top_level import UNEXPECTED
 
 # Without a GPU, Triton kernels run in Triton's own interpreter, which must be selected before
 # Triton is imported.

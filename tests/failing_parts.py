@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hotsplit.device_checks import DeviceKey
+from hotsplit.artifacts.device_checks import DeviceKey
 from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check.parts import DeviceParts
 from hotsplit.runtime.device.streams import HostNode, PlainStream

@@ -103,7 +103,7 @@ def make_inputs(folder: Path) -> None:
     from checkpoints import random_llama
     from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
 
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.solver.solve import SolveConfig, solve
 
     folder.mkdir()
@@ -139,11 +139,11 @@ def prepare() -> None:
     import hotsplit.commands.all_commands
     import hotsplit.commands.solve
     import hotsplit.export.powerinfer_activations
-    import hotsplit.profile.calibrate as calibrate
+    import hotsplit.measure.calibrate.calibrate as calibrate
+    import hotsplit.measure.evaluate.verify
     import hotsplit.profile.collect
-    import hotsplit.profile.plots
-    import hotsplit.profile.run
-    import hotsplit.profile.verify
+    import hotsplit.profile.count.run
+    import hotsplit.profile.report.plots
     import hotsplit.report.report
     import hotsplit.runtime.generate.prompt_cache
     import hotsplit.solver.plots
@@ -153,7 +153,7 @@ def prepare() -> None:
 
     for config in (ProfileConfig, SparsifyConfig):
         config.__init__.__kwdefaults__["save_every_s"] = 0.01
-    hotsplit.profile.run.SAVE_SHARE = hotsplit.sparsify.run.SAVE_SHARE = 10.0
+    hotsplit.profile.count.run.SAVE_SHARE = hotsplit.sparsify.run.SAVE_SHARE = 10.0
     machine: Any = make_machine()
     calibrate.measure_cpu = lambda say, on_probe: (
         machine.cpu_bandwidth_gb_per_s, machine.cpu_sum_gb_per_s
@@ -173,7 +173,7 @@ def content_of(path: Path) -> object:
 
 
 def _plan(path: Path) -> object:
-    from hotsplit.split_file import Split
+    from hotsplit.artifacts.split_file import Split
 
     if path.read_bytes()[:4] != b"GGUF":
         return path.read_bytes()

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 PACKAGES = "torch numpy safetensors tokenizers transformers".split()
 COMMANDS = """
 hotsplit.cli hotsplit.commands.all_commands hotsplit.runtime.engine
-hotsplit.profile.collect hotsplit.profile.quality hotsplit.convert.convert
+hotsplit.profile.collect hotsplit.measure.evaluate.quality hotsplit.convert.convert
 hotsplit.solver.solve
 """.split()
 READERS = [*COMMANDS, "fuzz_inputs", "llguidance", "matplotlib.figure", "pyarrow.parquet"]

@@ -52,7 +52,7 @@ def stretch(case: Case) -> None:
 
 def find_template(case: Case) -> None:
     """Finds the default template and the one named `tool_use`; a few cases also render with them."""
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.runtime.text.chat_template import chat_template_of
     from hotsplit.runtime.text.codec import TextCodec
 
@@ -186,7 +186,7 @@ def _rates_of_others(path: Path) -> str:
 
 def read_verdicts(case: Case) -> None:
     """Reads checks of a GPU; unreadable ones count as none."""
-    from hotsplit.device_checks import read_checks
+    from hotsplit.artifacts.device_checks import read_checks
 
     found = read_checks(case.path)
     if found is not None:
@@ -199,7 +199,7 @@ def read_verdicts(case: Case) -> None:
 def read_prompts(case: Case) -> None:
     from fuzz_readers import codec_of
 
-    from hotsplit.commands.prompts import prompts_of
+    from hotsplit.commands.terminal.prompts import prompts_of
 
     for prompt in prompts_of(None, None, case.path):
         codec_of(case.inputs).encode(prompt)
@@ -209,8 +209,8 @@ def read_messages(case: Case) -> None:
     """Reads a corpus as chat messages, in the built-in template chatml."""
     from fuzz_readers import codec_of
 
-    from hotsplit.model_file import ModelFile
-    from hotsplit.profile.chat_windows import read_chat_windows
+    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.profile.corpus.chat_windows import read_chat_windows
 
     read_chat_windows(
         [case.path], ModelFile.load(case.inputs / "silu.gguf"), codec_of(case.inputs),

@@ -13,13 +13,13 @@ from texts import put_tokenizer, sentencepiece_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import FalconConfig, OPTConfig, Phi3Config, PretrainedConfig, Qwen3Config
 
+from hotsplit.artifacts.device_checks import FORMAT as CHECKS_FORMAT
+from hotsplit.artifacts.device_checks import VERSION as CHECKS_VERSION
+from hotsplit.artifacts.device_checks import DeviceKey, Verdict
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.device_checks import FORMAT as CHECKS_FORMAT
-from hotsplit.device_checks import VERSION as CHECKS_VERSION
-from hotsplit.device_checks import DeviceKey, Verdict
 from hotsplit.export.export import ExportConfig, export
-from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.run.cache_folder import FORMAT as ENTRY_FORMAT
 from hotsplit.run.cache_folder import current_version
 
@@ -112,7 +112,7 @@ def _further_tokenizers(folder: Path) -> None:
 
 def _without_whole_tokenizer(source: Path, path: Path) -> None:
     """Writes the model file with its tokenizer in llama.cpp's keys only."""
-    from hotsplit.model_file import TOKENIZER_KEY
+    from hotsplit.artifacts.model_file import TOKENIZER_KEY
 
     keys, tensors = read_gguf(source, "model")
     own = (TOKENIZER_KEY, "general.architecture")

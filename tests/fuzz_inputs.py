@@ -19,20 +19,20 @@ from test_runtime import make_split
 from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
 
 from hotsplit import Engine
+from hotsplit.artifacts.limits_file import LayerLimits, Limits, limit_shapes
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
+from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.gguf_file import read_gguf, write_gguf
-from hotsplit.limits import LayerLimits, Limits, limit_shapes
-from hotsplit.mode_quality import ModeQuality
-from hotsplit.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
-from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
-from hotsplit.profile.eval_file import eval_content
-from hotsplit.profile.layer_trainer import LayerQuality
-from hotsplit.profile.quality import EvalReport
-from hotsplit.profile.report import FORMAT, VERSION
-from hotsplit.profile.resume import Position, save_position
-from hotsplit.profile.selection import Quality
-from hotsplit.profile_file import Corpus
+from hotsplit.files.gguf_file import read_gguf, write_gguf
+from hotsplit.measure.evaluate.eval_file import eval_content
+from hotsplit.measure.evaluate.quality import EvalReport
+from hotsplit.model.mode_quality import ModeQuality
+from hotsplit.profile.count.resume import Position, save_position
+from hotsplit.profile.predictors.layer_trainer import LayerQuality
+from hotsplit.profile.predictors.selection import Quality
+from hotsplit.profile.report.lines import FORMAT, VERSION
 from hotsplit.runtime.generate.prompt_cache import save_prompt
 
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}

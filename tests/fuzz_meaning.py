@@ -51,7 +51,7 @@ def load(path: Path, *, is_header: bool = False) -> Content:
     if path.suffix == ".json":
         return Content(values=json.loads(path.read_text()), arrays={})
     if path.suffix == ".gguf":
-        from hotsplit.gguf_file import read_gguf
+        from hotsplit.files.gguf_file import read_gguf
 
         keys, tensors = read_gguf(path, "file")
         return Content(
@@ -84,7 +84,7 @@ def save(path: Path, content: Content, *, is_header: bool = False) -> None:
 
 
 def _save_gguf(path: Path, content: Content) -> None:
-    from hotsplit.gguf_file import TensorEntry, write_gguf
+    from hotsplit.files.gguf_file import TensorEntry, write_gguf
 
     kinds = {np.dtype(np.float64): "f64", np.dtype(np.float32): "f32", np.dtype(np.float16): "f16",
              np.dtype(np.int32): "i32"}  # fmt: skip

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from fuzz_guide import Chain
 
 if TYPE_CHECKING:
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
 
 CONTEXT = 32
 # The one difference of each other model; None: only the weights.
@@ -146,8 +146,8 @@ def make_prompt(model: "ModelFile", path: Path) -> None:
 
 
 def as_thresholds(model: Path, artifact: Path, output: Path) -> None:
-    from hotsplit.model_file import ModelFile
-    from hotsplit.thresholds import with_thresholds
+    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.artifacts.thresholds import with_thresholds
 
     with_thresholds(ModelFile.load(model), artifact).validate()
 
@@ -170,8 +170,8 @@ def solve_with(model: Path, artifact: Path, output: Path) -> None:
 
 def export_plan_with(model: Path, artifact: Path, output: Path) -> None:
     """Exports a plan of the model with a profile of the other model."""
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.export.export import ExportConfig, export
-    from hotsplit.model_file import ModelFile
 
     plan = output.parent / "plan.gguf"
     try:
@@ -218,8 +218,8 @@ def go_on_from(model: Path, artifact: Path, output: Path) -> None:
 
 def merge_with(model: Path, artifact: Path, output: Path) -> None:
     """Merges a profile of the model with one of the other model; both name the same text."""
-    from hotsplit.model_file import ModelFile
-    from hotsplit.profile.merge import MergeConfig, merge
+    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.profile.count.merge import MergeConfig, merge
 
     own = output.parent / "own.profile.safetensors"
     try:
@@ -231,7 +231,7 @@ def merge_with(model: Path, artifact: Path, output: Path) -> None:
 
 def guess_with(model: Path, artifact: Path, output: Path) -> None:
     """Checks the other model as a draft model."""
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.runtime.generate.draft_model import check_vocabulary
     from hotsplit.runtime.text.codec import TextCodec
 
@@ -283,7 +283,7 @@ def must_refuse(pair: Pair, name: str, forged: bool) -> bool:
 
 def artifact_of(pair: Pair, base: Path, other: Path, forged: bool, path: Path) -> None:
     """Writes an artifact of the other model; `forged`: with the base model's id."""
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
 
     model = ModelFile.load(other)
     if forged:

@@ -44,9 +44,9 @@ SETTINGS = {"model": "m", "seed": 1, "target": None, "is_trained": False, "share
 
 
 def convert_folder(case: Case) -> None:
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.convert.convert import convert
     from hotsplit.convert.options import ConvertConfig
-    from hotsplit.model_file import ModelFile
 
     convert(ConvertConfig(source=case.folder, output=case.output))
     ModelFile.load(case.output)
@@ -55,10 +55,10 @@ def convert_folder(case: Case) -> None:
 def convert_tokenizer(case: Case) -> None:
     """Converts into both layouts. A tokenizer that was written can be read again; a template may be
     invalid."""
+    from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
     from hotsplit.convert.convert import convert
     from hotsplit.convert.options import ConvertConfig
     from hotsplit.errors import HotsplitError
-    from hotsplit.model_file import TOKENIZER_KEY, ModelFile
     from hotsplit.runtime.text.chat_template import chat_template_of
     from hotsplit.runtime.text.codec import TextCodec
 
@@ -79,22 +79,22 @@ def convert_tokenizer(case: Case) -> None:
 
 
 def convert_gguf(case: Case) -> None:
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.convert.convert import convert
     from hotsplit.convert.options import ConvertConfig
-    from hotsplit.model_file import ModelFile
 
     convert(ConvertConfig(source=case.path, predictors=case.inputs / "ours", output=case.output))
     ModelFile.load(case.output)
 
 
 def load_model(case: Case) -> None:
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
 
     ModelFile.load(case.path)
 
 
 def tokenise(case: Case) -> None:
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.runtime.text.codec import TextCodec
 
     codec = TextCodec.of(ModelFile.load(case.path))
@@ -112,9 +112,9 @@ def run(case: Case) -> None:
 
 
 def add_predictors(case: Case) -> None:
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.convert.convert import convert
     from hotsplit.convert.options import ConvertConfig
-    from hotsplit.model_file import ModelFile
 
     plain = case.inputs / "plain.gguf"
     convert(ConvertConfig(source=plain, predictors=case.folder, output=case.output))
@@ -122,17 +122,17 @@ def add_predictors(case: Case) -> None:
 
 
 def add_limits(case: Case) -> None:
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.convert.convert import convert
     from hotsplit.convert.options import ConvertConfig
-    from hotsplit.model_file import ModelFile
 
     convert(ConvertConfig(source=case.inputs / "silu.gguf", limits=case.path, output=case.output))
     ModelFile.load(case.output)
 
 
 def add_thresholds(case: Case) -> None:
-    from hotsplit.model_file import ModelFile
-    from hotsplit.thresholds import with_thresholds
+    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.artifacts.thresholds import with_thresholds
 
     with_thresholds(ModelFile.load(case.inputs / "silu.gguf"), case.path).validate()
 
@@ -146,8 +146,8 @@ def inspect_and_run_plan(case: Case) -> None:
 
 
 def merge_profiles(case: Case) -> None:
-    from hotsplit.profile.merge import MergeConfig, merge
-    from hotsplit.profile_file import Profile
+    from hotsplit.artifacts.profile_file import Profile
+    from hotsplit.profile.count.merge import MergeConfig, merge
 
     other = case.inputs / "other.profile.safetensors"
     merge(MergeConfig(profiles=(case.path, other), output=case.output))
@@ -155,8 +155,8 @@ def merge_profiles(case: Case) -> None:
 
 
 def plan_with(case: Case) -> None:
+    from hotsplit.artifacts.split_file import Split
     from hotsplit.solver.solve import SolveConfig, solve
-    from hotsplit.split_file import Split
 
     solve(
         SolveConfig(
@@ -180,7 +180,7 @@ def restore_prompt(case: Case) -> None:
 
 
 def resume(case: Case) -> None:
-    from hotsplit.profile.resume import load_position
+    from hotsplit.profile.count.resume import load_position
 
     load_position(case.path, SETTINGS, force=False)
 
@@ -197,7 +197,7 @@ def go_on_with(case: Case) -> None:
 
 def follow_grammar(case: Case) -> None:
     """Compiles a grammar and accepts a few tokens that it allows."""
-    from hotsplit.json_file import read_text
+    from hotsplit.files.json_file import read_text
     from hotsplit.runtime.generate import constraints as made
 
     makers = {".gbnf": made.gbnf_constraint, ".json": made.json_schema_constraint,
@@ -213,21 +213,21 @@ def follow_grammar(case: Case) -> None:
 
 @cache
 def codec_of(inputs: Path) -> "TextCodec":
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.runtime.text.codec import TextCodec
 
     return TextCodec.of(ModelFile.load(inputs / "silu.gguf"))
 
 
 def read_corpus(case: Case) -> None:
-    from hotsplit.profile.corpus import read_windows
+    from hotsplit.profile.corpus.corpus import read_windows
 
     codec = codec_of(case.inputs)
     read_windows([case.path], codec, context_length=64, max_tokens=200, seed=case.number)
 
 
 def load_comparison(case: Case) -> None:
-    from hotsplit.profile.eval_file import load_eval
+    from hotsplit.measure.evaluate.eval_file import load_eval
     from hotsplit.report.plots import plot_quality
 
     found = load_eval(case.path)
@@ -235,7 +235,7 @@ def load_comparison(case: Case) -> None:
 
 
 def load_told(case: Case) -> None:
-    from hotsplit.profile.report_file import load_predictor_report
+    from hotsplit.profile.report.report_file import load_predictor_report
     from hotsplit.report.plots import plot_predictors
 
     found = load_predictor_report(case.path, "0" * 64)

@@ -11,7 +11,7 @@ import torch
 from k_quants import BLOCK_BYTES, random_rows
 from torch import Tensor
 
-from hotsplit.gguf_file import type_of
+from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.kernels.planar import FILE_KIND, planar
 from hotsplit.runtime.kernels.stored import unpack

@@ -27,9 +27,9 @@ from models import make_shape  # noqa: E402
 from test_runtime import make_split  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from hotsplit.architecture import ARCHITECTURES, layer_shapes, outer_shapes  # noqa: E402
-from hotsplit.gguf_file import TensorEntry, row_bytes  # noqa: E402
-from hotsplit.model_file import ModelFile, PredictorInfo  # noqa: E402
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo  # noqa: E402
+from hotsplit.files.gguf_file import TensorEntry, row_bytes  # noqa: E402
+from hotsplit.model.architecture import ARCHITECTURES, layer_shapes, outer_shapes  # noqa: E402
 from hotsplit.runtime import gpu_setup  # noqa: E402
 from hotsplit.runtime.check.launches import Launch, launches_of  # noqa: E402
 from hotsplit.runtime.device.device_memory import DeviceMemory  # noqa: E402

@@ -11,7 +11,11 @@ from gguf import quants
 from k_quants import BLOCK_BYTES, random_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hotsplit.architecture import (
+from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
+from hotsplit.artifacts.model_file import KINDS, ModelFile, PredictorInfo
+from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
+from hotsplit.model.architecture import (
     ARCHITECTURES,
     Activation,
     ModelShape,
@@ -20,10 +24,6 @@ from hotsplit.architecture import (
     optional_layer_shapes,
     outer_shapes,
 )
-from hotsplit.gguf_file import TensorEntry, Value, array_entry, type_of
-from hotsplit.machine_file import CpuCosts, Figure, Gpu, Machine
-from hotsplit.model_file import KINDS, ModelFile, PredictorInfo
-from hotsplit.profile_file import NUM_BINS, Corpus, Profile
 
 
 def make_shape(

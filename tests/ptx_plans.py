@@ -18,8 +18,8 @@ from test_gpu_neurons import down_bound, hidden_bound
 from test_runtime import make_split
 from torch import Tensor
 
-from hotsplit.gguf_file import TensorEntry, row_bytes
-from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.check.launches import Launch, launches_of
 from hotsplit.runtime.device.bits import unpack_bits
@@ -84,7 +84,7 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
 
 
 def _zeros(model: ModelFile, shape, kind: str | None, rank: int) -> dict[str, TensorEntry]:
-    from hotsplit.architecture import ARCHITECTURES, layer_shapes, outer_shapes
+    from hotsplit.model.architecture import ARCHITECTURES, layer_shapes, outer_shapes
 
     graph = ARCHITECTURES[model.architecture]
     dims = outer_shapes(graph, shape)

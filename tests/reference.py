@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
-from hotsplit.gguf_file import type_of
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.kernels.cpu import library
 
 

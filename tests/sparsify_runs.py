@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from checkpoints import random_llama
 
-from hotsplit.profile.ranks import Ranks
+from hotsplit.profile.corpus.processes import Ranks
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.schedule import Schedule
 from hotsplit.sparsify.student import load_student

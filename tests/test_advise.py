@@ -14,15 +14,16 @@ from models import make_model, make_shape
 from serving import TOKENIZER
 from test_profile_corpus import text_of
 
-from hotsplit import Engine, progress
+from hotsplit import Engine
+from hotsplit.artifacts.limits_file import Limits
 from hotsplit.commands.advise import _Files
 from hotsplit.commands.all_commands import cli
 from hotsplit.errors import HotsplitError
-from hotsplit.limits import Limits
-from hotsplit.profile import advise as advise_module
-from hotsplit.profile.limit_meter import LimitMeter
-from hotsplit.profile.turns import Rounds, TextDecoder, Timings, Turns
+from hotsplit.measure.advise import advise as advise_module
+from hotsplit.measure.advise.turns import Rounds, TextDecoder, Timings, Turns
+from hotsplit.profile.sparsity.limit_meter import LimitMeter
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.system import progress
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
 
@@ -231,7 +232,7 @@ def test_trial_files_are_removed_when_a_signal_ends_the_process(tmp_path):
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from hotsplit.files import remove_unfinished, temporary_folder\n"
+        "from hotsplit.files.atomic import remove_unfinished, temporary_folder\n"
         "with temporary_folder('trial-', Path(sys.argv[1])) as folder:\n"
         "    (folder / 'model.gguf').write_bytes(b'x')\n"
         "    remove_unfinished()\n"

@@ -10,15 +10,15 @@ import pytest
 from advice_models import chain, every_neuron_works, most_neurons_idle
 from click.testing import CliRunner
 
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.commands import advise as command
 from hotsplit.commands.all_commands import cli
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.limits import LayerLimits, Limits
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.eval_config import EvalConfig
-from hotsplit.profile.quality import evaluate
-from hotsplit.profile.turns import Rounds, Timings, Turns
+from hotsplit.measure.advise.turns import Rounds, Timings, Turns
+from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")

@@ -10,7 +10,7 @@ import pytest
 from models import make_model
 
 import hotsplit
-from hotsplit.engine_config import EngineConfig
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.draft_options import SpeculationOptions

@@ -13,21 +13,21 @@ import pytest
 from models import make_machine, make_model, make_profile
 from test_runtime import make_split
 
-from hotsplit import predictor_file, profile_file
-from hotsplit.budget import ITEMS
+from hotsplit.artifacts import predictor_file, profile_file
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE, ModelFile, PredictorInfo
+from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
+from hotsplit.costs.budget import ITEMS
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.files.gguf_file import read_gguf, write_gguf
+from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.files.typed import Fields
 from hotsplit.inspection.inspect_file import inspect_file
 from hotsplit.inspection.tables import print_summary
 from hotsplit.inspection.to_json import to_json
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import SPLIT_ARCHITECTURE, ModelFile, PredictorInfo
-from hotsplit.predictor_file import LayerPredictor, Predictors
-from hotsplit.profile_file import Profile
-from hotsplit.safetensors_file import load_arrays, save_arrays
-from hotsplit.split_file import Split
-from hotsplit.typed import Fields
 
 VALUES = [None, "x", "", "\x1b[31m\n", -1, 0, 0.5, 10**19, 10**400, float("nan"), float("inf"), True,
           [], [None], ["x"], [float("inf")], {}, {"a": 1}]  # fmt: skip

@@ -12,14 +12,14 @@ import pytest
 from models import make_machine, make_model, make_profile, make_shape
 from test_runtime import make_split
 
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo, compute_model_id
+from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
+from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile, PredictorInfo, compute_model_id
-from hotsplit.outputs import check_output
-from hotsplit.predictor_file import LayerPredictor, Predictors
-from hotsplit.profile_file import EDGES, NUM_BINS, Profile
-from hotsplit.sizes import format_bytes, parse_bytes
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.outputs import check_output
+from hotsplit.system.sizes import format_bytes, parse_bytes
 
 
 def make_predictors(**changes):

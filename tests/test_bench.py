@@ -14,21 +14,21 @@ from bench_cases import config_of, needs_kernels
 from gguf import GGUFReader
 from models import make_model, make_shape
 
-from hotsplit.bench.bench import bench
-from hotsplit.bench.config import BenchTest
-from hotsplit.bench.fields import to_json
-from hotsplit.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
-from hotsplit.bench.result import Times
-from hotsplit.bench.runner import Runner, Sample
-from hotsplit.bench.step_bytes import step_bytes
-from hotsplit.bench.tables import lines_of, markdown_of
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
+from hotsplit.measure.bench.bench import bench
+from hotsplit.measure.bench.config import BenchTest
+from hotsplit.measure.bench.fields import to_json
+from hotsplit.measure.bench.parts import CACHE, COLD, HEAD, HOT, NEURONS, PREDICTOR, part_ns
+from hotsplit.measure.bench.result import Times
+from hotsplit.measure.bench.runner import Runner, Sample
+from hotsplit.measure.bench.step_bytes import step_bytes
+from hotsplit.measure.bench.tables import lines_of, markdown_of
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.step.step_times import PARTS, timed_parts
-from hotsplit.split_file import Split
 
 pytest_plugins = ("bench_fixtures",)
 pytestmark = pytest.mark.usefixtures("threads_put_back")
@@ -281,7 +281,7 @@ def test_the_report(bench_files, small_buffer):
 @needs_kernels
 @pytest.mark.parametrize("load, is_noted", [(0.4, False), (7.5, True), (None, False)])
 def test_a_busy_machine_is_noted(bench_files, small_buffer, monkeypatch, load, is_noted):
-    monkeypatch.setattr("hotsplit.bench.bench.load_now", lambda: load)
+    monkeypatch.setattr("hotsplit.measure.bench.bench.load_now", lambda: load)
     report = bench(config_of(bench_files / "dense.gguf", device="cpu", repetitions=1))
     assert to_json(report)["load_before"] == load
     assert any("busy before the start: 7.5" in note for note in report.notes) == is_noted

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from bench_cases import config_of, needs_kernels
 
-from hotsplit.bench.bench import bench
-from hotsplit.bench.fields import to_json
-from hotsplit.bench.rival import located, program_of
-from hotsplit.bench.tables import lines_of, markdown_of
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
+from hotsplit.measure.bench.bench import bench
+from hotsplit.measure.bench.fields import to_json
+from hotsplit.measure.bench.rival import located, program_of
+from hotsplit.measure.bench.tables import lines_of, markdown_of
 
 pytest_plugins = ("bench_fixtures",)
 pytestmark = pytest.mark.usefixtures("threads_put_back")

@@ -14,17 +14,17 @@ from test_runtime import make_split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hotsplit import Engine
-from hotsplit.budget import plan_bytes
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.model_file import ModelFile
+from hotsplit.costs.budget import plan_bytes
+from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.eval_config import EvalConfig
-from hotsplit.profile.quality import evaluate
-from hotsplit.profile_file import Profile
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.split_file import Split
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny-relu"

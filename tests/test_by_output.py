@@ -13,7 +13,7 @@ from test_native_step import BOUNDS, watched
 from test_runtime import IDS, decoded
 
 from hotsplit import Engine
-from hotsplit.gguf_file import array_entry, type_of
+from hotsplit.files.gguf_file import array_entry, type_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.batch import rows_of
 from hotsplit.runtime.step.program_summary import summarise_program

@@ -7,14 +7,14 @@ import pytest
 from models import make_machine, make_model, make_profile, make_shape, power_law_frequencies
 from test_runtime import make_split
 
-from hotsplit.cache_plan import CachePlan
+from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import array_entry, read_gguf, write_gguf
-from hotsplit.model_file import SPLIT_ARCHITECTURE
-from hotsplit.neuron_cache import CacheCosts
+from hotsplit.files.gguf_file import array_entry, read_gguf, write_gguf
+from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.cache_costs import cache_costs, expected_reads
 from hotsplit.solver.problem import build_problem, of_counts, placement_seconds
-from hotsplit.split_file import Split
 
 CLOSE = 1e-9
 S = "hotsplit.split."

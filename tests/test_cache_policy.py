@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hotsplit.errors import HotsplitError
-from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 from hotsplit.runtime.neuron_cache.reference import ReferencePolicy
 

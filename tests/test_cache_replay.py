@@ -10,8 +10,9 @@ import pytest
 from models import byte_level_keys, make_model, make_shape, save_solver_files
 from test_cache_policy import make_costs
 
-from hotsplit.bench.cache_replay.bound import lower_bound
-from hotsplit.bench.cache_replay.policies import (
+from hotsplit.cli import main
+from hotsplit.measure.cache_replay.bound import lower_bound
+from hotsplit.measure.cache_replay.policies import (
     POLICIES,
     Case,
     belady,
@@ -20,11 +21,10 @@ from hotsplit.bench.cache_replay.policies import (
     ours,
     static,
 )
-from hotsplit.bench.cache_replay.recording import Trace
-from hotsplit.bench.cache_replay.replay import compare
-from hotsplit.bench.cache_replay.times import Outcome, seconds_T
-from hotsplit.cli import main
-from hotsplit.neuron_cache import CacheOptions
+from hotsplit.measure.cache_replay.recording import Trace
+from hotsplit.measure.cache_replay.replay import compare
+from hotsplit.measure.cache_replay.times import Outcome, seconds_T
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.neuron_cache.native.library import best_gain
 from hotsplit.runtime.neuron_cache.policy import CachePolicy, packed
 from hotsplit.solver.solve import SolveConfig, solve

@@ -14,10 +14,10 @@ from models import make_model, make_shape
 from reference import rel_error
 
 from hotsplit import Engine
-from hotsplit.cache_types import NAMES, CacheType, CacheTypes
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import array_entry
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.options.cache_types import NAMES, CacheType, CacheTypes
 from hotsplit.runtime.cache.stored_rows import decode, encode, turn_by_hadamard
 from hotsplit.runtime.step.sequences import Part
 

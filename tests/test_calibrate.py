@@ -12,13 +12,13 @@ import pytest
 import torch
 from models import make_machine
 
+from hotsplit.artifacts.machine_file import CpuCosts, Figure, Machine
 from hotsplit.errors import HotsplitError
-from hotsplit.machine_file import CpuCosts, Figure, Machine
-from hotsplit.profile import calibrate as calibrating
-from hotsplit.profile import calibrate_gpu
-from hotsplit.profile.calibrate import CalibrateConfig, calibrate, report, thread_counts
-from hotsplit.profile.calibrate_cpu import _tenths
-from hotsplit.profile.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds
+from hotsplit.measure.calibrate import calibrate as calibrating
+from hotsplit.measure.calibrate import gpu as calibrate_gpu
+from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report, thread_counts
+from hotsplit.measure.calibrate.cpu import _tenths
+from hotsplit.measure.timing.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds
 
 RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from test_chat import chat_model
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
-from hotsplit.commands import terminal
-from hotsplit.model_file import ModelFile
+from hotsplit.commands.terminal.terminal import terminal
 
 LENGTH = 8
 GREEDY = ["--temp", "0", "-n", str(LENGTH), "-t", "1"]

@@ -15,10 +15,10 @@ from gguf.quants import dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.gguf_file import type_of
-from hotsplit.model_file import ModelFile
+from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
 from hotsplit.runtime.generate.generation_options import GenerationOptions

@@ -31,11 +31,11 @@ from texts import byte_level_tokenizer, sentencepiece_tokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
 from hotsplit.runtime.text import template_process
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
 from hotsplit.runtime.text.chat_template import ChatTemplate, chat_template_of

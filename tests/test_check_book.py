@@ -16,7 +16,7 @@ from models import make_model, make_shape
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.device_checks import FOLDER, CheckBook, Verdict, read_checks, stored_checks
+from hotsplit.artifacts.device_checks import FOLDER, CheckBook, Verdict, read_checks, stored_checks
 from hotsplit.runtime.check.kernels import Wrong, check_launch, difference
 from hotsplit.runtime.check.launches import launches_of
 from hotsplit.runtime.check.step_check import captured

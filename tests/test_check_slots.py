@@ -10,8 +10,7 @@ from reference import rel_error
 from test_neuron_cache import with_cache
 
 from hotsplit import Engine
-from hotsplit.device_checks import forget_checks, stored_checks
-from hotsplit.log_lines import lines_on_stderr
+from hotsplit.artifacts.device_checks import forget_checks, stored_checks
 from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check.device_check import SLOT_PARTS
 from hotsplit.runtime.check.kernels import Wrong
@@ -20,6 +19,7 @@ from hotsplit.runtime.device import pinned
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.slots import reference_slot_kernels, triton_slot_kernels
 from hotsplit.runtime.weights import gpu_products
+from hotsplit.system.log_lines import lines_on_stderr
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 IDS = np.random.default_rng(0).integers(0, 200, 6).tolist()

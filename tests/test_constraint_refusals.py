@@ -8,7 +8,7 @@ import regex as regexes
 from click.testing import CliRunner
 from constrained_texts import tiny_codec, written
 
-from hotsplit.commands.constraint_options import (
+from hotsplit.commands.options.constraints import (
     NAMES,
     ConstraintOptions,
     constraint_of,

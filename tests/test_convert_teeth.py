@@ -16,14 +16,15 @@ from safetensors.torch import load_file, save_file
 from test_families import FALCON, GATED, IDS, converted, transformers_logits
 from transformers import FalconConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from hotsplit import Engine, gguf_file
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert import predictors
 from hotsplit.convert.convert import convert
 from hotsplit.convert.gguf_source import _transposed_rows
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, type_of
-from hotsplit.model_file import ModelFile
+from hotsplit.files import gguf_file
+from hotsplit.files.gguf_file import TensorEntry, type_of
 
 WINDOW = {"sliding_window": 16}
 UNUSED = {"use_sliding_window": False}
@@ -164,7 +165,7 @@ def test_a_transposed_file_does_not_depend_on_its_pieces(tmp_path, monkeypatch, 
 MEMORY = """
 import sys, threading, time
 from pathlib import Path
-from hotsplit import gguf_file
+from hotsplit.files import gguf_file
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 

@@ -32,10 +32,9 @@ from reference import rel_error
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.device_checks import DIED, CheckBook, stored_checks
+from hotsplit.artifacts.device_checks import DIED, CheckBook, stored_checks
 from hotsplit.doctor import gpu as doctor
 from hotsplit.errors import HotsplitError
-from hotsplit.log_lines import lines_on_stderr
 from hotsplit.runtime.check import device_check
 from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check.launches import NAMES
@@ -47,6 +46,7 @@ from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.runtime.weights import gpu_products
+from hotsplit.system.log_lines import lines_on_stderr
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 F, L = 96, 2

@@ -15,10 +15,10 @@ import yaml
 from hotsplit.commands.all_commands import cli
 from hotsplit.convert.options import ConvertReport
 from hotsplit.export.export import ExportReport
-from hotsplit.profile.advise import Advice
+from hotsplit.measure.advise.advise import Advice
+from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.profile.collect import ProfileReport
-from hotsplit.profile.merge import MergeReport
-from hotsplit.profile.quality import EvalReport
+from hotsplit.profile.count.merge import MergeReport
 from hotsplit.runtime.generate.generation import Run
 from hotsplit.solver.solve import SolveReport
 from hotsplit.sparsify.run import SparsifyReport

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from failing_parts import KEY
 
-from hotsplit.device_checks import DeviceKey
+from hotsplit.artifacts.device_checks import DeviceKey
 from hotsplit.doctor import gpu, machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.finding import scrubbed

@@ -8,7 +8,7 @@ import pytest
 from failing_parts import fake_parts, halved, with_kernel
 from test_doctor import Doctor, broken, cache, current, light  # noqa: F401
 
-from hotsplit.device_checks import CheckBook, Verdict
+from hotsplit.artifacts.device_checks import CheckBook, Verdict
 from hotsplit.doctor import examine as examining
 from hotsplit.doctor import gpu, probe_gpu
 from hotsplit.doctor.children import Child, Result

@@ -8,7 +8,7 @@ import time
 import pytest
 from test_doctor import broken, cache, current  # noqa: F401
 
-from hotsplit.device_checks import CheckBook, Verdict
+from hotsplit.artifacts.device_checks import CheckBook, Verdict
 from hotsplit.doctor import children, gpu, machine
 from hotsplit.doctor import examine as examining
 from hotsplit.doctor.children import Child

@@ -12,7 +12,7 @@ from hotsplit.convert.encode import LIMITS, encode
 from hotsplit.convert.native import library
 from hotsplit.convert.native.library import KINDS, SOURCE_KINDS, encode_rows, usable_levels
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import type_of
+from hotsplit.files.gguf_file import type_of
 
 LEVELS = usable_levels()
 # Around the edges of a block (32), a transposed tile (64) and a chunk of a row (1024).

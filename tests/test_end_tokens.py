@@ -11,11 +11,11 @@ from checkpoints import edit_config, random_llama
 from models import make_model, make_shape
 from texts import byte_level_tokenizer
 
+from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.runtime.text.codec import TextCodec
 
 SIZE = 400

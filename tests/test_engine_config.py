@@ -7,12 +7,12 @@ import typing
 import click
 import pytest
 
-from hotsplit.bench.config import BenchConfig
 from hotsplit.commands.all_commands import cli
-from hotsplit.engine_config import EngineConfig, EngineOptions
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.eval_config import EvalConfig
-from hotsplit.profile.tasks_config import TasksConfig
+from hotsplit.measure.bench.config import BenchConfig
+from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.tasks_config import TasksConfig
+from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.engine import Engine
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}

@@ -13,12 +13,11 @@ import torch
 from models import make_profile, make_shape, shape_only
 from test_runtime import make_split
 
-from hotsplit import exchange
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
 from hotsplit.export.export import ExportConfig, check_belongs, dense_on_cpu, export
 from hotsplit.export.powerinfer_index import write_index
-from hotsplit.files import partial_folder
+from hotsplit.files import exchange, partial_folder
 
 POWERINFER_I32, GGML_I32 = 18, 26  # PowerInfer keeps the type numbers of 2023
 NEURONS = 64

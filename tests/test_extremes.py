@@ -13,8 +13,9 @@ from models import make_machine, make_model, make_shape, shape_only
 from reference import rel_error
 from transformers import AutoModelForCausalLM
 
-from hotsplit import Engine, gguf_file
+from hotsplit import Engine
 from hotsplit.cli import main
+from hotsplit.files import gguf_file
 
 GIB = 1 << 30
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 1500

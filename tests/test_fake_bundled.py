@@ -17,12 +17,12 @@ from test_native_step import BOUNDS
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.model_file import ModelFile
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile_file import Profile
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 
 pytestmark = [

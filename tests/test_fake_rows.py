@@ -16,8 +16,8 @@ from test_plan_sequences import small_plan
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
-from hotsplit.model_file import ModelFile
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.prefill.pass_bytes import decode_bytes
 from hotsplit.runtime.step.sequences import Part

@@ -17,9 +17,9 @@ from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.log_lines import lines_on_stderr
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
+from hotsplit.system.log_lines import lines_on_stderr
 
 pytestmark = [
     pytest.mark.skipif(not library.can_be_built(), reason="needs a C++ compiler, and Linux"),

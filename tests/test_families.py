@@ -23,11 +23,11 @@ from transformers import (
 )
 
 from hotsplit import Engine
-from hotsplit.budget import plan_bytes
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.costs.budget import plan_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
 
 IDS = [5, 17, 300, 4, 99, 5, 5, 210, 33, 0, 250, 7]
 SIZES = {

@@ -13,7 +13,7 @@ import pytest
 import two_writers
 from fault_commands import COMMANDS
 
-from hotsplit import exchange
+from hotsplit.files import exchange
 
 HERE = Path(__file__).parent
 
@@ -158,6 +158,6 @@ def no_links(monkeypatch) -> None:
 
 def test_a_writer_that_replaces_a_new_file_is_found(tmp_path, monkeypatch):
     """A writer that looks for the name and then renames would replace a file made in between."""
-    monkeypatch.setattr("hotsplit.files.put_new", os.replace)
+    monkeypatch.setattr("hotsplit.files.atomic.put_new", os.replace)
     with pytest.raises(AssertionError, match=r"\[0, 0\]"):
         two_writers.run_new_rounds("json", 200, tmp_path)

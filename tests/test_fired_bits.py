@@ -10,7 +10,7 @@ from models import make_model, make_shape
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.limits import LayerLimits, Limits
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.native_neurons import NativeNeurons

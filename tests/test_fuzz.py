@@ -232,7 +232,7 @@ def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
     assert 0 < known.cpu_seconds < 2 * known.seconds + 1
     assert 0 < known.last_new <= 80 and len(known.seeds) > 1
     reached = {name for name, _ in known.lines}
-    assert "src/hotsplit/machine_file.py" in reached and known.lines < all_lines()
+    assert "src/hotsplit/artifacts/machine_file.py" in reached and known.lines < all_lines()
     save(tmp_path / "again.json", {"machine": known})
     assert load(tmp_path / "again.json") == {"machine": known}
     chains = [known.chain("machine", number) for number in range(100)]
@@ -243,9 +243,9 @@ def test_a_case_that_reaches_new_lines_is_damaged_further(inputs, tmp_path):
 
 
 def test_only_new_lines_are_reported():
-    from hotsplit import json_file
+    from hotsplit.files import json_file
 
-    name = "src/hotsplit/json_file.py"
+    name = "src/hotsplit/files/json_file.py"
     with Lines(set()) as lines, pytest.raises(HotsplitError):
         json_file.read_text(Path("/nonexistent"), "x")
     first = lines.take()

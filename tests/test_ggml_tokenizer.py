@@ -17,11 +17,11 @@ from texts import (
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.runtime.text.codec import TextCodec, TextStream
 from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
 from hotsplit.runtime.text.score_merges import merges_of_scores

@@ -1,4 +1,4 @@
-"""src/hotsplit/gguf_reader.py: what it reads, and what it refuses."""
+"""src/hotsplit/files/gguf_reader.py: what it reads, and what it refuses."""
 
 import dataclasses
 import struct
@@ -11,8 +11,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGUFValueType
 
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import GgufFile, open_gguf, read_gguf, row_bytes, write_gguf
-from hotsplit.gguf_reader import MAX_TENSORS
+from hotsplit.files.gguf_file import GgufFile, open_gguf, read_gguf, row_bytes, write_gguf
+from hotsplit.files.gguf_reader import MAX_TENSORS
 
 SCALARS = {
     GGUFValueType.UINT8: 255, GGUFValueType.INT8: -128, GGUFValueType.UINT16: 65535,

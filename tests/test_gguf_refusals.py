@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from checkpoints import random_llama
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
-from hotsplit.model_file import ModelFile
-from hotsplit.rope import NO_SCALING
+from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
+from hotsplit.model.rope import NO_SCALING
 
 OWN = ("general.architecture", "hotsplit.model_id")
 

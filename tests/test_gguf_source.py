@@ -17,18 +17,18 @@ from reference import rel_error
 from test_families import CASES, IDS, transformers_logits
 
 from hotsplit import Engine
-from hotsplit.budget import layer_bytes
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.encode import encode
 from hotsplit.convert.gguf_source import restored
 from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.convert.rounding import ERRORS, is_rounding
+from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.predictor_check import check_predictors
-from hotsplit.profile.verify import verify
-from hotsplit.written import Written
+from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
+from hotsplit.files.written import Written
+from hotsplit.measure.evaluate.verify import verify
+from hotsplit.profile.predictors.check import check_predictors
 
 
 def run(source: Path, output: Path, **options) -> ConvertReport:
@@ -484,7 +484,7 @@ def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype
 
 
 def test_verification_says_what_it_skips(silu, stock, tmp_path, monkeypatch):
-    from hotsplit.profile import verify as module
+    from hotsplit.measure.evaluate import verify as module
 
     def line(source: Path) -> str:
         config = ConvertConfig(source=source, output=tmp_path / "m", outtype="q8_0", force=True)

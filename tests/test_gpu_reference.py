@@ -10,8 +10,8 @@ import torch
 from gpu_matrices import KINDS, block_width, make_matrix, vector
 from reference import rel_error
 
-from hotsplit.cache_types import CacheTypes
-from hotsplit.gguf_file import type_of
+from hotsplit.files.gguf_file import type_of
+from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits

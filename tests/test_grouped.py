@@ -9,7 +9,7 @@ from test_runtime import IDS, decoded
 from test_tiled import rows_of
 
 from hotsplit import Engine
-from hotsplit.gguf_file import TensorEntry
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS, GROUPED_KIND, from_grouped, is_grouped
 from hotsplit.runtime.kernels.stored import unpack

@@ -7,7 +7,7 @@ import pytest
 
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
-from hotsplit.commands.help_groups import GROUPS, LEAST, REST
+from hotsplit.commands.help.groups import GROUPS, LEAST, REST
 
 HEADING = re.compile(r"^(\S.*):$", re.MULTILINE)
 

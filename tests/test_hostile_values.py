@@ -12,16 +12,16 @@ from checkpoints import edit_config, random_llama
 from models import make_model, make_profile
 from test_runtime import make_split
 
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import read_gguf, write_gguf
-from hotsplit.model_file import TOKENIZER_KEY, ModelFile
-from hotsplit.profile_file import Profile
+from hotsplit.files.gguf_file import read_gguf, write_gguf
+from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, shown
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.sparsify.texts import codec_of
-from hotsplit.tokenizer_text import MAX_TOKENS, read_tokenizer
-from hotsplit.typed import MAX_SHOWN, Fields, one_line, shown
+from hotsplit.tokens.tokenizer_text import MAX_TOKENS, read_tokenizer
 
 FOUND = Path(__file__).parent / "fuzz_corpus"
 
@@ -128,7 +128,9 @@ def test_an_interrupt_while_reading_is_not_a_refusal(monkeypatch):
     def stop(text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hotsplit.tokenizer_text.Tokenizer", type("T", (), {"from_str": stop}))
+    monkeypatch.setattr(
+        "hotsplit.tokens.tokenizer_text.Tokenizer", type("T", (), {"from_str": stop})
+    )
     with pytest.raises(KeyboardInterrupt):
         read_tokenizer("there", "{}")
 

@@ -11,6 +11,7 @@ from hybrid_plans import PLANS, make
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.split_file import Split
 from hotsplit.commands.serve import _say_loaded
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.speculation import check_rows
@@ -22,7 +23,6 @@ from hotsplit.runtime.step.batch import Row, rows_of
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.config import ServeConfig
-from hotsplit.split_file import Split
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, ROOM = 80, 8

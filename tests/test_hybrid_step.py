@@ -19,11 +19,11 @@ from test_native_step import BOUNDS
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import array_entry
-from hotsplit.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
-from hotsplit.limits import LayerLimits, Limits
-from hotsplit.model_file import ModelFile
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.device.streams import HostNode
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels

@@ -14,9 +14,9 @@ from models import make_machine, make_model, make_profile, make_shape
 from test_artifacts import make_predictors, one_of_each
 from test_runtime import make_split
 
-from hotsplit.budget import plan_bytes
 from hotsplit.cli import main
-from hotsplit.gguf_file import TensorEntry, array_entry, write_gguf
+from hotsplit.costs.budget import plan_bytes
+from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.inspection.gguf_summary import part_of
 
 KINDS = ["model file", "profile", "machine file", "split file", "predictors"]  # of one_of_each

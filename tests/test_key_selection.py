@@ -9,10 +9,10 @@ from models import make_model, make_shape
 from test_sequences import Alone, schedule
 
 from hotsplit import Engine
-from hotsplit.cache_types import CacheType, CacheTypes
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
-from hotsplit.key_selection import KeySelection
+from hotsplit.options.cache_types import CacheType, CacheTypes
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.key_tables import KeyTables, decode_keys, encode_keys
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt

@@ -17,7 +17,7 @@ from test_native_step import BOUNDS
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
-from hotsplit.key_selection import KeySelection
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.generate.prompt_cache import restore_prompt, save_prompt
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
@@ -308,7 +308,7 @@ def test_a_device_without_a_plan_needs_one(tmp_path):
 
 
 def test_a_plans_rule_is_read_back_and_checked(tmp_path):
-    from hotsplit.split_file import Split
+    from hotsplit.artifacts.split_file import Split
 
     model, split = offloaded(tmp_path, "random")
     assert Split.load(tmp_path / "s.gguf").kv_offload == SOME_KEYS

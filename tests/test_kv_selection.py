@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotsplit.key_selection import KeySelection
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.key_tables import KeyTables
 

@@ -10,19 +10,26 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.errors import HotsplitError
-from hotsplit.limits import LayerLimits
-from hotsplit.profile.advice_choice import (
+from hotsplit.measure.advise.choice import (
     Point,
     choose,
     timed_points,
     to_time,
     with_front,
 )
-from hotsplit.profile.limit_meter import Closeness, _closeness, _compare
-from hotsplit.profile.limit_scores import INPUTS, SHARES, LayerScores, Ranks
-from hotsplit.profile.limit_search import PARTS, RULES, Allocation, Bytes, allocate, num_probes
-from hotsplit.profile.turns import Rounds, Timings
+from hotsplit.measure.advise.turns import Rounds, Timings
+from hotsplit.profile.sparsity.limit_meter import Closeness, _closeness, _compare
+from hotsplit.profile.sparsity.limit_scores import INPUTS, SHARES, LayerScores, Ranks
+from hotsplit.profile.sparsity.limit_search import (
+    PARTS,
+    RULES,
+    Allocation,
+    Bytes,
+    allocate,
+    num_probes,
+)
 
 
 def ranks(rng: np.random.Generator, tokens: int, size: int, scale: float = 1.0) -> Ranks:
@@ -325,7 +332,7 @@ def test_every_rule_of_every_type_is_timed_where_it_may_be_advised() -> None:
 
 @pytest.mark.parametrize(("tokens", "loss"), [(100, 0.01), (4096, -1.0), (4096, math.nan)])
 def test_impossible_options_of_advise_are_refused(tokens: int, loss: float) -> None:
-    from hotsplit.profile.advise_config import AdviseConfig
+    from hotsplit.measure.advise.config import AdviseConfig
 
     with pytest.raises(HotsplitError, match="wanted"):
         AdviseConfig(model=Path("m"), corpora=(Path("c"),), max_tokens=tokens, max_loss=loss)

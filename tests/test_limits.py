@@ -19,10 +19,10 @@ from reference import Bounds, norm, rel_error, rotate, weights
 from test_runtime import make_split
 
 from hotsplit import Engine
+from hotsplit.artifacts.limits_file import LayerLimits, Limits, transposed_by, transposed_name
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, array_entry, type_of
-from hotsplit.limits import LayerLimits, Limits, transposed_by, transposed_name
-from hotsplit.model_file import ModelFile
+from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step import native_step
 from hotsplit.runtime.step.batch import rows_of

@@ -11,16 +11,16 @@ from reference import rel_error, weights
 from transformers import FalconConfig, LlamaConfig, Qwen2Config
 
 from hotsplit import Engine
+from hotsplit.artifacts.limits_file import FILE_NAME, PLACES, LayerLimits, Limits, limit_shapes
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import array_entry
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.files.safetensors_file import save_arrays
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.limits import FILE_NAME, PLACES, LayerLimits, Limits, limit_shapes
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.verify import verify
+from hotsplit.measure.evaluate.verify import verify
 from hotsplit.runtime.step.program_summary import summarise_program
-from hotsplit.safetensors_file import save_arrays
 
 D, F = 64, 96
 SHAPE = make_shape(width=D, num_neurons=F)
@@ -82,7 +82,9 @@ def test_a_file_round_trips(tmp_path):
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path, change, message):
     path = tmp_path / "l.safetensors"
-    save_arrays(path, "hotsplit.limits", 1, {"model_id": None, "num_layers": 2}, change)
+    save_arrays(
+        path, "hotsplit.artifacts.limits_file", 1, {"model_id": None, "num_layers": 2}, change
+    )
     with pytest.raises(HotsplitError, match=message) as refusal:
         Limits.load(path)
     assert "\n" not in str(refusal.value) and str(path) in str(refusal.value)
@@ -106,7 +108,7 @@ def test_wrong_metadata_are_refused(tmp_path):
         (good | {"model_id": 3}, 1, "model_id is 3"),
     ):
         arrays = {"blk.0.ffn_gate.limit": np.zeros(3, np.float32)}
-        save_arrays(path, "hotsplit.limits", version, metadata, arrays)
+        save_arrays(path, "hotsplit.artifacts.limits_file", version, metadata, arrays)
         with pytest.raises(HotsplitError, match=message):
             Limits.load(path)
 
@@ -257,7 +259,7 @@ def test_what_convert_cannot_write_is_refused(tmp_path):
         (base, other, "limits of model another mode"),
         (relu, good, "this relu model cannot have them"),
         (base, tmp_path / "none.safetensors", "none.safetensors"),
-        (base, base, "wanted a hotsplit.limits file"),
+        (base, base, "wanted a hotsplit.artifacts.limits_file file"),
     ):
         with pytest.raises(HotsplitError, match=message) as refusal:
             convert(ConvertConfig(source=source, output=output, limits=path))
@@ -313,8 +315,8 @@ def test_the_key_of_a_saved_prompt_covers_its_limits(tmp_path: Path) -> None:
 
 
 def test_a_model_file_keeps_trained_limits_and_their_cost(tmp_path: Path) -> None:
-    from hotsplit.mode_choice import choose_mode
-    from hotsplit.mode_quality import ModeQuality
+    from hotsplit.costs.mode_choice import choose_mode
+    from hotsplit.model.mode_quality import ModeQuality
 
     model = make_model(path=tmp_path / "m.gguf", activation="silu")
     quality = ModeQuality(

@@ -18,26 +18,27 @@ from test_profile_run import stopped_at
 from transformers import AutoModelForCausalLM
 
 from hotsplit import Engine
-from hotsplit.budget import plan_bytes
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import Predictors
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.costs.budget import plan_bytes
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.limits import LayerLimits, Limits
-from hotsplit.model_file import ModelFile
-from hotsplit.predictor_file import Predictors
-from hotsplit.profile import memory, streaming
+from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.eval_file import eval_content
+from hotsplit.measure.evaluate.quality import evaluate
+from hotsplit.profile import memory
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.corpus import read_windows
-from hotsplit.profile.eval_config import EvalConfig
-from hotsplit.profile.eval_file import eval_content
-from hotsplit.profile.layer_trainer import LayerTrainer, phases
-from hotsplit.profile.merge import MergeConfig, merge
-from hotsplit.profile.predictor_check import check_predictors
-from hotsplit.profile.predictor_options import PredictorOptions
-from hotsplit.profile.quality import evaluate
-from hotsplit.profile.training import Level
-from hotsplit.profile_file import Profile
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.profile.count.merge import MergeConfig, merge
+from hotsplit.profile.predictors.check import check_predictors
+from hotsplit.profile.predictors.layer_trainer import LayerTrainer, phases
+from hotsplit.profile.predictors.options import PredictorOptions
+from hotsplit.profile.predictors.training import Level
+from hotsplit.profile.stream import streaming
 from hotsplit.report.config import ReportConfig
 from hotsplit.report.report import report
 from hotsplit.runtime.model.feed_forward import Gate

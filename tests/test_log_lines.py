@@ -13,19 +13,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hotsplit.cli import main
-from hotsplit.commands import shared
-from hotsplit.log_lines import NAME, lines_on_stderr
+from hotsplit.commands.options import shared
 from hotsplit.runtime import engine_options
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.system.log_lines import NAME, lines_on_stderr
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("runtime", "convert", "profile", "solver", "sparsify", "serve", "src/hotsplit")
 # The command line itself, and programs that answer another process on stdout.
 PRINTING = {
     "src/hotsplit/cli.py",
-    "src/hotsplit/top_level.py",
-    "src/hotsplit/signals.py",
-    "src/hotsplit/log_lines.py",
+    "src/hotsplit/commands/top_level.py",
+    "src/hotsplit/system/signals.py",
+    "src/hotsplit/system/log_lines.py",
     "src/hotsplit/doctor/children.py",
     "runtime/text/template_worker.py",
 }

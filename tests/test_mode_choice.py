@@ -9,27 +9,27 @@ import torch
 from models import make_machine, make_model, make_profile, make_shape, power_law_frequencies
 
 from hotsplit import Engine
-from hotsplit.architecture import SMOOTH
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split, without_predictors
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.engine_config import EngineConfig
+from hotsplit.costs.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
 from hotsplit.errors import HotsplitError
-from hotsplit.log_lines import lines_on_stderr
-from hotsplit.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
-from hotsplit.mode_quality import ModeQuality, is_recordable
-from hotsplit.model_file import ModelFile, PredictorInfo
-from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors
-from hotsplit.profile_file import Profile
+from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.mode_quality import ModeQuality, is_recordable
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.engine_options import mode_of
-from hotsplit.safetensors_file import load_arrays, save_arrays
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import as_plan, layer_split
 from hotsplit.solver.modes import find, find_fastest, in_mode
 from hotsplit.solver.pipeline import cpu_only_plan, plan_is_feasible, plan_seconds
 from hotsplit.solver.solve import SolveConfig, estimated_workspace, solve, split_of
 from hotsplit.solver.verify import verify
-from hotsplit.split_file import Split, without_predictors
+from hotsplit.system.log_lines import lines_on_stderr
 
 MODES = ("dense", "exact", "predicted")
 
@@ -193,7 +193,7 @@ def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
         dataclasses.replace(model, quality={"exact": wrong}).save(tmp_path / "m.gguf")
     model.save(tmp_path / "m.gguf")
     key = f"hotsplit.quality.exact.{name}"
-    from hotsplit.model_file import read_model_gguf
+    from hotsplit.artifacts.model_file import read_model_gguf
 
     keys, tensors = read_model_gguf(tmp_path / "m.gguf")
     for found in (type(keys[key])(value) if value == value and value >= 0 else np.float64(value),

@@ -13,11 +13,11 @@ from test_native_step import BOUNDS, PAIRS
 from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
+from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.limits import LayerLimits, Limits
-from hotsplit.model_file import PredictorInfo
-from hotsplit.profile.quality import compare_all
+from hotsplit.measure.evaluate.quality import compare_all
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.native_layers import SHOWN, NativeLayers
 

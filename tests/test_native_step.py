@@ -14,7 +14,7 @@ from reference import Bounds, logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
 from hotsplit import Engine
-from hotsplit.gguf_file import array_entry
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step import native_step
 

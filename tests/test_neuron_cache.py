@@ -16,12 +16,12 @@ from random_policy import RandomPolicy, random_setup
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.architecture import Activation
-from hotsplit.cache_plan import CachePlan
+from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
-from hotsplit.limits import LayerLimits, Limits
-from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.model.architecture import Activation
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.neuron_cache.cycle import SWAP
 from hotsplit.runtime.neuron_cache.residency import Residency

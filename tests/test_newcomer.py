@@ -21,26 +21,27 @@ from models import make_model, make_profile, make_shape
 from safetensors.numpy import load_file
 
 import hotsplit
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.cli import main
-from hotsplit.commands import examples, llamacpp_flags
 from hotsplit.commands.all_commands import cli
-from hotsplit.commands.llamacpp_flags import TABLE, translate
-from hotsplit.commands.outtype import OUTTYPE
-from hotsplit.commands.prompts import prompts_of
+from hotsplit.commands.help import examples
+from hotsplit.commands.options import llamacpp_flags
+from hotsplit.commands.options.llamacpp_flags import TABLE, translate
+from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.terminal.prompts import prompts_of
 from hotsplit.convert.convert import convert
 from hotsplit.convert.families.table import read_blueprint
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
-from hotsplit.log_lines import lines_on_stderr
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile, PredictorInfo
-from hotsplit.predictor_file import LayerPredictor, Predictors
-from hotsplit.profile.sources import find_sources
-from hotsplit.profile.verify import verify
-from hotsplit.profile_file import Profile
+from hotsplit.measure.evaluate.verify import verify
+from hotsplit.profile.corpus.sources import find_sources
 from hotsplit.serve.config import ServeConfig
-from hotsplit.sizes import parse_bytes
+from hotsplit.system.log_lines import lines_on_stderr
+from hotsplit.system.sizes import parse_bytes
 
 SOURCE = Path(__file__).parent.parent / "src"
 

@@ -15,17 +15,16 @@ from checkpoints import random_dejavu, random_llama
 from models import make_machine, make_model, make_profile, make_shape
 from sparsify_runs import tiny_config
 
-from hotsplit import exchange
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file, partial_folder, remove_stale
-from hotsplit.model_file import ModelFile
-from hotsplit.outputs import check_output, check_output_folder, check_outputs
-from hotsplit.safetensors_file import save_arrays
+from hotsplit.files import exchange, partial_file, partial_folder, remove_stale
+from hotsplit.files.outputs import check_output, check_output_folder, check_outputs
+from hotsplit.files.safetensors_file import save_arrays
+from hotsplit.files.steady import reading
 from hotsplit.sparsify.plan import check_outputs as check_sparsify
-from hotsplit.steady import reading
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_two_runs_with_one_output_do_not_interfere(tmp_path):
 def test_the_next_run_removes_what_a_killed_run_left(tmp_path):
     """The lock of the killed run is gone, unlike that of a file that is still being written."""
     code = (
-        "import os, sys; from pathlib import Path; from hotsplit.files import partial_file\n"
+        "import os, sys; from pathlib import Path; from hotsplit.files.atomic import partial_file\n"
         "with partial_file(Path(sys.argv[1])) as p: p.write_text('half'); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
@@ -223,7 +222,7 @@ def test_a_folder_is_replaced_by_one_exchange_of_names(tmp_path, monkeypatch):
 
 def test_the_next_run_removes_the_folder_that_a_killed_run_left(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from hotsplit.files import partial_folder\n"
+        "import os, sys; from pathlib import Path; from hotsplit.files.atomic import partial_folder\n"
         "with partial_folder(Path(sys.argv[1])) as p: (p / 'a').write_text('half'); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "x")], check=False)
@@ -264,7 +263,7 @@ def test_the_same_arrays_give_the_same_bytes_in_every_process(tmp_path):
     """The safetensors package orders the metadata differently from call to call."""
     code = (
         "import sys, numpy as np; from pathlib import Path\n"
-        "from hotsplit.safetensors_file import save_arrays\n"
+        "from hotsplit.files.safetensors_file import save_arrays\n"
         "arrays = {'b': np.arange(3, dtype=np.float32), 'a': np.ones((2, 2), np.int64),"
         " 'c': np.zeros((2, 0), np.uint8), 'd': np.array(1.5)}\n"
         "meta = {k: k * 3 for k in 'zyxwvu'}\n"
@@ -373,7 +372,7 @@ def test_an_output_that_another_run_wrote_meanwhile_is_replaced_only_with_force(
     tmp_path, capsys, force
 ):
     """Both start before the file exists; the other run finishes first. --force replaces it."""
-    from hotsplit import gguf_file
+    from hotsplit.files import gguf_file
 
     make_model().save(tmp_path / "m.gguf")
     output, written = tmp_path / "out.gguf", []

@@ -19,21 +19,21 @@ from reference import rel_error
 from transformers import AutoModelForCausalLM
 
 from hotsplit import Engine
-from hotsplit.budget import plan_bytes
+from hotsplit.artifacts.machine_file import Figure, Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import Predictors
+from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.costs.budget import plan_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.machine_file import Figure, Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.predictor_file import Predictors
+from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.quality import evaluate
+from hotsplit.measure.timing.rounds import MIN_ROUNDS
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.eval_config import EvalConfig
-from hotsplit.profile.predictor_options import PredictorOptions, Target
-from hotsplit.profile.quality import evaluate
-from hotsplit.profile.rounds import MIN_ROUNDS
-from hotsplit.profile.thresholds import thresholds_for
-from hotsplit.profile_file import EDGES, NUM_BINS, Profile
+from hotsplit.profile.predictors.options import PredictorOptions, Target
+from hotsplit.profile.sparsity.thresholds import thresholds_for
 from hotsplit.runtime.prefill.workspace import measure_workspace
 
 ROOT = Path(__file__).parent.parent
@@ -162,7 +162,7 @@ def test_counts_equal_those_of_transformers_activations(tmp_path, random_model):
             output=tmp_path / "p", max_tokens=600,
         )
     )  # fmt: skip
-    from hotsplit.profile.corpus import read_windows
+    from hotsplit.profile.corpus.corpus import read_windows
 
     with Engine.load(random_model / "m.gguf") as engine:
         windows = read_windows([random_model / "text.txt"], engine.codec, context_length=128,

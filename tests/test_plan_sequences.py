@@ -11,18 +11,18 @@ from models import byte_level_keys, make_model, make_shape, save_solver_files
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.budget import kv_bytes_per_layer, kv_positions
+from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE, ModelFile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.commands.serve import _places_of, _say_loaded
+from hotsplit.costs.budget import kv_bytes_per_layer, kv_positions
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import read_gguf, write_gguf
+from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.inspection.inspect_file import inspect_file
-from hotsplit.model_file import SPLIT_ARCHITECTURE, ModelFile
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Part
 from hotsplit.serve.config import ServeConfig
 from hotsplit.solver.solve import SolveConfig, check, solve
-from hotsplit.split_file import Split
 
 native = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CONTEXT, WORKSPACE = 100, 100 << 10

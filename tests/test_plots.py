@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.commands.all_commands import cli
 from hotsplit.errors import HotsplitError
-from hotsplit.profile import plots
-from hotsplit.profile.report_file import load_predictor_report
-from hotsplit.profile_file import Profile
+from hotsplit.profile.report.lines import plots
+from hotsplit.profile.report.report_file import load_predictor_report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

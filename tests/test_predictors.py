@@ -14,23 +14,23 @@ from models import make_model, make_shape
 from reference import rel_error
 from torch.nn import functional as F
 
-from hotsplit.budget import LayerBytes
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors, StoredMatrix
 from hotsplit.convert.convert import convert
 from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.costs.budget import LayerBytes
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import array_entry
-from hotsplit.model_file import ModelFile, PredictorInfo
-from hotsplit.predictor_file import FILE_NAME, LayerPredictor, Predictors, StoredMatrix
-from hotsplit.profile.dejavu import save_dejavu
-from hotsplit.profile.examine import Examiner
-from hotsplit.profile.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
-from hotsplit.profile.moments import Moments
-from hotsplit.profile.predictor_options import PredictorOptions, Target, predictor_choices
-from hotsplit.profile.predictor_output import PredictorOutput
-from hotsplit.profile.rounding import rounded, values_of, with_feedback
-from hotsplit.profile.selection import Candidate, Tally, choose
-from hotsplit.profile.training import Batch, LowRank, whole
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.profile.predictors.dejavu import save_dejavu
+from hotsplit.profile.predictors.examine import Examiner
+from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices, LayerTrainer, phases
+from hotsplit.profile.predictors.moments import Moments
+from hotsplit.profile.predictors.options import PredictorOptions, Target, predictor_choices
+from hotsplit.profile.predictors.output import PredictorOutput
+from hotsplit.profile.predictors.rounding import rounded, values_of, with_feedback
+from hotsplit.profile.predictors.selection import Candidate, Tally, choose
+from hotsplit.profile.predictors.training import Batch, LowRank, whole
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.model.loader import load_predictors

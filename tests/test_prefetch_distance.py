@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from hotsplit.cache_place import PREFETCH_FILE
 from hotsplit.errors import HotsplitError
 from hotsplit.run.housekeeping import clear
 from hotsplit.runtime.kernels import prefetch_distance
@@ -16,6 +15,7 @@ from hotsplit.runtime.kernels.prefetch_distance import (
     ROUNDS,
     set_for_this_processor,
 )
+from hotsplit.system.cache_place import PREFETCH_FILE
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 

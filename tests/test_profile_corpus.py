@@ -11,16 +11,15 @@ import torch
 from forked import run_command
 
 from hotsplit import Engine
+from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
 from hotsplit.errors import HotsplitError
-from hotsplit.files import CHUNK_BYTES
-from hotsplit.profile import sources
+from hotsplit.files.atomic import CHUNK_BYTES
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.corpus import read_windows, stretches
-from hotsplit.profile.counting import _tables, histogram
+from hotsplit.profile.corpus.corpus import read_windows, sources, stretches
+from hotsplit.profile.corpus.sources import BLOCK_BYTES, TextSource, find_sources, sha256_of_text
+from hotsplit.profile.count.counting import _tables, histogram
 from hotsplit.profile.native.library import count
-from hotsplit.profile.sources import BLOCK_BYTES, TextSource, find_sources, sha256_of_text
-from hotsplit.profile_file import EDGES, NUM_BINS
 
 WORDS = ["fox ", "ünï ", "数字 ", "🦊 ", "line\n", "\n", "a" * 50]
 
@@ -127,7 +126,7 @@ def test_a_huge_file_is_not_read_whole(tmp_path, codec_model, monkeypatch):
     """10 MB, 1,000 tokens: besides what the sha256 reads, less than 3 MB are read, at most two
     blocks at a time."""
     (tmp_path / "t.txt").write_text("0123456789abcde\n" * 640_000)
-    monkeypatch.setattr("hotsplit.profile.corpus.sha256_of_text", lambda source: "0" * 64)
+    monkeypatch.setattr("hotsplit.profile.corpus.corpus.sha256_of_text", lambda source: "0" * 64)
     read = []
     opened = sources.opened
 

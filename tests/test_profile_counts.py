@@ -16,10 +16,10 @@ from test_families import CASES
 from transformers import AutoModelForCausalLM
 
 from hotsplit import Engine
+from hotsplit.artifacts.profile_file import EDGES
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.profile.counting import Counter
-from hotsplit.profile_file import EDGES
+from hotsplit.profile.count.counting import Counter
 from hotsplit.runtime.model.feed_forward import Gate
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-relu"

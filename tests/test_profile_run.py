@@ -16,16 +16,16 @@ from forked import Forked, run_command, run_python
 from models import make_model, make_profile
 from test_profile_corpus import text_of
 
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import Predictors
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.model_file import ModelFile
-from hotsplit.predictor_file import Predictors
-from hotsplit.profile import run as run_module
+from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.merge import MergeConfig, merge
-from hotsplit.profile.predictor_options import PredictorOptions
-from hotsplit.profile_file import Profile
-from hotsplit.safetensors_file import load_arrays, save_arrays
+from hotsplit.profile.count import run as run_module
+from hotsplit.profile.count.merge import MergeConfig, merge
+from hotsplit.profile.predictors.options import PredictorOptions
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -257,7 +257,7 @@ def killing(original, number=signal.SIGINT, when=lambda *args: True):
 
 
 def test_a_signal_between_phases_ends_at_once_and_loses_no_window(files, monkeypatch):
-    from hotsplit.profile import predictor_training
+    from hotsplit.profile.predictors import train as predictor_training
 
     profile(config(files, "whole", **training(files, "whole")))
     seen = stopped_at(monkeypatch, None)
@@ -331,9 +331,9 @@ def test_two_processes_take_the_same_steps(monkeypatch):
 
     from test_predictors import RELU, batch_of, inputs, start_of, weights
 
-    from hotsplit.budget import SHORT_CHUNK
-    from hotsplit.profile.trainer_state import SharedSteps
-    from hotsplit.profile.training import LowRank
+    from hotsplit.costs.budget import SHORT_CHUNK
+    from hotsplit.profile.predictors.trainer_state import SharedSteps
+    from hotsplit.profile.predictors.training import LowRank
 
     gate_FD, barrier, shared = weights(96, 64), threading.Barrier(2), {}
 
@@ -493,7 +493,7 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
 SLOW_WINDOWS = """
 import sys, time
 from hotsplit.cli import main
-from hotsplit.profile import run
+from hotsplit.profile.count import run
 hidden = run.Engine.hidden
 def slowly(self, tokens):
     hidden(self, tokens)

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from hotsplit import progress as module
-from hotsplit.commands.shared import say, wrapped
-from hotsplit.progress import progress
+from hotsplit.commands.options.shared import say, wrapped
+from hotsplit.system import progress as module
+from hotsplit.system.progress import progress
 
 
 def test_a_log_gets_only_a_few_lines(capsys, monkeypatch):
@@ -73,8 +73,8 @@ def test_a_log_has_no_total_of_a_part_that_follows(capsys, monkeypatch):
 
 
 SAID = """
-from hotsplit.commands.shared import say
-from hotsplit.progress import progress
+from hotsplit.commands.options.shared import say
+from hotsplit.system.progress import progress
 with progress("measuring", None, "timings") as advance:
     for number in range(3):
         advance(1)

@@ -13,28 +13,34 @@ from checkpoints import random_llama
 from models import byte_level_keys, make_model, make_shape
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.costs.mode_choice import choose_mode, dense_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.mode_choice import choose_mode, dense_bytes
-from hotsplit.model_file import ModelFile
-from hotsplit.predictor_file import FILE_NAME, Predictors
-from hotsplit.profile.chat_windows import read_chat_windows
-from hotsplit.profile.collect import profile
-from hotsplit.profile.comparison import (
+from hotsplit.measure.evaluate.comparison import (
     Comparison,
     batch_mean,
     increase_of,
     quantile_interval,
     student_t,
 )
+from hotsplit.measure.evaluate.eval_file import eval_content, load_eval
+from hotsplit.measure.evaluate.quality import (
+    EvalConfig,
+    ShareCounter,
+    bytes_read,
+    compare_all,
+    evaluate,
+)
+from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.eval_file import eval_content, load_eval
-from hotsplit.profile.predictor_options import PredictorOptions
-from hotsplit.profile.quality import EvalConfig, ShareCounter, bytes_read, compare_all, evaluate
-from hotsplit.profile.report import warnings
-from hotsplit.profile_file import Profile
+from hotsplit.profile.corpus.chat_windows import read_chat_windows
+from hotsplit.profile.predictors.options import PredictorOptions
+from hotsplit.profile.report.lines import warnings
 from hotsplit.runtime.model.feed_forward import Traffic
 
 # ---- the measure -----------------------------------------------------------------------------

@@ -17,13 +17,14 @@ from matplotlib.colors import to_hex
 from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
 from page_actions import needs_browser
 
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.commands.kept_files import report_line
+from hotsplit.commands.options.kept_files import report_line
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
-from hotsplit.profile.eval_file import load_eval
-from hotsplit.profile.report_file import load_predictor_report
-from hotsplit.profile_file import Profile
+from hotsplit.measure.evaluate.eval_file import load_eval
+from hotsplit.profile.report.report_file import load_predictor_report
 from hotsplit.report import drawing
 from hotsplit.report.artifacts import load_artifacts
 from hotsplit.report.config import MAX_BYTES, ReportConfig
@@ -34,7 +35,6 @@ from hotsplit.run.kept import Kept
 from hotsplit.solver.plots import device_of_ranks
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import plan_seconds
-from hotsplit.split_file import Split
 
 HOSTILE = "<script>alert(1)</script>"
 SLOW = {"launch_s": 1e-9, "round_trip_s": 1e-9, "copy_latency_s": 1e-9, "cpu_gb_per_s": 0.01}

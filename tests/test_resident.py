@@ -9,16 +9,17 @@ from models import make_model, make_shape
 from reference import rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split
 
-from hotsplit import Engine, system_memory
+from hotsplit import Engine
+from hotsplit.artifacts.model_file import KINDS
 from hotsplit.errors import HotsplitError
-from hotsplit.log_lines import lines_on_stderr
-from hotsplit.model_file import KINDS
 from hotsplit.runtime import engine_options
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights import resident
 from hotsplit.runtime.weights.matrix import matrix_of
 from hotsplit.runtime.weights.resident import Residence
+from hotsplit.system import system_memory
+from hotsplit.system.log_lines import lines_on_stderr
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from test_runtime import make_split
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from hotsplit import Engine
+from hotsplit.artifacts.longer_texts import with_rope_scaling
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.longer_texts import with_rope_scaling
-from hotsplit.model_file import ModelFile
-from hotsplit.rope import NO_SCALING, RopeScaling
+from hotsplit.model.rope import NO_SCALING, RopeScaling
 
 TRAINED, FACTOR = 128, 4.0
 NUM_TOKENS = 300
@@ -175,8 +175,8 @@ def test_a_scale_of_1_is_said_to_change_nothing(model, capsys):
 def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, capsys):
     """Under a scaling, pieces of the text are longer than the trained context."""
     from hotsplit.cli import main
-    from hotsplit.profile.eval_config import EvalConfig
-    from hotsplit.profile.quality import evaluate
+    from hotsplit.measure.evaluate.eval_config import EvalConfig
+    from hotsplit.measure.evaluate.quality import evaluate
 
     text = tmp_path / "t.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 300)

@@ -9,10 +9,10 @@ from models import make_model, make_shape
 from run_fixtures import MIB
 from test_gguf_source import powerinfer_file
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.model_file import ModelFile
 from hotsplit.run import choice, corpora, estimate, prepare, stages
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.choice import Room, Wishes, choose, choose_predictors, choose_type, worth

@@ -11,11 +11,11 @@ from models import make_model, make_shape
 from reference import Bounds, logits_ref, rel_error
 
 from hotsplit import Engine
-from hotsplit.budget import ITEMS, CacheSize, kv_kind, plan_bytes_of_gpus
-from hotsplit.cache_types import CacheTypes
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import ITEMS, CacheSize, kv_kind, plan_bytes_of_gpus
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, array_entry
-from hotsplit.split_file import Split
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.options.cache_types import CacheTypes
 
 IDS = [3, 17, 4, 49, 0, 8, 8, 21, 33, 2]
 F32_BOUND = 1e-5

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from hotsplit.commands.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.generate.active import active_samplers
 from hotsplit.runtime.generate.dry import dry_breakers, repeats, tokens_since_breaker

@@ -38,9 +38,9 @@ def model(tmp_path_factory):
 def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, monkeypatch):
     with Engine.load(model, context_length=100, num_sequences=7) as engine:
         cache = _cache_bytes(engine)
-    monkeypatch.setattr("hotsplit.system_memory.free_memory_bytes", lambda: cache)
+    monkeypatch.setattr("hotsplit.system.system_memory.free_memory_bytes", lambda: cache)
     _check_memory(model, 100, 7, (None, None, None), (None, None))
-    monkeypatch.setattr("hotsplit.system_memory.free_memory_bytes", lambda: cache - 1)
+    monkeypatch.setattr("hotsplit.system.system_memory.free_memory_bytes", lambda: cache - 1)
     with pytest.raises(HotsplitError, match="--context"):
         _check_memory(model, 100, 7, (None, None, None), (None, None))
 

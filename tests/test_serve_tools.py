@@ -77,7 +77,7 @@ def test_the_smollm2_template_has_no_tools():
     path = Path(__file__).parent.parent / "build" / "smollm2" / "q8_0.gguf"
     if not path.exists():
         pytest.skip("no SmolLM2: make smollm2")
-    from hotsplit.model_file import TEMPLATE_KEY, ModelFile
+    from hotsplit.artifacts.model_file import TEMPLATE_KEY, ModelFile
 
     assert form_of(ModelFile.load(path).text(TEMPLATE_KEY)) is None
 

@@ -17,10 +17,11 @@ from models import (
     shape_only,
 )
 
-from hotsplit import budget
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs import budget
+from hotsplit.costs.kernel_counts import HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
-from hotsplit.kernel_counts import HOT_KERNELS, dense_kernels
-from hotsplit.model_file import ModelFile
 from hotsplit.solver.formulation import solve_grouped
 from hotsplit.solver.knapsack import knapsack_bound, knapsack_placement
 from hotsplit.solver.lagrangian import search
@@ -37,7 +38,6 @@ from hotsplit.solver.problem import (
 )
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import verify
-from hotsplit.split_file import Split
 
 CLOSE = 1e-9  # relative: f64 sums in another order
 HIGHS = 1e-6  # relative: HiGHS's own tolerance

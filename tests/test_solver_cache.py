@@ -12,13 +12,14 @@ from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
 
 from hotsplit import Engine
-from hotsplit.budget import CacheSize, bytes_in_staging, staging_bytes
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
+from hotsplit.costs.budget import CacheSize, bytes_in_staging, staging_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.neuron_cache import CacheOptions
-from hotsplit.profile_file import Profile
+from hotsplit.options.neuron_cache import CacheOptions
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.loader import load_weights
@@ -30,12 +31,11 @@ from hotsplit.runtime.step import hybrid_builder
 from hotsplit.runtime.step.plain_backend import plain_backend
 from hotsplit.runtime.weights.resident import Residence
 from hotsplit.runtime.weights.slot_rows import tensors_of
-from hotsplit.sizes import parse_bytes
 from hotsplit.solver import with_cache
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.sweep import sweep
 from hotsplit.solver.verify import verify
-from hotsplit.split_file import Split
+from hotsplit.system.sizes import parse_bytes
 
 WORKSPACE = 100 << 10
 

@@ -14,11 +14,12 @@ from models import (
     shape_only,
 )
 
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.commands.solve import parse_range
 from hotsplit.errors import HotsplitError
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile
 from hotsplit.solver.advice import helps_from
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.layer_split import layer_split
@@ -26,7 +27,6 @@ from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.plots import device_of_ranks, firings_on_gpu
 from hotsplit.solver.problem import build_problem
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.split_file import Split
 
 
 @pytest.fixture

@@ -23,9 +23,10 @@ from test_solver import (
     visit_seconds,
 )
 
-from hotsplit import budget
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs import budget
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.optimise import find_plan
 from hotsplit.solver.pipeline import (
@@ -37,7 +38,6 @@ from hotsplit.solver.pipeline import (
 from hotsplit.solver.problem import build_problem
 from hotsplit.solver.solve import SolveConfig, check, find, solve, split_of
 from hotsplit.solver.verify import verify
-from hotsplit.split_file import Split
 
 CONTEXT = 8
 

@@ -7,17 +7,17 @@ import pytest
 from models import make_machine, make_model, make_profile, make_shape
 
 from hotsplit import Engine
-from hotsplit.budget import kv_bytes_per_layer, kv_read_per_layer
-from hotsplit.cache_types import CacheTypes
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
+from hotsplit.costs.budget import kv_bytes_per_layer, kv_read_per_layer
 from hotsplit.errors import HotsplitError
-from hotsplit.key_selection import KeySelection
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import ModelFile
-from hotsplit.profile_file import Profile
+from hotsplit.options.cache_types import CacheTypes
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.solver.solve import SolveConfig, solve
 from hotsplit.solver.verify import verify
-from hotsplit.split_file import Split
 
 WORKSPACE = 100 << 10
 RULE = "block=16,sinks=16,window=32,top=32,candidates=2"

@@ -22,7 +22,7 @@ from test_families import CASES
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from hotsplit import json_file, safetensors_file
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.convert import hub, torch_zip
 from hotsplit.convert.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from hotsplit.convert.pickle_source import read_state_dict
 from hotsplit.convert.torch_pickle import read_views
 from hotsplit.convert.torch_zip import Broken
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
+from hotsplit.files import json_file, safetensors_file
 from hotsplit.runtime.text.codec import TextCodec
 
 

@@ -21,13 +21,13 @@ from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
 from transformers import AutoModelForCausalLM
 
 from hotsplit import Engine
+from hotsplit.artifacts.limits_file import FILE_NAME, LayerLimits
+from hotsplit.artifacts.limits_file import Limits as LimitsFile
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError, Interrupted
-from hotsplit.limits import FILE_NAME, LayerLimits
-from hotsplit.limits import Limits as LimitsFile
-from hotsplit.model_file import ModelFile
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.feed_forward import Update, matrix_names, whole_matrices

@@ -10,7 +10,7 @@ from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.files import locked_folder
+from hotsplit.files.atomic import locked_folder
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.plan import check_outputs, finish
 from hotsplit.sparsify.run import sparsify

@@ -9,8 +9,8 @@ import torch
 from sparsify_runs import make_inputs, tiny_config, trainer_of, windows_of
 
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.ranks import Ranks
-from hotsplit.profile.sources import find_sources
+from hotsplit.profile.corpus.processes import Ranks
+from hotsplit.profile.corpus.sources import find_sources
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import divergence, divergence_ref

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from models import byte_level_keys, make_model, make_shape
 
 from hotsplit import Engine
-from hotsplit.commands.speculation_options import (
+from hotsplit.commands.options.speculation import (
     speculating,
     speculation_options,
     take_speculation_options,
@@ -25,7 +25,7 @@ from hotsplit.commands.speculation_options import (
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import array_entry
+from hotsplit.files.gguf_file import array_entry
 from hotsplit.runtime.cache.block_table import NO_BLOCK
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.draft_model import DraftModel

@@ -15,10 +15,10 @@ from replay import Replay, take
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.budget import plan_bytes_of_gpus
+from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.cli import main
-from hotsplit.key_selection import KeySelection
-from hotsplit.model_file import PredictorInfo
+from hotsplit.costs.budget import plan_bytes_of_gpus
+from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.file_form import file_form

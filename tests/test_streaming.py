@@ -16,20 +16,21 @@ from reference import rel_error
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.predictor_file import Predictors
+from hotsplit.artifacts.profile_file import Profile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, array_entry, prefetch, release
-from hotsplit.model_file import ModelFile
-from hotsplit.predictor_file import Predictors
-from hotsplit.profile import memory, streaming
+from hotsplit.files.gguf_file import TensorEntry, array_entry, prefetch, release
+from hotsplit.profile import memory
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.layer_trainer import Choices
-from hotsplit.profile.predictor_options import PredictorOptions
-from hotsplit.profile.states import FileStates, MemoryStates
-from hotsplit.profile.streaming import LayerStream, StreamPlan, plan_stream
-from hotsplit.profile_file import Profile
+from hotsplit.profile.predictors.layer_trainer import Choices
+from hotsplit.profile.predictors.options import PredictorOptions
+from hotsplit.profile.stream import streaming
+from hotsplit.profile.stream.states import FileStates, MemoryStates
+from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.model.observers import NAMES
 from hotsplit.runtime.step.native_layers import SHOWN
 
@@ -313,7 +314,7 @@ CHILD = """
 import sys
 import time
 from pathlib import Path
-import hotsplit.profile.predictor_training
+import hotsplit.profile.predictors.train
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.memory import resident_bytes

@@ -18,8 +18,8 @@ from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.tasks import Score, TasksReport, _load
-from hotsplit.profile.tasks_config import TasksConfig
+from hotsplit.measure.evaluate.tasks import Score, TasksReport, _load
+from hotsplit.measure.evaluate.tasks_config import TasksConfig
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -108,7 +108,7 @@ def theirs(here):
 @pytest.fixture(scope="module")
 def ours(here):
     from hotsplit import Engine
-    from hotsplit.profile.lm_eval_model import EngineModel
+    from hotsplit.measure.evaluate.lm_eval_model import EngineModel
 
     with Engine.load(here / "m.gguf", mode="dense", num_sequences=3) as engine:
         yield EngineModel(engine, num_texts=3)
@@ -173,7 +173,7 @@ def test_whole_texts_and_continuations_equal_those_of_transformers(ours, theirs)
      ({"temperature": "warm"}, "temperature 'warm'; wanted a number")],
 )  # fmt: skip
 def test_options_that_are_no_numbers_are_refused(asked_for, words):
-    from hotsplit.profile.lm_eval_model import MAX_TOKENS, options_of
+    from hotsplit.measure.evaluate.lm_eval_model import MAX_TOKENS, options_of
 
     with pytest.raises(HotsplitError, match=f"the task asks for {words}"):
         options_of(asked_for, 0)

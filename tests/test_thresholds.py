@@ -13,16 +13,17 @@ from models import make_model
 from reference import logits_ref
 
 from hotsplit import Engine
+from hotsplit.artifacts.profile_file import EDGES, NUM_BINS, Profile
 from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.profile import thresholds as module
+from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.eval_config import EvalConfig
-from hotsplit.profile.quality import evaluate
-from hotsplit.profile.thresholds import (
+from hotsplit.profile.sparsity import thresholds as module
+from hotsplit.profile.sparsity.thresholds import (
     MOST_STEPS,
     STEP,
     Cost,
@@ -35,7 +36,6 @@ from hotsplit.profile.thresholds import (
     thresholds_for,
     up_to,
 )
-from hotsplit.profile_file import EDGES, NUM_BINS, Profile
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 

@@ -8,7 +8,7 @@ from test_cpu_kernels import LEVELS
 from test_runtime import IDS, decoded
 
 from hotsplit import Engine
-from hotsplit.gguf_file import TensorEntry
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.kernels.tiled import TILE_ROWS, TILED_KIND, from_tiled, is_tiled

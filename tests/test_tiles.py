@@ -8,7 +8,7 @@ import torch
 from models import decided_predictors, make_model, make_shape
 from test_cpu_kernels import rounded
 
-from hotsplit.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
+from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model import feed_forward

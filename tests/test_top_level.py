@@ -15,10 +15,10 @@ from models import make_model, make_profile
 
 from hotsplit.cli import main
 from hotsplit.commands.all_commands import cli
-from hotsplit.commands.shared import FileCommand, FolderPath, OutputPath, Size
-from hotsplit.mapped_files import EXIT_CODE as CUT
-from hotsplit.top_level import UNEXPECTED, line_of
-from hotsplit.typed import printed_line
+from hotsplit.commands.options.shared import FileCommand, FolderPath, OutputPath, Size
+from hotsplit.commands.top_level import UNEXPECTED, line_of
+from hotsplit.files.mapped_files import EXIT_CODE as CUT
+from hotsplit.files.typed import printed_line
 
 PROGRAM = "import sys; from hotsplit.cli import main; sys.exit(main())"
 
@@ -63,7 +63,7 @@ def test_hotsplit_debug_prints_the_traceback(monkeypatch, capsys, may_end_unexpe
 def test_a_test_fails_if_its_command_ends_unexpectedly(pytester_like):
     result = pytester_like("def test_it(monkeypatch):\n"
         "    from hotsplit.cli import main\n"
-        "    monkeypatch.setattr('hotsplit.top_level._run', lambda *a, **k: 1 / 0)\n"
+        "    monkeypatch.setattr('hotsplit.commands.top_level._run', lambda *a, **k: 1 / 0)\n"
         "    main(['inspect', 'x'])\n")  # fmt: skip
     assert result.returncode != 0 and b"exit code 70: [\"main(['inspect', 'x'])\"]" in result.stdout
 
@@ -154,7 +154,7 @@ def test_control_characters_of_a_name_are_escaped(tmp_path, capsys, name, shown)
 
 def test_an_error_in_a_thread_prints_one_line():
     code = (
-        "import threading, hotsplit.top_level as t\n"
+        "import threading, hotsplit.commands.top_level as t\n"
         "def run(arguments, *, is_program):\n"
         "    thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()\n"
         "    return 0\n"
@@ -237,11 +237,11 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize(
-    "name", ["hotsplit.top_level", "click", "hotsplit.inspection.inspect_file"]
+    "name", ["hotsplit.commands.top_level", "click", "hotsplit.inspection.inspect_file"]
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_start_up_prints_one_line(name, number):
-    if name == "hotsplit.top_level" and number != signal.SIGINT:
+    if name == "hotsplit.commands.top_level" and number != signal.SIGINT:
         pytest.skip("no handler is installed yet; the process ends without having begun")
     code = AT_IMPORT.replace("NAME", repr(name)).replace("NUMBER", str(int(number)))
     result = run(code + PROGRAM, "inspect", "x")
@@ -250,9 +250,9 @@ def test_a_signal_during_start_up_prints_one_line(name, number):
 
 
 WRITES = """
-import sys, hotsplit.top_level as t
+import sys, hotsplit.commands.top_level as t
 from pathlib import Path
-from hotsplit.files import partial_file, partial_folder
+from hotsplit.files.atomic import partial_file, partial_folder
 def run(arguments, *, is_program):
     with partial_folder(Path(sys.argv[1])) as folder, partial_file(Path(sys.argv[2])) as file:
         print("ready", flush=True)
@@ -320,9 +320,9 @@ def test_a_command_restores_the_signal_handlers():
 # ---- inputs that are truncated while they are read ----------------------------------------------
 
 CUT_INPUT = """
-import os, sys, numpy as np, hotsplit.mapped_files as mapped
+import os, sys, numpy as np, hotsplit.files.mapped_files as mapped
 from pathlib import Path
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 assert mapped.guard()
 data = np.memmap(sys.argv[1], np.uint8, "r")
 with partial_file(Path(sys.argv[2])) as partial:
@@ -343,7 +343,7 @@ def test_a_mapped_input_that_is_truncated_is_named(tmp_path):
 
 def test_a_bus_error_outside_mapped_files_still_kills_the_process():
     code = (
-        "import mmap, os, signal, hotsplit.mapped_files as m\n"
+        "import mmap, os, signal, hotsplit.files.mapped_files as m\n"
         "assert m.guard(); os.kill(os.getpid(), signal.SIGBUS)"
     )
     assert run(code).returncode == -signal.SIGBUS

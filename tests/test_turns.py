@@ -7,10 +7,10 @@ from statistics import median
 import pytest
 from test_limit_search import point
 
-from hotsplit.profile import turns as module
-from hotsplit.profile.advice_choice import Gain, choose
-from hotsplit.profile.advise import timed
-from hotsplit.profile.turns import FEW, MORE, STEPS, Rounds, Timings, Turns
+from hotsplit.measure.advise import turns as module
+from hotsplit.measure.advise.advise import timed
+from hotsplit.measure.advise.choice import Gain, choose
+from hotsplit.measure.advise.turns import FEW, MORE, STEPS, Rounds, Timings, Turns
 
 SLOWER = 1.8
 OWN = point("f16", "dense", 0, 2000, 0.0)

@@ -16,8 +16,8 @@ from hotsplit.convert import convert as convert_module
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.profile.verify import BOUND, Verification, verify
-from hotsplit.rope import NO_SCALING, RopeScaling
+from hotsplit.measure.evaluate.verify import BOUND, Verification, verify
+from hotsplit.model.rope import NO_SCALING, RopeScaling
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 # Right files must be this many times below BOUND. The largest difference from transformers measured

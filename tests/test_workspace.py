@@ -6,10 +6,10 @@ import torch
 from models import make_machine, make_model, make_profile, make_shape
 from torch.profiler import ProfilerActivity, profile
 
+from hotsplit.artifacts.split_file import Split
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.prefill.workspace import measure_workspace, peak_bytes
 from hotsplit.solver.solve import SolveConfig, solve
-from hotsplit.split_file import Split
 
 CONTEXT = 256
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from hotsplit import gguf_file
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file
-from hotsplit.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
-from hotsplit.pipeline import in_order
+from hotsplit.files import gguf_file, partial_file
+from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
+from hotsplit.files.pipeline import in_order
 
 
 def our_threads():

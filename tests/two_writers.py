@@ -34,13 +34,13 @@ REFUSALS = ("exists already", "holds files already", "was written by another run
 
 
 def _safetensors(path: Path, value: int) -> None:
-    from hotsplit.safetensors_file import save_arrays
+    from hotsplit.files.safetensors_file import save_arrays
 
     save_arrays(path, "test", 1, {"value": value}, {"a": np.full(SIZE, value, np.int64)})
 
 
 def _gguf(path: Path, value: int) -> None:
-    from hotsplit.gguf_file import array_entry, write_gguf
+    from hotsplit.files.gguf_file import array_entry, write_gguf
 
     write_gguf(path, "test", {}, {"a": array_entry(np.full((3, SIZE), value, np.float32), "f32")})
 
@@ -139,8 +139,8 @@ def _command(kind: str) -> "click.Command":
     """A command that writes an artifact as hotsplit's commands do without --force."""
     import click
 
-    from hotsplit.commands.shared import OUTPUT, FileCommand
-    from hotsplit.outputs import check_output, check_output_folder
+    from hotsplit.commands.options.shared import OUTPUT, FileCommand
+    from hotsplit.files.outputs import check_output, check_output_folder
 
     def callback(output: Path, value: int) -> None:
         if kind == "folder":
@@ -155,8 +155,7 @@ def _command(kind: str) -> "click.Command":
 
 def _run(command: "click.Command", path: Path, value: int, said: Path) -> int:
     """Runs the command as the program does, with stderr in the file `said`."""
-    from hotsplit import top_level
-    from hotsplit.commands import all_commands
+    from hotsplit.commands import all_commands, top_level
 
     all_commands.cli = command  # type: ignore[assignment]  # in a process of its own
     with said.open("w") as sys.stderr:

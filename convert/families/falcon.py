@@ -5,12 +5,12 @@ each (40B), or in sequence."""
 import gguf
 import numpy as np
 
-from hotsplit.architecture import ModelShape
 from hotsplit.convert.blueprint import Blueprint, NameOf, Rows, gguf_names
 from hotsplit.convert.config_reader import UNGATED, ConfigReader
 from hotsplit.convert.families.family import Family
 from hotsplit.errors import HotsplitError
-from hotsplit.typed import shown
+from hotsplit.files.typed import shown
+from hotsplit.model.architecture import ModelShape
 
 OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")

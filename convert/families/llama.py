@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import gguf
 
-from hotsplit.architecture import GATED_BIASES, PROJECTION_BIASES, ModelShape
 from hotsplit.convert.blueprint import IGNORED, Blueprint, gguf_names, rotary_rows
 from hotsplit.convert.config_reader import GATED, ConfigReader
 from hotsplit.convert.families.family import Family
+from hotsplit.model.architecture import GATED_BIASES, PROJECTION_BIASES, ModelShape
 
 # Predictors inside a TurboSparse checkpoint; their training target is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")

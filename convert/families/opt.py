@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 
-from hotsplit.architecture import PROJECTION_BIASES, ModelShape
 from hotsplit.convert.blueprint import IGNORED, Blueprint, Rows
 from hotsplit.convert.config_reader import UNGATED, ConfigReader
 from hotsplit.convert.families.family import Family
+from hotsplit.model.architecture import PROJECTION_BIASES, ModelShape
 
 # transformers' OPTLearnedPositionalEmbedding starts at this row. PowerInfer keeps those before it.
 FIRST_POSITION = 2

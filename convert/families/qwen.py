@@ -2,11 +2,11 @@
 
 import gguf
 
-from hotsplit.architecture import PROJECTION_BIASES
 from hotsplit.convert.blueprint import Blueprint, gguf_names
 from hotsplit.convert.config_reader import GATED, ConfigReader
 from hotsplit.convert.families.family import Family
 from hotsplit.convert.families.llama import llama_shape
+from hotsplit.model.architecture import PROJECTION_BIASES
 
 
 def qwen2(read: ConfigReader) -> Blueprint:

@@ -12,8 +12,8 @@ from hotsplit.convert.families.opt import OPT
 from hotsplit.convert.families.phi import PHI3
 from hotsplit.convert.families.qwen import QWEN2, QWEN3
 from hotsplit.errors import HotsplitError
-from hotsplit.typed import shown
-from hotsplit.unsupported import CHECKPOINTS, why_not_run
+from hotsplit.files.typed import shown
+from hotsplit.model.unsupported import CHECKPOINTS, why_not_run
 
 # By the first of `architectures` in config.json.
 FAMILIES: dict[str, Family] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import row_bytes
+from hotsplit.files.gguf_file import row_bytes
 
 LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")  # enum Kind

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotsplit.key_selection import KeySelection, padded
+from hotsplit.options.key_selection import KeySelection, padded
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hotsplit.cache_types import CacheType, CacheTypes
+from hotsplit.options.cache_types import CacheType, CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable, Change
 from hotsplit.runtime.cache.key_tables import KeyTables
 from hotsplit.runtime.cache.stored_rows import (

@@ -7,7 +7,7 @@ of a row."""
 import torch
 from torch import Tensor
 
-from hotsplit.cache_types import CacheType
+from hotsplit.options.cache_types import CacheType
 
 BLOCK = 32
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

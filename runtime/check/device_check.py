@@ -12,7 +12,7 @@ its fallback, with one line of output.
     graph                 the step is submitted kernel by kernel
     steps of N rows ...   steps have fewer rows; tried when they are first used
 
-Results are kept (hotsplit.device_checks): later loads check only parts without one, and print the
+Results are kept (hotsplit.artifacts.device_checks): later loads check only parts without one, and print the
 same lines. A part fails by an exception, a wrong result, a time limit, or the end of the process,
 which the next load finds. If the device no longer answers after a failure, this load goes to the
 CPU, or a step in use raises HotsplitError; the next load takes the part's own fallback."""
@@ -27,9 +27,8 @@ from functools import partial
 
 import torch
 
-from hotsplit.device_checks import CheckBook, Verdict, name_of_part
+from hotsplit.artifacts.device_checks import CheckBook, Verdict, name_of_part
 from hotsplit.errors import HotsplitError
-from hotsplit.progress import progress
 from hotsplit.runtime.check import parts as device_parts
 from hotsplit.runtime.check import slots, step_check
 from hotsplit.runtime.check.kernels import check_launch
@@ -43,6 +42,7 @@ from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.step.hybrid_device import Take
 from hotsplit.runtime.step.hybrid_step import Backend
 from hotsplit.runtime.weights import gpu_products
+from hotsplit.system.progress import progress
 
 Notice = Callable[[str], None]
 Takes = Callable[[torch.device], Take]

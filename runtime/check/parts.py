@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from hotsplit.device_checks import DeviceKey
+from hotsplit.artifacts.device_checks import DeviceKey
 from hotsplit.runtime.check.kernels import Wrong
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.streams import CudaStream

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 ALIGNMENT = 256
 # torch's allocator rounds a segment for one tensor of 10 MiB or more up to a multiple of this;

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.device.pinned import PinnableMemory
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 HUGE_PAGE_BYTES = 2 << 20
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hotsplit.errors import HotsplitError
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 _FOR_ALL_DEVICES = 1  # cudaHostRegisterPortable
 # Reasons, if a check of this process's devices found that memory cannot be pinned.

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Self, cast
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file
-from hotsplit.json_file import read_object
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.json_file import read_object
+from hotsplit.files.typed import shown
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.generation import (
     ENDLESS,
@@ -34,7 +35,6 @@ from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
 from hotsplit.runtime.text.chat_template import ChatTemplate, Message
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.typed import shown
 
 FORMAT, VERSION = "hotsplit-chat", 1
 # Tokens of a piece. A longer prompt is computed in pieces, so the caller can stop between them.

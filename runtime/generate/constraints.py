@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
 from hotsplit.runtime.generate import gbnf, gbnf_parser
 from hotsplit.runtime.generate.json_schema import check_schema, parse_schema
 from hotsplit.runtime.text.codec import TextCodec
-from hotsplit.typed import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
 from hotsplit.runtime.generate.speculation import Guess
 from hotsplit.runtime.step.sequences import Sequence as TextSequence
-from hotsplit.typed import shown
 
 
 class DraftModel:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hotsplit.errors import HotsplitError
-from hotsplit.typed import shown
+from hotsplit.files.typed import shown
 
 Ranges = tuple[tuple[int, int], ...]  # of code points, inclusive, ordered and disjoint
 ANY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from urllib.parse import unquote
 
 from hotsplit.errors import HotsplitError
-from hotsplit.typed import json_kind, one_line, shown
+from hotsplit.files.typed import json_kind, one_line, shown
 
 _ANNOTATIONS = {
     "$schema", "$comment", "title", "description", "default", "examples", "deprecated",

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
+from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.runtime.step.sequences import Sequence
-from hotsplit.safetensors_file import load_arrays, save_arrays
 
 FORMAT, VERSION = "hotsplit.prompt", 4
 MAX_HEADER_BYTES = 1 << 20  # of a file, searched for the format's name

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotsplit.errors import HotsplitError
-from hotsplit.typed import shown
+from hotsplit.files.typed import shown
 
 # Names in llama.cpp's order, and its letters for them.
 LETTERS = {

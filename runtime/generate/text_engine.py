@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation

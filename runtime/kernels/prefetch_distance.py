@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from hotsplit import __version__
-from hotsplit.cache_place import PREFETCH_FILE, cache_folder
 from hotsplit.errors import HotsplitError
-from hotsplit.files import partial_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.system.cache_place import PREFETCH_FILE, cache_folder
 
 log = logging.getLogger(__name__)
 DISTANCES = (0, 1024, 2304, 4608, 9216)

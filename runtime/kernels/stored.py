@@ -9,7 +9,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
-from hotsplit.gguf_file import type_of
+from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.kernels import k_quants
 from hotsplit.runtime.kernels.grouped import from_grouped
 from hotsplit.runtime.kernels.planar import from_planar

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hotsplit.engine_config import check_threads
+from hotsplit.options.engine_config import check_threads
 from hotsplit.runtime.kernels.cpu import library
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
-from hotsplit.architecture import ModelShape
+from hotsplit.model.architecture import ModelShape
 from hotsplit.runtime.cache.key_tables import KeyTables
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
@@ -255,7 +255,7 @@ def attend_capped(
     query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: KeyTables, sequence: int,
     rotary: Rotary,
 ) -> Tensor:  # fmt: skip
-    """Computes `attend_to_chosen` with capped positions (hotsplit.key_selection), from queries
+    """Computes `attend_to_chosen` with capped positions (hotsplit.options.key_selection), from queries
     and keys before the rotary embedding."""
     num_kv, outs, rule = key_CKW.shape[1], [], tables.rule
     num_far = rule.sinks + rule.top

@@ -15,7 +15,7 @@ compute all rows that any of them needs, or every row; on a GPU, and for observe
 tokens, every row is computed. Values that a token does not need are then masked.
 
 Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
-hotsplit.limits.
+hotsplit.artifacts.limits_file.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hotsplit.budget import gpu_part_neurons, part_neurons
+from hotsplit.costs.budget import gpu_part_neurons, part_neurons
 from hotsplit.runtime.model.native_neurons import add_neurons
 from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.model.predictor import Predictor

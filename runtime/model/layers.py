@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.limits import LayerLimits
+from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.model.attention import Attention, Norm, Rotary
 from hotsplit.runtime.model.feed_forward import FeedForward

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.budget import kv_kind
-from hotsplit.cache_types import CacheTypes
-from hotsplit.gguf_file import TensorEntry
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import kv_kind
+from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.model.attention import Attention, Norm, Rotary

@@ -14,9 +14,9 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
-from hotsplit.budget import transposed_kind
-from hotsplit.gguf_file import TensorEntry, type_of
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import transposed_kind
+from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, vector_of
 from hotsplit.runtime.weights.neuron_block import Mode, NeuronBlock, Role

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hotsplit.split_file import Split
+from hotsplit.artifacts.split_file import Split
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.neuron_cache.policy import CacheReport
 from hotsplit.runtime.neuron_cache.residency import Residency
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 # Neuron `in` replaces neuron `out` in slot `slot` of the layer. No neuron or slot occurs in two
 # swaps of a decision.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotsplit.neuron_cache import CacheCosts, CacheOptions
+from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.neuron_cache.native import library
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hotsplit.budget import STAGED_ALIGNMENT
+from hotsplit.costs.budget import STAGED_ALIGNMENT
 from hotsplit.runtime.kernels.cpu import library
 
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hotsplit.budget import layer_bytes
-from hotsplit.engine_config import OwnPolicy
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import ModelFile
-from hotsplit.neuron_cache import OFF, CacheOptions, Off
+from hotsplit.options.engine_config import OwnPolicy
+from hotsplit.options.neuron_cache import OFF, CacheOptions, Off
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.layers import Weights
 from hotsplit.runtime.neuron_cache.cycle import NeuronCache, Policy
 from hotsplit.runtime.neuron_cache.joined_slots import JoinedSlots
 from hotsplit.runtime.neuron_cache.policy import CachePolicy
 from hotsplit.runtime.neuron_cache.residency import Residency
-from hotsplit.split_file import Split
 
 
 @dataclass(frozen=True, kw_only=True)

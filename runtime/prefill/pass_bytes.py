@@ -8,8 +8,8 @@ difference is available for streaming cold weights (runtime.prefill.cold_stream)
 
 from collections.abc import Sequence
 
-from hotsplit.architecture import SMOOTH
-from hotsplit.budget import (
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import (
     BLOCK_LENGTH,
     FLOAT_BYTES,
     LOGITS_CHUNK,
@@ -18,7 +18,7 @@ from hotsplit.budget import (
     kv_kind,
     kv_positions,
 )
-from hotsplit.model_file import ModelFile
+from hotsplit.model.architecture import SMOOTH
 from hotsplit.runtime.device.device_memory import SMALL_BYTES
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch

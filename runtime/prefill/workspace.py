@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hotsplit.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import LOGITS_CHUNK, SHORT_CHUNK, layer_bytes
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.runtime.model.layers import Weights

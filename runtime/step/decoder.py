@@ -9,7 +9,7 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from hotsplit.budget import LOGITS_CHUNK, SHORT_CHUNK
+from hotsplit.costs.budget import LOGITS_CHUNK, SHORT_CHUNK
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.model.attention import Attend, Norm, Turn

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotsplit.budget import (
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.costs.budget import (
     head_bytes,
     is_cached,
     is_dense,
@@ -16,9 +18,7 @@ from hotsplit.budget import (
     layer_tensors,
     stored_neuron_bytes,
 )
-from hotsplit.model_file import ModelFile
 from hotsplit.runtime.step.program import HOST, Block, LayerForm, Order, StepForm, gpu, in_line
-from hotsplit.split_file import Split
 
 NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hotsplit.key_selection import SUMMARIES, KeySelection
+from hotsplit.options.key_selection import SUMMARIES, KeySelection
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.key_tables import KeyTables
 from hotsplit.runtime.kernels.cpu import library

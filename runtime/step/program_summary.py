@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from hotsplit.mode_choice import mode_meant
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split, without_predictors
+from hotsplit.costs.mode_choice import mode_meant
 from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of, step_program
-from hotsplit.sizes import format_bytes
-from hotsplit.split_file import Split, without_predictors
+from hotsplit.system.sizes import format_bytes
 
 # Parts that are shown with the operation's name.
 _SHOWN_PARTS = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm", "positions", "hot", "cold",

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.step.batch import WANTED_NAMES, Row, Wanted, rows_of
 from hotsplit.runtime.step.decoder import Decoder
-from hotsplit.typed import shown
 
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from gguf import Keys
 
+from hotsplit.artifacts.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.json_file import read_text
-from hotsplit.model_file import TEMPLATE_KEY, TEMPLATES_KEY, ModelFile
+from hotsplit.files.json_file import read_text
 from hotsplit.runtime.text.built_in_templates import BUILT_IN
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.runtime.text.template_process import TemplateProcess

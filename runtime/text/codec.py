@@ -7,11 +7,11 @@ from functools import cached_property
 import numpy as np
 from tokenizers import Tokenizer
 
+from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY, ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import END_KEY, TOKENIZER_KEY, ModelFile
+from hotsplit.files.typed import shown
 from hotsplit.runtime.text.ggml_tokenizer import ggml_tokenizer
-from hotsplit.tokenizer_text import read_tokenizer, refused
-from hotsplit.typed import shown
+from hotsplit.tokens.tokenizer_text import read_tokenizer, refused
 
 # With this many tokens held back, text is emitted even if they do not decode to whole characters; a
 # character has at most 4 bytes.

@@ -23,11 +23,11 @@ from tokenizers import (
     processors,
 )
 
-from hotsplit.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import Value
+from hotsplit.files.gguf_file import Value
+from hotsplit.files.typed import shown
 from hotsplit.runtime.text.score_merges import merges_of_scores
-from hotsplit.typed import shown
+from hotsplit.tokens.byte_level import BYTE_LEVEL_KINDS, ByteLevelKind
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 SPACE = "\u2581"

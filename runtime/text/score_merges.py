@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hotsplit.errors import HotsplitError
-from hotsplit.typed import shown
+from hotsplit.files.typed import shown
 
 
 def merges_of_scores(path: Path, scores: Mapping[str, float]) -> list[tuple[str, str]]:

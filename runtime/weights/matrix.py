@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.budget import tile_rows
-from hotsplit.gguf_file import TensorEntry
+from hotsplit.costs.budget import tile_rows
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.grouped import is_grouped
 from hotsplit.runtime.kernels.planar import PLANAR_KIND

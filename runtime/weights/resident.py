@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, prefetch, release
+from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.runtime.device.huge_pages import untouched
 from hotsplit.runtime.device.pinned import PinnableMemory
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 SEGMENT_BYTES = 256 << 20
 _ALIGNMENT = 64

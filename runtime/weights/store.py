@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.gguf_file import TensorEntry
+from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.weights.matrix import Matrix, matrix_of
 from hotsplit.runtime.weights.resident import Residence
@@ -26,7 +26,7 @@ Groups = Sequence[Sequence[TensorEntry]]
 
 
 class WeightStore(Protocol):
-    """Provides the weights of one device. `item`: the item of hotsplit.budget under which bytes
+    """Provides the weights of one device. `item`: the item of hotsplit.costs.budget under which bytes
     in a slab are counted."""
 
     @property

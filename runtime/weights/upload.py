@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hotsplit.gguf_file import TensorEntry, prefetch, release
+from hotsplit.files.gguf_file import TensorEntry, prefetch, release
 from hotsplit.runtime.device.device_memory import DeviceMemory
 from hotsplit.runtime.device.staging import Staging, copy_stream
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar

@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
         if sys.platform == "win32":  # it lacks the locks and signals that are used from here on
             sys.stderr.write("hotsplit: Windows itself is not supported; use it under WSL 2\n")
             return 1
-        from hotsplit.top_level import run
+        from hotsplit.commands.top_level import run
 
         return run(argv)
     except KeyboardInterrupt as error:

@@ -7,7 +7,7 @@ import pytest
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.device_checks import stored_checks
+from hotsplit.artifacts.device_checks import stored_checks
 from hotsplit.runtime.check import device_check
 from hotsplit.runtime.step.hybrid_step import HybridStep
 

@@ -18,8 +18,8 @@ from test_hybrid_step import PLANS
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.gguf_file import array_entry
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.files.gguf_file import array_entry
 
 pytestmark = pytest.mark.gpu
 L, F = 4, 96  # as in PLANS

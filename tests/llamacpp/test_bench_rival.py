@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotsplit.bench.bench import bench
-from hotsplit.bench.config import BenchConfig
 from hotsplit.errors import HotsplitError
+from hotsplit.measure.bench.bench import bench
+from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.runtime.kernels.cpu import library
 
 ROOT = Path(__file__).parent.parent.parent

@@ -16,10 +16,10 @@ from checkpoints import edit_config
 from reference import rel_error
 
 from hotsplit import Engine
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.model_file import TOKENIZER_KEY, ModelFile
 
 BUNDLED = Path(__file__).parent.parent.parent / "examples/tiny-relu"
 PROMPTS = [

@@ -14,7 +14,7 @@ import torch
 from sampler_rival import ROOT, Case, ask, difference, differences, distribution, is_rounding
 
 from hotsplit import Engine
-from hotsplit.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.dry import dry_breakers
 from hotsplit.runtime.generate.sampling_options import SamplingOptions

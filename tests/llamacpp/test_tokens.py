@@ -16,9 +16,9 @@ from texts import (
 )
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
-from hotsplit.model_file import TOKENIZER_KEY, ModelFile
 from hotsplit.runtime.text.codec import TextCodec
 
 ROOT = Path(__file__).parent.parent.parent

@@ -2,7 +2,7 @@
 // slot has a price at each step, the best choice for a neuron does not depend on the others: a step
 // in a slot costs the step's price and gains `value` if it reads the neuron; entering a slot costs
 // `fetch`. For all prices, the sum of the neurons' best gains plus the prices of all slots is at
-// least the gain of every policy (Lagrangian duality; bench/cache_replay/bound.py computes the
+// least the gain of every policy (Lagrangian duality; measure/cache_replay/bound.py computes the
 // whole bound). The best choice is found by dynamic programming over steps with two states, in and
 // out.
 //

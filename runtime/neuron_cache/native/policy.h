@@ -13,7 +13,7 @@ struct CacheLayer {
     const uint32_t* planned;  // [W] the neurons that the plan has in slots
     uint32_t* resident;       // [W] the neurons that are in slots
     int64_t num_slots;
-    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/hotsplit/neuron_cache.py
+    double hot_s, hot_row_s, cold_s, cold_row_s;  // seconds, see CacheCosts in src/hotsplit/options/neuron_cache.py
     double copy_row_s, gather_row_s;
     double cold_share;  // moving average: the share of steps in which the cold side takes longer
     // Neurons read by all steps so far: all, those in slots, those in slots by the plan. 0 if all neurons

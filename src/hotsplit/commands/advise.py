@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from hotsplit.commands import examples
-from hotsplit.commands.shared import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
     OUTPUT,
@@ -24,15 +24,15 @@ from hotsplit.commands.shared import (
     threads_option,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.files import temporary_folder
-from hotsplit.outputs import check_outputs
+from hotsplit.files.atomic import temporary_folder
+from hotsplit.files.outputs import check_outputs
 
 if TYPE_CHECKING:
+    from hotsplit.artifacts.limits_file import Limits
     from hotsplit.convert.options import Outtype
-    from hotsplit.limits import Limits
-    from hotsplit.profile.advice_choice import Point
-    from hotsplit.profile.advise import Advice
-    from hotsplit.profile.advise_config import AdviseConfig
+    from hotsplit.measure.advise.advise import Advice
+    from hotsplit.measure.advise.choice import Point
+    from hotsplit.measure.advise.config import AdviseConfig
 
 SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q4_0"),
            "q8_0": ("q4_0",)}  # fmt: skip
@@ -74,8 +74,8 @@ def advise(
     Rules silence neurons and inputs that contribute little, without training. Each is compared with
     the unchanged dense model on your text, and with the same model in smaller types. A file that has
     limits already, such as one made by hotsplit sparsify, is compared as it is."""
-    from hotsplit.model_file import ModelFile
-    from hotsplit.profile.advise_config import AdviseConfig
+    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.measure.advise.config import AdviseConfig
 
     config = AdviseConfig(
         model=model, corpora=corpora, max_tokens=max_tokens, max_loss=max_loss, seed=seed
@@ -101,7 +101,7 @@ def advise(
         limits.save(limits_path)
         lines.append(f"wrote {limits_path}")
     if plot is not None:
-        from hotsplit.profile.advice_plot import draw
+        from hotsplit.measure.advise.plot import draw
 
         draw(advice, plot)
         lines.append(f"wrote {plot}")
@@ -134,8 +134,8 @@ def _advice(
 ) -> "tuple[Advice, Limits | None]":
     """The advice, and the limits of the rule that it recommends; None if that is dense, or if the
     file has limits."""
-    from hotsplit.profile.advise import advise as run
-    from hotsplit.profile.advise_own_limits import advise_own_limits
+    from hotsplit.measure.advise.advise import advise as run
+    from hotsplit.measure.advise.own_limits import advise_own_limits
 
     files = _Files(config.model, folder)
     if has_limits:
@@ -203,7 +203,7 @@ class _Files:
 
 def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
     """The model's own type, and the smaller ones (of those asked for, if any)."""
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
 
     own = ModelFile.load(model).row_major.tensors["blk.0.attn_output.weight"].kind
     if own not in SMALLER:

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from hotsplit.commands import examples
 from hotsplit.commands.advise import advise
 from hotsplit.commands.bench import bench
 from hotsplit.commands.cache import cache
@@ -18,14 +17,11 @@ from hotsplit.commands.chat import chat
 from hotsplit.commands.doctor import doctor
 from hotsplit.commands.evaluate import evaluate
 from hotsplit.commands.generate import generate
-from hotsplit.commands.help_command import completion, help_command
-from hotsplit.commands.outtype import OUTTYPE
-from hotsplit.commands.profile_command import profile
-from hotsplit.commands.report import report
-from hotsplit.commands.rope_options import rope_options
-from hotsplit.commands.run import run as run_command
-from hotsplit.commands.serve import serve
-from hotsplit.commands.shared import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.help.command import completion, help_command
+from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
     FileCommand,
@@ -37,10 +33,14 @@ from hotsplit.commands.shared import (
     output,
     say,
 )
+from hotsplit.commands.profile_command import profile
+from hotsplit.commands.report import report
+from hotsplit.commands.run import run as run_command
+from hotsplit.commands.serve import serve
 from hotsplit.commands.sparsify import sparsify
-from hotsplit.key_selection import DEFAULT
-from hotsplit.sizes import format_bytes
-from hotsplit.written import Written
+from hotsplit.files.written import Written
+from hotsplit.options.key_selection import DEFAULT
+from hotsplit.system.sizes import format_bytes
 
 
 class Stopped(Exception):
@@ -117,11 +117,11 @@ def convert(
 
     config = ConvertConfig(source=source, tensor_types=tensor_types, **options)
     from hotsplit.convert.convert import convert as run  # seconds of imports
-    from hotsplit.progress import progress
+    from hotsplit.system.progress import progress
 
     def verify(written: Written) -> list[str]:
-        from hotsplit.profile.predictor_check import check_predictors
-        from hotsplit.profile.verify import verify as compare
+        from hotsplit.measure.evaluate.verify import verify as compare
+        from hotsplit.profile.predictors.check import check_predictors
 
         advance.begin("verifying")
         check = check_predictors(written.path)
@@ -157,9 +157,9 @@ def convert(
 @json_option
 def calibrate(as_json: bool, **options: Any) -> None:
     """Measure this machine's bandwidths, latencies and memories."""
-    from hotsplit.profile.calibrate import CalibrateConfig
-    from hotsplit.profile.calibrate import calibrate as run
-    from hotsplit.progress import progress
+    from hotsplit.measure.calibrate.calibrate import CalibrateConfig
+    from hotsplit.measure.calibrate.calibrate import calibrate as run
+    from hotsplit.system.progress import progress
 
     config = CalibrateConfig(**options)
     with progress("measuring", None, "timings") as advance:
@@ -221,7 +221,7 @@ def solve(
     The plan says which neurons, attention blocks and so on go on the GPU and which stay on the CPU
     so that a token takes the least time on the machine that --machine describes."""
     from hotsplit.commands.solve import run_check, run_solve, run_sweep
-    from hotsplit.neuron_cache import CacheOptions
+    from hotsplit.options.neuron_cache import CacheOptions
     from hotsplit.solver.solve import SolveConfig
 
     if not budgets and not sweep_range and not is_check:

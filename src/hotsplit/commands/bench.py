@@ -4,12 +4,12 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.cache_options import cache_type_options
 from hotsplit.commands.cache_replay import check_replay, run_replay
-from hotsplit.commands.kept_files import bench_line
-from hotsplit.commands.neuron_cache_option import neuron_cache_option
-from hotsplit.commands.rope_options import rope_options
-from hotsplit.commands.shared import (
+from hotsplit.commands.options.cache import cache_type_options
+from hotsplit.commands.options.kept_files import bench_line
+from hotsplit.commands.options.neuron_cache import neuron_cache_option
+from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
     FileCommand,
@@ -22,7 +22,7 @@ from hotsplit.commands.shared import (
     split_option,
     threads_option,
 )
-from hotsplit.sizes import whole_number
+from hotsplit.system.sizes import whole_number
 
 
 class Lengths(click.ParamType):
@@ -85,7 +85,7 @@ def bench(
 
     Speeds are compared with the limit set by the memory's speed and, if the step is native,
     broken down by its parts."""
-    from hotsplit.bench.config import BenchConfig
+    from hotsplit.measure.bench.config import BenchConfig
 
     check_replay(ctx)
     replayed = {name: options.pop(name) for name in ("cache_replay", "cache_tokens", "cache_plot")}
@@ -97,10 +97,10 @@ def bench(
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
     options |= {name: sum(values, ()) for name, values in lengths.items() if values}
     config = BenchConfig(**options)  # refuses wrong options before the imports, which take seconds
-    from hotsplit.bench.bench import bench as run
-    from hotsplit.bench.fields import to_json
-    from hotsplit.bench.tables import lines_of, markdown_of
-    from hotsplit.progress import progress
+    from hotsplit.measure.bench.bench import bench as run
+    from hotsplit.measure.bench.fields import to_json
+    from hotsplit.measure.bench.tables import lines_of, markdown_of
+    from hotsplit.system.progress import progress
 
     with progress("measuring", config.num_runs, "tests") as advance:
         report = run(config, advance)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from hotsplit.commands.shared import FileCommand, finish, json_option, say
-from hotsplit.sizes import format_bytes
+from hotsplit.commands.options.shared import FileCommand, finish, json_option, say
+from hotsplit.system.sizes import format_bytes
 
 
 @click.command(cls=FileCommand)

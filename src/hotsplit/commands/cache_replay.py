@@ -38,10 +38,10 @@ def check_replay(ctx: click.Context) -> None:
 def run_replay(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """Replays the policies and plots them if asked to; returns (report for JSON, lines for the
     user)."""
-    from hotsplit.bench.cache_replay.replay import ReplayConfig, num_stages, replay
-    from hotsplit.neuron_cache import CacheOptions
-    from hotsplit.outputs import check_outputs
-    from hotsplit.progress import progress
+    from hotsplit.files.outputs import check_outputs
+    from hotsplit.measure.cache_replay.replay import ReplayConfig, num_stages, replay
+    from hotsplit.options.neuron_cache import CacheOptions
+    from hotsplit.system.progress import progress
 
     plot: Path | None = options["cache_plot"]
     given = options["neuron_cache"]
@@ -53,7 +53,7 @@ def run_replay(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
         options=given if isinstance(given, CacheOptions) else CacheOptions(),
     )
     if plot is not None:
-        from hotsplit.bench.cache_replay.plot import plot_replay
+        from hotsplit.measure.cache_replay.plot import plot_replay
 
         inputs = (config.model, config.split, config.text)
         check_outputs([plot], force=True, inputs=inputs)

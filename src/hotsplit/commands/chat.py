@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from hotsplit.commands import examples
-from hotsplit.commands.cache_options import cache_type_options
-from hotsplit.commands.chat_options import system_message, template_variables
-from hotsplit.commands.constraint_options import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.cache import cache_type_options
+from hotsplit.commands.options.chat import system_message, template_variables
+from hotsplit.commands.options.constraints import (
     NAMES,
     ConstraintOptions,
     constraint_of,
     constraint_options,
 )
-from hotsplit.commands.neuron_cache_option import neuron_cache_option
-from hotsplit.commands.rope_options import rope_options
-from hotsplit.commands.sampling import sampling_options, take_sampling_options
-from hotsplit.commands.shared import (
+from hotsplit.commands.options.neuron_cache import neuron_cache_option
+from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     context_option,
@@ -37,12 +37,12 @@ from hotsplit.commands.shared import (
     threads_option,
     thresholds_option,
 )
-from hotsplit.commands.speculation_options import (
+from hotsplit.commands.options.speculation import (
     speculating,
     speculation_options,
     take_speculation_options,
 )
-from hotsplit.commands.terminal import (
+from hotsplit.commands.terminal.terminal import (
     Lines,
     PipedLines,
     Screen,
@@ -51,8 +51,8 @@ from hotsplit.commands.terminal import (
     note,
     stopping,
 )
-from hotsplit.engine_config import EngineConfig
 from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.generate.generation_options import GenerationOptions
 
 if TYPE_CHECKING:

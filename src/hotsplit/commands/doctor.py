@@ -5,8 +5,15 @@ from pathlib import Path
 
 import click
 
-from hotsplit.commands import examples
-from hotsplit.commands.shared import OUTPUT, FileCommand, finish, force_option, json_option, say
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.shared import (
+    OUTPUT,
+    FileCommand,
+    finish,
+    force_option,
+    json_option,
+    say,
+)
 
 
 @click.command(
@@ -28,8 +35,8 @@ def doctor(
     with 1 if something is wrong."""
     from hotsplit.doctor.examine import examine
     from hotsplit.doctor.finding import report_of
-    from hotsplit.files import partial_file
-    from hotsplit.outputs import check_output
+    from hotsplit.files.atomic import partial_file
+    from hotsplit.files.outputs import check_output
 
     if report is not None:
         check_output(report, force=force)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands import examples
-from hotsplit.commands.cache_options import cache_type_options
-from hotsplit.commands.rope_options import rope_options, scaling_lines
-from hotsplit.commands.shared import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.cache import cache_type_options
+from hotsplit.commands.options.rope import rope_options, scaling_lines
+from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     context_option,
@@ -25,9 +25,9 @@ from hotsplit.commands.shared import (
 )
 
 if TYPE_CHECKING:
-    from hotsplit.profile.eval_config import EvalConfig
-    from hotsplit.profile.quality import EvalReport
-    from hotsplit.profile.tasks_config import TasksConfig
+    from hotsplit.measure.evaluate.eval_config import EvalConfig
+    from hotsplit.measure.evaluate.quality import EvalReport
+    from hotsplit.measure.evaluate.tasks_config import TasksConfig
 
 ONLY_TEXT = (
     "corpora", "max_tokens", "chat_template", "cache_type_k", "cache_type_v", "kv_offload",
@@ -105,13 +105,13 @@ def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> N
 
 
 def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> None:
-    from hotsplit.profile.eval_config import EvalConfig
+    from hotsplit.measure.evaluate.eval_config import EvalConfig
 
     config = EvalConfig(**options)  # refuses wrong options before the imports, which take seconds
-    from hotsplit.profile.eval_file import eval_content
-    from hotsplit.profile.quality import evaluate as run
-    from hotsplit.progress import progress
+    from hotsplit.measure.evaluate.eval_file import eval_content
+    from hotsplit.measure.evaluate.quality import evaluate as run
     from hotsplit.runtime.kernels.threads import use_threads
+    from hotsplit.system.progress import progress
 
     use_threads(threads)
     found: list[int] = []  # tokens of the text
@@ -132,7 +132,7 @@ def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> Non
 
 def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[str]:
     """Notes on the figures; `num_found` is the number of tokens of the text."""
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
 
     notes = []
     if report.mode == "dense" and not (
@@ -154,14 +154,14 @@ def _by_tasks(
 ) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read at import; we show our own progress
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from hotsplit.profile.tasks_config import TasksConfig
+    from hotsplit.measure.evaluate.tasks_config import TasksConfig
 
     folder: Path | None = options.pop("task_folder")
     # Refuses wrong options before the imports, which take seconds.
     config = TasksConfig(tasks=tasks, folder=folder, **options)
-    from hotsplit.profile.tasks import run_tasks
-    from hotsplit.progress import progress
+    from hotsplit.measure.evaluate.tasks import run_tasks
     from hotsplit.runtime.kernels.threads import use_threads
+    from hotsplit.system.progress import progress
 
     use_threads(threads)
     with progress("answering", None, "requests") as advance:

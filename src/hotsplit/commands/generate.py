@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands import examples
-from hotsplit.commands.cache_options import cache_type_options
-from hotsplit.commands.chat_options import system_message, template_variables
-from hotsplit.commands.constraint_options import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.cache import cache_type_options
+from hotsplit.commands.options.chat import system_message, template_variables
+from hotsplit.commands.options.constraints import (
     NAMES,
     ConstraintOptions,
     constraint_of,
     constraint_options,
 )
-from hotsplit.commands.neuron_cache_option import neuron_cache_option
-from hotsplit.commands.prompts import prompts_of
-from hotsplit.commands.rope_options import rope_options
-from hotsplit.commands.sampling import sampling_options, take_sampling_options
-from hotsplit.commands.shared import (
+from hotsplit.commands.options.neuron_cache import neuron_cache_option
+from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.shared import (
     FILE,
     OUTPUT,
     FileCommand,
@@ -40,14 +39,15 @@ from hotsplit.commands.shared import (
     threads_option,
     thresholds_option,
 )
-from hotsplit.commands.speculation_options import (
+from hotsplit.commands.options.speculation import (
     speculating,
     speculation_options,
     take_speculation_options,
 )
-from hotsplit.commands.written_texts import Writing, event_of, logprobs_of, report_of
-from hotsplit.engine_config import EngineConfig
+from hotsplit.commands.terminal.prompts import prompts_of
+from hotsplit.commands.terminal.written_texts import Writing, event_of, logprobs_of, report_of
 from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.generate.generation_options import GenerationOptions
 
 if TYPE_CHECKING:

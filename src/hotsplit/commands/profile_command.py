@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from hotsplit.commands import examples
-from hotsplit.commands.shared import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
     FileCommand,
@@ -24,7 +24,7 @@ from hotsplit.commands.shared import (
     texts_and_model,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.outputs import check_apart, check_outputs
+from hotsplit.files.outputs import check_apart, check_outputs
 
 if TYPE_CHECKING:
     from hotsplit.profile.collect import ProfileReport
@@ -119,7 +119,7 @@ def profile(
     if len(files) != 1:
         raise click.UsageError("one model at a time; give text with --corpus")
     from hotsplit.profile.config import DEFAULT_TOKENS, ProfileConfig
-    from hotsplit.profile.predictor_options import PredictorOptions, Target
+    from hotsplit.profile.predictors.options import PredictorOptions, Target
 
     predictors = PredictorOptions(
         rank=predictor_rank, form=predictor_form, type=predictor_type, format=predictor_format,
@@ -130,9 +130,9 @@ def profile(
         model=files[0], output=output, force=force, predictors=predictors, **options
     )
     from hotsplit.profile.collect import profile as run  # seconds of imports
-    from hotsplit.profile.plots import draw
-    from hotsplit.profile.ranks import rank_here
-    from hotsplit.progress import progress
+    from hotsplit.profile.corpus.processes import rank_here
+    from hotsplit.profile.report.plots import draw
+    from hotsplit.system.progress import progress
 
     is_first = rank_here() == 0
     if is_first:
@@ -162,11 +162,11 @@ def _refuse_beside_merge(ctx: click.Context) -> None:
 def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
     """Checks all outputs at once: the profile, its reports, the resume file, predictors and
     plots."""
-    from hotsplit.model_file import ModelFile
-    from hotsplit.profile.plots import PICTURES
-    from hotsplit.profile.predictor_output import PredictorOutput
-    from hotsplit.profile.report import report_paths
-    from hotsplit.profile.resume import resume_path
+    from hotsplit.artifacts.model_file import ModelFile
+    from hotsplit.profile.count.resume import resume_path
+    from hotsplit.profile.predictors.output import PredictorOutput
+    from hotsplit.profile.report.lines import report_paths
+    from hotsplit.profile.report.plots import PICTURES
 
     outputs = [config.output, *report_paths(config.output)]
     if (folder := config.train_predictors) is not None:
@@ -180,7 +180,7 @@ def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
 
 
 def _lines(report: "ProfileReport") -> list[str]:
-    from hotsplit.profile.report import short_lines
+    from hotsplit.profile.report.lines import short_lines
 
     density, fifth = mean(report.density_L), mean(report.hottest_fifth_L)
     lines = [
@@ -206,7 +206,7 @@ def _lines(report: "ProfileReport") -> list[str]:
 
 
 def _merge(files: tuple[Path, ...], output: Path, force: bool, as_json: bool) -> None:
-    from hotsplit.profile.merge import MergeConfig, merge
+    from hotsplit.profile.count.merge import MergeConfig, merge
 
     report = merge(MergeConfig(profiles=files, output=output, force=force))
     lines = [f"note: {note}" for note in report.notes]

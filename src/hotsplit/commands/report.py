@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 
-from hotsplit.commands.kept_files import report_line
-from hotsplit.commands.shared import (
+from hotsplit.commands.options.kept_files import report_line
+from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     finish,
@@ -15,7 +15,7 @@ from hotsplit.commands.shared import (
     let_threads_sleep,
     output,
 )
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 
 @click.command(cls=FileCommand)
@@ -38,7 +38,7 @@ def report(as_json: bool, evals: tuple[Path, ...], **options: Any) -> None:
 
     The page needs no network."""
     let_threads_sleep()
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.model_file import ModelFile
 
     ModelFile.load(options["model"])  # fails early: the other imports take seconds
     from hotsplit.report.config import ReportConfig

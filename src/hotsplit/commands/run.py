@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.cache_options import cache_type_options
 from hotsplit.commands.chat import talk
-from hotsplit.commands.constraint_options import constraint_options
 from hotsplit.commands.generate import text_options, write
-from hotsplit.commands.outtype import OUTTYPE
-from hotsplit.commands.rope_options import rope_options
-from hotsplit.commands.run_checks import check_model, check_options, has_prompt
-from hotsplit.commands.sampling import sampling_options
-from hotsplit.commands.shared import (
+from hotsplit.commands.options.cache import cache_type_options
+from hotsplit.commands.options.constraints import constraint_options
+from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.sampling import sampling_options
+from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     Size,
@@ -32,7 +31,8 @@ from hotsplit.commands.shared import (
     say,
     threads_option,
 )
-from hotsplit.commands.speculation_options import speculation_options
+from hotsplit.commands.options.speculation import speculation_options
+from hotsplit.commands.run_checks import check_model, check_options, has_prompt
 
 if TYPE_CHECKING:
     from hotsplit.run.estimate import Estimate

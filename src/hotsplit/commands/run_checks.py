@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands.chat_options import system_message, template_variables
-from hotsplit.commands.constraint_options import NAMES, ConstraintOptions, constraint_of
 from hotsplit.commands.generate import check_output_options, endings_of
-from hotsplit.commands.prompts import prompts_of
-from hotsplit.commands.sampling import take_sampling_options
-from hotsplit.commands.shared import say
-from hotsplit.commands.speculation_options import take_speculation_options
+from hotsplit.commands.options.chat import system_message, template_variables
+from hotsplit.commands.options.constraints import NAMES, ConstraintOptions, constraint_of
+from hotsplit.commands.options.sampling import take_sampling_options
+from hotsplit.commands.options.shared import say
+from hotsplit.commands.options.speculation import take_speculation_options
+from hotsplit.commands.terminal.prompts import prompts_of
 from hotsplit.errors import HotsplitError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands import examples
-from hotsplit.commands.cache_options import cache_type_options
-from hotsplit.commands.rope_options import rope_options
-from hotsplit.commands.sampling import sampling_options, take_sampling_options
-from hotsplit.commands.shared import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.cache import cache_type_options
+from hotsplit.commands.options.rope import rope_options
+from hotsplit.commands.options.sampling import sampling_options, take_sampling_options
+from hotsplit.commands.options.shared import (
     FILE,
     FileCommand,
     Size,
@@ -29,7 +29,7 @@ from hotsplit.commands.shared import (
     thresholds_option,
 )
 from hotsplit.errors import HotsplitError
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 if TYPE_CHECKING:
     from hotsplit.runtime.engine import Engine
@@ -105,8 +105,8 @@ def serve(
 
     Sampling options are the defaults for requests. With --json, one line on stdout gives the
     address as soon as the server is ready."""
+    from hotsplit.artifacts.split_file import Split
     from hotsplit.serve.config import ServeConfig
-    from hotsplit.split_file import Split
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
     sampling = take_sampling_options(options)
@@ -192,10 +192,10 @@ def _check_memory(
     zeros and thus allocates all of it at once."""
     import torch
 
-    from hotsplit.longer_texts import with_rope_scaling
-    from hotsplit.model_file import ModelFile
+    from hotsplit.artifacts.longer_texts import with_rope_scaling
+    from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.runtime.engine_options import bytes_by_role_of, cache_types_of, context_of
-    from hotsplit.system_memory import free_memory_bytes
+    from hotsplit.system.system_memory import free_memory_bytes
 
     file, device = ModelFile.load(model), torch.device("cpu")
     file = with_rope_scaling(file, *rope, context_length)

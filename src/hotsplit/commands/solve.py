@@ -7,14 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hotsplit.budget import ITEMS
+from hotsplit.costs.budget import ITEMS
 from hotsplit.errors import HotsplitError
-from hotsplit.files import all_or_none
-from hotsplit.outputs import check_outputs
-from hotsplit.sizes import format_bytes, parse_bytes
+from hotsplit.files.atomic import all_or_none
+from hotsplit.files.outputs import check_outputs
 from hotsplit.solver.explain import explain
 from hotsplit.solver.solve import SolveConfig, SolveReport, check, solve
 from hotsplit.solver.sweep import Sweep, sweep
+from hotsplit.system.sizes import format_bytes, parse_bytes
 
 Say = Callable[[str], None]
 MEANINGS = {

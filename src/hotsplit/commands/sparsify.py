@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotsplit.commands import examples
-from hotsplit.commands.outtype import OUTTYPE
-from hotsplit.commands.shared import (
+from hotsplit.commands.help import examples
+from hotsplit.commands.options.outtype import OUTTYPE
+from hotsplit.commands.options.shared import (
     FILE,
     FOLDER,
     FileCommand,
@@ -18,7 +18,7 @@ from hotsplit.commands.shared import (
     output,
     say,
 )
-from hotsplit.files import locked_folder
+from hotsplit.files.atomic import locked_folder
 
 if TYPE_CHECKING:
     from hotsplit.sparsify.config import SparsifyConfig
@@ -96,10 +96,10 @@ def sparsify(as_json: bool, **options: Any) -> None:
     config = SparsifyConfig(
         **options
     )  # refuses wrong options before the imports, which take seconds
-    from hotsplit.profile.ranks import rank_here
-    from hotsplit.progress import progress
+    from hotsplit.profile.corpus.processes import rank_here
     from hotsplit.sparsify.plan import finish as clean_up
     from hotsplit.sparsify.run import sparsify_locked as run
+    from hotsplit.system.progress import progress
 
     is_first = rank_here() == 0
     total = config.tokens * len(config.targets)

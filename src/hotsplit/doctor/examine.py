@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotsplit.device_checks import Say, forget_checks, stored_checks
+from hotsplit.artifacts.device_checks import Say, forget_checks, stored_checks
 from hotsplit.doctor import gpu, machine
 from hotsplit.doctor.children import Child, Result
 from hotsplit.doctor.finding import Finding

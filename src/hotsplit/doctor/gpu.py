@@ -5,11 +5,11 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hotsplit.device_checks import Checks, DeviceKey, Verdict, name_of_part
+from hotsplit.artifacts.device_checks import Checks, DeviceKey, Verdict, name_of_part
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.doctor.machine import REBUILD, is_wsl
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 LEAST_CAPABILITY = 7.5  # the lowest for which torch's wheels for CUDA 12.8 and later have code
 BF16_CAPABILITY = 8.0

@@ -6,13 +6,13 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from hotsplit.cache_place import VARIABLE, cache_folder
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
 from hotsplit.doctor.probe_kernels import LEVEL_VARIABLE, LEVELS
 from hotsplit.errors import HotsplitError
-from hotsplit.sizes import format_bytes
-from hotsplit.system_memory import free_memory_bytes, memory_bytes, memory_limit_bytes
+from hotsplit.system.cache_place import VARIABLE, cache_folder
+from hotsplit.system.sizes import format_bytes
+from hotsplit.system.system_memory import free_memory_bytes, memory_bytes, memory_limit_bytes
 
 LITTLE_BYTES = 2 << 30
 _CPUINFO = Path("/proc/cpuinfo")

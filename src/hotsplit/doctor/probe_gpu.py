@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.doctor.children import leave_no_core, tell_at, tell_done
-from hotsplit.gguf_file import TensorEntry, array_entry
-from hotsplit.model_file import ModelFile, PredictorInfo
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.model.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
 
 SHAPE = ModelShape(
     num_layers=2, width=512, num_neurons=1408, num_heads=8, num_kv_heads=4, head_width=64,
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def check(device: str) -> None:
-    """Loads a model twice, which checks the device; hotsplit.device_checks stores the results."""
+    """Loads a model twice, which checks the device; hotsplit.artifacts.device_checks stores the results."""
     from hotsplit.runtime.engine import Engine
 
     model = small_model()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
 from hotsplit.export.powerinfer_index import index_notes, write_index
 from hotsplit.export.sparkinfer_split import (
@@ -16,9 +18,7 @@ from hotsplit.export.sparkinfer_split import (
     model_split_notes,
     write_model_split,
 )
-from hotsplit.outputs import check_output, check_output_folder
-from hotsplit.profile_file import Profile
-from hotsplit.split_file import Split
+from hotsplit.files.outputs import check_output, check_output_folder
 
 Format = Literal["powerinfer-activations", "gpuidx", "sparkinfer-split"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hotsplit.files import partial_folder
-from hotsplit.profile_file import Profile
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.files.atomic import partial_folder
 
 FOLDER_NAME = "activation"  # the folder that PowerInfer reads, next to the model file
 SOLVER_BATCH = 256  # solver.py reshapes F counts to rows of this many

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hotsplit.files import partial_file
-from hotsplit.split_file import Split
+from hotsplit.artifacts.split_file import Split
+from hotsplit.files.atomic import partial_file
 
 SUFFIX = ".generated.gpuidx"  # PowerInfer looks for its model file's name plus this suffix
 ARCHITECTURE = "generic.gpu_index"

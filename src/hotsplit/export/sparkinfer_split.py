@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hotsplit.artifacts.profile_file import Profile
+from hotsplit.artifacts.split_file import Split
 from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import Value, array_entry, write_gguf
-from hotsplit.profile_file import Profile
-from hotsplit.split_file import Split
+from hotsplit.files.gguf_file import Value, array_entry, write_gguf
 
 ARCHITECTURE = "sparkinfer-model-split"  # the loader does not read it
 MAX_GROUPS = 1024  # asserted by the loader

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hotsplit.budget import Items
-from hotsplit.cache_plan import CachePlan
-from hotsplit.machine_file import Machine
-from hotsplit.model_file import PredictorInfo
-from hotsplit.predictor_file import Predictors
-from hotsplit.profile_file import Corpus, Profile
-from hotsplit.split_file import PlanMode, Split
+from hotsplit.artifacts.cache_plan import CachePlan
+from hotsplit.artifacts.machine_file import Machine
+from hotsplit.artifacts.model_file import PredictorInfo
+from hotsplit.artifacts.predictor_file import Predictors
+from hotsplit.artifacts.profile_file import Corpus, Profile
+from hotsplit.artifacts.split_file import PlanMode, Split
+from hotsplit.costs.budget import Items
 
 HOTTEST = 0.2  # share of the neurons whose part in all firings is reported
 

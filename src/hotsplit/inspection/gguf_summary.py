@@ -9,10 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.errors import HotsplitError
-from hotsplit.gguf_file import TensorEntry, Value, open_gguf
-from hotsplit.inspection.artifact_summaries import SplitSummary
-from hotsplit.model_file import (
+from hotsplit.artifacts.model_file import (
     SPLIT_ARCHITECTURE,
     TEMPLATE_KEY,
     TOKENIZER_KEY,
@@ -22,6 +19,9 @@ from hotsplit.model_file import (
     ModelShape,
     PredictorInfo,
 )
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
+from hotsplit.inspection.artifact_summaries import SplitSummary
 
 SHOWN_LENGTH = 80  # characters of a text
 # The beginning of a tensor's name, without "blk.N.", -> its part; the first match wins.

@@ -6,9 +6,12 @@ artifact_summaries, their display in tables."""
 import struct
 from pathlib import Path
 
-from hotsplit import machine_file, predictor_file, profile_file
+from hotsplit.artifacts import machine_file, predictor_file, profile_file
 from hotsplit.errors import HotsplitError
-from hotsplit.files import require_file
+from hotsplit.files.atomic import require_file
+from hotsplit.files.json_file import parse_object, read_object
+from hotsplit.files.safetensors_file import MAX_HEADER_BYTES
+from hotsplit.files.typed import shown
 from hotsplit.inspection.artifact_summaries import (
     MachineSummary,
     PredictorsSummary,
@@ -16,9 +19,6 @@ from hotsplit.inspection.artifact_summaries import (
     SplitSummary,
 )
 from hotsplit.inspection.gguf_summary import GgufSummary, summarise_gguf
-from hotsplit.json_file import parse_object, read_object
-from hotsplit.safetensors_file import MAX_HEADER_BYTES
-from hotsplit.typed import shown
 
 Summary = GgufSummary | ProfileSummary | PredictorsSummary | SplitSummary | MachineSummary
 

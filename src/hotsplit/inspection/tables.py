@@ -7,6 +7,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hotsplit.artifacts.machine_file import Figure
+from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.inspection.artifact_summaries import (
     MachineSummary,
     PredictorsSummary,
@@ -15,9 +17,7 @@ from hotsplit.inspection.artifact_summaries import (
 )
 from hotsplit.inspection.gguf_summary import Amount, GgufSummary, TensorFact, TokenizerFacts
 from hotsplit.inspection.inspect_file import Summary
-from hotsplit.machine_file import Figure
-from hotsplit.model_file import PredictorInfo
-from hotsplit.sizes import format_bytes
+from hotsplit.system.sizes import format_bytes
 
 WIDTH_OF_A_PIPE = 120  # columns if stdout is not a terminal
 Row = Sequence[object]

@@ -1,0 +1,56 @@
+"""Measures memory bandwidth: on the CPU with the runtime's matrix-vector product and threads, on a
+GPU with torch's sum. The buffer has at most 1 GiB and exceeds most caches unless free memory is
+short.
+
+The bandwidth is measured again in every round, so that whatever slows the model in a round also
+slows the probe."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hotsplit.files.gguf_file import array_entry
+from hotsplit.measure.calibrate.calibrate import buffer_bytes
+from hotsplit.measure.calibrate.gpu import READ_BYTES
+from hotsplit.measure.timing.rounds import seconds_of
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.weights.matrix import matrix_of
+from hotsplit.runtime.weights.resident import Residence
+
+ROW_VALUES = 4096
+TRIES = 3  # the fastest counts
+
+Bandwidth = Callable[[], float]  # measures bytes per second
+
+
+def cpu_bandwidth() -> Bandwidth:
+    """A probe that times an f32 matrix-vector product over memory allocated like weights."""
+    num_rows = max(1, buffer_bytes() // (4 * ROW_VALUES))
+    ones = array_entry(np.ones((num_rows, ROW_VALUES), np.float32), "f32")
+    has_kernels = library.is_available()
+    matrix = Residence().matrix(ones) if has_kernels else matrix_of(ones, torch.device("cpu"))
+    x_D = torch.ones(ROW_VALUES)
+
+    def measure() -> float:
+        best = min(seconds_of(lambda: matrix.dot(x_D)) for _ in range(TRIES))
+        return matrix.num_bytes / best
+
+    return measure
+
+
+def gpu_bandwidth(device: torch.device) -> Bandwidth:
+    """A probe that times torch's sum over a buffer, with two CUDA events."""
+    free, _ = torch.cuda.mem_get_info(device)
+    values = torch.ones(min(READ_BYTES, free // 4) // 4, device=device)
+
+    def seconds() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            begin.record()
+            values.sum()
+            end.record()
+            end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    return lambda: values.nbytes / min(seconds() for _ in range(TRIES))

@@ -1,0 +1,139 @@
+"""Measures a model's prefill and decode speed on this machine: against the limit of memory
+bandwidth, by part, and beside llama.cpp.
+
+Each round measures the memory bandwidth and runs every test of one depth once; hotsplit and
+llama.cpp alternate in going first. Each test is warmed up before its timed runs."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from hotsplit.artifacts.longer_texts import with_rope_scaling
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.split_file import Split
+from hotsplit.errors import HotsplitError
+from hotsplit.measure.bench.bandwidth import Bandwidth, cpu_bandwidth, gpu_bandwidth
+from hotsplit.measure.bench.config import BenchConfig
+from hotsplit.measure.bench.result import BenchReport
+from hotsplit.measure.bench.rival import Rival, RivalOptions, located, program_of, rival_of
+from hotsplit.measure.bench.rounds import Rounds
+from hotsplit.measure.bench.runner import RandomTokens, Runner, TextTokens, Tokens
+from hotsplit.measure.bench.setting import load_now, setting_of
+from hotsplit.measure.bench.summary import report_of
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.threads import use_threads
+
+
+def bench(
+    config: BenchConfig, on_test: Callable[[float], None] = lambda count: None
+) -> BenchReport:
+    """Runs the benchmark; calls `on_test` after each run of a test, `config.num_runs` times in all.
+
+    Raises HotsplitError for options that the model, the plan or llama.cpp does not support."""
+    load_before = load_now()
+    file = ModelFile.load(config.model)
+    _check_lengths(config, file)
+    _check_rival(config, file)
+    plan = None if config.split is None else Split.load(config.split)
+    threads = use_threads(config.threads)
+    with ExitStack() as stack:
+        engine = stack.enter_context(_load(config, plan))
+        runner = Runner(engine)
+        stack.callback(runner.close)
+        tokens = _tokens(config, engine)
+        rival = _rival(config, engine, threads)
+        if rival is not None:
+            stack.callback(rival.close)
+        rounds = Rounds(config, runner, tokens, rival, _bandwidths(engine, plan), on_test)
+        rounds.run()
+        setting = setting_of(engine, plan, threads, load_before)
+        return report_of(config, engine, plan, setting, rounds)
+
+
+def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
+    scaled = with_rope_scaling(file, config.rope_scaling, config.rope_scale, config.num_tokens)
+    longest = scaled.shape.context_length
+    for test in config.tests:
+        if test.depth + test.length > longest:
+            raise HotsplitError(
+                f"{test.name} takes {test.depth + test.length} tokens, the model has a context of"
+                f" {longest}; give shorter lengths with -p, -n and -d, or --rope-scaling yarn"
+            )
+
+
+def _check_rival(config: BenchConfig, file: ModelFile) -> None:
+    """Refuses an impossible comparison before the engine is loaded."""
+    if config.compare is None:
+        return
+    program_of(config.compare)
+    if config.compare_model is None and file.layout != "stock":
+        raise HotsplitError(
+            f"{file.path}: llama.cpp cannot load the sparse layout; give the same weights in a form"
+            " that it loads with --compare-model FILE (hotsplit convert --layout stock writes one)"
+        )
+    if config.compare_model is not None and not config.compare_model.is_file():
+        raise HotsplitError(f"{config.compare_model}: no such file; wanted a GGUF for llama.cpp")
+
+
+def _load(config: BenchConfig, plan: Split | None) -> Engine:
+    if plan is not None and plan.context_length < config.num_tokens:
+        raise HotsplitError(
+            f"{config.split}: the plan has a context of {plan.context_length}, the longest test takes"
+            f" {config.num_tokens}; give shorter lengths, or solve again with --context"
+        )
+    return Engine.load(
+        config.model,
+        config.split,
+        mode=config.mode,
+        device=config.device,
+        context_length=config.num_tokens if plan is None else None,
+        max_loss=config.max_loss,
+        cache_type_k=config.cache_type_k,
+        cache_type_v=config.cache_type_v,
+        kv_offload=config.kv_offload,
+        rope_scaling=config.rope_scaling,
+        rope_scale=config.rope_scale,
+        neuron_cache=config.neuron_cache,
+    )
+
+
+def _tokens(config: BenchConfig, engine: Engine) -> Tokens:
+    if config.text is None:
+        return RandomTokens(config.seed, engine.model.shape.vocab_size)
+    longest = max(max(test.depth, test.length) for test in config.tests)
+    return TextTokens(config.text, engine, longest)
+
+
+def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
+    if config.compare is None:
+        return None
+    types = engine.layers[0].attention.cache.types
+    layers = config.compare_gpu_layers
+    rival = rival_of(
+        RivalOptions(
+            path=located(config.compare),
+            model=(config.compare_model or config.model).absolute(),
+            context_length=config.num_tokens,
+            type_k=types.key.kind,
+            type_v=types.value.kind,
+            threads=threads,
+            gpu_layers=0 if layers is None and engine.device.type == "cpu" else layers,
+        )
+    )
+    if rival.about.vocab_size not in (0, engine.model.shape.vocab_size):
+        rival.close()
+        raise HotsplitError(
+            f"{config.compare_model or config.model}: has {rival.about.vocab_size} tokens in"
+            f" llama.cpp, {config.model} has {engine.model.shape.vocab_size}: another model;"
+            " give the same one with --compare-model"
+        )
+    return rival
+
+
+def _bandwidths(engine: Engine, plan: Split | None) -> dict[str, Bandwidth]:
+    """Probes for the devices that read weights."""
+    found = {}
+    if engine.device.type == "cuda":
+        found["gpu"] = gpu_bandwidth(engine.device)
+    if engine.device.type == "cpu" or plan is not None:
+        found["cpu"] = cpu_bandwidth()
+    return found

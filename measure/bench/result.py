@@ -1,0 +1,134 @@
+"""The results of `bench`: times of each test, their statistics, and time by part."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.measure.bench.rival import About
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """The times of a test, one sample per round in order."""
+
+    num_tokens: int  # per run
+    samples_ns: tuple[int, ...]
+
+    @property
+    def samples_ts(self) -> tuple[float, ...]:
+        return tuple(1e9 * self.num_tokens / ns for ns in self.samples_ns)
+
+    @property
+    def avg_ns(self) -> int:
+        return round(statistics.mean(self.samples_ns))
+
+    @property
+    def stddev_ns(self) -> int:
+        return round(_stddev(self.samples_ns))
+
+    @property
+    def avg_ts(self) -> float:
+        return statistics.mean(self.samples_ts)
+
+    @property
+    def stddev_ts(self) -> float:
+        return _stddev(self.samples_ts)
+
+    @property
+    def median_ts(self) -> float:
+        return statistics.median(self.samples_ts)
+
+    @property
+    def range_ts(self) -> tuple[float, float]:
+        return min(self.samples_ts), max(self.samples_ts)
+
+    @property
+    def middle(self) -> int:
+        """The round whose time is the median (for an even count, the faster of the middle two)."""
+        order = sorted(range(len(self.samples_ns)), key=lambda i: self.samples_ns[i])
+        return order[(len(order) - 1) // 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part's time and bytes per token, in a test's median run."""
+
+    name: str  # one of parts.ORDER
+    ns: float | None  # None if not measured
+    share: float | None  # of the run's time
+    num_bytes: float | None  # None for prompts, and if the part reads nothing or it is unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The speed that memory bandwidth allows for the bytes of a token."""
+
+    bytes_a_token: float
+    tokens_per_s: float  # from the median over rounds of the least seconds per token
+    share: float  # of the limit that was reached; the median over rounds, by each one's bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The results of one test."""
+
+    test: BenchTest
+    began: str  # UTC
+    ours: Times
+    theirs: Times | None
+    parts: tuple[Part, ...]
+    bytes_by_role: dict[str, float | None]  # of a token; empty for prompts
+    limit: Limit | None
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Their time over ours, by round; above 1, ours is faster."""
+        if self.theirs is None:
+            return ()
+        pairs = zip(self.ours.samples_ns, self.theirs.samples_ns, strict=True)
+        return tuple(theirs / ours for ours, theirs in pairs)
+
+    @property
+    def ratio(self) -> float | None:
+        return statistics.median(self.ratios) if self.ratios else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The measured model and machine."""
+
+    model_type: str
+    model_size: int
+    model_n_params: int
+    mode: str
+    device: str  # e.g. "cpu" or "cuda:0"
+    gpu_layers: int
+    num_threads: int
+    rows_a_pass: int
+    type_k: str
+    type_v: str
+    cpu_name: str
+    gpu_name: str
+    level: str | None  # instruction set of the kernels
+    last_cache_bytes: int
+    num_processors: int  # available to this process
+    load_before: float | None  # load average of the minute before; None if unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    """All results of `bench`, and the setting they hold for."""
+
+    config: BenchConfig
+    setting: Setting
+    bandwidth_gb_per_s: dict[str, tuple[float, ...]]  # by device, one per round of every depth
+    results: tuple[Result, ...]
+    rival: About | None
+    parts_missing: str | None  # the reason, if there are no times by part
+    limit_missing: str | None  # the reason, if generation has no limit; prompts never have one
+    notes: tuple[str, ...]
+
+
+def _stddev(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,121 @@
+"""Runs tests on our engine, through the code path that generates text, but without sampling."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.json_file import read_text
+from hotsplit.measure.bench.config import BenchTest
+from hotsplit.measure.bench.step_bytes import Steps
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Traffic
+from hotsplit.runtime.step.native_step import NativeStep
+from hotsplit.runtime.step.sequences import Sequence as TextSequence
+from hotsplit.runtime.step.step_times import timed_parts
+
+FIRST_ID = 3  # lower ids are special tokens in Llama's vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One run of a test."""
+
+    ns: int
+    steps: Steps  # for a prompt, every token counts as a step
+
+
+class Tokens(Protocol):
+    """The source of input tokens, the same for both sides of a comparison."""
+
+    def take(self, count: int) -> list[int]: ...
+
+
+class RandomTokens:
+    """Random tokens from a seed."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self._random, self._size = random.Random(seed), vocab_size
+
+    def take(self, count: int) -> list[int]:
+        first = min(FIRST_ID, self._size - 1)
+        return [self._random.randrange(first, self._size) for _ in range(count)]
+
+
+class TextTokens:
+    """Consecutive pieces of a text, from the beginning again if its rest is too short."""
+
+    def __init__(self, path: Path, engine: Engine, longest: int) -> None:
+        self._ids = engine.codec.encode(read_text(path, "text"))
+        self._at = 0
+        if len(self._ids) < longest:
+            raise HotsplitError(
+                f"{path}: has {len(self._ids)} tokens, the longest test takes {longest}; give a"
+                " longer text"
+            )
+
+    def take(self, count: int) -> list[int]:
+        if self._at + count > len(self._ids):
+            self._at = 0
+        self._at += count
+        return self._ids[self._at - count : self._at]
+
+
+class Runner:
+    """Our side of a comparison."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._text: TextSequence | None = None
+        native = engine._live.native
+        self.native = native if isinstance(native, NativeStep) else None
+
+    def go_to(self, ids: Sequence[int]) -> None:
+        """Fills the cache with these tokens, and only these."""
+        if self._text is None:
+            self._text = self.engine.sequence()
+        if self._text.ids != list(ids):
+            self._text.rollback(0)
+            if ids:
+                self._text.extend(ids, "none")
+
+    def run(self, test: BenchTest, ids: Sequence[int]) -> Sample:
+        """Runs a test after the cached tokens; the cache is unchanged afterwards."""
+        text = self._text
+        assert text is not None and text.length == test.depth, test
+        before = replace(self.engine.traffic)
+        pieces = [list(ids)] if test.kind == "pp" else [[token] for token in ids]
+        with self._timed() as counts_LP2:
+            began = time.perf_counter_ns()
+            for piece in pieces:
+                text.extend(piece)
+            ns = time.perf_counter_ns() - began
+        text.rollback(test.depth)
+        read = _difference(self.engine.traffic, before)
+        steps = Steps(num_steps=len(ids), start=test.depth, counts_LP2=counts_LP2, traffic=read)
+        return Sample(ns=ns, steps=steps)
+
+    @contextmanager
+    def _timed(self) -> Iterator[Tensor | None]:
+        with nullcontext() if self.native is None else timed_parts(self.native) as counts_LP2:
+            yield counts_LP2
+
+    def close(self) -> None:
+        if self._text is not None:
+            self._text.close()
+
+
+def _difference(now: Traffic, before: Traffic) -> Traffic:
+    return Traffic(
+        gate=now.gate - before.gate,
+        up=now.up - before.up,
+        down=now.down - before.down,
+        predictor=now.predictor - before.predictor,
+        attention=now.attention - before.attention,
+    )

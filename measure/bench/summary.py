@@ -1,0 +1,180 @@
+"""Builds a report from samples: medians, the limit, parts, and notes on doubtful numbers."""
+
+import statistics
+
+from hotsplit.artifacts.split_file import Split
+from hotsplit.measure.bench.config import BenchConfig, BenchTest
+from hotsplit.measure.bench.parts import ORDER, part_ns
+from hotsplit.measure.bench.result import BenchReport, Limit, Part, Result, Setting, Times
+from hotsplit.measure.bench.rounds import Measured, Rounds
+from hotsplit.measure.bench.runner import Sample
+from hotsplit.measure.bench.setting import format_count
+from hotsplit.measure.bench.step_bytes import StepBytes, step_bytes
+from hotsplit.runtime.engine import Engine
+from hotsplit.system.sizes import format_bytes
+
+SAME_MODEL = 0.02  # relative difference in parameters above which models count as different
+WIDE = 0.2  # spread relative to the median above which numbers are doubtful
+BUSY = 0.5  # load average before the start above which the machine was busy
+
+
+def report_of(
+    config: BenchConfig, engine: Engine, plan: Split | None, setting: Setting, rounds: Rounds
+) -> BenchReport:
+    results, unknown = [], None
+    for test, measured in rounds.measured.items():
+        texts = measured.ours if test.kind == "tg" else []
+        reads = [step_bytes(engine, plan, sample.steps) for sample in texts]
+        unknown = unknown or (reads[0].unknown if reads else None)
+        results.append(_result(test, measured, reads, plan, setting))
+    rival = None if rounds.rival is None else rounds.rival.about
+    bandwidths = {
+        name: tuple(measured[name] / 1e9 for measured in rounds.bandwidths)
+        for name in rounds.bandwidths[0]
+    }
+    return BenchReport(
+        config=config,
+        setting=setting,
+        bandwidth_gb_per_s=bandwidths,
+        results=tuple(results),
+        rival=rival,
+        parts_missing=_parts_missing(engine, rounds),
+        limit_missing=unknown,
+        notes=(
+            *_notes(config, setting, results, rival.model_n_params if rival else None),
+            *([] if engine.neuron_cache is None else [engine.neuron_cache.line]),
+        ),
+    )
+
+
+def _result(
+    test: BenchTest,
+    measured: Measured,
+    reads: list[StepBytes],
+    plan: Split | None,
+    setting: Setting,
+) -> Result:
+    ours = Times(num_tokens=test.length, samples_ns=tuple(s.ns for s in measured.ours))
+    theirs = tuple(measured.theirs)
+    middle = ours.middle
+    read = reads[middle] if reads else None
+    return Result(
+        test=test,
+        began=measured.began,
+        ours=ours,
+        theirs=Times(num_tokens=test.length, samples_ns=theirs) if theirs else None,
+        parts=_parts(measured.ours[middle], read, plan),
+        bytes_by_role={} if read is None else read.by_role,
+        limit=_limit(ours, reads, measured, setting),
+    )
+
+
+def _parts(sample: Sample, read: StepBytes | None, plan: Split | None) -> tuple[Part, ...]:
+    """The parts in ORDER. Only native steps have times, and only generation has bytes."""
+    counts, count = sample.steps.counts_LP2, sample.steps.num_steps
+    times = {} if counts is None else part_ns(counts, plan, sample.ns)
+    bytes_of = {} if read is None else {part: read.of_part(part) for part in ORDER}
+    return tuple(
+        Part(
+            name=name,
+            ns=times[name] / count if name in times else None,
+            share=times[name] / sample.ns if name in times else None,
+            num_bytes=bytes_of.get(name) or None,
+        )
+        for name in ORDER
+        if name in times or bytes_of.get(name)
+    )
+
+
+def _limit(
+    ours: Times, reads: list[StepBytes], measured: Measured, setting: Setting
+) -> Limit | None:
+    """The limit of memory bandwidth, from the bandwidth and bytes of each round."""
+    if not reads or any(read.total is None for read in reads):
+        return None
+    least_s = [
+        _least_s(read, bandwidth, setting)
+        for read, bandwidth in zip(reads, measured.bandwidths, strict=True)
+    ]
+    shares = [
+        least * 1e9 * ours.num_tokens / ns
+        for least, ns in zip(least_s, ours.samples_ns, strict=True)
+    ]
+    total = reads[ours.middle].total
+    assert total is not None
+    return Limit(
+        bytes_a_token=total,
+        tokens_per_s=1 / statistics.median(least_s),
+        share=statistics.median(shares),
+    )
+
+
+def _least_s(read: StepBytes, bandwidth: dict[str, float], setting: Setting) -> float:
+    """Minimum seconds per token; a GPU and the CPU read concurrently (solver.advice)."""
+    if setting.device == "cpu":
+        assert read.total is not None
+        return read.total / bandwidth["cpu"]
+    return max((read.of_role(role) or 0.0) / bandwidth[role] for role in bandwidth)
+
+
+def _parts_missing(engine: Engine, rounds: Rounds) -> str | None:
+    if rounds.runner.native is not None:
+        return None
+    if engine.device.type == "cuda":
+        return "a step on a GPU is one CUDA graph"
+    return str(engine.not_native)
+
+
+def _notes(
+    config: BenchConfig, setting: Setting, results: list[Result], rival_params: int | None
+) -> list[str]:
+    """Caveats for readers of the numbers."""
+    found = []
+    if setting.load_before is not None and setting.load_before > BUSY:
+        found.append(
+            _busy_note(setting.load_before, setting, is_compared=config.compare is not None)
+        )
+    if config.split is not None and setting.device == "cpu":
+        found.append("no CUDA device is used: both sides of the plan run on the CPU")
+    if setting.mode != "dense" and config.text is None:
+        found.append(
+            f"mode {setting.mode} reads the neurons that tokens need, and these tokens are random;"
+            " --text FILE takes them from a text"
+        )
+    for result in results:
+        found += _result_notes(result, setting)
+    ours = setting.model_n_params
+    if rival_params and abs(rival_params / ours - 1) > SAME_MODEL:
+        found.append(
+            f"llama.cpp's model has {format_count(rival_params)} parameters, ours"
+            f" {format_count(ours)}: the ratios compare two models"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _busy_note(load: float, setting: Setting, *, is_compared: bool) -> str:
+    note = (
+        f"the machine was busy before the start: {load:.1f} processes on {setting.num_processors}"
+        " processors"
+    )
+    if not is_compared:
+        return note
+    return note + "; this slows llama.cpp more, because its threads spin while they wait"
+
+
+def _result_notes(result: Result, setting: Setting) -> list[str]:
+    found = []
+    low, high = result.ours.range_ts
+    if high - low > WIDE * result.ours.median_ts:
+        found.append(
+            "rounds differ by more than a fifth, so something else is using this machine; ratios and"
+            " shares of a round suffer less from it than speeds"
+        )
+    limit = result.limit
+    if limit is not None and limit.bytes_a_token <= setting.last_cache_bytes:
+        found.append(
+            f"a token's bytes ({format_bytes(round(limit.bytes_a_token))}) fit into the last-level"
+            f" cache ({format_bytes(setting.last_cache_bytes)}), which is faster than memory: more"
+            " than 100 % of the limit is possible"
+        )
+    return found

@@ -1,0 +1,171 @@
+"""Formats a report for people: as lines for a terminal, and as llama-bench's Markdown table."""
+
+import statistics
+from collections.abc import Sequence
+
+from hotsplit.measure.bench.fields import backend
+from hotsplit.measure.bench.parts import MEANINGS
+from hotsplit.measure.bench.result import BenchReport, Result
+from hotsplit.measure.bench.setting import format_count
+from hotsplit.system.sizes import format_bytes
+
+MB = 1e6
+Row = Sequence[str]
+
+
+def lines_of(report: BenchReport) -> list[str]:
+    """The report for a terminal: speeds, then each test's time by part."""
+    lines = [*_heading(report), "", *_aligned(_speeds(report))]
+    if sides := [line for result in report.results for line in _sides(result)]:
+        lines += ["", *sides]
+    for result in report.results:
+        if any(part.ns is not None for part in result.parts):
+            lines += ["", *_aligned(_parts(result))]
+    if report.parts_missing:
+        lines += ["", f"time is not measured by part: {report.parts_missing}"]
+    if report.limit_missing:
+        lines += ["", f"there is no limit: {report.limit_missing}"]
+    lines += [""] * bool(report.notes)
+    return lines + [f"note: {note}" for note in report.notes]
+
+
+def _heading(report: BenchReport) -> list[str]:
+    config, setting = report.config, report.setting
+    where = f"by {config.split}, " if config.split else ""
+    level = f" ({setting.level})" if setting.level else ""
+    types = (
+        setting.type_k
+        if setting.type_k == setting.type_v
+        else f"{setting.type_k}, {setting.type_v}"
+    )
+    lines = [
+        f"{config.model}: {setting.model_type}, {format_bytes(setting.model_size)}, mode"
+        f" {setting.mode}, {where}on {setting.device}, {setting.num_threads} threads, cache {types}",
+        f"{setting.gpu_name or setting.cpu_name}{level}"
+        + "".join(
+            f", {name} reads {statistics.median(rates):.1f} GB/s"
+            for name, rates in report.bandwidth_gb_per_s.items()
+        ),
+    ]
+    if report.rival is not None:
+        rival = report.rival
+        lines.append(
+            f"beside {rival.tool} with {config.compare_model or config.model}"
+            + (f" ({rival.model_type})" if rival.model_type else "")
+        )
+    return lines
+
+
+def _speeds(report: BenchReport) -> list[Row]:
+    heading = ["test", "tokens/s", "min", "max", "ms/token", "MB/token", "limit/s", "reached"]
+    rows: list[Row] = [heading + ["llama.cpp", "times", "in rounds"] * bool(report.rival)]
+    for result in report.results:
+        low, high = result.ours.range_ts
+        median, limit = result.ours.median_ts, result.limit
+        row = [result.test.name, *(f"{value:.2f}" for value in (median, low, high, 1e3 / median))]
+        row += (
+            ["", "", ""]
+            if limit is None
+            else [
+                f"{limit.bytes_a_token / MB:.2f}",
+                f"{limit.tokens_per_s:.2f}",
+                f"{limit.share:.0%}",
+            ]
+        )
+        if result.theirs is not None:
+            low, high = min(result.ratios), max(result.ratios)
+            row += [f"{result.theirs.median_ts:.2f}", f"{result.ratio:.2f}x"]
+            row.append(f"{low:.2f}x to {high:.2f}x")
+        rows.append(row)
+    return rows
+
+
+def _sides(result: Result) -> list[str]:
+    """The bytes that each side of a plan reads per token."""
+    if len(result.bytes_by_role) < 2:
+        return []
+    sides = (
+        f"{role} side {'?' if num_bytes is None else f'{num_bytes / MB:.2f}'} MB"
+        for role, num_bytes in result.bytes_by_role.items()
+    )
+    return [f"  {result.test.name} reads per token: {', '.join(sides)}"]
+
+
+def _parts(result: Result) -> list[Row]:
+    """One test's parts, per token; a part that reads nothing has no bandwidth."""
+    rows: list[Row] = [[result.test.name, "ms/token", "share", "MB/token", "GB/s"]]
+    for part in result.parts:
+        row = [MEANINGS[part.name]]
+        row += ["", ""] if part.ns is None else [f"{part.ns / 1e6:.4f}", f"{part.share:.1%}"]
+        row.append("" if part.num_bytes is None else f"{part.num_bytes / MB:.3f}")
+        row.append("" if not part.num_bytes or not part.ns else f"{part.num_bytes / part.ns:.1f}")
+        rows.append(row)
+    return rows if any(any(row[3:]) for row in rows[1:]) else [row[:3] for row in rows]
+
+
+def _aligned(rows: Sequence[Row]) -> list[str]:
+    """Aligns the first column to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]  # fmt: skip
+
+
+def markdown_of(report: BenchReport) -> str:
+    """A Markdown table of llama-bench's columns (mean and standard deviation), followed by ours."""
+    setting = report.setting
+    has_types = {setting.type_k, setting.type_v} != {"f16"}
+    heading = ["model", "size", "params", "backend", "threads"]
+    heading += ["type_k", "type_v"] * has_types + ["test", "t/s", "mode", "MB/token", "of limit"]
+    fixed = [format_bytes(setting.model_size), format_count(setting.model_n_params)]
+    fixed += [backend(setting), str(setting.num_threads)]
+    fixed += [setting.type_k, setting.type_v] * has_types
+    rows: list[Row] = [heading + ["times llama.cpp"] * bool(report.rival)]
+    for result in report.results:
+        limit = result.limit
+        speed = f"{result.ours.avg_ts:.2f} ± {result.ours.stddev_ts:.2f}"
+        row = [setting.model_type, *fixed, result.test.name, speed, setting.mode]
+        row += (
+            ["", ""] if limit is None else [f"{limit.bytes_a_token / MB:.2f}", f"{limit.share:.0%}"]
+        )
+        if result.theirs is None:
+            rows.append(row)
+            continue
+        rows.append([*row, f"{result.ratio:.2f}"])
+        theirs = f"{result.theirs.avg_ts:.2f} ± {result.theirs.stddev_ts:.2f}"
+        assert report.rival is not None
+        other = _rival_cells(report)
+        rows.append([*other, result.test.name, theirs, "", "", "", ""])
+    return "\n".join(_piped(rows, left=("model", "backend", "mode")))
+
+
+def _rival_cells(report: BenchReport) -> list[str]:
+    """llama.cpp's cells for the columns before the test's name."""
+    rival, setting = report.rival, report.setting
+    assert rival is not None
+    name = f"{rival.model_type} ({rival.tool})".strip()
+    size = format_bytes(rival.model_size) if rival.model_size else ""
+    params = format_count(rival.model_n_params) if rival.model_n_params else ""
+    cells = [name, size, params, backend(setting), str(setting.num_threads)]
+    return cells + [setting.type_k, setting.type_v] * ({setting.type_k, setting.type_v} != {"f16"})
+
+
+def _piped(rows: Sequence[Row], left: Sequence[str]) -> list[str]:
+    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
+    is_left = [name in left for name in rows[0]]
+    lines = [
+        "| " + " | ".join(
+            cell.ljust(width) if to_left else cell.rjust(width)
+            for cell, width, to_left in zip(row, widths, is_left, strict=True)
+        ) + " |"
+        for row in rows
+    ]  # fmt: skip
+    marks = [
+        "-" * width if to_left else "-" * (width - 1) + ":"
+        for width, to_left in zip(widths, is_left, strict=True)
+    ]
+    return [lines[0], "| " + " | ".join(marks) + " |", *lines[1:]]

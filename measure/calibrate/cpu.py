@@ -1,0 +1,248 @@
+"""Measures what the runtime itself reaches on the CPU: the costs that plans are priced with.
+
+Rows of every type are read as the runtime reads them: all of them by a product with a vector, and
+the gate, up and down rows of a tenth of the neurons by the native call for a block of neurons (in
+torch if the C++ kernels are not built). Fixed costs per layer and per token come from decode steps
+of models of FEW and of MANY layers, whose weights are so small that they stay in a cache. The cost
+of reading keys and values is the difference between steps at the end and at the beginning of a long
+context.
+
+Letters: N rows, D row width, A chosen rows, L layers, W words of a bit mask."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES
+from torch import Tensor
+
+from hotsplit.artifacts.machine_file import CHOSEN_SHARE, CpuCosts, Figure
+from hotsplit.artifacts.model_file import KINDS, ModelFile, PredictorInfo
+from hotsplit.artifacts.split_file import PlanMode
+from hotsplit.files.gguf_file import TensorEntry, array_entry, row_bytes, type_of
+from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
+from hotsplit.model.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
+from hotsplit.runtime.device.bits import pack_bits
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock
+from hotsplit.runtime.model.native_neurons import NativeNeurons
+from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
+from hotsplit.runtime.weights.resident import Residence
+
+CPU = torch.device("cpu")
+ROW_VALUES = 4096
+FEW, MANY = 2, 10
+STEPS = 20
+CONTEXT = 64
+CACHE_STEPS = 8
+# Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
+CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
+# Indices of the upper bytes of a block's f16 numbers, which are set to those of 1.0: the speed does
+# not depend on the values, except for denormals.
+UPPER_BYTES = {"q8_0": (1,), "q4_0": (1,), "q4_k": (1, 3), "q5_k": (1, 3), "q6_k": (209,)}
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def measure_costs(
+    buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
+) -> CpuCosts:
+    """Measures with all threads that the runtime uses; matrices take up to `buffer_bytes` each."""
+    probes = [p for kind in KINDS for p in _row_probes(kind, buffer_bytes)]
+    engines = {
+        (mode, n): _small_engine(
+            _small_shape(
+                num_layers=n, context_length=CONTEXT, num_heads=8, num_kv_heads=2, head_width=8
+            ),
+            has_predictors=mode == "predicted",
+        )  # fmt: skip
+        for mode in ("exact", "predicted")
+        for n in (FEW, MANY)
+    }
+    probes += [_step_probe(mode, n, engine) for (mode, n), engine in engines.items()]
+    probes.append(_cache_probe())
+    found = run_rounds(probes, time_limit_s, on_probe)
+    few, many = (found[f"exact step, {n} layers"] for n in (FEW, MANY))
+    layer_s = {
+        mode: _difference(found[f"{mode} step, {MANY} layers"], found[f"{mode} step, {FEW} layers"])
+        for mode in ("exact", "predicted")
+    }
+    return CpuCosts(
+        all_rows_gb_per_s={kind: found[f"{kind}, all rows"] for kind in KINDS},
+        chosen_rows_gb_per_s={kind: found[f"{kind}, chosen rows"] for kind in KINDS},
+        kv_gb_per_s=found["cache"],
+        layer_s=layer_s,
+        token_s=_rest(few, layer_s["exact"]),
+    )
+
+
+def _difference(many: Figure, few: Figure) -> Figure:
+    """Seconds per layer, from the MANY - FEW layers that only one of the models has; at least
+    1e-7."""
+    count = MANY - FEW
+    best = max(1e-7, (many.best - few.best) / count)
+    assert many.quartiles is not None and few.quartiles is not None
+    values = [(m - f) / count for m, f in zip(many.quartiles, few.quartiles, strict=True)]
+    low, median, high = sorted(max(1e-7, value) for value in values)
+    return Figure(best=best, quartiles=(low, median, high), rounds=many.rounds)
+
+
+def _rest(few: Figure, layer: Figure) -> Figure:
+    """Seconds of a step of FEW layers, less those of its layers; at least 1e-7."""
+    assert few.quartiles is not None and layer.quartiles is not None
+    best = max(1e-7, few.best - FEW * layer.best)
+    values = [max(1e-7, f - FEW * layer.quartiles[1]) for f in few.quartiles]
+    low, median, high = sorted(values)
+    return Figure(best=best, quartiles=(low, median, high), rounds=few.rounds)
+
+
+def _row_probes(kind: str, num_bytes: int) -> list[Probe]:
+    """Probes of one type: all rows times a vector, and a tenth of the neurons made of the rows.
+
+    Each timing takes another tenth, since the previous one may still be in a cache."""
+    entry = _random_rows(kind, num_bytes)
+    matrix = Residence().matrix(entry) if library.is_available() else matrix_of(entry, CPU)
+    x_D = torch.ones(ROW_VALUES)
+    chosen, chosen_bytes = _native_tenth(matrix) if library.is_available() else _torch_tenth(matrix)
+    return [
+        Probe(
+            name=f"{kind}, all rows",
+            seconds=lambda: seconds_of(lambda: matrix.dot(x_D)),
+            num_bytes=matrix.num_bytes,
+        ),
+        Probe(name=f"{kind}, chosen rows", seconds=chosen, num_bytes=chosen_bytes),
+    ]
+
+
+def _tenths(count: int) -> list[Tensor]:
+    """Ten random sets of indices below `count`, each ascending, of one size and without a common
+    index."""
+    order = torch.rand(count, generator=torch.Generator().manual_seed(0)).argsort()
+    num_sets = round(1 / CHOSEN_SHARE)
+    return [order[n::num_sets][: count // num_sets].sort().values for n in range(num_sets)]
+
+
+def _native_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
+    """(timer of a tenth of the neurons, bytes read): three rows of the matrix make a neuron."""
+    count = matrix.num_rows // 3
+    gate, up, down = (replace(matrix, data=matrix.data[i : 3 * count : 3]) for i in range(3))
+    block = NeuronBlock(
+        role="hot", gate=Linear(weight=gate), up=Linear(weight=up), down=down,
+        id_N=torch.arange(count), row_N=None, is_whole=True,
+    )  # fmt: skip
+    # With this threshold every predicted neuron fires.
+    always = Gate(activation="fatrelu", threshold=-math.inf)
+    neurons = NativeNeurons.of(block, always, "predicted", count)
+    neurons.x_D.fill_(1.0)
+    tenths = _tenths(count)
+    masks = [pack_bits(torch.zeros(count).bool().index_fill_(0, ids, True)) for ids in tenths]
+    turn = itertools.count()
+
+    def seconds() -> float:
+        assert neurons.named_W is not None
+        neurons.named_W.copy_(masks[next(turn) % len(masks)])
+        return seconds_of(neurons.run)
+
+    return seconds, 3 * len(tenths[0]) * matrix.row_bytes
+
+
+def _torch_tenth(matrix: Matrix) -> tuple[Callable[[], float], int]:
+    """The same with torch: a product with two thirds of a tenth of the rows, for gate and up, and a
+    weighted sum of the last third, for down."""
+    x_D, turn, tenths = torch.ones(ROW_VALUES), itertools.count(), _tenths(matrix.num_rows)
+    weight_A = torch.ones(len(tenths[0]))
+
+    def seconds() -> float:
+        rows_A = tenths[next(turn) % len(tenths)].to(torch.int32)
+        third = len(rows_A) // 3
+        began = time.perf_counter()
+        matrix.dot(x_D, rows_A[: 2 * third])
+        matrix.combine(weight_A[: len(rows_A) - 2 * third], rows_A[2 * third :])
+        return time.perf_counter() - began
+
+    return seconds, len(tenths[0]) * matrix.row_bytes
+
+
+def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
+    """Rows whose values are all 1, or rows of blocks whose bytes are all 1, except that f16 scales
+    are near 1.0."""
+    size = row_bytes(ROW_VALUES, kind)
+    count = num_bytes // size
+    if kind in FLOATS:
+        data = torch.ones(count, ROW_VALUES, dtype=FLOATS[kind])
+        raw = (data.view(torch.uint8) if kind == "bf16" else data).numpy()
+    else:
+        raw = np.ones((count, size), np.uint8)
+        for at in UPPER_BYTES[kind]:
+            raw.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])[:, at] = 0x3C
+    return TensorEntry(shape=(count, ROW_VALUES), kind=kind, read_rows=lambda a, b: raw[a:b])
+
+
+def _cache_probe() -> Probe:
+    """The time of steps at the end of a context, less that of steps at its beginning."""
+    shape = _small_shape(
+        num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
+        num_kv_heads=CACHE_HEADS, head_width=CACHE_WIDTH,
+    )  # fmt: skip
+    engine = _small_engine(shape, has_predictors=False)
+    end = CACHE_TOKENS - CACHE_STEPS
+
+    def seconds() -> float:
+        far = engine.decode_seconds(steps=CACHE_STEPS, start=end)
+        return max(1e-7, far - engine.decode_seconds(steps=CACHE_STEPS)) / CACHE_STEPS
+
+    num_bytes = 2 * 2 * CACHE_LAYERS * end * CACHE_HEADS * CACHE_WIDTH  # keys and values in f16
+    return Probe(name="cache", seconds=seconds, num_bytes=num_bytes)
+
+
+def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
+    """One decode step of a small model, the engine's overhead included, as a mean over STEPS."""
+
+    def seconds() -> float:
+        engine.decode_seconds(steps=2)
+        return engine.decode_seconds(steps=STEPS) / STEPS
+
+    return Probe(name=f"{mode} step, {num_layers} layers", seconds=seconds)
+
+
+def _small_shape(
+    *, num_layers: int, context_length: int, num_heads: int, num_kv_heads: int, head_width: int
+) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers, width=64, num_neurons=64, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_width=head_width, vocab_size=512,
+        context_length=context_length, norm_epsilon=1e-5,
+    )  # fmt: skip
+
+
+def _small_engine(shape: ModelShape, *, has_predictors: bool) -> Engine:
+    """An engine with random weights. Matrices are f16, so keys and values are too, as for any model
+    that is not in f32."""
+    num_layers = shape.num_layers
+    graph, rank = ARCHITECTURES["llama"], 8 if has_predictors else None
+    shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
+    for layer in range(num_layers):
+        in_layer = layer_shapes(graph, shape, "sparse", rank)
+        shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+    random = np.random.default_rng(0)
+    zeros = (0.0,) * num_layers
+    info = PredictorInfo(kind="linear", rank_L=(8,) * num_layers, threshold_L=zeros)
+    model = ModelFile(
+        path=Path("calibrate.gguf"), layout="sparse", model_id="0" * 64, shape=shape,
+        activation="relu", threshold_L=zeros, predictor=info if has_predictors else None,
+        tensors={name: _random_entry(dims, random) for name, dims in shapes.items()},
+        extra_keys={},
+    )  # fmt: skip
+    mode: PlanMode = "predicted" if has_predictors else "exact"
+    return Engine.of(model, mode=mode, device="cpu")
+
+
+def _random_entry(dims: tuple[int, ...], random: np.random.Generator) -> TensorEntry:
+    if len(dims) == 1:
+        return array_entry(np.ones(dims), "f32")
+    return array_entry(random.standard_normal(dims) / np.sqrt(dims[-1]), "f16")

@@ -1,0 +1,355 @@
+"""Measures how close modes of a model are to its dense self on a text.
+
+Letters: T tokens, L layers, F neurons."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import head_bytes, layer_bytes
+from hotsplit.costs.mode_choice import dense_bytes, mode_meant
+from hotsplit.measure.evaluate.comparison import (
+    Comparison,
+    Estimate,
+    batch_mean,
+    increase_of,
+    perplexity_of,
+)
+from hotsplit.measure.evaluate.eval_config import EvalConfig
+from hotsplit.model.mode_quality import ModeQuality, is_recordable
+from hotsplit.profile.corpus.chat_windows import read_chat_windows
+from hotsplit.profile.corpus.corpus import read_windows
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.model.feed_forward import Gate, Mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalReport:
+    """Perplexities, the KL divergence of `mode` from dense in nats, and the share of tokens after
+    which the most likely next token is the same. Half-widths are those of 95 % intervals (see
+    comparison), None if the text is too short. Bytes are those of the weights that a token reads
+    (see mode_quality).
+
+    The interval of a perplexity is wide, because it reflects how much texts differ; that of the
+    increase comes from a paired comparison, token by token."""
+
+    model_id: str
+    limits: str | None  # Limits.sha256 of the model file's limits; None: it has none
+    mode: Mode
+    num_tokens: int
+    perplexity: float
+    perplexity_own_half_width: float | None
+    dense_perplexity: float
+    dense_perplexity_half_width: float | None
+    perplexity_increase: float  # relative
+    perplexity_half_width: float | None  # of the increase
+    kl_mean: float
+    kl_half_width: float | None
+    kl_p99: float
+    kl_p99_interval: tuple[float, float] | None
+    top1_agreement: float
+    top1_half_width: float | None
+    bytes_per_token: int
+    bytes_half_width: float | None
+    dense_bytes_per_token: int
+    named_share_L: tuple[float, ...]  # of neurons that are predicted; () unless in mode predicted
+    named_half_width: float | None  # of the mean over the layers
+    hidden_share_L: tuple[float, ...]  # of neurons that contribute to the output
+    hidden_half_width: float | None
+    notes: tuple[str, ...] = ()  # what to know about the figures, each in one line
+
+    @property
+    def line(self) -> str:
+        p99, dense_bytes = "", self.dense_bytes_per_token
+        if self.kl_p99_interval is not None:
+            p99 = " in {:.4f}..{:.4f}".format(*self.kl_p99_interval)
+        share_half = None if self.bytes_half_width is None else self.bytes_half_width / dense_bytes
+        return (
+            f"perplexity {self.perplexity:.3f}{_within(self.perplexity_own_half_width, '.2f')}"
+            f" (dense {self.dense_perplexity:.3f}{_within(self.dense_perplexity_half_width, '.2f')},"
+            f" {self.perplexity_increase:+.2%}{_within(self.perplexity_half_width, '.2%')}),"
+            f" KL {self.kl_mean:.5f}{_within(self.kl_half_width, '.5f')}"
+            f" (p99 {self.kl_p99:.4f}{p99}),"
+            f" same top token {self.top1_agreement:.2%}{_within(self.top1_half_width, '.2%')},"
+            f" a token reads {self.bytes_per_token / dense_bytes:.1%}{_within(share_half, '.1%')} of"
+            f" the dense bytes, {self.num_tokens:,} tokens"
+        )
+
+    @property
+    def neurons_line(self) -> str:
+        """Means over the layers."""
+        shares = {"named": (self.named_share_L, self.named_half_width),
+                  "computed": (self.hidden_share_L, self.hidden_half_width)}  # fmt: skip
+        told = [
+            f"{what} {sum(share_L) / len(share_L):.1%}{_within(half_width, '.1%')}"
+            for what, (share_L, half_width) in shares.items()
+            if share_L
+        ]
+        return f"{', '.join(told)} of the neurons"
+
+    def record(self, corpus_sha256: str) -> ModeQuality | None:
+        """The record for artifacts; None if the text was too short, or a value is not finite or
+        out of range."""
+        if self.perplexity_half_width is None:
+            return None
+        quality = ModeQuality(
+            perplexity_increase=self.perplexity_increase,
+            perplexity_half_width=self.perplexity_half_width,
+            kl_mean=max(0.0, self.kl_mean),  # rounding may make it negative
+            top1_agreement=self.top1_agreement,
+            num_tokens=self.num_tokens,
+            bytes_per_token=self.bytes_per_token,
+            dense_bytes_per_token=self.dense_bytes_per_token,
+            corpus_sha256=corpus_sha256,
+        )
+        return quality if is_recordable(quality) else None
+
+
+def evaluate(
+    config: EvalConfig,
+    on_tokens: Callable[[float], None] = lambda count: None,
+    on_total: Callable[[int], None] = lambda count: None,
+) -> EvalReport:
+    """Runs every window through the dense model and through the mode asked for.
+
+    `on_total` is called once with the number of tokens to run, `on_tokens` after each window with
+    its number of tokens. The total is below `max_tokens` for a short text, and may be above it with
+    a chat template, whose own tokens are run too."""
+    with (
+        Engine.load(
+            config.model,
+            mode="dense",
+            device=config.device,
+            is_resident=False,
+            context_length=config.context_length,
+            rope_scaling=config.rope_scaling,
+            rope_scale=config.rope_scale,
+        ) as dense,
+        Engine.load(
+            config.model,
+            split=config.split,
+            mode=_mode(config, dense.model),
+            device=config.device,
+            thresholds=config.thresholds,
+            is_resident=False,  # whole windows only, no decode steps
+            max_loss=math.inf,  # no limit: it is about to be measured
+            context_length=config.context_length,
+            rope_scaling=config.rope_scaling,
+            rope_scale=config.rope_scale,
+            cache_type_k=config.cache_type_k,
+            cache_type_v=config.cache_type_v,
+            kv_offload=config.kv_offload,
+        ) as engine,
+    ):
+        windows, counted = _windows(config, dense, engine)
+        on_total(sum(len(ids_T) for ids_T in windows))
+        return compare_all(dense, [engine], windows, on_tokens, counted)[0]
+
+
+def _mode(config: EvalConfig, model: ModelFile) -> Mode | None:
+    if config.mode is not None or config.split is not None or config.thresholds is not None:
+        return config.mode
+    return mode_meant(model)
+
+
+def _windows(
+    config: EvalConfig, dense: Engine, engine: Engine
+) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+    """The windows' token ids, and which of them are counted; None for all."""
+    context = min(dense.context_length, engine.context_length)
+    if config.chat_template is not None:
+        return read_chat_windows(
+            config.corpora, dense.model, dense.codec, template=config.chat_template or None,
+            context_length=context, max_tokens=config.max_tokens, seed=config.seed,
+        )  # fmt: skip
+    windows = read_windows(
+        config.corpora, dense.codec, context_length=context,
+        max_tokens=config.max_tokens, seed=config.seed,
+    )  # fmt: skip
+    return windows.ids, None
+
+
+def compare_all(
+    dense: Engine,
+    engines: Sequence[Engine],
+    windows: Sequence[Tensor],
+    on_tokens: Callable[[float], None] = lambda count: None,
+    counted: Sequence[Tensor] | None = None,
+    dense_shares: "ShareCounter | None" = None,
+) -> list[EvalReport]:
+    """Runs all engines on the same windows of token ids, and returns a report on each of `engines`.
+    All are observed, in torch unless native layers support all of them, and thus take the same code
+    path, so that modes are compared and not orders of summation. `counted` marks the tokens whose
+    prediction counts (None: all); `dense_shares` observes the dense model's neurons.
+
+    Raises HotsplitError if no token is compared."""
+    shares = [ShareCounter(engine.model) for engine in engines]
+    comparison, watcher = Comparison(len(engines)), dense_shares or ShareCounter(dense.model)
+    observed = [(dense, watcher), *zip(engines, shares, strict=True)]
+    in_torch = not all(engine.has_native_layers for engine, _ in observed)
+    observations = [
+        engine.observe(each.observe, each.wants, in_torch=in_torch) for engine, each in observed
+    ]
+    try:
+        for number, ids_T in enumerate(windows):
+            comparison.begin_window()
+            logits = [engine.logits(ids_T)[:-1] for engine in (dense, *engines)]
+            next_T = ids_T[1:]
+            if counted is not None:
+                is_counted_T = counted[number][1:]
+                logits, next_T = [each[is_counted_T] for each in logits], next_T[is_counted_T]
+            comparison.add(logits[0], logits[1:], next_T)
+            on_tokens(len(ids_T))
+    finally:
+        for observation in observations:
+            observation.remove()
+    return [
+        report_of(comparison, number, engine.mode, engine.model, shares[number])
+        for number, engine in enumerate(engines)
+    ]
+
+
+def report_of(
+    comparison: Comparison, number: int, mode: Mode, model: ModelFile, shares: "ShareCounter"
+) -> EvalReport:
+    """The report on one mode. Raises HotsplitError if nothing was compared."""
+    found = comparison.result(number)
+    increase = increase_of(found.loss_difference)
+    own, dense = perplexity_of(found.loss), perplexity_of(found.dense_loss)
+    return EvalReport(
+        model_id=model.model_id,
+        limits=model.limits.sha256,
+        mode=mode,
+        num_tokens=found.num_tokens,
+        perplexity=own.mean,
+        perplexity_own_half_width=own.half_width,
+        dense_perplexity=dense.mean,
+        dense_perplexity_half_width=dense.half_width,
+        perplexity_increase=increase.mean,
+        perplexity_half_width=increase.half_width,
+        kl_mean=found.divergence.mean,
+        kl_half_width=found.divergence.half_width,
+        kl_p99=found.divergence_p99,
+        kl_p99_interval=found.divergence_p99_interval,
+        top1_agreement=found.agreement.mean,
+        top1_half_width=found.agreement.half_width,
+        bytes_per_token=bytes_read(model, mode, shares),
+        bytes_half_width=_bytes_half_width(model, mode, shares),
+        dense_bytes_per_token=dense_bytes(model),
+        named_share_L=shares.named_share_L,
+        named_half_width=shares.mean_share("ffn_predicted").half_width,
+        hidden_share_L=shares.hidden_share_L,
+        hidden_half_width=shares.mean_share("ffn_hidden").half_width,
+    )
+
+
+def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
+    """Weight bytes per token, from the shares of neurons that are predicted, that fire, and that
+    contribute; bytes saved by input limits are not subtracted."""
+    model = model.row_major
+    layers = range(model.shape.num_layers)
+    named_L = shares.named_share_L if mode == "predicted" else (1.0,) * len(layers)
+    ups_L = downs_L = (1.0,) * len(layers)
+    if mode != "dense":
+        ups_L, downs_L = shares.fired_share_L, shares.hidden_share_L
+    total = float(head_bytes(model))
+    for layer, named, ups, downs in zip(layers, named_L, ups_L, downs_L, strict=True):
+        sizes = layer_bytes(model, layer)
+        neuron = named * sizes.gate_row + ups * sizes.up_row + downs * sizes.down_row
+        total += sizes.attention + model.shape.num_neurons * neuron
+        total += sizes.predictor if mode == "predicted" else 0
+    return round(total)
+
+
+def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> float | None:
+    """Half-width of bytes_read, in which only the numbers of neurons vary from token to token."""
+    if mode == "dense":
+        return 0.0
+    model = model.row_major
+    bytes_T = torch.zeros((), dtype=torch.float64)
+    for layer in range(model.shape.num_layers):
+        sizes = layer_bytes(model, layer)
+        bytes_T = bytes_T + sizes.up_row * shares.fired_per_token(layer)
+        bytes_T = bytes_T + sizes.down_row * shares.per_token("ffn_hidden", layer)
+        if mode == "predicted":
+            bytes_T = bytes_T + sizes.gate_row * shares.per_token("ffn_predicted", layer)
+    return batch_mean(bytes_T, [len(bytes_T)]).half_width
+
+
+def _within(half_width: float | None, form: str) -> str:
+    return "" if half_width is None else f" ± {half_width:{form}}"
+
+
+class ShareCounter:
+    """An observer of the shares of neurons that are predicted, that fire by their gates, and that
+    contribute to the output. The last two differ only where hidden values have limits."""
+
+    def __init__(self, model: ModelFile) -> None:
+        self.gates = [Gate(activation=model.activation, threshold=t) for t in model.threshold_L]
+        # The gates' limits, or None without any, for each layer whose hidden values have limits.
+        self.gate_limit = {
+            number: None if own.gate_F is None else torch.from_numpy(own.gate_F.copy())
+            for number, own in enumerate(model.limits.layers)
+            if own.hidden_F is not None
+        }
+        self.thresholds = model.predictor.threshold_L if model.predictor else ()
+        self.num_neurons = model.shape.num_neurons
+        self.counts: dict[str, dict[int, list[Tensor]]] = {
+            "ffn_predicted": {}, "ffn_gate": {}, "ffn_hidden": {},
+        }  # fmt: skip
+
+    def wants(self, name: str, layer: int | None) -> bool:
+        return name in self.counts and (name != "ffn_gate" or layer in self.gate_limit)
+
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        if name == "ffn_gate":  # NaN in mode predicted where a neuron is not named
+            limit_F = self.gate_limit[layer]
+            limit_F = None if limit_F is None else limit_F.to(tensor.device)
+            _, is_one = self.gates[layer].act(tensor, is_dense=False, limit=limit_F)
+            is_one = is_one & ~tensor.isnan()
+        else:
+            is_one = tensor > self.thresholds[layer] if name == "ffn_predicted" else tensor != 0
+        counts_T = torch.count_nonzero(is_one, dim=-1).to(torch.int32).reshape(-1).cpu()
+        self.counts[name].setdefault(layer, []).append(counts_T)
+
+    def per_token(self, name: str, layer: int) -> Tensor:
+        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted), fire by
+        their gates (ffn_gate) or contribute (ffn_hidden) for each token."""
+        return torch.cat(self.counts[name][layer]).double()
+
+    def fired_per_token(self, layer: int) -> Tensor:
+        """f64 [T]: the number of a layer's neurons whose row of `up` is read for each token."""
+        return self.per_token("ffn_gate" if layer in self.gate_limit else "ffn_hidden", layer)
+
+    def mean_share(self, name: str) -> Estimate:
+        """Mean over layers and tokens; the half-width is None if too little was observed."""
+        layers = sorted(self.counts[name])
+        if not layers:
+            return Estimate(mean=0.0, half_width=None)
+        share_T = torch.stack([self.per_token(name, layer) for layer in layers]).mean(dim=0)
+        share_T /= self.num_neurons
+        return batch_mean(share_T, [len(share_T)])
+
+    @property
+    def named_share_L(self) -> tuple[float, ...]:
+        return self._share_L("ffn_predicted")
+
+    @property
+    def hidden_share_L(self) -> tuple[float, ...]:
+        return self._share_L("ffn_hidden")
+
+    @property
+    def fired_share_L(self) -> tuple[float, ...]:
+        layers = sorted(self.counts["ffn_hidden"])
+        return tuple(self.fired_per_token(n).mean().item() / self.num_neurons for n in layers)
+
+    def _share_L(self, name: str) -> tuple[float, ...]:
+        return tuple(
+            self.per_token(name, layer).mean().item() / self.num_neurons
+            for layer in sorted(self.counts[name])
+        )

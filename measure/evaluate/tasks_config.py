@@ -1,0 +1,40 @@
+"""Options of `eval --tasks`. Does not import torch, so that wrong ones are refused at once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
+from hotsplit.model.mode_quality import RunMode
+from hotsplit.model.rope import check_scaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    model: Path
+    tasks: tuple[str, ...]
+    limit: int | None = None  # documents per task; None is all
+    num_fewshot: int | None = None  # None is the task's own
+    folder: Path | None = None  # of tasks in addition to lm-eval's own
+    mode: RunMode | None = None
+    split: Path | None = None
+    thresholds: Path | None = None
+    device: str | None = None
+    seed: int = 0
+    context_length: int | None = None
+    rope_scaling: str | None = None  # as in EngineConfig
+    rope_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tasks or not all(self.tasks) or len(set(self.tasks)) < len(self.tasks):
+            raise HotsplitError(
+                f"tasks are {', '.join(map(shown, self.tasks)) or 'none'}; wanted different names,"
+                " separated by commas"
+            )
+        for name, least in (("limit", 1), ("num_fewshot", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise HotsplitError(f"{name} is {value}, wanted {least} or more")
+        if self.folder is not None and not self.folder.is_dir():
+            raise HotsplitError(f"{self.folder}: no such folder; wanted one with tasks (YAML)")
+        check_scaling(self.rope_scaling, self.rope_scale)

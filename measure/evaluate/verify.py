@@ -1,0 +1,232 @@
+"""Verifies that a written model file is the model it was made from, by logits on a short text.
+
+The reference is the source's own graph (transformers' in f32, or for a GGUF that of our runtime)
+with the file's values put back into it, so that both sides have the rounding of the file's types,
+whose effect grows from layer to layer. The other side is the runtime's graph with the file's values
+unpacked to f32, hence with an f32 KV cache. The logits can then differ by the order of f32 sums and
+by errors: wrong names, a wrong order of rows, a wrong graph. Reading the values back (see
+hotsplit.files.written) also checks that they equal the source's up to rounding.
+
+Letters: T tokens, V vocabulary."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotsplit.artifacts.model_file import ModelFile, read_model_gguf
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.files.typed import shown
+from hotsplit.files.written import Restored, Written
+from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.kernels.stored import unpack
+from hotsplit.runtime.text.codec import TextCodec
+from hotsplit.runtime.weights.matrix import matrix_of
+from hotsplit.system.system_memory import free_memory_bytes
+
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. In 1876, def fib(n): return n if n < 2 else"
+    " fib(n - 1) + fib(n - 2)  # naïve, but right; 0x1F + 3.14 = ?\n"
+)
+MAX_TOKENS = 48
+# Relative error of the logits. Correct small files had up to 9e-7 in every type, one of 24 layers
+# 6e-6; a wrong epsilon, a missing linear rope factor of 1.1 and the wrong form of GELU gave 3e-4 to
+# 8e-3, but the wrong form of GELU only 6e-6 with small weights (docs/log/files.md).
+BOUND = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """`relative_error` is |got - want| / |want| over all logits; it is None if there was no
+    reference, and `line` says why."""
+
+    relative_error: float | None
+    line: str
+
+
+class Skipped(Exception):
+    """There is no reference; the message is the reason."""
+
+
+@torch.inference_mode()
+def verify(written: Written) -> Verification:
+    """Compares a written file with its source; the logits only if there is a reference. Raises
+    HotsplitError if they differ."""
+    model = ModelFile.load(written.path)
+    ids = text_token_ids(model)
+    is_folder = written.source.is_dir()
+    name = "transformers'" if is_folder else "the source's"
+    try:
+        want_TV = (_transformers_logits if is_folder else _source_logits)(written, ids)
+    except Skipped as reason:
+        for _ in written.restored():  # the values can be checked in any case
+            pass
+        return Verification(relative_error=None, line=f"values verified, logits not: {reason}")
+    with Engine.of(
+        _in_f32(model), mode="dense", device="cpu", context_length=len(ids), is_resident=False
+    ) as engine:
+        got_TV = engine.logits(ids)
+    error = _relative_error(got_TV, want_TV)
+    if not error <= BOUND:
+        raise HotsplitError(
+            f"{written.output.name}: its logits differ from {name} by"
+            f" {error:.1e} on {len(ids)} tokens, more than {BOUND:.0e}; the file is not kept:"
+            " please report the source; --no-verify keeps it"
+        )
+    line = f"verified: logits equal {name} to {error:.1e} on {len(ids)} tokens"
+    kinds = [entry.kind for entry in model.tensors.values()]
+    kind = max(set(kinds) - {"f32"}, key=kinds.count, default=None)
+    if kind is not None:  # the cost of the rounding itself is measured by hotsplit eval
+        line += f", both with the weights as rounded to {kind}"
+    return Verification(relative_error=error, line=line)
+
+
+def _in_f32(model: ModelFile) -> ModelFile:
+    """The same model with its matrices unpacked as by the runtime, each when it is loaded."""
+    cpu = torch.device("cpu")
+
+    def unpacked(entry: TensorEntry) -> TensorEntry:
+        def read_rows(start: int, stop: int) -> np.ndarray:
+            matrix = matrix_of(entry, cpu)
+            return unpack(matrix.data[start:stop], matrix.kind).numpy()
+
+        is_matrix = len(entry.shape) == 2 and entry.kind != "f32"
+        return replace(entry, kind="f32", read_rows=read_rows) if is_matrix else entry
+
+    return replace(model, tensors={name: unpacked(e) for name, e in model.tensors.items()})
+
+
+def text_token_ids(model: ModelFile) -> list[int]:
+    """Token ids of TEXT by the file's tokenizer, or arbitrary ids if it has none."""
+    limit, vocab_size = min(MAX_TOKENS, model.shape.context_length), model.shape.vocab_size
+    try:
+        ids = [token for token in TextCodec.of(model).encode(TEXT) if token < vocab_size]
+    except HotsplitError:  # the file has no known tokenizer
+        ids = []
+    return (ids or [(7919 * place + 11) % vocab_size for place in range(MAX_TOKENS)])[:limit]
+
+
+def _relative_error(got_TV: Tensor, want_TV: Tensor) -> float:
+    if got_TV.shape != want_TV.shape:
+        return math.inf
+    want_TV = want_TV.double()
+    error = (got_TV.double() - want_TV).norm() / want_TV.norm().clamp(min=1e-30)
+    return error.item() if bool(torch.isfinite(error)) else math.inf
+
+
+def _transformers_logits(written: Written, ids: list[int]) -> Tensor:
+    """f32 [T, V]. Raises Skipped if transformers cannot run the checkpoint, or needs more memory
+    than there is."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.configuration_utils import PretrainedConfig
+
+    folder = written.source
+    try:
+        with _silent_transformers():
+            values, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+            _check_known(folder, values)
+            _refuse_too_large(folder)
+            model = _load(folder)
+            _put_back(model.state_dict(), written.restored())
+            return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+    except (
+        ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
+        RuntimeError, StrictDataclassError, TypeError, ValueError,
+    ) as error:  # fmt: skip  # all that transformers may raise for an odd config
+        line = " ".join(str(error).split())[:200] or type(error).__name__
+        raise Skipped(f"transformers cannot run the checkpoint ({line})") from error
+
+
+def _load(folder: Path) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, local_files_only=True
+    ).eval()
+
+
+def _check_known(folder: Path, values: Mapping[str, object]) -> None:
+    """Raises Skipped for a model that transformers does not know, and HotsplitError if it would
+    run an architecture other than the one in `architectures`, which `convert` went by."""
+    from transformers.activations import ACT2FN
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, activation = values.get("model_type"), values.get("hidden_act")
+    architectures = values.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    classes = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    taken = classes.get(kind) if isinstance(kind, str) else None
+    if taken is None:
+        raise Skipped(f"transformers does not know model_type {str(kind)[:60]!r}")
+    if taken != named and named in classes.values():
+        raise HotsplitError(
+            f"{folder / 'config.json'}: model_type is {shown(kind)}, which is {taken}, but architectures"
+            f" has {shown(named)}; correct the one that is wrong"
+        )
+    if activation is not None and activation not in ACT2FN:
+        raise Skipped(f"transformers does not know the activation {shown(activation)}")
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Silences transformers' table of missing and unexpected tensors, and its progress bars, which
+    stay off."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _put_back(state: dict[str, Tensor], restored: Iterable[Restored]) -> None:
+    """Overwrites a model's weights with those of the file."""
+    for item in restored:
+        names = [n for n in state if n == item.source or n.endswith("." + item.source)]
+        if len(names) != 1:
+            raise Skipped(f"transformers has another name for the tensor {item.source!r}")
+        values = torch.from_numpy(item.values)
+        if item.rows is None:
+            state[names[0]].copy_(values)
+        else:
+            state[names[0]][torch.from_numpy(item.rows)] = values
+
+
+def _refuse_too_large(folder: Path) -> None:
+    """Raises Skipped if there is too little memory: weights in f32 and intermediates take three
+    times the size of a 16-bit checkpoint (measured)."""
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+    needed, free = 3 * sum(file.stat().st_size for file in files), free_memory_bytes()
+    if needed > 0.8 * free:
+        raise Skipped(
+            f"transformers needs about {needed / 1e9:.0f} GB for it; {free / 1e9:.0f} GB are free"
+        )
+
+
+def _source_logits(written: Written, ids: list[int]) -> Tensor:
+    """f32 [T, V]: our runtime's logits with the source's header and layout, and the file's values,
+    activation and thresholds. Raises Skipped if memory is too small."""
+    keys, tensors = read_model_gguf(written.source)
+    needed = sum(4 * math.prod(entry.shape) for entry in tensors.values())
+    if needed > 0.8 * free_memory_bytes():
+        raise Skipped(f"the source needs about {needed / 1e9:.0f} GB in f32")
+    own = ModelFile.load(written.path)
+    keys = keys | {"hotsplit.ffn.activation": own.activation}
+    keys["hotsplit.ffn.threshold"] = list(own.threshold_L)
+    entries = {r.source: array_entry(r.values, "f32") for r in written.restored()}
+    entries |= {n: e for n, e in tensors.items() if "ffn_pred_" in n}
+    source = ModelFile.of(written.source, keys, entries)
+    with Engine.of(
+        source, mode="dense", device="cpu", context_length=len(ids), is_resident=False
+    ) as engine:
+        return engine.logits(ids)

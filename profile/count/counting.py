@@ -1,0 +1,203 @@
+"""Counts, while the model runs, how often each neuron fires and how large its gate is.
+
+The sums stay on the layer's device, in int64; without limits, nothing synchronises with it after
+its first pass until they are read.
+
+Letters: T tokens, L layers, F neurons, B histogram bins, A values of any shape."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotsplit.artifacts.limits_file import LayerLimits
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
+from hotsplit.errors import HotsplitError
+from hotsplit.model.architecture import SMOOTH
+from hotsplit.profile.native.library import NUM_BUCKETS, count
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.weights.neuron_block import above
+
+_MAX_ADDED = 255  # ones that a uint8 can count
+
+
+class Counter:
+    """An observer of `ffn_gate`, the last `layer_out` and, in layers with limits of hidden values,
+    `ffn_hidden`; it counts what this process runs.
+
+    `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
+    its value is above it. Such a model must run in mode exact, where neurons that their gates
+    silence have hidden values of 0."""
+
+    is_sum = True  # the counts of several processes add up; see profile.run.Part
+
+    def __init__(
+        self, gates: tuple[Gate, ...], num_neurons: int, limits: Sequence[LayerLimits] = ()
+    ) -> None:
+        self.gates, self.num_neurons, self.num_tokens = gates, num_neurons, 0
+        self.limits = tuple(limits) or (LayerLimits(),) * len(gates)
+        self._count: dict[int, Tensor] = {}  # i64 [F] a layer
+        self._histogram: dict[int, Tensor] = {}  # i64 [B] a layer
+        self._has_nan: Tensor | None = None  # bool []
+
+    def wants(self, name: str, layer: int | None) -> bool:
+        if name == "ffn_hidden":
+            assert layer is not None
+            return self.limits[layer].hidden_F is not None
+        return name == "ffn_gate" or (name == "layer_out" and layer == len(self.gates) - 1)
+
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        if name == "layer_out":  # a NaN in any layer reaches the last one's output
+            is_nan = torch.isnan(tensor.max())  # max returns NaN if there is one
+            self._has_nan = is_nan if self._has_nan is None else self._has_nan | is_nan
+            return
+        if layer not in self._count:
+            self._start(layer, tensor.device)
+        if name == "ffn_hidden":
+            self._add_fired(layer, above(tensor, _limit(self.limits[layer].hidden_F, tensor)))
+            return
+        self._add(layer, tensor)
+        if layer == 0:
+            self.num_tokens += len(tensor)
+
+    def _start(self, layer: int, device: torch.device) -> None:
+        self._count[layer] = torch.zeros(self.num_neurons, dtype=torch.int64, device=device)
+        self._histogram[layer] = torch.zeros(NUM_BINS, dtype=torch.int64, device=device)
+
+    def _add(self, layer: int, gate_TF: Tensor) -> None:
+        gate, is_magnitude = self.gates[layer], self.gates[layer].activation in SMOOTH
+        count_F, histogram_B = self._count[layer], self._histogram[layer]
+        # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
+        value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
+        if self.limits[layer].has_neurons:
+            self._add_limited(layer, value_TF)
+            return
+        if gate_TF.device.type == "cpu":
+            if is_magnitude and gate.threshold > 0:
+                self._count_native(value_TF, gate.threshold, True, count_F, _no_bins())
+                self._add_magnitudes(layer, value_TF)
+            else:
+                threshold = gate.threshold if is_magnitude else gate.opens_above
+                self._count_native(value_TF, threshold, is_magnitude, count_F, histogram_B)
+            return
+        active_TF, fires_TF = gate.act(gate_TF, is_dense=False)
+        histogram_B += histogram(value_TF if is_magnitude else active_TF)
+        self._add_fired(layer, fires_TF)
+
+    def _add_limited(self, layer: int, value_TF: Tensor) -> None:
+        """Adds SiLU's or GELU's values of a layer with limits of neurons. If hidden values have
+        limits, they decide who fires."""
+        limits = self.limits[layer]
+        if value_TF.device.type == "cpu":
+            self._add_magnitudes(layer, value_TF)
+        else:
+            self._histogram[layer] += histogram(value_TF)
+        if limits.hidden_F is None:
+            self._add_fired(layer, above(value_TF, _limit(limits.gate_F, value_TF)))
+
+    def _add_fired(self, layer: int, fires_TF: Tensor) -> None:
+        for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
+            self._count[layer] += part_TF.sum(dim=0, dtype=torch.uint8)
+
+    def _add_magnitudes(self, layer: int, value_TF: Tensor) -> None:
+        """Adds every |value| to the histogram alone."""
+        none_F = torch.zeros_like(self._count[layer])
+        self._count_native(value_TF, -1.0, True, none_F, self._histogram[layer])
+
+    def _count_native(
+        self,
+        value_TF: Tensor,
+        threshold: float,
+        is_magnitude: bool,
+        count_F: Tensor,
+        bins_B: Tensor,
+    ) -> None:
+        """Counts in C++; values that are not above the threshold go into bin 0."""
+        first, edge = _tables()
+        count(
+            value_TF, threshold, is_magnitude=is_magnitude, first=first, edge=edge,
+            count_F=count_F, histogram_B=bins_B,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises HotsplitError for NaN: such a model has no firings to count."""
+        if self._has_nan is not None and self._has_nan:
+            raise HotsplitError("the model gave NaN; convert its checkpoint again")
+
+    def arrays(self) -> dict[str, Tensor]:
+        """active_count_LF, gate_histogram_LB and num_tokens, int64; zeros before the first
+        token."""
+        layers = range(len(self.gates))
+        count_LF = torch.zeros(len(layers), self.num_neurons, dtype=torch.int64)
+        histogram_LB = torch.zeros(len(layers), NUM_BINS, dtype=torch.int64)
+        for layer in self._count:
+            count_LF[layer], histogram_LB[layer] = self._count[layer], self._histogram[layer]
+        return {
+            "active_count_LF": count_LF,
+            "gate_histogram_LB": histogram_LB,
+            "num_tokens": torch.tensor(self.num_tokens),
+        }
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        """Continues from what `arrays` returned."""
+        self._count = dict(enumerate(arrays["active_count_LF"].clone()))
+        self._histogram = dict(enumerate(arrays["gate_histogram_LB"].clone()))
+        self.num_tokens = int(arrays["num_tokens"])
+
+
+def histogram(value: Tensor) -> Tensor:
+    """int64 [B]: the number of |values| (f32) in each bin of profile_file.EDGES; NaN counts in the
+    last.
+
+    For GPUs: it uses torch operations that do not synchronise (bincount would, to find the largest
+    bin)."""
+    size_A = value.abs().flatten()
+    bucket_A = (size_A.view(torch.int32) >> 16).long()
+    first, edge = _tables_on(size_A.device)
+    bins_A = first[bucket_A].int() + (size_A >= edge[bucket_A])
+    total_B = torch.zeros(NUM_BINS, dtype=torch.int64, device=value.device)
+    for part in bins_A.split(1 << 24):  # histc counts in f32
+        total_B += torch.histc(part.float(), NUM_BINS, 0, NUM_BINS).long()
+    return total_B
+
+
+def _limit(limit_F: np.ndarray | None, like: Tensor) -> Tensor:
+    assert limit_F is not None
+    return torch.tensor(limit_F, device=like.device)
+
+
+def _no_bins() -> Tensor:
+    return torch.zeros(NUM_BINS, dtype=torch.int64)
+
+
+@cache
+def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """`_tables`, copied to a device once: each copy synchronises with it."""
+    first, edge = _tables()
+    return first.to(device), edge.to(device)
+
+
+@cache
+def _tables() -> tuple[Tensor, Tensor]:
+    """For each bucket, the bin of its smallest value and the edge where the next bin begins (NaN in
+    the last bin).
+
+    A bucket holds the f32 values that share their upper 16 bits (sign, 8 of exponent, 7 of
+    mantissa). Bins are wider, so that at most one edge lies in a bucket."""
+    edges = np.append(EDGES.astype(np.float32), np.float32(np.inf))
+    smallest = (np.arange(NUM_BUCKETS, dtype=np.uint32) << 16).view(np.float32)
+    smallest = np.where(np.isnan(smallest), np.float32(np.inf), smallest)
+    first = np.minimum(np.searchsorted(edges, smallest, side="right") - 1, NUM_BINS - 1)
+    edge = edges[first + 1]
+    return torch.from_numpy(first.astype(np.uint8)), torch.from_numpy(
+        np.where(edge < np.inf, edge, np.nan)
+    )
+
+
+def gates_of(model: ModelFile, threshold_L: Sequence[float]) -> tuple[Gate, ...]:
+    """The gates of all layers with these thresholds."""
+    return tuple(Gate(activation=model.activation, threshold=t) for t in threshold_L)

@@ -1,0 +1,109 @@
+"""Reads and writes OUTPUT.resume: the position of a run, from which the same command can continue.
+
+Specified in docs/formats.md."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.files.typed import shown
+
+FORMAT, VERSION = "hotsplit.resume", 4
+SAVE_EVERY_S = 60.0
+Settings = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a run has come: `done` windows of phase number `phase` are done; `arrays` are those
+    of all parts at that point."""
+
+    phase: int = 0
+    done: int = 0
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def of_part(self, part: str) -> dict[str, np.ndarray]:
+        """The arrays of one part of the run, by their names in that part; {} if it has none."""
+        prefix = part + "/"
+        return {k.removeprefix(prefix): a for k, a in self.arrays.items() if k.startswith(prefix)}
+
+    def digest(self) -> str:
+        """Digest of the position and every array, since resuming from a damaged file would give
+        wrong counts."""
+        found = hashlib.blake2b(f"{self.phase} {self.done}".encode())
+        for name in sorted(self.arrays):
+            array = np.ascontiguousarray(self.arrays[name])
+            found.update(f"\n{name} {array.dtype} {array.shape}\n".encode())
+            found.update(array.data if array.size else b"")
+        return found.hexdigest()
+
+    def to_bytes(self) -> bytes:
+        place = np.array([self.phase, self.done], np.int64)
+        return save({"place": place, **{"/" + name: a for name, a in self.arrays.items()}})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Position":
+        arrays = load(data)
+        phase, done = (int(value) for value in arrays.pop("place"))
+        return cls(phase=phase, done=done, arrays={k[1:]: a for k, a in arrays.items()})
+
+
+def resume_path(output: Path) -> Path:
+    return output.with_name(output.name + ".resume")
+
+
+def save_position(path: Path, settings: Settings, position: Position) -> None:
+    metadata = {
+        "settings": settings, "phase": position.phase, "done": position.done,
+        "digest": position.digest(),
+    }  # fmt: skip
+    save_arrays(path, FORMAT, VERSION, metadata, position.arrays)
+
+
+def load_position(path: Path, settings: Settings, *, force: bool) -> Position | None:
+    """The position of a run; None if there is no file or, with `force`, none that fits.
+
+    Without `force`, raises HotsplitError for a damaged file, and for one of another run: with
+    another model, corpus, seed or other settings."""
+    if not path.exists():
+        return None
+    try:
+        metadata, arrays = load_arrays(
+            path, FORMAT, VERSION, {"settings", "phase", "done", "digest"}
+        )
+        _compare(path, metadata["settings"], settings)
+        phase, done = metadata["phase"], metadata["done"]
+        if not all(type(number) is int and number >= 0 for number in (phase, done)):
+            raise HotsplitError(
+                f"{path}: its position is window {shown(done)} of phase {shown(phase)}, wanted two"
+                " counts"
+            )
+        position = Position(phase=phase, done=done, arrays=arrays)
+        if position.digest() != metadata["digest"]:
+            raise HotsplitError(f"{path}: is damaged (its contents are not what was saved)")
+    except HotsplitError as error:
+        if force:
+            return None
+        raise HotsplitError(f"{error}; delete it, or start over with --force") from error
+    return position
+
+
+def _compare(path: Path, found: object, wanted: Settings) -> None:
+    if not isinstance(found, dict) or found.keys() != wanted.keys():
+        raise HotsplitError(f"{path}: was written by another version of this program")
+    for key, value in wanted.items():
+        if found[key] != value:
+            raise HotsplitError(
+                f"{path}: was begun with {key} {_short(found[key])}, this run has {_short(value)}"
+            )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

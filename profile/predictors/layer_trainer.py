@@ -1,0 +1,325 @@
+"""Trains the predictor of each layer while the model runs, and chooses among candidates.
+
+The text is divided among five phases:
+
+- moments: collects the second moments from which the untrained predictors are computed
+  (profile.moments).
+- keep: sets up to KEPT_TOKENS tokens aside, for early stopping and for choosing the rank to train.
+- train: trains one low-rank predictor, of that rank (profile.training).
+- measure: measures every candidate with every threshold: low-rank ones of several ranks and types,
+  trained or not, and the whole gate in quantised types. The choice follows (profile.selection).
+- examine: measures the chosen predictor and the untrained one of the same shape, their thresholds
+  fixed, on held-out text.
+
+Only the kept tokens' activations are stored.
+
+Letters: T tokens, D model width, F or N neurons."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hotsplit.artifacts.predictor_file import LayerPredictor
+from hotsplit.costs.budget import LayerBytes
+from hotsplit.files.gguf_file import is_whole_blocks
+from hotsplit.profile.predictors.examine import Examiner
+from hotsplit.profile.predictors.moments import Moments
+from hotsplit.profile.predictors.options import Target
+from hotsplit.profile.predictors.rounding import stored
+from hotsplit.profile.predictors.selection import Candidate, Quality, Tally, bytes_per_token, choose
+from hotsplit.profile.predictors.training import Agree, Batch, LowRank, whole
+from hotsplit.runtime.model.feed_forward import Gate
+from hotsplit.runtime.weights.matrix import Matrix
+from hotsplit.runtime.weights.neuron_block import above
+
+Phase = Literal["moments", "keep", "train", "measure", "examine"]
+KEPT_TOKENS = 512
+# The phases' shares of the windows; training gets the rest.
+SHARES = {"moments": 0.1, "keep": 0.02, "measure": 0.1, "examine": 0.06}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The predictors to consider. Types whose blocks do not divide the rows are left out; a
+    low-rank predictor is f16 if none is left."""
+
+    ranks: tuple[int, ...]
+    kinds: tuple[str, ...] = ("f16", "q8_0", "q4_0")
+    forms: tuple[str, ...] = ("low-rank", "whole")
+    has_bias: bool = True
+    target: Target = Target()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerQuality:
+    """Quality of the chosen predictor and of `start`, the untrained one of the same shape, on
+    held-out text; `candidates` on the text that the choice was made on."""
+
+    chosen: Quality
+    start: Quality
+    hottest_fifth: float  # share of the firings of the hottest 20 %
+    candidates: tuple[Quality, ...]
+    break_even_density: float  # below it, mode predicted reads fewer bytes than exact
+
+
+class LayerTrainer:
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        gate_FD: Tensor,
+        down: Matrix,
+        sizes: LayerBytes,
+        choices: Choices,
+        gate_bias_F: Tensor | None = None,
+        gate_limit_F: Tensor | None = None,
+        hidden_limit_F: Tensor | None = None,
+        is_own_input: bool = True,
+    ) -> None:
+        """With limits, gates and hidden values must come from mode exact."""
+        self.gate, self.down, self.sizes, self.choices = gate, down, sizes, choices
+        self.gate_limit_F, self.hidden_limit_F = gate_limit_F, hidden_limit_F
+        self.down_norm_F = row_norms(down)
+        self.num_neurons, self.width = gate_FD.shape
+        self.device = gate_FD.device
+        self.moments = Moments(gate_FD, gate_bias_F, is_own_input=is_own_input)
+        self.kept: list[Batch] = []
+        self.candidates: list[Candidate] = []
+        self.trained: LowRank | None = None
+        self.tallies: list[Tally] = []
+        self.examiners: list[Examiner] = []
+        self.phase: Phase = "moments"
+
+    def enter(self, phase: Phase, num_steps: int, agree: Agree = lambda tensor: None) -> None:
+        """Begins a phase; the phases must come in order. `num_steps` and `agree` are for training:
+        see LowRank.begin."""
+        self.phase = phase
+        if phase == "train":
+            self._begin_training(num_steps, agree)
+        elif phase == "measure":
+            self._begin_measuring()
+        elif phase == "examine":
+            self._begin_examining()
+
+    def add(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        """Adds tokens of the current phase: the predictor's input, gates, and act(gate) * up."""
+        take = {
+            "moments": self._add_moments,
+            "keep": self._keep,
+            "train": self._train,
+            "measure": self._measure,
+            "examine": self._examine,
+        }[self.phase]
+        take(x_TD, gate_TF, hidden_TF)
+
+    def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
+        fires_TF = self.fires(gate_TF, hidden_TF)
+        given_TF = hidden_TF.abs() * self.down_norm_F * fires_TF
+        return Batch(x_TD=x_TD, fires_TF=fires_TF, given_TF=given_TF)
+
+    def fires(self, gate_TF: Tensor, hidden_TF: Tensor) -> Tensor:
+        """bool [T, F]: the labels of the predictor."""
+        _, fires_TF = self.gate.act(gate_TF, is_dense=False, limit=self.gate_limit_F)
+        if self.hidden_limit_F is None:
+            return fires_TF
+        return fires_TF & above(hidden_TF, self.hidden_limit_F)
+
+    def _add_moments(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        self.moments.add(x_TD, gate_TF)
+
+    def _keep(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        left = KEPT_TOKENS - sum(len(batch.x_TD) for batch in self.kept)
+        if left > 0:
+            # Copied, since a slice would keep all of the window in memory.
+            batch = self.batch(x_TD[:left].clone(), gate_TF[:left], hidden_TF[:left])
+            self.kept.append(replace(batch, given_TF=batch.given_TF.half()))
+
+    def _begin_training(self, num_steps: int, agree: Agree) -> None:
+        """Makes the untrained candidates, and starts to train the best low-rank one."""
+        self.start = self.moments.start()
+        for tensor in self.start.tensors():  # processes on different processors may differ
+            agree(tensor)
+        self.held_out, self.kept = joined(self.kept), []
+        if "whole" in self.choices.forms:
+            for kind in self._kinds(self.start.map_FD.shape[1]):
+                if kind != "f16":  # in f16 it is no smaller than a gate in f16
+                    made = whole(self.start, kind, self.gate, self.gate_limit_F)
+                    self.candidates.append(Candidate(predictor=made, is_trained=False))
+        if "low-rank" in self.choices.forms:
+            self._begin_low_rank(num_steps, agree)
+        assert self.candidates, "no form and type fits"
+
+    def _begin_low_rank(self, num_steps: int, agree: Agree) -> None:
+        made: list[Candidate] = []
+        for rank in self.choices.ranks:
+            network = self._low_rank(rank)
+            made += self._rounded(network)
+        tallies = self._tallies(made)
+        for tally in tallies:
+            self._count(tally, self.held_out)
+        qualities = [tally.quality(self.choices.target, self.sizes) for tally in tallies]
+        best = torch.tensor(self._choose(qualities))
+        agree(best)
+        self.candidates += made
+        self.trained = self._low_rank(made[int(best)].rank)
+        self.trained.begin(num_steps, self.held_out, agree)
+
+    def _train(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        if self.trained is not None and not self.trained.is_done:
+            self.trained.step(self.batch(x_TD, gate_TF, hidden_TF))
+
+    def _begin_measuring(self) -> None:
+        if self.trained is not None:
+            self.trained.end()
+            if self.trained.is_trained:
+                self.candidates += self._rounded(self.trained)
+        self.tallies = self._tallies(self.candidates)
+
+    def _measure(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        batch = self.batch(x_TD, gate_TF, hidden_TF)
+        square = self._output_square(batch, hidden_TF)
+        for tally in self.tallies:
+            self._count(tally, batch, square)
+
+    def _begin_examining(self) -> None:
+        target = self.choices.target
+        self.qualities = [tally.quality(target, self.sizes) for tally in self.tallies]
+        index = self._choose(self.qualities)
+        chosen = self.qualities[index]
+        same = [
+            i
+            for i, q in enumerate(self.qualities)
+            if not q.is_trained and (q.rank, q.matrix_kind) == (chosen.rank, chosen.matrix_kind)
+        ]
+        self.examiners = [
+            Examiner(self.candidates[i].predictor, self.qualities[i], self.down, self.sizes)
+            for i in (index, same[0])
+        ]
+        self.predictor = self.candidates[index].predictor
+        self.candidates, self.tallies = [], []
+
+    def _examine(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
+        fires_TF = self.fires(gate_TF, hidden_TF)
+        for examiner in self.examiners:
+            examiner.add(x_TD, fires_TF, hidden_TF, self.down_norm_F)
+
+    def finish(self) -> tuple[LayerPredictor, LayerQuality]:
+        chosen, start = (examiner.quality() for examiner in self.examiners)
+        quality = LayerQuality(
+            chosen=chosen,
+            start=start,
+            hottest_fifth=self.examiners[0].hottest_fifth,
+            candidates=tuple(self.qualities),
+            break_even_density=self._break_even(chosen),
+        )
+        down, up = self.predictor.down, self.predictor.up
+        bias_F = up.bias_N
+        weights = LayerPredictor(
+            down=None if down is None else stored(down.weight),
+            up=stored(up.weight),
+            up_bias_F=None if bias_F is None else bias_F.cpu().numpy(),
+        )
+        return weights, quality
+
+    def _choose(self, qualities: list[Quality]) -> int:
+        density = qualities[0].density
+        exact = bytes_per_token(0, 1.0, density, self.num_neurons, self.sizes)
+        return choose(qualities, self.choices.target, exact)
+
+    def _break_even(self, chosen: Quality) -> float:
+        """The density at which both modes read the same bytes: exact reads every gate, predicted
+        reads the predictor and a share of the gates, the density times the over-fetch."""
+        gates = len(self.down_norm_F) * self.sizes.gate_row
+        overfetch = chosen.predicted_density / max(chosen.density, 1e-12)
+        return min(1.0, max(0.0, 1 - chosen.num_bytes / gates) / max(overfetch, 1e-12))
+
+    def _low_rank(self, rank: int) -> LowRank:
+        return LowRank(
+            self.start, rank, self.gate, self.gate_limit_F, has_bias=self.choices.has_bias
+        )
+
+    def _kinds(self, *widths: int) -> list[str]:
+        return [k for k in self.choices.kinds if all(is_whole_blocks(w, k) for w in widths)]
+
+    def _rounded(self, network: LowRank) -> list[Candidate]:
+        width = self.start.map_FD.shape[1]
+        return [
+            Candidate(predictor=network.predictor(kind), is_trained=network.is_trained)
+            for kind in self._kinds(width, network.rank) or ["f16"]
+        ]
+
+    def _tallies(self, candidates: list[Candidate]) -> list[Tally]:
+        device = self.down_norm_F.device
+        with torch.no_grad():
+            return [
+                Tally(c, c.predictor.scores(self.held_out.x_TD).std().item(), device)
+                for c in candidates
+            ]
+
+    def _count(self, tally: Tally, batch: Batch, square: float | None = None) -> None:
+        with torch.no_grad():
+            score_TF = tally.candidate.predictor.scores(batch.x_TD)
+        square = batch.given_TF.square().sum().item() if square is None else square
+        tally.add(score_TF, batch.fires_TF, batch.given_TF, square)
+
+    def _output_square(self, batch: Batch, hidden_TF: Tensor) -> float:
+        y_TD = self.down.combine_many(hidden_TF * batch.fires_TF)
+        return y_TD.double().square().sum().item()
+
+
+class PredictorTrainer:
+    """An observer that passes each layer's tensors to its LayerTrainer."""
+
+    def __init__(self, layers: Sequence[LayerTrainer], input_layer_offset: int) -> None:
+        self.layers, self.offset = layers, input_layer_offset
+        self.inputs: dict[int, Tensor] = {}
+        self.gate_TF: Tensor | None = None
+
+    def wants(self, name: str, layer: int | None) -> bool:
+        return name in ("ffn_norm", "ffn_gate", "ffn_hidden")
+
+    def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
+        assert layer is not None
+        # The model runs in inference mode, whose tensors autograd does not accept.
+        with torch.inference_mode(False), torch.enable_grad():
+            if name == "ffn_norm":
+                self.inputs[layer] = tensor.clone()
+            elif name == "ffn_gate":
+                self.gate_TF = tensor.clone()
+            else:
+                assert self.gate_TF is not None
+                x_TD = self.inputs[max(0, layer - self.offset)]
+                self.layers[layer].add(x_TD, self.gate_TF, tensor.clone())
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The concatenated batches, in f32."""
+    if len(batches) == 1:
+        return replace(batches[0], given_TF=batches[0].given_TF.float())
+    return Batch(
+        x_TD=torch.cat([b.x_TD for b in batches]),
+        fires_TF=torch.cat([b.fires_TF for b in batches]),
+        given_TF=torch.cat([b.given_TF for b in batches]).float(),
+    )
+
+
+def phases(count: int) -> dict[Phase, slice]:
+    """The windows of each phase, out of `count`, in order of the phases; at least one each if there
+    are five or more."""
+    sizes = {name: max(1, round(share * count)) for name, share in SHARES.items()}
+    pieces: dict[Phase, slice] = {}
+    start = 0
+    for name in get_args(Phase):
+        size = sizes.get(name, count - sum(sizes.values()))
+        pieces[name] = slice(start, start + size)
+        start += size
+    return pieces
+
+
+def row_norms(matrix: Matrix) -> Tensor:
+    """f32 [N]: the Euclidean length of each row."""
+    rows = torch.arange(matrix.num_rows, device=matrix.data.device)
+    return torch.cat([matrix.rows(piece).norm(dim=1) for piece in rows.split(1024)])

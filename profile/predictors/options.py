@@ -1,0 +1,120 @@
+"""Options of predictors, and the choices they leave for a model.
+
+Does not import torch, so that wrong options are refused at once."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.errors import HotsplitError
+from hotsplit.model.architecture import SMOOTH
+
+if TYPE_CHECKING:
+    from hotsplit.profile.predictors.layer_trainer import Choices
+
+PredictorForm = Literal["auto", "low-rank", "whole"]
+PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
+PredictorFormat = Literal["hotsplit", "dejavu"]
+# Ranks tried by default are multiples of it, so that every type can hold them; in models too small
+# for any, the rank is a quarter of the width.
+BLOCK = 32
+# Shares of the width that are tried as ranks. With half of it, a predictor has five eighths as many
+# values as the gate matrix if F = 4 D.
+RANK_SHARES = (1 / 8, 1 / 4, 1 / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The target for a predictor on the text that it is chosen on (see profile.selection); each
+    value is more than 0 and less than 1."""
+
+    contribution: float = 0.992
+    lost_norm: float = 0.04
+    precision: float = 0.75
+
+    def __post_init__(self) -> None:
+        for name in ("contribution", "lost_norm", "precision"):
+            value = getattr(self, name)
+            if not 0 < value < 1:
+                raise HotsplitError(f"target {name} is {value}, wanted more than 0, less than 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorOptions:
+    """With `auto`, form and type are chosen by measurement. Without a rank several are tried; with
+    one, only low-rank predictors are."""
+
+    rank: int | None = None
+    form: PredictorForm = "auto"
+    type: PredictorType = "auto"
+    format: PredictorFormat = "hotsplit"
+    target: Target = Target()
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 1:
+            raise HotsplitError(f"predictor rank is {self.rank}, wanted 1 or more")
+        for name, known in (
+            ("form", PredictorForm), ("type", PredictorType), ("format", PredictorFormat)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value not in get_args(known):
+                raise HotsplitError(
+                    f"predictor {name} {value!r} is unknown; known: {', '.join(get_args(known))}"
+                )
+        if self.rank is not None and self.form == "whole":
+            raise HotsplitError("a whole predictor has no rank; leave --predictor-rank out")
+        if self.format == "dejavu" and (self.form == "whole" or self.type not in ("auto", "f16")):
+            raise HotsplitError(
+                "predictors in DejaVu's form are two matrices of f32 or f16;"
+                " leave --predictor-form and --predictor-type out"
+            )
+
+
+def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
+    """The candidates to try. Raises HotsplitError for options that do not suit this model."""
+    from hotsplit.profile.predictors.layer_trainer import Choices  # imports torch
+
+    width, neurons = model.shape.width, model.shape.num_neurons
+    if options.rank is not None and options.rank > min(width, neurons):
+        raise HotsplitError(
+            f"predictor rank is {options.rank}, wanted at most {min(width, neurons)}, the smaller"
+            " of the model's width and its neurons per layer"
+        )
+    blocks = {max(1, round(share * width / BLOCK)) * BLOCK for share in RANK_SHARES}
+    fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
+    ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
+    # q8_0 is as good as f16 at about half the bytes.
+    kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
+    if options.form == "whole" and width % BLOCK:
+        is_blocks = options.type not in ("auto", "f16")
+        raise HotsplitError(
+            f"a whole predictor needs a type smaller than f16, whose rows are whole blocks of {BLOCK};"
+            f" the model's width is {width}: give --predictor-form low-rank"
+            + (" and --predictor-type f16" if is_blocks else "")
+        )
+    rows_fit = width % BLOCK == 0 and (options.form == "whole" or options.rank is None
+                                       or options.rank % BLOCK == 0)  # fmt: skip
+    if options.type not in ("auto", "f16") and not rows_fit:
+        raise HotsplitError(
+            f"predictors of type {options.type} need a width ({width}) and a rank of whole blocks"
+            f" of {BLOCK}; give --predictor-type f16"
+        )
+    forms = ("low-rank", "whole") if options.form == "auto" else (options.form,)
+    if options.rank is not None:
+        forms = ("low-rank",)
+    if options.form == "whole" and options.type == "f16":
+        raise HotsplitError(
+            "a whole predictor has as many values as the gate matrix, so that it pays only in a"
+            " type smaller than f16; give --predictor-type q4_0 or --predictor-form low-rank"
+        )
+    if options.format == "dejavu":
+        if model.activation in SMOOTH:
+            raise HotsplitError(
+                f"{model.path}: neurons of a {model.activation} model fire on both sides of zero,"
+                " which DejaVu's form cannot express; leave --predictor-format out"
+            )
+        forms, kinds = ("low-rank",), ("f16",)
+    return Choices(
+        ranks=ranks, kinds=kinds, forms=forms, target=options.target,
+        has_bias=options.format != "dejavu",
+    )  # fmt: skip

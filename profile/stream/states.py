@@ -1,0 +1,84 @@
+"""Stores of the hidden states of many tokens between two layers: memory, or an unnamed file.
+
+The file is read and written, not mapped, so that the system's page cache may hold it without
+counting as this process's memory.
+
+Letters: N tokens of all windows, T tokens at a time, D model width."""
+
+import io
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotsplit.errors import HotsplitError
+from hotsplit.system.sizes import format_bytes
+
+
+class States(Protocol):
+    def read(self, start: int, stop: int) -> Tensor:
+        """f32 [T, D], a copy."""
+
+    def write(self, start: int, x_TD: Tensor) -> None: ...
+
+    def close(self) -> None:
+        """Frees the memory, or the space on the disk."""
+
+
+class MemoryStates:
+    def __init__(self, num_tokens: int, width: int, device: torch.device) -> None:
+        self.x_ND = torch.empty(num_tokens, width, device=device)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.x_ND[start:stop].clone()
+
+    def write(self, start: int, x_TD: Tensor) -> None:
+        self.x_ND[start : start + len(x_TD)] = x_TD
+
+    def close(self) -> None:
+        del self.x_ND
+
+
+class FileStates:
+    """States in an unnamed file of `folder`, which is gone once it is closed or this process
+    ends."""
+
+    def __init__(self, num_tokens: int, width: int, folder: Path) -> None:
+        """Raises HotsplitError if the folder cannot be written or has too little space."""
+        self.width = width
+        num_bytes = 4 * num_tokens * width
+        try:
+            self.file: io.FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # type: ignore[assignment]
+        except OSError as error:
+            raise HotsplitError(f"{folder}: cannot be written: {error.strerror}") from error
+        try:
+            os.posix_fallocate(self.file.fileno(), 0, num_bytes)
+        except OSError as error:
+            self.file.close()
+            raise HotsplitError(
+                f"{folder}: no space for {format_bytes(num_bytes)} of hidden states"
+                f" ({error.strerror}); write the profile to another disk, or take fewer --tokens"
+            ) from error
+
+    def read(self, start: int, stop: int) -> Tensor:
+        x_TD = torch.empty(stop - start, self.width)
+        left = x_TD.numpy().data.cast("B")
+        self.file.seek(4 * start * self.width)
+        while left:
+            count = self.file.readinto(left)
+            assert count, (start, stop)  # the file has its full length from the start
+            left = left[count:]
+        return x_TD
+
+    def write(self, start: int, x_TD: Tensor) -> None:
+        left = np.ascontiguousarray(x_TD.cpu().numpy()).data.cast("B")
+        self.file.seek(4 * start * self.width)
+        while left:
+            left = left[self.file.write(left) :]
+
+    def close(self) -> None:
+        self.file.close()

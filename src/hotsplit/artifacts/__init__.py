@@ -1,0 +1,1 @@
+"""The files between stages, one module each: a dataclass with `load`, `save` and checks."""

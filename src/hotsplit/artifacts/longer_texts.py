@@ -1,0 +1,35 @@
+"""Changes the scaling of a model's rotary embeddings, for longer texts or for shorter ones."""
+
+from dataclasses import replace
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.errors import HotsplitError
+from hotsplit.model.rope import asked_scaling
+
+
+def with_rope_scaling(
+    model: ModelFile, kind: str | None, factor: float | None, context_length: int | None
+) -> ModelFile:
+    """The model with this scaling instead of its own; unchanged if `kind` and `factor` are None.
+
+    kind: "none", "linear" or "yarn"; None means "yarn" if there is a factor. factor: the ratio of
+    the longest text to the training length; None takes what `context_length` needs.
+
+    Raises HotsplitError for a model whose positions cannot be scaled, and like
+    `asked_scaling`."""
+    if kind is None and factor is None:
+        return model
+    own, shape = model.shape.rope_scaling, model.shape
+    why = None
+    if model.graph.rotary is None:
+        why = "its positions are learned"
+    elif own.kind == "linear":
+        why = f"it was trained with positions divided by {own.factor:g}"
+    elif "rope_freqs.weight" in model.tensors:
+        why = "its frequencies are scaled already (rope_freqs.weight)"
+    if why is not None:
+        raise HotsplitError(f"{model.path}: {why}; leave --rope-scaling and --rope-scale out")
+    length = own.original_length or shape.context_length
+    scaling = asked_scaling(kind, factor, context_length, length)
+    longest = int(length * scaling.factor)
+    return replace(model, shape=replace(shape, rope_scaling=scaling, context_length=longest))

@@ -1,0 +1,296 @@
+"""machine.json: the machine's figures, measured, or copied from a datasheet and marked as such.
+
+Specified in docs/formats.md."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import quantiles
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.atomic import partial_file
+from hotsplit.files.json_file import read_object
+from hotsplit.files.typed import MAX_SHOWN, Fields, one_line, shown
+
+FORMAT = "hotsplit.machine"
+VERSION = 4
+# Bounds on the figures of a machine, within which computations stay finite.
+LEAST, MOST = 1e-18, 1e18
+MOST_S = 1e3  # the longest copy, launch, round trip, layer or token; keeps the solver in range
+RATE = "gb_per_s"
+# If the interquartile range exceeds this share of the median, other load probably disturbed the
+# rounds.
+DOUBTFUL_SPREAD = 0.25
+# The share of a matrix's rows that is read when the rate for chosen rows is measured.
+CHOSEN_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A quantity measured in several rounds. Plans use `best`, since other load on the machine can
+    make a round slower but never faster.
+
+    `quartiles` (ascending; the second is the median) are None and `rounds` is 0 if nothing was
+    measured."""
+
+    best: float
+    quartiles: tuple[float, float, float] | None = None
+    rounds: int = 0
+
+    @classmethod
+    def of_rounds(cls, values: Sequence[float], *, is_rate: bool) -> "Figure":
+        """A figure from two or more rounds; the best is the largest rate, or the smallest time."""
+        low, median, high = quantiles(values, n=4, method="inclusive")
+        best = max(values) if is_rate else min(values)
+        return cls(best=best, quartiles=(low, median, high), rounds=len(values))
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range as a share of the median; 0 if not measured."""
+        if self.quartiles is None:
+            return 0.0
+        low, median, high = self.quartiles
+        return (high - low) / median
+
+    @property
+    def is_doubtful(self) -> bool:
+        return self.spread > DOUBTFUL_SPREAD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU. Bandwidths in GB/s (1e9 bytes), times in seconds, memory in bytes."""
+
+    name: str
+    source: str  # "measured", or the origin of the figures
+    memory_bytes: int
+    free_bytes: int
+    bandwidth_gb_per_s: Figure  # of reading
+    host_to_device_gb_per_s: Figure  # pinned
+    host_to_device_pageable_gb_per_s: Figure
+    copy_latency_s: Figure  # fixed cost of one copy in a captured graph
+    launch_s: Figure  # fixed cost of one kernel in a captured graph
+    round_trip_s: Figure  # GPU to CPU and back, without computation
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Figure)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuCosts:
+    """The runtime's costs on the CPU with all threads, with which plans are priced.
+
+    Rates are in GB/s, by the type of the matrix: for all of its rows, and for CHOSEN_SHARE of them.
+    `kv_gb_per_s` is the rate at which a token's attention reads keys and values. `layer_s` (by
+    mode) and `token_s` are the fixed costs of a layer and of a token, in seconds."""
+
+    all_rows_gb_per_s: dict[str, Figure]
+    chosen_rows_gb_per_s: dict[str, Figure]
+    kv_gb_per_s: Figure
+    layer_s: dict[str, Figure]
+    token_s: Figure
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        named = {f"cpu rows of {kind}": f for kind, f in self.all_rows_gb_per_s.items()}
+        named |= {f"cpu chosen rows of {k}": f for k, f in self.chosen_rows_gb_per_s.items()}
+        named |= {f"cpu layer in {mode} mode": f for mode, f in self.layer_s.items()}
+        return named | {"cpu cache": self.kv_gb_per_s, "cpu token": self.token_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """`cpu_bandwidth_gb_per_s` is measured with the runtime's own row products, `cpu_sum_gb_per_s`
+    with torch's sum, each by number of threads. `cpu_costs` is None in a file that describes only a
+    GPU."""
+
+    cpu_name: str
+    num_threads: int
+    memory_bytes: int
+    free_bytes: int
+    cpu_bandwidth_gb_per_s: dict[int, Figure]
+    cpu_sum_gb_per_s: dict[int, Figure]
+    cpu_costs: CpuCosts | None
+    gpus: tuple[Gpu, ...]
+    versions: dict[str, str]
+
+    def cpu_rate(self, kind: str, *, density: float = 1.0) -> float:
+        """Bytes per second if a share `density` of the rows of a matrix of this type is read.
+
+        Between all rows and CHOSEN_SHARE of them, the seconds per byte are linear in the logarithm
+        of the share; below that they are constant. Raises HotsplitError for a type that was not
+        measured."""
+        costs = self.costs
+        for rates in (costs.all_rows_gb_per_s, costs.chosen_rows_gb_per_s):
+            if kind not in rates:
+                raise HotsplitError(
+                    f"the machine file has no rate for matrices of {kind}; run hotsplit calibrate"
+                )
+        all_s = 1e-9 / costs.all_rows_gb_per_s[kind].best
+        chosen_s = 1e-9 / costs.chosen_rows_gb_per_s[kind].best
+        way = math.log(min(1.0, max(density, CHOSEN_SHARE))) / math.log(CHOSEN_SHARE)
+        return 1 / (all_s + way * (chosen_s - all_s))
+
+    @property
+    def costs(self) -> CpuCosts:
+        if self.cpu_costs is None:
+            raise HotsplitError(
+                "the machine file describes only a GPU; hotsplit calibrate --gpu-from FILE"
+                " measures this machine and takes the GPU from it"
+            )
+        return self.cpu_costs
+
+    @property
+    def best_cpu_bandwidth_gb_per_s(self) -> float:
+        return max(figure.best for figure in self.cpu_bandwidth_gb_per_s.values())
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """All figures, by display name."""
+        named = {f"cpu with {n} threads": f for n, f in self.cpu_bandwidth_gb_per_s.items()}
+        named |= {f"cpu sum with {n} threads": f for n, f in self.cpu_sum_gb_per_s.items()}
+        named |= {} if self.cpu_costs is None else self.cpu_costs.figures
+        return named | {f"{g.name} {name}": f for g in self.gpus for name, f in g.figures.items()}
+
+    @property
+    def times(self) -> dict[str, Figure]:
+        """The figures in seconds, by display name."""
+        return {
+            name: figure
+            for name, figure in self.figures.items()
+            if name.startswith(("cpu layer ", "cpu token"))
+            or (name.endswith("_s") and not name.endswith(RATE))
+        }
+
+    @classmethod
+    def load(cls, path: Path) -> "Machine":
+        """Raises HotsplitError for anything but a whole, valid machine file."""
+        values = read_object(path, "machine file (hotsplit calibrate)")
+        try:
+            found, version = values.pop("format", None), values.pop("version", None)
+            if found != FORMAT:
+                raise HotsplitError(f"format {shown(found)}, wanted {FORMAT!r}")
+            if version != VERSION:
+                raise HotsplitError(f"version {shown(version)}, this program reads {VERSION}")
+            machine = _machine(Fields(values, keys={field.name for field in fields(cls)}))
+            machine.validate()
+        except HotsplitError as error:
+            raise HotsplitError(
+                f"{path}: not a machine file of this version ({error});"
+                " run hotsplit calibrate again"
+            ) from error
+        return machine
+
+    def save(self, path: Path) -> None:
+        self.validate()
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        with partial_file(path) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def validate(self) -> None:
+        """Raises HotsplitError unless every figure is within the bounds with valid quartiles, and
+        no memory has more free bytes than it holds."""
+        if not self.cpu_bandwidth_gb_per_s:
+            raise HotsplitError("no CPU bandwidth")
+        numbers: dict[str, float] = {"threads": self.num_threads, "memory": self.memory_bytes}
+        for gpu in self.gpus:
+            numbers |= {f"{gpu.name} memory": gpu.memory_bytes, f"{gpu.name} free": gpu.free_bytes}
+            _check_free(gpu.name, gpu.free_bytes, gpu.memory_bytes)
+        _check_free("the machine", self.free_bytes, self.memory_bytes)
+        for name, figure in self.figures.items():
+            quartiles = figure.quartiles or ()
+            numbers |= {name: figure.best}
+            numbers |= {f"quartile {i} of {name}": value for i, value in enumerate(quartiles, 1)}
+            if list(quartiles) != sorted(quartiles) or bool(quartiles) != (figure.rounds > 0):
+                raise HotsplitError(
+                    f"{one_line(name, MAX_SHOWN)} has quartiles {list(quartiles)} of"
+                    f" {figure.rounds} rounds,"
+                    " wanted three ascending ones, or none for 0 rounds"
+                )
+        for name, number in numbers.items():
+            name = one_line(name, MAX_SHOWN)
+            if not number > 0:
+                raise HotsplitError(f"{name} is {number}, wanted more than 0")
+            if not LEAST <= number <= MOST:
+                raise HotsplitError(f"{name} is {number}, wanted {LEAST:g} to {MOST:g}")
+        for name, figure in self.times.items():
+            if figure.best > MOST_S:
+                raise HotsplitError(
+                    f"{one_line(name, MAX_SHOWN)} is {figure.best} s, wanted up to {MOST_S:g}"
+                )
+
+
+def _check_free(name: str, free_bytes: int, memory_bytes: int) -> None:
+    if free_bytes > memory_bytes:
+        raise HotsplitError(
+            f"{one_line(name, MAX_SHOWN)} has {free_bytes} free bytes of {memory_bytes}"
+        )
+
+
+def _machine(read: Fields) -> Machine:
+    versions = read.part("versions")
+    return Machine(
+        cpu_name=read.line("cpu_name"),
+        num_threads=read.count("num_threads"),
+        memory_bytes=read.count("memory_bytes"),
+        free_bytes=read.count("free_bytes"),
+        cpu_bandwidth_gb_per_s=_by_threads(read.part("cpu_bandwidth_gb_per_s")),
+        cpu_sum_gb_per_s=_by_threads(read.part("cpu_sum_gb_per_s")),
+        cpu_costs=None
+        if read.values["cpu_costs"] is None
+        else _costs(read.part("cpu_costs", {field.name for field in fields(CpuCosts)})),
+        gpus=tuple(map(_gpu, read.parts("gpus", {field.name for field in fields(Gpu)}))),
+        versions={name: versions.text(name) for name in versions.values},
+    )
+
+
+def _by_threads(read: Fields) -> dict[int, Figure]:
+    for name in read.values:
+        if not (name.isascii() and name.isdecimal() and len(name) < 6 and name[0] != "0"):
+            raise HotsplitError(f"{read.name} has {shown(name)}, wanted numbers of threads")
+    return {int(name): _figure(read, name) for name in read.values}
+
+
+def _figure(parent: Fields, key: str) -> Figure:
+    read = parent.part(key, {field.name for field in fields(Figure)})
+    rounds = read.count("rounds")
+    if read.values["quartiles"] is None:
+        return Figure(best=read.number("best"), rounds=rounds)
+    quartiles = read.numbers("quartiles")
+    if len(quartiles) != 3:
+        raise HotsplitError(f"{read.name} has {len(quartiles)} quartiles, wanted three")
+    low, median, high = quartiles
+    return Figure(best=read.number("best"), quartiles=(low, median, high), rounds=rounds)
+
+
+def _costs(read: Fields) -> CpuCosts:
+    def table(key: str) -> dict[str, Figure]:
+        part = read.part(key)
+        return {name: _figure(part, name) for name in part.values}
+
+    return CpuCosts(
+        all_rows_gb_per_s=table("all_rows_gb_per_s"),
+        chosen_rows_gb_per_s=table("chosen_rows_gb_per_s"),
+        kv_gb_per_s=_figure(read, "kv_gb_per_s"),
+        layer_s=table("layer_s"),
+        token_s=_figure(read, "token_s"),
+    )
+
+
+def _gpu(read: Fields) -> Gpu:
+    return Gpu(
+        name=read.line("name"),
+        source=read.line("source"),
+        memory_bytes=read.count("memory_bytes"),
+        free_bytes=read.count("free_bytes"),
+        bandwidth_gb_per_s=_figure(read, "bandwidth_gb_per_s"),
+        host_to_device_gb_per_s=_figure(read, "host_to_device_gb_per_s"),
+        host_to_device_pageable_gb_per_s=_figure(read, "host_to_device_pageable_gb_per_s"),
+        copy_latency_s=_figure(read, "copy_latency_s"),
+        launch_s=_figure(read, "launch_s"),
+        round_trip_s=_figure(read, "round_trip_s"),
+    )

@@ -1,0 +1,464 @@
+"""model.gguf: the weights, the tokenizer and the parameters of the graph.
+
+Specified in docs/formats.md. There are two layouts: `sparse`, in which every feed-forward matrix is
+neuron-major (a row is a neuron, the down projection is `ffn_down_t`), and `stock`, which is exactly
+what llama.cpp loads. In the sparse layout a matrix whose inputs have limits may be transposed.
+
+Letters: L layers, D model width, F feed-forward neurons of a layer, R predictor rank."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from gguf.quants import dequantize
+
+from hotsplit.artifacts.limits_file import (
+    Limits,
+    limit_entries,
+    limit_shapes,
+    limits_in,
+    transposable,
+)
+from hotsplit.artifacts.model_keys import VERSION, KeyReader, quality_keys, shape_keys
+from hotsplit.artifacts.powerinfer_file import adopt
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import (
+    TensorEntry,
+    Value,
+    can_unpack,
+    is_whole_blocks,
+    open_gguf,
+    type_of,
+    write_gguf,
+)
+from hotsplit.files.typed import shown
+from hotsplit.model.architecture import (
+    ARCHITECTURES,
+    SMOOTH,
+    Activation,
+    Architecture,
+    Layout,
+    ModelShape,
+    PredictorKind,
+    layer_shapes,
+    optional_layer_shapes,
+    optional_outer_shapes,
+    outer_shapes,
+)
+from hotsplit.model.mode_quality import ModeQuality, SparseMode
+
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
+TOKENIZER_KEY = "tokenizer.huggingface.json"
+TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
+TEMPLATES_KEY = "tokenizer.chat_templates"  # the names of the named ones
+END_KEY = "tokenizer.end_token_ids"
+SPLIT_ARCHITECTURE = "hotsplit-split"  # in split files, which are GGUF too
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorInfo:
+    """The arithmetic of the predictors of all layers.
+
+    logits_F = up_FR act(down_RD x_D + down_bias) + up_bias, where act is the identity ("linear",
+    "gate") or ReLU ("relu", DejaVu's form). A layer of rank 0 has one matrix: logits_F = up_FD x_D
+    + up_bias. A neuron is computed if its score is above its layer's threshold. The score is the
+    logit or, for "gate" (only with smooth activations), |activation(logit)|. x is the FFN input of
+    the layer that is `input_layer_offset` layers earlier."""
+
+    kind: PredictorKind
+    rank_L: tuple[int, ...]
+    threshold_L: tuple[float, ...]
+    input_layer_offset: int = 0
+    density_L: tuple[float, ...] = ()  # share of neurons predicted on held-out text; (): unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    path: Path
+    architecture: str = "llama"
+    layout: Layout
+    model_id: str
+    shape: ModelShape
+    activation: Activation
+    # A neuron fires above it: gate > t, or |act(gate)| > t if smooth.
+    threshold_L: tuple[float, ...]
+    predictor: PredictorInfo | None
+    tensors: dict[str, TensorEntry]
+    extra_keys: dict[str, Value]  # tokenizer, name and the like, kept as they are
+    # The measured quality of modes with these thresholds, limits and predictors; {}: unknown.
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    is_trained_sparse: bool = False  # see limits.Limits.is_trained
+
+    @classmethod
+    def load(cls, path: Path) -> "ModelFile":
+        """Reads the header; weights stay in the mapped file.
+
+        Raises HotsplitError for anything but a whole, known model file."""
+        return cls.of(path, *read_model_gguf(path))
+
+    @classmethod
+    def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
+        """The model from the output of `read_model_gguf`; errors quote `path`."""
+        read = KeyReader(path, keys, tensors)
+        shape = read.shape()
+        model = cls(
+            path=path,
+            architecture=read.graph.name,
+            layout="sparse" if "blk.0.ffn_down_t.weight" in tensors else "stock",
+            model_id=read.line("hotsplit.model_id"),
+            shape=shape,
+            activation=read.activation(),
+            threshold_L=read.thresholds("hotsplit.ffn.threshold", shape.num_layers),
+            predictor=_predictor(read, shape.num_layers),
+            tensors=tensors,
+            extra_keys={k: v for k, v in keys.items() if _is_extra(k, read.graph.name)},
+            quality=read.quality(),
+            is_trained_sparse=read.flag("hotsplit.artifacts.limits_file.trained"),
+        )
+        model.validate()
+        return model
+
+    def save(
+        self,
+        path: Path,
+        on_bytes: Callable[[int], None] = lambda num_bytes: None,
+        check: Callable[[Path], None] = lambda written: None,
+    ) -> None:
+        """Writes the file whole or not at all; `on_bytes` gets the size of every piece written.
+
+        `check` gets the written file before it is renamed, and may raise."""
+        self.validate()
+        write_gguf(path, self.architecture, {**self._own_keys(), **self.extra_keys}, self.tensors,
+                   on_bytes=on_bytes, check=check)  # fmt: skip
+
+    def validate(self) -> None:
+        """Raises HotsplitError unless all required tensors and no unknown ones are there, in
+        valid shapes and types, and limits, optional tensors, rotary factors and predictors are
+        valid for the model."""
+        self._check_limits()
+        required, optional = self.expected_shapes()
+        unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
+        missing = sorted(required.keys() - self.tensors.keys())
+        if unknown or missing:
+            what = f"unknown tensor {shown(unknown[0])}" if unknown else f"no tensor {missing[0]!r}"
+            raise HotsplitError(
+                f"{self.path}: {what} for a {self.layout} {self.architecture} of"
+                f" {self.shape.num_layers} layers; convert the checkpoint again"
+            )
+        wanted = required | optional
+        for name, entry in self.tensors.items():
+            shape = wanted[name]
+            if entry.shape != shape or entry.kind not in KINDS:
+                if entry.shape == shape:
+                    raise HotsplitError(
+                        f"{self.path}: {name} is in {entry.kind}, which cannot be computed with"
+                        f"{_next_step(entry.kind)}"
+                    )
+                raise HotsplitError(
+                    f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
+                    f" wanted {list(shape)} of one of {', '.join(KINDS)}"
+                )
+        self._check_options()
+        self._check_rotary()
+        if self.predictor is not None:
+            self._check_predictor(self.predictor)
+
+    def expected_shapes(self) -> tuple[Shapes, Shapes]:
+        """The tensors that must be present, and those that may be."""
+        required = outer_shapes(self.graph, self.shape)
+        optional = optional_outer_shapes(self.graph, self.shape)
+        for layer in range(self.shape.num_layers):
+            rank = None if self.predictor is None else self.predictor.rank_L[layer]
+            in_layer = self._stored_shapes(
+                layer, layer_shapes(self.graph, self.shape, self.layout, rank)
+            )
+            required |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+            in_layer = optional_layer_shapes(self.graph, self.shape, rank)
+            in_layer |= limit_shapes(self.shape)
+            optional |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+        return required, optional
+
+    def _stored_shapes(self, layer: int, shapes: Shapes) -> Shapes:
+        """`shapes`, with transposed matrices under their stored names. The matrices of a group,
+        such as query, key and value, are transposed together."""
+        for names in transposable(self.graph).values():
+            if not any(self.is_transposed(layer, name) for name in names):
+                continue
+            for name in names:
+                shapes[f"{name}_t.weight"] = shapes.pop(f"{name}.weight")[::-1]
+        return shapes
+
+    def _check_limits(self) -> None:
+        """Raises HotsplitError for malformed limits, or limits that this model cannot have."""
+        found = [n for n in self.tensors if n.startswith("blk.") and n.endswith(".limit")]
+        if not found:
+            return
+        if self.activation not in SMOOTH or self.layout == "stock":
+            what = "the stock layout" if self.layout == "stock" else f"this {self.activation} model"
+            raise HotsplitError(
+                f"{self.path}: {found[0]}: limits are for SiLU and GELU models in the sparse layout;"
+                f" {what} cannot have them; convert it without them"
+            )
+        for name in found:
+            if self.tensors[name].kind != "f32" or len(self.tensors[name].shape) != 1:
+                raise HotsplitError(
+                    f"{self.path}: {name} is {self.tensors[name].kind}"
+                    f" {list(self.tensors[name].shape)}, wanted a vector of f32; convert it again"
+                )
+        try:
+            limits = self.limits
+        except HotsplitError as error:
+            raise HotsplitError(f"{self.path}: {error}; convert it again") from error
+        for layer, threshold in enumerate(self.threshold_L):
+            if threshold and limits.layers[layer].gate_F is not None:
+                raise HotsplitError(
+                    f"{self.path}: layer {layer} has a threshold ({threshold:g}) and limits for the"
+                    " same gates, blk.N.ffn_gate.limit; leave one of the two out"
+                )
+
+    def _check_options(self) -> None:
+        """Checks that optional tensors are in all layers or in none, and that they do not
+        contradict each other about the order of blocks."""
+        of_layer = [
+            {name for name in optional_layer_shapes(self.graph, self.shape, None)
+             if f"blk.{layer}.{name}" in self.tensors}
+            for layer in range(self.shape.num_layers)
+        ]  # fmt: skip
+        for layer, names in enumerate(of_layer):
+            if names != of_layer[0]:
+                raise HotsplitError(
+                    f"{self.path}: {min(names ^ of_layer[0])} is in layer 0 or in layer {layer},"
+                    " but not in both; convert the checkpoint again"
+                )
+        if {"attn_norm_2.weight", "ffn_norm.weight"} <= of_layer[0]:
+            raise HotsplitError(
+                f"{self.path}: attn_norm_2 and ffn_norm exclude each other; convert it again"
+            )
+
+    def _check_rotary(self) -> None:
+        """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
+        entry = self.tensors.get("rope_freqs.weight")
+        if entry is None:
+            return
+        factors = dequantize(entry.read(), type_of(entry.kind))
+        if not ((factors > 0) & (factors < np.inf)).all():
+            raise HotsplitError(
+                f"{self.path}: rope_freqs.weight is not all finite and above zero: rotary"
+                " embeddings would be wrong; download the file again"
+            )
+
+    def _check_predictor(self, info: PredictorInfo) -> None:
+        if info.kind == "gate" and self.activation not in SMOOTH:
+            raise HotsplitError(
+                f"{self.path}: predictors of kind gate are for {', '.join(SMOOTH)}, but the activation"
+                f" here is {self.activation}; train predictors for this model"
+            )
+        if info.kind == "relu" and 0 in info.rank_L:
+            raise HotsplitError(
+                f"{self.path}: predictors of kind relu have two matrices, but layer"
+                f" {info.rank_L.index(0)} says rank 0; convert them again"
+            )
+
+    @property
+    def graph(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def gate_name(self) -> str:
+        """The matrix whose product decides which neurons fire: without gates, the up projection."""
+        return "ffn_gate" if self.graph.is_gated else "ffn_up"
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The limits of neurons and inputs; empty if there are none."""
+        return limits_in(self.tensors, self.model_id, self.shape.num_layers)
+
+    @property
+    def has_limits(self) -> bool:
+        return bool(self.limits)
+
+    def with_limits(self, limits: Limits, source: str) -> "ModelFile":
+        """The model with these limits instead of its own, and with their recorded quality; limits
+        of gates also replace thresholds.
+
+        Raises HotsplitError for limits of another model or shape (it quotes `source`), and for
+        models that cannot have them."""
+        if limits.model_id not in (None, self.model_id):
+            raise HotsplitError(
+                f"{source}: limits of model {str(limits.model_id)[:12]}, this is"
+                f" {self.model_id[:12]}; make them for this model"
+            )
+        try:
+            limits.validate()
+        except HotsplitError as error:
+            raise HotsplitError(f"{source}: {error}; make the limits again") from error
+        limits.check_shape(self.shape, source)
+        tensors = {name: e for name, e in self.tensors.items() if not name.endswith(".limit")}
+        threshold_L = tuple(
+            0.0 if layer.gate_F is not None else threshold
+            for layer, threshold in zip(limits.layers, self.threshold_L, strict=True)
+        )
+        tensors |= limit_entries(limits)
+        model = replace(
+            self, tensors=tensors, threshold_L=threshold_L, quality=limits.quality,
+            is_trained_sparse=limits.is_trained,
+        )  # fmt: skip
+        model._check_limits()
+        return model
+
+    def is_transposed(self, layer: int, name: str) -> bool:
+        """True if a matrix is stored with a row for each input."""
+        return f"blk.{layer}.{name}_t.weight" in self.tensors
+
+    @property
+    def row_major(self) -> "ModelFile":
+        """The model with every matrix under its untransposed name and shape, for counting bytes;
+        its values must not be read. A matrix whose rows would then not be whole blocks keeps its
+        shape."""
+        usual = dict(self.tensors)
+        for layer in range(self.shape.num_layers):
+            for names in transposable(self.graph).values():
+                for name in names:
+                    entry = usual.pop(f"blk.{layer}.{name}_t.weight", None)
+                    if entry is None:
+                        continue
+                    if is_whole_blocks(entry.shape[0], entry.kind):
+                        entry = replace(entry, shape=entry.shape[::-1])
+                    usual[f"blk.{layer}.{name}.weight"] = entry
+        return replace(self, tensors=usual)
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the output head is the embedding matrix."""
+        return "output.weight" not in self.tensors
+
+    @property
+    def head_name(self) -> str:
+        return "token_embd.weight" if self.is_tied else "output.weight"
+
+    def text(self, key: str) -> str | None:
+        """A string among the extra keys, or None. Raises HotsplitError for a value of another
+        type."""
+        value = self.extra_keys.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise HotsplitError(
+            f"{self.path}: {key} is {shown(value)}, wanted a string; convert the checkpoint again"
+        )
+
+    def _own_keys(self) -> dict[str, Value]:
+        keys = shape_keys(self.graph, self.shape) | {"hotsplit.model_id": self.model_id}
+        if self.layout == "sparse":
+            keys["hotsplit.version"] = np.uint32(VERSION)
+            keys["hotsplit.ffn.activation"] = self.activation
+            keys["hotsplit.ffn.threshold"] = list(self.threshold_L)
+        if self.predictor is not None:
+            p = self.predictor
+            keys["hotsplit.predictor.kind"] = p.kind
+            keys["hotsplit.predictor.rank"] = list(p.rank_L)
+            keys["hotsplit.predictor.threshold"] = list(p.threshold_L)
+            keys["hotsplit.predictor.input_layer_offset"] = np.uint32(p.input_layer_offset)
+            if p.density_L:
+                keys["hotsplit.predictor.density"] = list(p.density_L)
+        if self.is_trained_sparse:
+            keys["hotsplit.artifacts.limits_file.trained"] = True
+        return keys | quality_keys(self.quality)
+
+
+def read_model_gguf(path: Path) -> tuple[dict[str, Value], dict[str, TensorEntry]]:
+    """Keys and tensors of a GGUF; those of PowerInfer's files are translated.
+
+    The keys always include `hotsplit.model_id`: `convert` writes it, and for a third-party file
+    it is computed here. Raises HotsplitError for a folder, a split file and a broken file."""
+    if path.is_dir():
+        raise HotsplitError(
+            f"{path}: is a folder; wanted a model file (GGUF), which hotsplit convert makes from a"
+            " checkpoint"
+        )
+    file = open_gguf(path, "model file (GGUF)")
+    keys, tensors = file.keys, file.tensors
+    if keys.get("general.architecture") == SPLIT_ARCHITECTURE:
+        raise HotsplitError(
+            f"{path}: is a split file; give the model (GGUF) that it was solved for, and the split"
+            " file with --split (of generate, chat and serve)"
+        )
+    if not isinstance(keys.get("hotsplit.model_id"), str):
+        prefix = f"{keys.get('general.architecture')}."
+        config = {key: value for key, value in keys.items() if key.startswith(prefix)}
+        samples = ((n, e.shape, sample_bytes(e.read())) for n, e in tensors.items())
+        keys = keys | {"hotsplit.model_id": compute_model_id(config, samples)}
+    if file.magic == "GGUF":
+        return keys, tensors
+    try:
+        return adopt(keys, tensors)
+    except HotsplitError as error:
+        raise HotsplitError(f"{path}: {error}; convert its checkpoint again") from error
+
+
+def compute_model_id(
+    config: Mapping[str, object], samples: Iterable[tuple[str, tuple[int, ...], bytes]]
+) -> str:
+    """An id of the weights: sha256 over the config and each tensor's name, shape and sampled bytes.
+
+    `convert` computes it once, from the checkpoint, so that all types and layouts made from one
+    checkpoint share it; for a third-party GGUF it is computed at load. It is cheap even for
+    100 GB."""
+    volatile = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}
+    stable = {key: value for key, value in config.items() if key not in volatile}
+    digest = hashlib.sha256(json.dumps(stable, sort_keys=True, default=str).encode())
+    for name, shape, sample in sorted(samples, key=lambda item: item[0]):
+        digest.update(f"{name}{list(shape)}".encode())
+        digest.update(sample)
+    return digest.hexdigest()
+
+
+def sample_bytes(raw: np.ndarray) -> bytes:
+    """Up to 4 KiB each from the start, the middle and the end of a tensor's bytes."""
+    flat = raw.reshape(-1).view(np.uint8)
+    middle = len(flat) // 2
+    return b"".join(flat[a : a + 4096].tobytes() for a in (0, middle, max(0, len(flat) - 4096)))
+
+
+def _next_step(kind: str) -> str:
+    """What to do about a type without kernels, as the end of an error."""
+    if can_unpack(kind):
+        return "; first run hotsplit convert FILE -o model.gguf, which converts it to q8_0"
+    return " and cannot be converted; use a file of another type"
+
+
+def _is_extra(key: str, architecture: str) -> bool:
+    own = ("GGUF.", f"{architecture}.", "hotsplit.", "general.architecture", "general.alignment")
+    return not key.startswith(own)
+
+
+def _predictor(read: KeyReader, num_layers: int) -> PredictorInfo | None:
+    prefix = "hotsplit.predictor."
+    if prefix + "kind" not in read.keys:
+        return None
+    rank_L = read.floats(prefix + "rank", num_layers)
+    offset = read.number(prefix + "input_layer_offset", 0)
+    if offset not in (0, 1) or not all(rank >= 0 and rank == int(rank) for rank in rank_L):
+        raise HotsplitError(
+            f"{read.path}: predictors of ranks {list(rank_L)} and input_layer_offset {offset};"
+            " wanted counts, and an offset of 0 or 1; convert them again"
+        )
+    has_density = prefix + "density" in read.keys
+    density_L = read.floats(prefix + "density", num_layers) if has_density else ()
+    if not all(0 <= density <= 1 for density in density_L):
+        raise HotsplitError(
+            f"{read.path}: key {prefix + 'density'!r} is not all shares from 0 to 1; train the"
+            " predictors again"
+        )
+    return PredictorInfo(
+        kind=cast(PredictorKind, read.choice(prefix + "kind", PredictorKind, "")),
+        rank_L=tuple(int(rank) for rank in rank_L),
+        threshold_L=read.floats(prefix + "threshold", num_layers),
+        input_layer_offset=int(offset),
+        density_L=density_L,
+    )

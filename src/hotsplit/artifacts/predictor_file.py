@@ -1,0 +1,296 @@
+"""predictors.safetensors: small networks that predict which neurons will fire.
+
+Specified in docs/formats.md; model_file.PredictorInfo describes their arithmetic. `profile`
+writes them, `convert` puts them into a model file."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import cast, get_args
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize, quantize
+
+from hotsplit.artifacts.model_file import PredictorInfo
+from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
+from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.files.typed import Fields, shown
+from hotsplit.model.architecture import PredictorKind
+from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
+
+FORMAT = "hotsplit.predictors"
+VERSION = 3
+OLDER = (2,)  # without arithmetic
+FILE_NAME = "predictors.safetensors"
+CHECKED_VALUES = 1 << 22  # values unpacked and checked at a time
+
+
+STORED = {"f32": np.float32, "f16": np.float16, "q8_0": np.uint8, "q4_0": np.uint8}
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """Rows as stored in a model file: f32 or f16 values, or the bytes of whole blocks."""
+
+    data: np.ndarray
+    kind: str
+
+    @classmethod
+    def of(cls, values: np.ndarray, kind: str) -> "StoredMatrix":
+        """f32 values, rounded to the type. The width must be a whole number of its blocks."""
+        if kind in ("f32", "f16"):
+            return cls(values.astype(STORED[kind]), kind)
+        return cls(quantize(np.ascontiguousarray(values, np.float32), type_of(kind)), kind)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the values."""
+        block, size = GGML_QUANT_SIZES[type_of(self.kind)]
+        row_bytes = self.data.shape[1] * self.data.itemsize
+        return self.data.shape[0], row_bytes // size * block
+
+    def values(self) -> np.ndarray:
+        """The stored values as f32, without rounding."""
+        if self.kind in ("f32", "f16"):
+            return self.data.astype(np.float32)
+        return dequantize(self.data, type_of(self.kind))
+
+    def entry(self) -> TensorEntry:
+        return TensorEntry(shape=self.shape, kind=self.kind, read_rows=lambda a, b: self.data[a:b])
+
+    def check(self, name: str) -> None:
+        """Raises HotsplitError unless it is a finite matrix of its type, not empty."""
+        block, size = GGML_QUANT_SIZES[type_of(self.kind)]
+        data, dtype = self.data, STORED[self.kind]
+        if data.dtype != dtype or data.ndim != 2 or not data.size:
+            raise HotsplitError(
+                f"{name} is {data.dtype} {data.shape}, wanted a matrix of {np.dtype(dtype)}"
+            )
+        if data.shape[1] * data.itemsize % size:
+            raise HotsplitError(
+                f"{name} has rows of {data.shape[1] * data.itemsize} bytes, not whole blocks of"
+                f" {self.kind} ({size} bytes for {block} values)"
+            )
+        rows = max(1, CHECKED_VALUES // self.shape[1])
+        for start in range(0, len(data), rows):
+            piece = StoredMatrix(data[start : start + rows], self.kind).values()
+            if not np.isfinite(piece).all():
+                raise HotsplitError(f"{name} has NaN or infinite values")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPredictor:
+    """Weights of one layer's predictor: down [R, D] and up [F, R] of the same type, and optional
+    f32 biases [R] and [F]. If `down` is None, `up` is [F, D]."""
+
+    down: StoredMatrix | None
+    up: StoredMatrix
+    down_bias_R: np.ndarray | None = None
+    up_bias_F: np.ndarray | None = None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        down_RD: np.ndarray | None,
+        up_FR: np.ndarray,
+        down_bias_R: np.ndarray | None = None,
+        up_bias_F: np.ndarray | None = None,
+        kind: str = "f32",
+    ) -> "LayerPredictor":
+        """A predictor from f32 weights, rounded to the type."""
+        return cls(
+            down=None if down_RD is None else StoredMatrix.of(down_RD, kind),
+            up=StoredMatrix.of(up_FR, kind),
+            down_bias_R=down_bias_R,
+            up_bias_F=up_bias_F,
+        )
+
+    @property
+    def matrix_kind(self) -> str | None:
+        """The type that the matrices must have in a model file, because the threshold was chosen
+        for the rounded values; None (f32 weights) leaves the type to the writer of that file."""
+        return None if self.up.kind == "f32" else self.up.kind
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.down is None else self.down.shape[0]
+
+    @property
+    def width(self) -> int:
+        """D, the width of the input."""
+        return (self.up if self.down is None else self.down).shape[1]
+
+    def matrices(self, layer: int) -> dict[str, StoredMatrix]:
+        """The matrices by their names in a model file."""
+        named = {"ffn_pred_down.weight": self.down, "ffn_pred_up.weight": self.up}
+        return {f"blk.{layer}.{name}": m for name, m in named.items() if m is not None}
+
+    def biases(self, layer: int) -> dict[str, np.ndarray]:
+        """The biases by their names in a model file."""
+        named = {"ffn_pred_down.bias": self.down_bias_R, "ffn_pred_up.bias": self.up_bias_F}
+        return {f"blk.{layer}.{name}": a for name, a in named.items() if a is not None}
+
+    def entries(self, layer: int) -> dict[str, TensorEntry]:
+        """The tensors by their names in a model file."""
+        found = {name: matrix.entry() for name, matrix in self.matrices(layer).items()}
+        return found | {n: array_entry(a, "f32") for n, a in self.biases(layer).items()}
+
+    def arrays(self, layer: int) -> dict[str, np.ndarray]:
+        """f32 values, by their names in a model file."""
+        return {n: m.values() for n, m in self.matrices(layer).items()} | self.biases(layer)
+
+    def wanted_shapes(self, num_neurons: int, width: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each array, by name within the layer."""
+        if self.down is None:
+            return {"ffn_pred_up.weight": (num_neurons, width), "ffn_pred_up.bias": (num_neurons,)}
+        return {
+            "ffn_pred_down.weight": (self.rank, width),
+            "ffn_pred_up.weight": (num_neurons, self.rank),
+            "ffn_pred_down.bias": (self.rank,),
+            "ffn_pred_up.bias": (num_neurons,),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictors:
+    model_id: str | None  # None: unknown, for predictors from elsewhere
+    info: PredictorInfo
+    layers: tuple[LayerPredictor, ...]
+    # The quality of mode predicted with these predictors, and of mode exact with the same
+    # thresholds; {}: unknown.
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    arithmetic: str | None = None  # in which they were trained; None: unknown
+    # Limits.sha256 of the model's limits when these were trained; None: it had none.
+    limits: str | None = None
+
+    @classmethod
+    def load(cls, path: Path) -> "Predictors":
+        """Raises HotsplitError for anything but a whole, valid file."""
+        keys = {"model_id", "info", "matrix_kind_L"}
+        metadata, arrays = load_arrays(
+            path, FORMAT, VERSION, keys, older=OLDER,
+            optional=frozenset({"quality", "arithmetic", "limits"}),
+        )  # fmt: skip
+        try:
+            read = Fields(metadata)
+            info = _info(read.part("info", {each.name for each in fields(PredictorInfo)}))
+            kinds = read.items("matrix_kind_L")
+            if len(kinds) != len(info.rank_L):
+                raise HotsplitError("matrix_kind_L is not a list with one type per layer")
+            layers = [_take(arrays, layer, kind) for layer, kind in enumerate(kinds)]
+            if arrays:
+                raise HotsplitError(f"unknown array {shown(min(arrays))}")
+            predictors = cls(
+                model_id=read.line_or_none("model_id"),
+                info=info,
+                layers=tuple(layers),
+                quality=read_quality(metadata.get("quality", {}), "quality"),
+                arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
+                limits=read.line("limits") if "limits" in metadata else None,
+            )
+            predictors.validate()
+        except (HotsplitError, KeyError) as error:  # KeyError: a layer has no predictor
+            raise HotsplitError(f"{path}: {error}; train the predictors again") from error
+        return predictors
+
+    def save(self, path: Path) -> None:
+        self.validate()
+        arrays: dict[str, np.ndarray] = {}
+        for layer, predictor in enumerate(self.layers):
+            arrays |= {n: m.data for n, m in predictor.matrices(layer).items()}
+            arrays |= predictor.biases(layer)
+        metadata: dict[str, object] = {
+            "model_id": self.model_id,
+            "info": asdict(self.info),
+            "matrix_kind_L": [predictor.matrix_kind for predictor in self.layers],
+        }
+        if self.quality:
+            metadata["quality"] = quality_values(self.quality)
+        if self.arithmetic is not None:
+            metadata["arithmetic"] = self.arithmetic
+        if self.limits is not None:
+            metadata["limits"] = self.limits
+        save_arrays(path, FORMAT, VERSION, metadata, arrays)
+
+    def validate(self) -> None:
+        """Raises HotsplitError unless every layer has finite weights of fitting shapes, and
+        `info` is valid and fits them."""
+        if not len(self.layers) == len(self.info.rank_L) == len(self.info.threshold_L):
+            raise HotsplitError(
+                f"{len(self.layers)} predictors, {len(self.info.rank_L)} ranks,"
+                f" {len(self.info.threshold_L)} thresholds; wanted one of each per layer"
+            )
+        if self.info.kind not in get_args(PredictorKind) or self.info.input_layer_offset not in (
+            0,
+            1,
+        ):
+            raise HotsplitError(
+                f"kind {self.info.kind!r} and input layer offset {self.info.input_layer_offset},"
+                f" wanted one of {get_args(PredictorKind)} and 0 or 1"
+            )
+        if np.isnan(self.info.threshold_L).any():
+            raise HotsplitError("a threshold is NaN")
+        if len(self.info.density_L) not in (0, len(self.layers)):
+            raise HotsplitError(
+                f"densities for {len(self.info.density_L)} of {len(self.layers)} layers, wanted"
+                " none or all"
+            )
+        if not all(0 <= density <= 1 for density in self.info.density_L):
+            raise HotsplitError("a density is not between 0 and 1")
+        for layer, (predictor, rank) in enumerate(zip(self.layers, self.info.rank_L, strict=True)):
+            for name, matrix in predictor.matrices(layer).items():
+                matrix.check(name)
+            if predictor.rank != rank:
+                raise HotsplitError(
+                    f"layer {layer} has a {self.info.kind} predictor of rank {predictor.rank},"
+                    f" and its stated rank is {rank}"
+                )
+            if rank == 0 and self.info.kind == "relu":
+                raise HotsplitError(
+                    f"layer {layer} has a relu predictor of rank 0, wanted 1 or more"
+                )
+            _check(layer, predictor)
+
+
+def _take(arrays: dict[str, np.ndarray], layer: int, kind: object) -> LayerPredictor:
+    """Takes the arrays of a layer out of `arrays`; KeyError if it has no predictor."""
+    if kind is not None and not (isinstance(kind, str) and kind in STORED):
+        raise HotsplitError(
+            f"layer {layer}: matrix kind {shown(kind)} is not one of {', '.join(STORED)}"
+        )
+    stored, prefix = str(kind or "f32"), f"blk.{layer}.ffn_pred_"
+    down = arrays.pop(prefix + "down.weight", None)
+    return LayerPredictor(
+        down=None if down is None else StoredMatrix(down, stored),
+        up=StoredMatrix(arrays.pop(prefix + "up.weight"), stored),
+        down_bias_R=arrays.pop(prefix + "down.bias", None),
+        up_bias_F=arrays.pop(prefix + "up.bias", None),
+    )
+
+
+def _check(layer: int, predictor: LayerPredictor) -> None:
+    """Raises HotsplitError unless a layer's shapes fit together and its biases are finite f32."""
+    wanted = predictor.wanted_shapes(predictor.up.shape[0], predictor.width)
+    for name, matrix in predictor.matrices(layer).items():
+        shape = wanted[name.split(".", 2)[2]]
+        if matrix.shape != shape:
+            raise HotsplitError(f"{name} is {matrix.shape}, wanted {shape}")
+    for name, bias in predictor.biases(layer).items():
+        bias_shape = wanted.get(name.split(".", 2)[2])
+        if bias.shape != bias_shape or bias.dtype != np.float32:
+            raise HotsplitError(f"{name} is {bias.dtype} {bias.shape}, wanted float32 {bias_shape}")
+        if not np.isfinite(bias).all():
+            raise HotsplitError(f"{name} has NaN or infinite values")
+
+
+def _info(read: Fields) -> PredictorInfo:
+    return PredictorInfo(
+        kind=cast(PredictorKind, read.choice("kind", get_args(PredictorKind))),
+        rank_L=tuple(read.counts("rank_L")),
+        threshold_L=tuple(read.numbers("threshold_L", may_be_infinite=True)),
+        input_layer_offset=read.count("input_layer_offset", most=1),
+        density_L=tuple(read.numbers("density_L")),
+    )

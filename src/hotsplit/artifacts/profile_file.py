@@ -1,0 +1,180 @@
+"""model.profile.safetensors: counts of each neuron's firings, and histograms of gate magnitudes.
+
+Specified in docs/formats.md. Two profiles of one model, with the same thresholds and limits, can be
+added.
+
+Letters: L layers, F neurons, B histogram bins."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.files.typed import MAX_COUNT, Fields, shown
+from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
+
+FORMAT = "hotsplit.profile"
+VERSION = 3
+OLDER = (1, 2)  # without quality; without arithmetic
+# Bin b holds magnitudes m with EDGES[b] <= m < EDGES[b + 1]; the first bin starts at zero and the
+# last one has no end. Eight bins per octave: the edges of a bin are 9 % apart.
+EDGES = np.concatenate([[0.0], np.exp2(np.arange(-16 * 8, 8 * 8 + 1) / 8)])
+NUM_BINS = len(EDGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A text of the profile: its name, the sha256 of its bytes, the number of its tokens used."""
+
+    name: str
+    sha256: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    model_id: str
+    num_tokens: int
+    threshold_L: tuple[float, ...]  # a neuron fired above it, as in model_file
+    corpora: tuple[Corpus, ...]
+    active_count_LF: np.ndarray  # int64
+    gate_histogram_LB: np.ndarray  # int64, of |act(gate)|, over all neurons of a layer
+    # The quality of modes with these thresholds or limits and the predictors of the same run.
+    # {}: unknown.
+    quality: Mapping[SparseMode, ModeQuality] = field(default_factory=dict)
+    arithmetic: str | None = None  # in which firings were counted; None: unknown
+    # Limits.sha256 of the model file's limits, which decided what fired; None: it had none.
+    limits: str | None = None
+
+    @property
+    def frequency_LF(self) -> np.ndarray:
+        """Share of tokens for which each neuron fired, f64 in 0..1."""
+        return self.active_count_LF / self.num_tokens
+
+    @property
+    def density_L(self) -> np.ndarray:
+        """Mean share of a layer's neurons that fire for a token, f64 in 0..1."""
+        return self.frequency_LF.mean(axis=1)
+
+    def hottest_share_L(self, share: float = 0.2) -> np.ndarray:
+        """Share of a layer's firings that come from the hottest `share` of its neurons, f64."""
+        descending_LF = -np.sort(-self.active_count_LF, axis=1)
+        top = descending_LF[:, : round(share * descending_LF.shape[1])].sum(axis=1)
+        return top / np.maximum(1, descending_LF.sum(axis=1))
+
+    def merge(self, other: "Profile") -> "Profile":
+        """The profile of both texts, without quality, which cannot be added.
+
+        Raises HotsplitError for different models, thresholds or limits."""
+        rules = [(each.model_id, each.threshold_L, each.limits) for each in (self, other)]
+        if rules[0] != rules[1]:
+            raise HotsplitError(
+                "profiles of two models, thresholds or limits cannot be added: model"
+                f" {self.model_id[:12]} and {other.model_id[:12]}"
+            )
+        return Profile(
+            model_id=self.model_id,
+            num_tokens=self.num_tokens + other.num_tokens,
+            threshold_L=self.threshold_L,
+            corpora=self.corpora + other.corpora,
+            active_count_LF=self.active_count_LF + other.active_count_LF,
+            gate_histogram_LB=self.gate_histogram_LB + other.gate_histogram_LB,
+            arithmetic=_of_both(self.arithmetic, other.arithmetic),
+            limits=self.limits,
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        """Raises HotsplitError for anything but a whole, valid profile."""
+        names = {"model_id", "num_tokens", "threshold_L", "corpora"}
+        metadata, arrays = load_arrays(
+            path, FORMAT, VERSION, names, older=OLDER,
+            optional=frozenset({"quality", "arithmetic", "limits"}),
+        )  # fmt: skip
+        if arrays.keys() != {"active_count_LF", "gate_histogram_LB"}:
+            raise HotsplitError(f"{path}: holds {shown(sorted(arrays))}; profile the model again")
+        read = Fields(metadata)
+        try:
+            profile = cls(
+                model_id=read.line("model_id"),
+                num_tokens=read.count("num_tokens", least=1),
+                threshold_L=tuple(read.numbers("threshold_L")),
+                corpora=tuple(
+                    Corpus(
+                        name=corpus.text("name"),
+                        sha256=corpus.text("sha256"),
+                        num_tokens=corpus.count("num_tokens"),
+                    )
+                    for corpus in read.parts("corpora", {"name", "sha256", "num_tokens"})
+                ),
+                quality=read_quality(metadata.get("quality", {}), "quality"),
+                arithmetic=read.text_or_none("arithmetic") if "arithmetic" in metadata else None,
+                limits=read.line("limits") if "limits" in metadata else None,
+                **arrays,
+            )
+            profile.validate()
+            if min(profile.threshold_L) < 0:
+                raise HotsplitError(
+                    f"thresholds are {shown(profile.threshold_L)}, wanted finite numbers, at least 0"
+                )
+        except HotsplitError as error:
+            raise HotsplitError(f"{path}: {error}; profile the model again") from error
+        return profile
+
+    def save(self, path: Path) -> None:
+        self.validate()
+        metadata: dict[str, object] = {
+            "model_id": self.model_id,
+            "num_tokens": self.num_tokens,
+            "threshold_L": list(self.threshold_L),
+            "corpora": [vars(corpus) for corpus in self.corpora],
+            "quality": quality_values(self.quality),
+            "arithmetic": self.arithmetic,
+        }
+        if self.limits is not None:
+            metadata["limits"] = self.limits
+        arrays = {
+            "active_count_LF": self.active_count_LF,
+            "gate_histogram_LB": self.gate_histogram_LB,
+        }
+        save_arrays(path, FORMAT, VERSION, metadata, arrays)
+
+    def validate(self) -> None:
+        """Raises HotsplitError if the numbers contradict each other."""
+        counts, histogram = self.active_count_LF, self.gate_histogram_LB
+        if (
+            counts.ndim != 2
+            or not counts.size
+            or counts.dtype != np.int64
+            or histogram.dtype != np.int64
+        ):
+            raise HotsplitError(
+                f"counts are {counts.dtype} {counts.shape} and histograms {histogram.dtype}, wanted"
+                " int64 [L, F] and int64"
+            )
+        if histogram.shape != (len(counts), NUM_BINS) or len(self.threshold_L) != len(counts):
+            raise HotsplitError(
+                f"histograms are {histogram.shape} and thresholds {len(self.threshold_L)}"
+                f" for {len(counts)} layers, wanted [L, {NUM_BINS}] and L"
+            )
+        if self.num_tokens < 1 or counts.min() < 0 or counts.max() > self.num_tokens:
+            raise HotsplitError(
+                f"counts from {counts.min()} to {counts.max()} for {self.num_tokens} tokens"
+            )
+        total = self.num_tokens * counts.shape[1]
+        if total > MAX_COUNT:
+            raise HotsplitError(
+                f"{self.num_tokens} tokens of {counts.shape[1]} neurons are more than can be counted"
+            )
+        if histogram.min() < 0 or any(sum(row) != total for row in histogram.tolist()):
+            raise HotsplitError("the histograms do not count every neuron once per token")
+
+
+def _of_both(one: str | None, other: str | None) -> str | None:
+    """The arithmetics of both profiles, without duplicates; None if either is unknown."""
+    if one is None or other is None:
+        return None
+    return " + ".join(dict.fromkeys([*one.split(" + "), *other.split(" + ")]))

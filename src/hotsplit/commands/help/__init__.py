@@ -1,0 +1,1 @@
+"""Help texts: groups of commands and options, and examples."""

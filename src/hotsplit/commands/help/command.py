@@ -1,0 +1,48 @@
+"""`hotsplit help [COMMAND]` and `hotsplit completion SHELL`."""
+
+from collections.abc import Sequence
+
+import click
+
+from hotsplit.commands.options.shared import FileCommand
+
+PROGRAM = "hotsplit"
+COMPLETE_VARIABLE = "_HOTSPLIT_COMPLETE"  # click's for a program of this name
+SHELLS = ("bash", "zsh", "fish")
+INSTALL = """\b
+bash: hotsplit completion bash > ~/.local/share/bash-completion/completions/hotsplit
+zsh:  hotsplit completion zsh > ~/.zfunc/_hotsplit   (in a folder of $fpath)
+fish: hotsplit completion fish > ~/.config/fish/completions/hotsplit.fish"""
+
+
+@click.command("help", cls=FileCommand, short_help="Show the help of a command.")
+@click.argument("names", nargs=-1, metavar="[COMMAND]")
+@click.pass_context
+def help_command(ctx: click.Context, names: Sequence[str]) -> None:
+    """Show what a command does and its options; without a name, list all commands."""
+    parent = ctx.parent
+    assert parent is not None and isinstance(parent.command, click.Group)
+    group: click.Command = parent.command
+    context = parent
+    for name in names:
+        if not isinstance(group, click.Group):
+            raise click.UsageError(f"no such command '{' '.join(names)}'", ctx=parent)
+        _, found, _ = group.resolve_command(context, [name])  # raises for an unknown name
+        assert found is not None
+        context = click.Context(found, info_name=name, parent=context)
+        group = found
+    click.echo(group.get_help(context))
+
+
+@click.command(
+    "completion", cls=FileCommand, epilog=INSTALL, short_help="Print a shell's completion script."
+)
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes commands and options in a shell."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None and ctx.parent is not None
+    click.echo(found(ctx.parent.command, {}, PROGRAM, COMPLETE_VARIABLE).source())

@@ -1,0 +1,106 @@
+"""The options that constrain a model's output: a JSON schema, grammar or regex."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hotsplit.commands.options.shared import FILE
+from hotsplit.errors import HotsplitError
+from hotsplit.files.json_file import read_text
+
+if TYPE_CHECKING:
+    from hotsplit.runtime.generate.constraints import Constraint
+    from hotsplit.runtime.text.codec import TextCodec
+
+MAX_CHARACTERS = 4 << 20  # of a schema or grammar in a file
+LARK_SUFFIX = ".lark"
+NAMES = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex")
+
+_OPTIONS = (
+    click.option("-j", "--json-schema", metavar="TEXT", help="JSON schema for the output."),
+    click.option("-jf", "--json-schema-file", type=FILE, help="The same, from a file."),
+    click.option("--grammar", metavar="TEXT", help="Grammar (GBNF or Lark) for the output."),
+    click.option(
+        "--grammar-file", type=FILE, help="The same, from a file; one named .lark is always Lark."
+    ),
+    click.option("--regex", metavar="TEXT", help="Regex that the whole output must match."),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstraintOptions:
+    json_schema: str | None = None
+    json_schema_file: Path | None = None
+    grammar: str | None = None
+    grammar_file: Path | None = None
+    regex: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises click's usage error if more than one is given."""
+        given = [f"--{name.replace('_', '-')}" for name in NAMES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise click.UsageError(f"{' and '.join(given)} exclude each other; give one")
+
+
+def constraint_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options to a command, which takes them as keywords named as in NAMES."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def constraint_of(options: ConstraintOptions, codec: "TextCodec") -> "Constraint | None":
+    """The constraint that the options ask for; None if they ask for none.
+
+    Raises HotsplitError for a file that cannot be read and for syntax errors."""
+    from hotsplit.runtime.generate import constraints
+
+    if options.json_schema is not None:
+        return constraints.json_schema_constraint(options.json_schema, codec)
+    if options.regex is not None:
+        return constraints.regex_constraint(options.regex, codec)
+    if options.grammar is not None:
+        return _grammar(options.grammar, codec, is_lark=_looks_like_lark(options.grammar))
+    if options.json_schema_file is not None:
+        path = options.json_schema_file
+        text = _read(path, "JSON schema")
+        return _from_file(path, lambda: constraints.json_schema_constraint(text, codec))
+    if options.grammar_file is not None:
+        path = options.grammar_file
+        text = _read(path, "grammar")
+        is_lark = path.suffix == LARK_SUFFIX or _looks_like_lark(text)
+        return _from_file(path, lambda: _grammar(text, codec, is_lark=is_lark))
+    return None
+
+
+def _grammar(text: str, codec: "TextCodec", *, is_lark: bool) -> "Constraint":
+    from hotsplit.runtime.generate import constraints
+
+    make = constraints.lark_constraint if is_lark else constraints.gbnf_constraint
+    return make(text, codec)
+
+
+def _looks_like_lark(text: str) -> bool:
+    """A GBNF text has `::=`, a Lark text has a rule `start` or a line %llguidance instead."""
+    return "::=" not in text and any(
+        line.lstrip().startswith(("start", "?start", "%llguidance")) for line in text.splitlines()
+    )
+
+
+def _read(path: Path, what: str) -> str:
+    text = read_text(path, what)
+    if len(text) > MAX_CHARACTERS:
+        raise HotsplitError(f"{path}: has over {MAX_CHARACTERS} characters; wanted a {what}")
+    if not text.strip():
+        raise HotsplitError(f"{path}: is empty; wanted a {what}")
+    return text
+
+
+def _from_file(path: Path, make: "Callable[[], Constraint]") -> "Constraint":
+    try:
+        return make()
+    except HotsplitError as error:
+        raise HotsplitError(f"{path}: {error}") from error

@@ -1,0 +1,310 @@
+"""Options, sizes and output shared by several commands."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hotsplit.commands.help.groups import write_options
+from hotsplit.commands.options.kept_files import with_copy
+from hotsplit.commands.options.llamacpp_flags import translate
+from hotsplit.errors import HotsplitError
+from hotsplit.files.outputs import check_apart
+from hotsplit.files.steady import reading
+from hotsplit.files.typed import escaped
+from hotsplit.options.engine_config import MODES, EngineConfig, check_device, check_threads
+from hotsplit.system.sizes import UNITS, parse_bytes
+
+
+class OutputPath(click.Path):
+    """A file that the command writes; every other path but a FolderPath is an input. With
+    `endings`, names with the ending of another kind of file are refused."""
+
+    endings: tuple[str, ...] = ()
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        ending = Path(os.fsdecode(path)).suffix
+        if self.endings and ending in ENDINGS and ending not in self.endings:
+            self.fail(
+                f"{os.fsdecode(path)} is named like another kind of file; wanted a name that ends in"
+                f" {' or '.join(self.endings)}", param, ctx,
+            )  # fmt: skip
+        return path
+
+
+class FolderPath(click.Path):
+    """A folder in which the command writes files; the command checks these itself."""
+
+
+WIDEST = 100  # columns of a note
+_COMMAND = ": hotsplit "
+FILE = click.Path(path_type=Path)
+OUTPUT = OutputPath(path_type=Path)
+ENDINGS = (".gguf", ".safetensors", ".json")  # of files that commands write
+FOLDER = FolderPath(path_type=Path)
+
+
+class _Plain:
+    """Refuses text that is not ASCII: Python's int and float accept other digits than 0 to 9."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.isascii():
+            self.fail(f"{value!r} is not a number in plain digits (0 to 9)", param, ctx)  # type: ignore[attr-defined]
+        return super().convert(value, param, ctx)  # type: ignore[misc]
+
+
+class _Whole(_Plain, click.types.IntParamType):
+    pass
+
+
+class _Decimal(_Plain, click.types.FloatParamType):
+    pass
+
+
+class _WholeRange(_Plain, click.IntRange):
+    pass
+
+
+def _plain(kind: click.ParamType) -> click.ParamType:
+    """The type of an option; a number's is replaced by one that accepts only plain digits."""
+    if isinstance(kind, click.IntRange):
+        return _WholeRange(kind.min, kind.max, kind.min_open, kind.max_open, kind.clamp)
+    if type(kind) is click.types.IntParamType:
+        return _Whole()
+    return _Decimal() if type(kind) is click.types.FloatParamType else kind
+
+
+class FileCommand(click.Command):
+    """A command that refuses an output that is also an input or another output, under any name, and
+    writes none if an input changes meanwhile. A command that derives further file names, next to an
+    output or in a folder, checks these itself (outputs.check_outputs)."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        for param in self.params:
+            param.type = _plain(param.type)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # true while the shell completes a line
+            args, notes = translate(ctx, args)
+            for note in notes:
+                say(note)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            advice = self._advice(error, ctx.params)
+            raise error if advice is None else click.UsageError(advice, ctx) from error
+
+    def _advice(self, error: click.UsageError, given: Mapping[str, Any]) -> str | None:
+        """Advice on arguments that no parameter takes; None if there is none to give."""
+        found = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message, re.DOTALL)
+        if found is None:
+            return None
+        if len(found[1]) > 1 and found[1].upper() in UNITS:
+            return f"a size is one word: write 8{found[1]}, not 8 {found[1]}"
+        if any(param.name == "prompt" for param in self.params):
+            text = shlex.quote(found[1])[:200]
+            if any(given.get(name) for name in ("prompt", "prompt_file", "prompts_file")):
+                return f"there is a model and a text already: leave {text} out"
+            return f"a text is given with -p: -p {text}"
+        return None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        write_options(self, ctx, formatter)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        inputs, outputs = paths_of(self, ctx.params)
+        if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes checks for all
+            check_apart(outputs, inputs)
+        makes = any(isinstance(p.type, OutputPath | FolderPath) for p in self.params)
+        new = [] if ctx.params.get("force") else [p for p in outputs if not os.path.lexists(p)]
+        with reading(*inputs, new=new) if makes else nullcontext():
+            try:
+                return super().invoke(ctx)
+            except HotsplitError as error:
+                model = ctx.params.get("model")
+                if model is None:
+                    raise
+                raise with_copy(error, ctx.command_path, model) from error.__cause__
+
+
+def paths_of(command: click.Command, given: Mapping[str, Any]) -> tuple[list[Path], list[Path]]:
+    """The inputs and outputs given on the command line."""
+    inputs: list[Path] = []
+    outputs: list[Path] = []
+    for param in command.params:
+        if not isinstance(param.type, click.Path) or isinstance(param.type, FolderPath):
+            continue
+        value = given.get(param.name or "")
+        values = value if isinstance(value, tuple) else (value,)
+        to = outputs if isinstance(param.type, OutputPath) else inputs
+        to += [path for path in values if path is not None and str(path) != "-"]
+    return inputs, outputs
+
+
+def output(*endings: str) -> OutputPath:
+    """An OutputPath whose name must not have the ending of another kind of file."""
+    kind = OutputPath(path_type=Path)
+    kind.endings = endings
+    return kind
+
+
+split_option = click.option(
+    "-spif-ms",
+    "--split",
+    "--sparkinfer-model-split",
+    type=FILE,
+    help="Plan made by hotsplit solve.",
+)
+force_option = click.option("--force", is_flag=True, help="Overwrite existing files.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print the report as one JSON object on stdout."
+)
+
+
+def _checked(check: Callable[[Any], None]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that refuses a wrong value before the command imports anything."""
+
+    def checked(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        check(value)
+        return value
+
+    return checked
+
+
+threads_option = click.option(
+    "-t",
+    "--threads",
+    type=int,
+    callback=_checked(check_threads),
+    help="CPU threads. [default: one per physical core]",
+)
+
+
+def engine_option(name: str, *flags: str, **attributes: Any) -> Callable[[Any], Any]:
+    """An option for a field of EngineConfig, with that field's default."""
+    return click.option(*flags, name, default=getattr(EngineConfig, name), **attributes)
+
+
+device_option = engine_option(
+    "device",
+    "--device",
+    callback=_checked(check_device),
+    help="cpu, cuda or cuda:N. [default: CUDA if available]",
+)
+cpu_ffn_option = engine_option(
+    "cpu_ffn",
+    "-cffn",
+    "--cpu-ffn",
+    is_flag=True,
+    help="Without a plan: all neurons on the CPU, the rest on the GPU.",
+)
+thresholds_option = engine_option(
+    "thresholds",
+    "--thresholds",
+    type=FILE,
+    help="A profile whose thresholds to run with, for SiLU and GELU models.",
+)
+mode_option = engine_option(
+    "mode",
+    "--mode",
+    type=click.Choice(MODES),
+    help="How feed-forward layers are computed. [default: the plan's mode; without a plan, the one"
+    " that reads least within --max-loss, by the file's record]",
+)
+max_loss_option = engine_option(
+    "max_loss",
+    "--max-loss",
+    type=float,
+    show_default=True,
+    help="Largest rise in perplexity of an automatically chosen mode; 0.01 is 1 %.",
+)
+
+
+def context_option(help_text: str) -> Callable[[Any], Any]:
+    """The context length, whose meaning the command describes."""
+    return engine_option(
+        "context_length", "-c", "--context", "--ctx-size", type=int, help=help_text
+    )
+
+
+class Size(click.ParamType):
+    """A number of bytes, e.g. 8GiB, 512MiB or 8 (GiB, as in SparkInfer's --vram-budget)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except HotsplitError as error:
+            self.fail(str(error), param, ctx)
+
+
+def texts_and_model(model: Path, texts: Iterable[Path]) -> list[Path]:
+    """The input files: the model, and each text, including those in folders."""
+    from hotsplit.profile.corpus.sources import STDIN, find_sources
+
+    given = [path for path in texts if path != STDIN and path.exists()]
+    folders = [path for path in given if path.is_dir()]
+    found = [source.path for folder in folders for source in find_sources([folder], "text")]
+    return [model, *given, *found]
+
+
+def let_threads_sleep() -> None:
+    """Makes torch's threads sleep while they wait for work; must be called before torch is
+    imported.
+
+    Otherwise they spin, for milliseconds after every operation, on cores that the C++ kernels'
+    threads or another process would use. Counting 512 tokens of a 135 M model on two shared cores
+    took 22.8 s of processor time (108 s of wall-clock time), and 2.9 s (10 s) with this."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def say(line: str) -> None:
+    """Writes a line, or a table of several, for people to stderr, wrapped on a terminal."""
+    if sys.stderr is not None:
+        line = "\n".join(map(escaped, line.split("\n")))
+        is_terminal = sys.stderr.isatty()
+        print(wrapped(line, terminal_width()) if is_terminal else line, file=sys.stderr, flush=True)
+
+
+def terminal_width() -> int:
+    return min(WIDEST, shutil.get_terminal_size().columns)
+
+
+def wrapped(line: str, width: int) -> str:
+    """A long line, wrapped; tables are left as they are, and a command at the end gets an unbroken
+    line of its own, so that it can be copied."""
+    if len(line) <= width or "  " in line.strip() or "\n" in line:
+        return line
+    words, mark, command = line.rpartition(_COMMAND)
+    if not mark:
+        words, command = line, ""
+    lines = textwrap.wrap(words + mark[:1], width, subsequent_indent="  ",
+                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return "\n".join([*lines, *([f"  {mark[2:]}{command}"] if mark else [])])
+
+
+def finish(report: Any, as_json: bool, lines: list[str]) -> None:
+    """Prints the report on stdout as JSON, or its short form on stderr."""
+    if as_json:
+        content = report if isinstance(report, dict) else asdict(report)
+        click.echo(json.dumps(content, default=str))
+    else:
+        for line in lines:
+            say(line)
+
+
+def mean(values: list[float] | tuple[float, ...]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,1 @@
+"""The terminal: prompts, chats, and texts that commands print."""

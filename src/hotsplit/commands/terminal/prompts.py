@@ -1,0 +1,74 @@
+"""The prompts of `generate` and `run`: from the command line, files and stdin.
+
+As in llama.cpp, the newline with which editors and `echo` end a file is not part of its text."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.json_file import read_text
+
+STDIN = "-"
+MAX_BYTES = 64 << 20
+MOST_PROMPTS = 256  # continued together
+
+
+def prompts_of(prompt: str | None, file: Path | None, many: Path | None) -> list[str]:
+    given = [name for name, value in (("-p", prompt), ("-f", file), ("--prompts", many))
+             if value is not None]  # fmt: skip
+    if len(given) != 1:
+        what = f"{' and '.join(given)} exclude each other" if given else "there is no prompt"
+        raise click.UsageError(
+            f"{what}: give one of -p TEXT, -f FILE (- for stdin), --prompts FILE."
+        )
+    if many is not None:
+        return _lines_of(many)
+    if prompt == STDIN or str(file) == STDIN:
+        return [_without_end(_stdin())]
+    return [prompt if file is None else _without_end(read_text(file, "prompt"))]  # type: ignore[list-item]
+
+
+def _without_end(text: str) -> str:
+    """The text of a file or of stdin without one newline at its end."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _stdin() -> str:
+    if sys.stdin is None:
+        raise HotsplitError("stdin is closed; give the prompt with -p or -f FILE")
+    content = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise HotsplitError(f"stdin: more than {MAX_BYTES >> 20} MiB; give a shorter prompt")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HotsplitError(f"stdin: not UTF-8 at byte {error.start}") from error
+
+
+def _lines_of(path: Path) -> list[str]:
+    text = read_text(path, "file of prompts")
+    numbered = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [line for _, line in numbered]
+    if path.suffix == ".jsonl":
+        lines = [_prompt_of(line, f"{path}, line {n}") for n, line in numbered]
+    if not lines:
+        raise HotsplitError(f"{path}: has no prompts; write one per line")
+    if len(lines) > MOST_PROMPTS:
+        raise HotsplitError(
+            f"{path}: has {len(lines)} prompts, wanted at most {MOST_PROMPTS}; split the file"
+        )
+    return lines
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise HotsplitError(f"{where}: not JSON ({str(error)[:100]})") from error
+    value = value.get("prompt") if isinstance(value, dict) else value
+    if not isinstance(value, str):
+        raise HotsplitError(f'{where}: wanted a string, or an object with a "prompt"')
+    return value

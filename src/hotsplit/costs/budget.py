@@ -1,0 +1,383 @@
+"""Bytes of each part of a model: the one definition that both the solver and the runtime use.
+
+Letters: L layers, D model width, F neurons, T tokens of a prefill chunk, C context length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.files.gguf_file import TensorEntry, row_bytes
+from hotsplit.options.cache_types import CacheTypes
+
+# The items of a plan's bytes.
+ITEMS = ("attention", "predictor", "kv_cache", "head", "embedding", "neurons", "neuron_cache",
+         "workspace")  # fmt: skip
+Items = dict[str, int]
+
+DEFAULT_CONTEXT = 4096  # tokens of KV cache by default; less if the model's own context is shorter
+# Maximum tokens per forward pass. Weights are unpacked once per pass, and longer matrix products
+# are faster: 512 tokens of 1.1 B parameters took 20 s in passes of 128, 15 in passes of 256 and 13
+# in one (docs/log/prefill.md). Passes are short if both parts of a plan are on the CPU, and while
+# observed, when each pass is a batch of predictor training.
+PREFILL_CHUNK = 512
+SHORT_CHUNK = 128
+BLOCK_LENGTH = 64  # positions per block of the KV cache if an engine has several sequences
+LOGITS_CHUNK = 16  # tokens whose logits are computed at a time
+FLOAT_BYTES = 4
+# A dense product unpacks its weights to f32 one tile of rows at a time. A tile has at most
+# UNPACK_TILE_BYTES, but at least LEAST_TILE_ROWS rows, to amortise reading and writing its result.
+UNPACK_TILE_BYTES = 2 << 20
+LEAST_TILE_ROWS = 128
+GPU_PART_BYTES = 24 << 20
+# The online neuron cache (runtime/neuron_cache). In staging, each part of a neuron (row, bias)
+# begins at a multiple of STAGED_ALIGNMENT. A swap copies each part and changes up to three numbers
+# (int32); staging holds a descriptor for every copy, and the numbers.
+STAGED_ALIGNMENT = 16
+NUMBERS_OF_SWAP = 3
+NUMBER_BYTES = 4
+COPY_BYTES = 32
+# A candidate of the policy: layer, slot, incoming and outgoing neuron, and the seconds it gains.
+CANDIDATE_BYTES = 24
+PENDING_TOKENS = 32  # tokens whose bits the neuron cache's policy keeps (MOST_PENDING in policy.h)
+
+
+def tile_rows(width: int) -> int:
+    """Rows of a matrix that are unpacked at a time."""
+    return max(LEAST_TILE_ROWS, UNPACK_TILE_BYTES // (FLOAT_BYTES * width))
+
+
+def part_neurons(width: int, num_tokens: int) -> int:
+    """Neurons that an unobserved pass computes at a time: as many whole tiles of a matrix of this
+    width as keep their activations within the bytes of a tile, but at least one."""
+    rows = tile_rows(width)
+    return max(rows, UNPACK_TILE_BYTES // (FLOAT_BYTES * num_tokens) // rows * rows)
+
+
+def gpu_part_neurons(num_tokens: int) -> int:
+    """Neurons that a pass computes at a time on a GPU, where each part takes a dozen launches: as
+    many as keep the f32 values of one matrix within GPU_PART_BYTES."""
+    return max(LEAST_TILE_ROWS, GPU_PART_BYTES // (FLOAT_BYTES * num_tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Bytes of one layer: its dense block, the predictor, one neuron. `attention` is the dense
+    block (see `is_dense`) and includes `head_norms`, the norms of queries and keys per head, which
+    are stored on the device that holds the keys and values.
+
+    `gate_row` decides whether the neuron fires: without gates (OPT, Falcon) it is the row of the up
+    projection, and `up_row` is zero. A neuron's biases are counted with their rows."""
+
+    attention: int
+    predictor: int
+    gate_row: int
+    up_row: int
+    down_row: int
+    head_norms: int = 0
+
+    @property
+    def neuron(self) -> int:
+        return self.gate_row + self.up_row + self.down_row
+
+
+def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
+    """The tensors of a layer by name within it."""
+    prefix = f"blk.{layer}."
+    return {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
+
+
+def is_dense(name: str) -> bool:
+    """True if a layer's tensor is part of the dense block: attention, norms, the down bias."""
+    return name.startswith(("attn_", "ffn_norm", "ffn_down.bias"))
+
+
+_HEAD_NORMS = ("attn_q_norm.", "attn_k_norm.")
+
+
+def is_predictor(name: str) -> bool:
+    return name.startswith("ffn_pred_")
+
+
+def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
+    """The exact bytes of a layer, from the tensor table of its model file."""
+    entries = layer_tensors(model, layer)
+    down = entries.get("ffn_down_t.weight")
+
+    def row(name: str) -> int:
+        bias = FLOAT_BYTES if f"{name}.bias" in entries else 0
+        return entries[f"{name}.weight"].row_bytes + bias
+
+    return LayerBytes(
+        attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
+        head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
+        predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
+        gate_row=row(model.gate_name),
+        up_row=row("ffn_up") if model.graph.is_gated else 0,
+        down_row=down.row_bytes if down else row_bytes(model.shape.width, transposed_kind(model)),
+    )
+
+
+def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
+    """Bytes of a layer's feed-forward matrices, and of the biases of gate and up, as stored in the
+    file."""
+    names = (model.gate_name, "ffn_up", "ffn_down", "ffn_down_t")
+    return sum(
+        entry.num_bytes
+        for name, entry in layer_tensors(model, layer).items()
+        if name.split(".")[0] in names and name != "ffn_down.bias"
+    )
+
+
+def transposed_kind(model: ModelFile) -> str:
+    """The type of a stock file's down projection once it is transposed, which happens at load
+    except where the CPU runs all of it in mode "dense".
+
+    Float types are kept; block types become f16, because their blocks run along the other
+    dimension."""
+    kind = model.tensors["blk.0.ffn_down.weight"].kind
+    return kind if kind in ("f32", "f16", "bf16") else "f16"
+
+
+def kv_kind(model: ModelFile) -> str:
+    """Default type of the KV cache: f32 for a model file in f32, otherwise f16, which is llama.cpp's
+    default."""
+    projection = "attn_qkv" if model.graph.has_fused_qkv else "attn_k"
+    return "f32" if model.tensors[f"blk.0.{projection}.weight"].kind == "f32" else "f16"
+
+
+def kv_bytes_per_layer(
+    model: ModelFile, context_length: int, types: CacheTypes | None = None
+) -> int:
+    """Bytes of the keys and values of `context_length` tokens in one layer, and of the tables that
+    select keys; by default in the type `kv_kind`."""
+    types = types or CacheTypes.of(kv_kind(model))
+    return model.shape.num_kv_heads * types.head_bytes(context_length, model.shape.head_width)
+
+
+def kv_read_per_layer(
+    model: ModelFile, context_length: int, types: CacheTypes | None = None
+) -> float:
+    """Bytes of a layer's keys, values and tables that a token reads when half of the context is
+    filled."""
+    types, shape = types or CacheTypes.of(kv_kind(model)), model.shape
+    return shape.num_kv_heads * types.read_bytes(context_length / 2, shape.head_width)
+
+
+def kv_positions(context_length: int, num_sequences: int) -> int:
+    """Positions in the whole KV cache, rounded up to blocks if there are several sequences."""
+    if num_sequences == 1:
+        return context_length
+    return num_sequences * -(-context_length // BLOCK_LENGTH) * BLOCK_LENGTH
+
+
+def head_bytes(model: ModelFile) -> int:
+    """Bytes of the output norm and the output matrix, which is the embedding matrix if weights are
+    tied."""
+    norm = [e.num_bytes for n, e in model.tensors.items() if n.startswith("output_norm.")]
+    return sum(norm) + model.tensors[model.head_name].num_bytes
+
+
+def embedding_bytes(model: ModelFile) -> int:
+    """Bytes of learned positions, and of the embedding matrix unless it is also the head."""
+    positions = model.tensors.get("position_embd.weight")
+    tokens = 0 if model.is_tied else model.tensors["token_embd.weight"].num_bytes
+    return tokens + (positions.num_bytes if positions else 0)
+
+
+def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = True) -> int:
+    """Bytes of the temporaries of a forward pass over a prefill chunk, all in f32.
+
+    The hidden state and its copies (8 TD), values of all neurons (4 TF; of a part of them in a
+    long, unobserved pass), the unpacked keys and values of the whole context, the attention
+    mask (TC), logits, and the tile that weights are unpacked into. A native step takes about as
+    much or less (Work in step.cpp)."""
+    shape = model.shape
+    tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
+    neurons = shape.num_neurons
+    if not is_short:
+        neurons = min(neurons, part_neurons(shape.width, tokens))
+    kv = 2 * context_length * shape.num_kv_heads * shape.head_width
+    values = tokens * (8 * shape.width + 4 * neurons + context_length) + kv
+    tile = tile_rows(shape.width) * shape.width
+    return FLOAT_BYTES * (values + LOGITS_CHUNK * shape.vocab_size + tile)
+
+
+def is_cached(num_hot: int, num_neurons: int) -> bool:
+    """True for a layer whose neurons are on both sides: only there can a swap change anything."""
+    return 0 < num_hot < num_neurons
+
+
+def staging_bytes(model: ModelFile, most_rows: int) -> int:
+    """Bytes of a neuron cache's staging, the same on the GPU and in main memory: the rows and
+    biases of `most_rows` neurons of the largest layer, and each swap's copy descriptors and
+    numbers."""
+    parts_L = [_parts(model, layer) for layer in range(model.shape.num_layers)]
+    row = max(sum(map(staged, parts)) for parts in parts_L)
+    return bytes_in_staging(row, max(map(len, parts_L)), most_rows)
+
+
+def bytes_in_staging(row_bytes: int, num_parts: int, most_rows: int) -> int:
+    """Bytes of staging for `most_rows` neurons of `num_parts` parts and `row_bytes` bytes each."""
+    copies = staged(COPY_BYTES * (num_parts + NUMBERS_OF_SWAP) * most_rows)
+    return copies + most_rows * (row_bytes + NUMBER_BYTES * NUMBERS_OF_SWAP)
+
+
+def _parts(model: ModelFile, layer: int) -> list[int]:
+    """Bytes of each part of a neuron: its rows, then its biases."""
+    sizes, entries = layer_bytes(model, layer), layer_tensors(model, layer)
+    names = (model.gate_name, "ffn_up") if model.graph.is_gated else (model.gate_name,)
+    rows = [entries[f"{name}.weight"].row_bytes for name in names]
+    biases = [FLOAT_BYTES for name in names if f"{name}.bias" in entries]
+    return [*rows, sizes.down_row, *biases]
+
+
+def staged(num_bytes: int) -> int:
+    """Bytes of a part in staging, including the padding after it."""
+    return -(-num_bytes // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
+
+
+def step_bits_bytes(model: ModelFile) -> int:
+    """Bytes of one bit for each neuron of the model; each layer starts at a new 32-bit word."""
+    return model.shape.num_layers * NUMBER_BYTES * -(-model.shape.num_neurons // 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """The sizes that a neuron cache's bytes depend on, besides the model and the placement.
+    `packs_bits` is true in mode exact, where each side finds out which of its neurons a token reads
+    and sets their bits; in mode predicted the predictor names them all."""
+
+    most_rows: int  # most neurons swapped in a step
+    packs_bits: bool
+
+    def gpu_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
+        """Bytes on the GPU: staging; if the GPU packs bits, also a bit for each neuron, and the
+        slot of each neuron of the cached layers."""
+        packing = step_bits_bytes(model)
+        packing += sum(
+            NUMBER_BYTES * model.shape.num_neurons
+            for hot in num_hot
+            if is_cached(hot, model.shape.num_neurons)
+        )
+        return staging_bytes(model, self.most_rows) + packing * self.packs_bits
+
+    def most_gpu_bytes(self, model: ModelFile) -> int:
+        """Upper bound on `gpu_bytes`: its value if every layer is cached."""
+        tables = NUMBER_BYTES * model.shape.num_neurons * model.shape.num_layers
+        return self.gpu_bytes(model, ()) + tables * self.packs_bits
+
+    def host_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
+        """Bytes of main memory: copies of hot neurons; pinned staging; the bits of a step for the
+        CPU, for the GPU if it packs bits, and for both combined; and the tables of the policy and
+        the runtime. The tables hold, for each neuron, two scores (f32, padded to whole words of
+        bits), its slot twice (int32), two bits (in a slot by the plan, in a slot now) and a bit for
+        each of the last PENDING_TOKENS tokens. They also hold the policy's candidates."""
+        shape, bits = model.shape, step_bits_bytes(model)
+        scores = 2 * FLOAT_BYTES * 8 * bits
+        slots = 2 * NUMBER_BYTES * shape.num_layers * shape.num_neurons
+        candidates = CANDIDATE_BYTES * shape.num_layers * self.most_rows
+        tables = scores + slots + (2 + PENDING_TOKENS) * bits + candidates
+        steps = (2 + self.packs_bits) * bits
+        staging = staging_bytes(model, self.most_rows)
+        return copied_bytes(model, num_hot) + staging + steps + tables
+
+
+def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
+    """Bytes of main memory for the hot neurons of cached layers: a copy of each, so that nothing
+    need be written back when it leaves its slot, and two int32 tables of the slots' neurons."""
+    return sum(
+        hot * (layer_bytes(model, layer).neuron + 2 * NUMBER_BYTES)
+        for layer, hot in enumerate(num_hot)
+        if is_cached(hot, model.shape.num_neurons)
+    )
+
+
+def bytes_on_one_side(model: ModelFile, context_length: int) -> Items:
+    """Itemised bytes of a whole model on one device, with the temporaries of short passes."""
+    layers = model.shape.num_layers
+    _, items = plan_bytes(
+        model,
+        context_length=context_length,
+        num_hot=[0] * layers,
+        dense_on_gpu=[False] * layers,
+        head_on_gpu=False,
+    )
+    return items
+
+
+def plan_bytes(
+    model: ModelFile,
+    *,
+    context_length: int,
+    num_hot: Sequence[int],
+    dense_on_gpu: Sequence[bool],
+    head_on_gpu: bool,
+    workspace: int | None = None,
+    home: Sequence[int] = (),
+    num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
+    neuron_cache: CacheSize | None = None,
+) -> tuple[Items, Items]:
+    """Itemised bytes (all GPUs, CPU) of a plan, recomputed from the model file alone.
+
+    The arguments are those of `plan_bytes_of_gpus`."""
+    gpus, cpu = plan_bytes_of_gpus(
+        model,
+        context_length=context_length,
+        num_hot=num_hot,
+        dense_on_gpu=dense_on_gpu,
+        head_on_gpu=head_on_gpu,
+        workspace=workspace,
+        home=home,
+        num_sequences=num_sequences,
+        cache_types=cache_types,
+        neuron_cache=neuron_cache,
+    )
+    return {item: sum(gpu[item] for gpu in gpus) for item in ITEMS}, cpu
+
+
+def plan_bytes_of_gpus(
+    model: ModelFile,
+    *,
+    context_length: int,
+    num_hot: Sequence[int],
+    dense_on_gpu: Sequence[bool],
+    head_on_gpu: bool,
+    workspace: int | None = None,
+    home: Sequence[int] = (),
+    num_sequences: int = 1,
+    cache_types: CacheTypes | None = None,
+    neuron_cache: CacheSize | None = None,
+) -> tuple[list[Items], Items]:
+    """Itemised bytes (per GPU, CPU).
+
+    `home` has the number of the GPU of each layer and of the head; () is a single GPU. `workspace`
+    is counted for the CPU and for every GPU that holds anything; by default it is
+    `workspace_bytes`. Of the embedding matrix only one row is read per token, so an untied one
+    stays on the CPU. With key selection, all keys and values are on the CPU, and so are the norms
+    of queries and keys per head."""
+    home = home or (0,) * (model.shape.num_layers + 1)
+    workspace = workspace_bytes(model, context_length) if workspace is None else workspace
+    positions = kv_positions(context_length, num_sequences)
+    gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
+    cpu = dict.fromkeys(ITEMS, 0)
+    for layer, (hot, is_on_gpu) in enumerate(zip(num_hot, dense_on_gpu, strict=True)):
+        sizes, gpu = layer_bytes(model, layer), gpus[home[layer]]
+        side = gpu if is_on_gpu else cpu
+        keys_side = cpu if cache_types is not None and cache_types.selection else side
+        side["attention"] += sizes.attention - sizes.head_norms
+        keys_side["attention"] += sizes.head_norms
+        side["predictor"] += sizes.predictor
+        keys_side["kv_cache"] += kv_bytes_per_layer(model, positions, cache_types)
+        gpu["neurons"] += hot * sizes.neuron
+        cpu["neurons"] += (model.shape.num_neurons - hot) * sizes.neuron
+    (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)
+    cpu["embedding"] += embedding_bytes(model)
+    cpu["workspace"] += workspace
+    if neuron_cache is not None:
+        assert len(gpus) == 1, "a neuron cache is planned for one GPU"
+        gpus[0]["neuron_cache"] += neuron_cache.gpu_bytes(model, num_hot)
+        cpu["neuron_cache"] += neuron_cache.host_bytes(model, num_hot)
+    for gpu in gpus:
+        gpu["workspace"] += workspace if any(gpu.values()) else 0
+    return gpus, cpu

@@ -1,0 +1,193 @@
+"""Chooses a model's default mode: the one that reads the fewest bytes among those that cost next to
+nothing.
+
+A mode is allowed by default if it cannot change the output (dense, and exact if neurons are zero by
+themselves), if the model was trained to run in it (exact), or if by the file's own record
+(mode_quality) it raises the perplexity by no more than a given share; so are predictors of a ReLU
+model without a record. Of those, the mode that reads the fewest bytes per token is chosen, with a
+line that explains the choice if it is not the expected one.
+
+The solver chooses by seconds instead."""
+
+import math
+from dataclasses import dataclass
+
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.costs.budget import head_bytes, layer_bytes
+from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, RunMode, SparseMode
+
+# Types whose weights take far fewer bytes in a smaller type.
+LARGE_KINDS = ("f32", "f16", "bf16", "q8_0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeChoice:
+    """`line` is for the user; None if the choice is the expected one."""
+
+    mode: RunMode
+    line: str | None = None
+
+
+def sparse_modes(model: ModelFile) -> tuple[SparseMode, ...]:
+    """The sparse modes that the file supports; predicted first."""
+    exact: tuple[SparseMode, ...] = ("exact",) if can_silence(model) else ()
+    return ("predicted", *exact) if model.predictor is not None else exact
+
+
+def mode_meant(model: ModelFile) -> RunMode:
+    """The mode that the file was made for, whatever its loss: its first sparse mode, or dense."""
+    return next(iter(sparse_modes(model)), "dense")
+
+
+def can_silence(model: ModelFile) -> bool:
+    """True if the activation, thresholds or limits can silence values, as mode exact requires."""
+    return not is_smooth(model) or any(model.threshold_L) or model.has_limits
+
+
+def is_smooth(model: ModelFile) -> bool:
+    """True for SiLU and GELU, where a silenced neuron would have contributed."""
+    return model.activation in SMOOTH
+
+
+def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
+    """Why a mode is not run by default; None if it may be.
+
+    Predictors of a ReLU model without a record are allowed, since older files have no records."""
+    quality = None if mode == "dense" else model.quality.get(mode)
+    if mode == "dense" or (mode == "exact" and not is_smooth(model)):
+        return None
+    if mode == "exact" and model.is_trained_sparse:
+        return None
+    if quality is None:
+        return "its cost is unknown" if is_smooth(model) else None
+    if quality.perplexity_increase > max_loss:
+        return f"it costs {_percent(quality.perplexity_increase)} of perplexity"
+    return None
+
+
+def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
+    """The default mode. If an allowed mode has no record of its bytes, predicted is preferred to
+    exact, and exact to dense."""
+    model = model.row_major
+    modes = sparse_modes(model)
+    allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]
+    known = {mode: bytes_per_token(model, mode) for mode in allowed}
+    if all(count is not None for count in known.values()):
+        sizes: dict[RunMode, float] = {"dense": float(dense_bytes(model))}
+        sizes |= {mode: count for mode, count in known.items() if count is not None}
+        mode = min(sizes, key=lambda mode: (sizes[mode], mode != "dense"))
+    else:
+        mode = allowed[0]
+    return ModeChoice(mode=mode, line=_line(model, mode, modes, max_loss))
+
+
+def loss_line(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
+    """A line for a user who asked for a mode that costs more than `max_loss`."""
+    quality = None if mode == "dense" else model.quality.get(mode)
+    if quality is None or quality.perplexity_increase <= max_loss:
+        return None
+    return (
+        f"mode {mode} costs {_percent(quality.perplexity_increase)} of perplexity by the file's own"
+        f" record (limit {_share(max_loss)}); without --mode it is not chosen"
+    )
+
+
+def dense_bytes(model: ModelFile) -> int:
+    """Weight bytes that a token reads in mode dense."""
+    model = model.row_major
+    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    neurons = sum(size.neuron for size in sizes) * model.shape.num_neurons
+    return neurons + sum(size.attention for size in sizes) + head_bytes(model)
+
+
+def predictor_bytes(model: ModelFile) -> int:
+    usual = model.row_major
+    return sum(layer_bytes(usual, layer).predictor for layer in range(model.shape.num_layers))
+
+
+def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
+    """Bytes per token according to the record; None without one. If the record was measured with
+    other types, all bytes are scaled in proportion to the dense bytes, except those of predictors,
+    which keep their types."""
+    quality = model.quality.get(mode)
+    if quality is None:
+        return None
+    fixed = predictor_bytes(model) if mode == "predicted" else 0
+    scale = dense_bytes(model) / quality.dense_bytes_per_token
+    return fixed + scale * (quality.bytes_per_token - fixed)
+
+
+def _line(
+    model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...], max_loss: float
+) -> str | None:
+    """A line on why a mode that the file supports was not chosen; None if there is nothing to
+    say."""
+    if mode == mode_meant(model):
+        return None
+    unknown = [m for m in modes if m not in model.quality and refusal(model, m, max_loss)]
+    costly = [(m, model.quality[m]) for m in modes if m in model.quality
+              and refusal(model, m, max_loss) is not None]  # fmt: skip
+    if costly:
+        return _costly_line(model, mode, costly, max_loss)
+    if unknown:
+        what = "predictors" if "predicted" in unknown else _silencers(model)
+        return (
+            f"mode {mode}: the file has {what}, and no record of what they cost: --mode {unknown[0]}"
+            " runs them, hotsplit eval measures them, and after hotsplit profile and convert"
+            " the file has the record"
+        )
+    return _no_gain_line(model, mode, modes)
+
+
+def _costly_line(
+    model: ModelFile, mode: RunMode, costly: list[tuple[SparseMode, ModeQuality]], max_loss: float
+) -> str:
+    whole = dense_bytes(model)
+    parts = []
+    for other, quality in costly:
+        saved = 1 - (bytes_per_token(model, other) or whole) / whole
+        reads = f"read {abs(100 * saved):.0f} % {'less' if saved >= 0 else 'more'}"
+        parts.append(f"{other} would {reads} and cost {_percent(quality.perplexity_increase)}")
+    best, quality = min(costly, key=lambda pair: pair[1].perplexity_increase)
+    line = (
+        f"mode {mode}: {', '.join(parts)} of perplexity (limit {_share(max_loss)});"
+        f" --mode {best}, or --max-loss {_above(quality.perplexity_increase):g}, runs it"
+    )
+    if not is_smooth(model):
+        return line
+    line += "; better: "
+    if model.tensors["blk.0.ffn_up.weight"].kind in LARGE_KINDS:
+        line += "a smaller type saves more for less (hotsplit convert --outtype q4_0), and "
+    return line + "hotsplit sparsify trains a model to be sparse"
+
+
+def _no_gain_line(model: ModelFile, mode: RunMode, modes: tuple[SparseMode, ...]) -> str | None:
+    """The line for predictors, thresholds or limits that save nothing."""
+    own = dense_bytes(model) if mode == "dense" else bytes_per_token(model, mode)
+    first = bytes_per_token(model, modes[0])
+    if own is None or first is None:
+        return None
+    what = "predictors" if modes[0] == "predicted" else _silencers(model)
+    return (
+        f"mode {mode}: the {what} save less than they cost: a token reads {first / 1e6:,.1f} MB in"
+        f" mode {modes[0]} and {own / 1e6:,.1f} MB in mode {mode}"
+    )
+
+
+def _silencers(model: ModelFile) -> str:
+    return "limits" if model.has_limits else "thresholds"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:+.3g} %"
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _above(share: float) -> float:
+    """The share, rounded up to one significant digit."""
+    unit = 10.0 ** math.floor(math.log10(share))
+    return math.ceil(share / unit * (1 - 1e-12)) * unit

@@ -1,0 +1,374 @@
+"""Writes files and folders such that none is ever visible half-written under its final name."""
+
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files import mapped_files
+from hotsplit.files.exchange import OLD, put_folder, put_new
+from hotsplit.files.steady import changed_inputs, is_new, wrote
+
+CHUNK_BYTES = 1 << 20
+PARTIAL = ".partial"
+TRIES = 100  # to make a folder that other runs may remove; in /proc, say, no try ever succeeds
+MODEL_SUFFIX = ".gguf"
+# Errors that only writing raises: disk full, quota or file size limit reached, read-only disk.
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+_unfinished: set[Path] = set()  # partial files and folders of this process
+_written: ContextVar[list[Path]] = ContextVar("written")  # new outputs, within all_or_none
+
+
+# ---- whole or not at all --------------------------------------------------------------------
+
+
+@contextmanager
+def partial_file(path: Path) -> Iterator[Path]:
+    """Yields an empty file next to `path` to write to; renames it to `path` on success, otherwise
+    removes it and the folders that were made for it.
+
+    Its name, `path`.xxxxxxxx.partial with eight random hex digits, is unique, so that two runs with
+    the same output do not collide. It is locked while it is written; the next run with this output
+    removes files of such names that are not locked, since only a killed run leaves them. The caller
+    must therefore write into this file and not replace it with another one. Its bytes are synced to
+    disk before the rename, and the rename before this returns, so that a power cut leaves either
+    the old file or the new one. Raises HotsplitError if the folder cannot be written, if the disk
+    is full, if an input of `steady.reading` has changed, or if another run has written `path`."""
+    with _made(path, _new_file) as partial:
+        yield partial
+        _sync(partial)
+        _put(partial, path, os.replace)
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """Like partial_file, for a folder to fill. An existing folder `path` is replaced as a whole
+    (see check_output_folder), atomically if the system can exchange two names, as Linux can."""
+    with _made(path, _new_folder) as partial:
+        yield partial
+        _sync_all(partial)
+        _put(partial, path, put_folder)
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Removes the new outputs that were written within the block if it fails, so that the same
+    command can be run again. An output that replaced an older file stays."""
+    token = _written.set([])
+    try:
+        yield
+    except BaseException:
+        for path in _written.get():
+            _remove(path)
+        raise
+    finally:
+        _written.reset(token)
+
+
+@contextmanager
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A new folder in `parent` (None: the system's place for temporary files), which is removed at
+    the end of the block, and by `remove_unfinished`."""
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
+        folder = Path(name)
+        _unfinished.add(folder)
+        mapped_files.set_unfinished(_unfinished)
+        try:
+            yield folder
+        finally:
+            _unfinished.discard(folder)
+            mapped_files.set_unfinished(_unfinished)
+
+
+@contextmanager
+def locked_folder(path: Path) -> Iterator[None]:
+    """Holds the lock of the folder `path` within the block. Makes the folder first if it is missing,
+    and removes it at the end if it is empty. Raises HotsplitError if another run holds the lock,
+    or if the folder cannot be made."""
+    with _folders_for(path):
+        descriptor = _locked(path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+            os.close(descriptor)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock of the folder `path`; makes the folder if it is missing."""
+    tries = 0
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            tries += 1
+            if isinstance(error, FileNotFoundError) and tries < TRIES:  # another run has removed it
+                continue
+            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
+        is_ours = _lock(descriptor)
+        with suppress(FileNotFoundError):
+            if is_ours is not False and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+        if is_ours is False:
+            raise HotsplitError(
+                f"{path}: another run is at work in this folder; wait until it ends, or give the"
+                " output another name"
+            )
+
+
+def remove_stale(path: Path) -> None:
+    """Removes what killed runs left next to `path`: its partial files and folders that are not
+    locked. If such a run had moved the old folder aside without replacing it, renames it back."""
+    if not path.parent.is_dir():
+        return
+    for other in path.parent.glob(f"{glob.escape(_stem(path))}.*"):
+        name = other.name.removeprefix(f"{_stem(path)}.")
+        if not _is_ours(name) or other.is_symlink():
+            continue
+        with suppress(OSError), _opened(other) as descriptor:  # it may be another user's
+            if not _lock(descriptor):
+                continue
+            if name.endswith(OLD) and not path.exists():
+                other.rename(path)
+            else:
+                _remove(other)
+
+
+def _is_ours(name: str) -> bool:
+    """True if `name`, without the stem, is eight hex digits and the suffix .partial or .old."""
+    digits, dot, end = name.partition(".")
+    return len(digits) == 8 and not set(digits) - set("0123456789abcdef") and (
+        dot + end in (PARTIAL, OLD)
+    )  # fmt: skip
+
+
+@contextmanager
+def _made(path: Path, make: Callable[[Path], int]) -> Iterator[Path]:
+    """Yields a new locked file or folder next to `path`; removes it at the end unless it has been
+    renamed."""
+    with _folders_for(path):
+        try:
+            remove_stale(path)
+            partial, descriptor = _create(path, make)
+        except OSError as error:
+            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
+        try:
+            yield partial
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise no_room(path, error.strerror) from error
+            if os.fspath(error.filename or "").startswith(str(partial)):
+                raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
+            raise
+        finally:
+            _remove(partial)
+            _unfinished.discard(partial)
+            mapped_files.set_unfinished(_unfinished)
+            os.close(descriptor)
+
+
+def remove_unfinished() -> None:
+    """Removes the partial files and folders of this process. Called when a command fails or is
+    interrupted, since a signal can come before a `with` block has been entered."""
+    for partial in [*_unfinished]:
+        _remove(partial)
+
+
+def no_room(path: Path, reason: str | None) -> HotsplitError:
+    """The error for a file that could not be written because of one of NO_ROOM."""
+    return HotsplitError(
+        f"{path}: cannot be written ({reason or 'no room'}); free space or write elsewhere"
+    )
+
+
+def _put(partial: Path, path: Path, replace: Callable[[Path, Path], None]) -> None:
+    """Gives a finished file or folder its name."""
+    if changed := changed_inputs():
+        raise HotsplitError(
+            f"{changed[0]}: was changed while it was read, so {path} was not written; run the"
+            " command again"
+        )
+    was_there = os.path.lexists(path)
+    try:
+        (put_new if is_new(path) else replace)(partial, path)
+    except FileExistsError as error:
+        raise HotsplitError(
+            f"{path}: was written by another run meanwhile; give another name or --force"
+        ) from error
+    wrote(path)
+    if not was_there:
+        _written.get([]).append(path)
+    _sync(path.parent)
+
+
+def _stem(path: Path) -> str:
+    """The beginning of a partial file's name, cut such that the whole name has at most 255
+    bytes."""
+    return os.fsdecode(os.fsencode(path.name)[: 255 - 9 - len(PARTIAL)])
+
+
+def _create(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
+    """A new partial file or folder for `path`, and a descriptor that holds its lock."""
+    while True:
+        partial = path.with_name(f"{_stem(path)}.{secrets.token_hex(4)}{PARTIAL}")
+        _unfinished.add(partial)
+        try:
+            descriptor = make(partial)
+        except OSError as error:
+            _unfinished.discard(partial)
+            if error.errno == errno.EEXIST:
+                continue
+            raise
+        is_ours = _lock(descriptor)
+        # Before it was locked, another run may have removed it as stale.
+        if is_ours is None or (is_ours and partial.exists()):
+            mapped_files.set_unfinished(_unfinished)
+            return partial, descriptor
+        _unfinished.discard(partial)
+        os.close(descriptor)
+
+
+def try_to_create(path: Path) -> None:
+    """Raises OSError if no file can be written next to `path`; leaves nothing behind."""
+    partial, descriptor = _create(path, _new_file)
+    _remove(partial)
+    _unfinished.discard(partial)
+    os.close(descriptor)
+
+
+def _new_file(partial: Path) -> int:
+    return os.open(partial, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _new_folder(partial: Path) -> int:
+    partial.mkdir()
+    try:
+        return os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError as error:  # another run removed it as stale
+        raise FileExistsError(errno.EEXIST, "was removed", partial) from error
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """True if the file is now locked by this process, false if another process has it locked; None
+    if the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or a folder, if it is still there and may be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _folders_for(path: Path) -> Iterator[None]:
+    """Makes the missing folders above `path`; removes them again if that or the block fails."""
+    try:
+        missing = [folder for folder in path.parents if not folder.exists()]
+    except OSError as error:  # a name that is too long
+        raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HotsplitError(f"{path}: cannot be written: {error.strerror}") from error
+        yield
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):  # not made, or no longer empty
+                folder.rmdir()
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def require_file(path: Path, what: str) -> None:
+    """Raises HotsplitError unless `path` is a file; `what` names it, e.g. "profile"."""
+    if not path.is_file():
+        is_there = path.exists()
+        found = (
+            "is a folder"
+            if path.is_dir()
+            else "is not a regular file"
+            if is_there
+            else "no such file"
+        )
+        raise HotsplitError(f"{path}: {found}; wanted a {what}")
+
+
+def refuse_old_name(path: Path, names: Iterable[str]) -> None:
+    """Raises HotsplitError if one of a header's names is of the time when this program was called
+    sparkinfer. SparkInfer's own files have no such names."""
+    for name in names:
+        if name == "sparkinfer-split" or name.startswith("sparkinfer."):
+            raise HotsplitError(
+                f"{path}: was made under this program's old name ({name[:60]!r}); convert the"
+                " checkpoint again, and make what was made from the model again"
+            )
+
+
+def known_as(path: Path) -> str | None:
+    """The kind of a file by its first bytes, for an error; None if unknown."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[:4] == b"GGUF":
+        return "a GGUF file, as models and splits are"
+    if start[:1] == b"{":
+        return "a JSON file, as machine files are"
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size:
+        return "a safetensors file, as profiles and predictors are"
+    return None
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

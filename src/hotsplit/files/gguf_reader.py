@@ -1,0 +1,292 @@
+"""Reads the header of a GGUF file, with every count and length checked before use.
+
+The container is the one specified in ggml's docs/gguf.md, versions 2 and 3, little-endian, and
+PowerInfer's, which differs in its first four bytes (`PWRI`) and in the numbers of three types.
+gguf's own reader does not check lengths and takes seconds for a large vocabulary."""
+
+import mmap
+import struct
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.atomic import known_as, refuse_old_name
+
+Magic = Literal["GGUF", "PWRI"]
+# A number outside an array is a numpy scalar of its type in the file.
+Value = str | bool | np.number | list[str] | list[int] | list[float] | list[bool]
+
+# Bounds on what a header may make this program allocate: 128 MiB of text are at most 512 MiB of
+# str. The largest headers in use have 0.8 million values and 45 MiB (Gemma 3's vocabulary).
+MAX_HEADER_BYTES = 128 << 20
+MAX_ARRAY_VALUES = 4 << 20
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 16
+MAX_NAME_BYTES = (1 << 16) - 1  # the limit on keys in the specification
+DEFAULT_ALIGNMENT = 32
+STRING, ARRAY = 8, 9
+NUMBERS: dict[int, type[np.generic]] = {
+    0: np.uint8, 1: np.int8, 2: np.uint16, 3: np.int16, 4: np.uint32, 5: np.int32,
+    6: np.float32, 7: np.bool_, 10: np.uint64, 11: np.int64, 12: np.float64,
+}  # fmt: skip
+TYPES = {int(type): type for type in GGML_QUANT_SIZES}
+# In PowerInfer's ggml.h these follow Q8_K (15); ggml later gave their numbers to other types.
+POWERINFER_TYPES = {
+    16: GGMLQuantizationType.I8,
+    17: GGMLQuantizationType.I16,
+    18: GGMLQuantizationType.I32,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor: its shape (outermost dimension first), its type, and its place in the file."""
+
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    start: int  # offset in the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufHeader:
+    magic: Magic
+    version: int
+    keys: dict[str, Value]
+    tensors: dict[str, TensorInfo]
+
+
+class Broken(Exception):
+    """A damaged or unsupported file; the message says what is wrong, without the file's name."""
+
+
+class Foreign(Broken):
+    """A file of another kind."""
+
+
+class TooMany(Exception):
+    """A file with more tensors or keys than this program reads."""
+
+
+def read_header(path: Path, what: str, file: mmap.mmap) -> GgufHeader:
+    """Keys and tensors of a mapped file; `what` describes the file wanted.
+
+    Strings must be UTF-8. Those in arrays may hold other bytes, as some of llama.cpp's vocabularies
+    do; such bytes become lone surrogates, which .encode("utf-8", "surrogateescape") turns back.
+    Raises HotsplitError for a file that is damaged, foreign or of an unknown version, or that has
+    too many tensors or keys."""
+    try:
+        header = _Cursor(file).header()
+    except TooMany as error:
+        raise HotsplitError(f"{path}: {error}; wanted a {what}") from error
+    except Broken as error:
+        other = known_as(path)
+        if other and "GGUF" not in other:
+            raise HotsplitError(f"{path}: {other}; wanted a {what}") from error
+        if isinstance(error, Foreign):
+            raise HotsplitError(f"{path}: not a GGUF file ({error}); wanted a {what}") from error
+        raise HotsplitError(
+            f"{path}: not a whole GGUF file ({error}); wanted a {what}; make or copy it again"
+        ) from error
+    refuse_old_name(path, (str(header.keys.get("general.architecture")), *header.keys))
+    return header
+
+
+class _Cursor:
+    """A position in the header; every read is checked against the end and advances it."""
+
+    def __init__(self, file: mmap.mmap) -> None:
+        self.file, self.offset = file, 0
+        self.end = min(len(file), MAX_HEADER_BYTES)
+        self.values_left = MAX_ARRAY_VALUES
+
+    def header(self) -> GgufHeader:
+        magic, version = self.magic(), self.version()
+        num_tensors = self.count("tensors", MAX_TENSORS, least_bytes=32)
+        num_keys = self.count("keys", MAX_KEYS, least_bytes=13)
+        keys: dict[str, Value] = {}
+        for _ in range(num_keys):
+            name = self.name("key", keys)
+            keys[name] = self.value(f"key {_short(name)}")
+        infos: dict[str, TensorInfo] = {}
+        for _ in range(num_tensors):
+            name = self.name("tensor", infos)
+            infos[name] = self.tensor(f"tensor {_short(name)}", magic)
+        tensors = self.placed(infos, _alignment(keys))
+        return GgufHeader(magic=magic, version=version, keys=keys, tensors=tensors)
+
+    def magic(self) -> Magic:
+        found = self.take(4, "the first four bytes").decode("latin-1")
+        if found not in get_args(Magic):
+            raise Foreign(f"starts with {found!r}, wanted 'GGUF'")
+        return cast(Magic, found)
+
+    def version(self) -> int:
+        version = self.integer("<I", "the version")
+        if version not in (2, 3):
+            is_big_endian = version != 0 and version & 0xFFFF == 0
+            found = "big-endian" if is_big_endian else f"version {version}"
+            raise Broken(f"is {found}; this program reads little-endian versions 2 and 3")
+        return version
+
+    def take(self, num_bytes: int, what: str) -> bytes:
+        start = self.offset
+        self.offset += num_bytes
+        if self.offset > self.end:
+            raise Broken(self.too_long(f"{what} at byte {start} takes {num_bytes} bytes"))
+        return self.file[start : self.offset]
+
+    def too_long(self, what: str) -> str:
+        if self.end < len(self.file):
+            return f"{what}, but a header has at most {MAX_HEADER_BYTES} bytes"
+        return f"{what}, but the file ends at byte {self.end}"
+
+    def integer(self, format: str, what: str) -> int:
+        return struct.unpack(format, self.take(struct.calcsize(format), what))[0]
+
+    def count(self, what: str, most: int, least_bytes: int) -> int:
+        """A number of records, checked against `most` and against the rest of the header, since
+        each record takes at least `least_bytes`."""
+        count = self.integer("<Q", f"the number of {what}")
+        if count > (self.end - self.offset) // least_bytes:
+            raise Broken(f"claims {count} {what}, which is more than it can hold")
+        if count > most:
+            raise TooMany(f"has {count} {what}; this program reads up to {most}")
+        return count
+
+    def name(self, what: str, known: Container[str]) -> str:
+        name = self.text(f"a {what}'s name", MAX_NAME_BYTES)
+        if name in known:
+            raise Broken(f"{what} {_short(name)} appears twice")
+        return name
+
+    def text(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
+        size = self.integer("<Q", what)
+        if size > most:
+            raise Broken(f"{what} at byte {self.offset} claims {size} bytes, wanted at most {most}")
+        try:
+            return self.take(size, what).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Broken(f"{what} before byte {self.offset} is not UTF-8") from error
+
+    def value(self, what: str) -> Value:
+        type_number = self.integer("<I", what)
+        if type_number == STRING:
+            return self.text(what)
+        if type_number == ARRAY:
+            return self.array(what)
+        value = self.numbers(type_number, 1, what)[0]
+        return bool(value) if isinstance(value, np.bool_) else value
+
+    def array(self, what: str) -> list:
+        type_number = self.integer("<I", what)
+        if type_number == ARRAY:
+            raise Broken(f"{what} is an array of arrays, which is not supported")
+        count = self.integer("<Q", what)
+        if count > self.values_left:
+            raise Broken(
+                f"{what} claims {count} values; arrays have at most {MAX_ARRAY_VALUES} together"
+            )
+        self.values_left -= count
+        if type_number == STRING:
+            return self.strings(count, what)
+        return self.numbers(type_number, count, what).tolist()
+
+    def numbers(self, type_number: int, count: int, what: str) -> np.ndarray:
+        if type_number not in NUMBERS:
+            raise Broken(f"{what} has the unknown type {type_number}")
+        dtype = np.dtype(NUMBERS[type_number]).newbyteorder("<")
+        raw = self.take(count * dtype.itemsize, what)
+        if dtype == np.bool_ and raw.strip(b"\0\1"):
+            raise Broken(f"{what} has a bool that is neither 0 nor 1")
+        return np.frombuffer(raw, dtype)
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """Reads strings without calling `text`, because a vocabulary has hundreds of thousands."""
+        file, offset, end = self.file, self.offset, self.end
+        read_length = struct.Struct("<Q").unpack_from
+        values = []
+        for _ in range(count):
+            start = offset + 8
+            if start > end:
+                raise Broken(self.too_long(f"{what} has {count} strings"))
+            offset = start + read_length(file, offset)[0]
+            if offset > end:
+                raise Broken(self.too_long(f"{what} has a string of {offset - start} bytes"))
+            values.append(file[start:offset].decode("utf-8", "surrogateescape"))
+        self.offset = offset
+        return values
+
+    def tensor(self, what: str, magic: Magic) -> TensorInfo:
+        """Reads one tensor's record; `start` is still relative to the beginning of all data."""
+        num_dims = self.integer("<I", what)
+        if not 1 <= num_dims <= 4:
+            raise Broken(f"{what} has {num_dims} dimensions, wanted 1 to 4")
+        shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, what))[::-1]
+        type = _tensor_type(self.integer("<I", what), magic, what)
+        block, block_bytes = GGML_QUANT_SIZES[type]
+        # A zero dimension must not hide huge ones, which would overflow elsewhere.
+        if prod(max(n, 1) for n in shape) >= 1 << 62:
+            raise Broken(f"{what} has the impossible shape {list(shape)}")
+        if shape[-1] % block:
+            raise Broken(f"{what} has rows of {shape[-1]} values, not whole blocks of {block}")
+        start = self.integer("<Q", what)
+        return TensorInfo(
+            shape=shape, type=type, start=start, num_bytes=prod(shape) // block * block_bytes
+        )
+
+    def placed(self, infos: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
+        """The tensors with their place in the file. Raises Broken unless all are aligned, and those
+        that have bytes are disjoint and inside the file."""
+        base = -(-self.offset // alignment) * alignment
+        placed = {}
+        for name, info in infos.items():
+            if info.start % alignment:
+                raise Broken(
+                    f"tensor {_short(name)} is at {info.start}, not a multiple of {alignment}"
+                )
+            placed[name] = TensorInfo(
+                shape=info.shape, type=info.type, start=base + info.start, num_bytes=info.num_bytes
+            )
+        end = 0
+        for name, info in _by_place(placed):
+            if info.start < end:
+                raise Broken(f"tensor {_short(name)} overlaps another")
+            end = info.start + info.num_bytes
+        if end > len(self.file):
+            raise Broken(f"{end - len(self.file)} bytes of its tensors are missing")
+        return placed
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 64 else name[:61] + "...")
+
+
+def _by_place(tensors: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors that have bytes, in file order."""
+    filled = [(name, info) for name, info in tensors.items() if info.num_bytes]
+    return iter(sorted(filled, key=lambda item: item[1].start))
+
+
+def _tensor_type(number: int, magic: Magic, what: str) -> GGMLQuantizationType:
+    if magic == "PWRI" and number in POWERINFER_TYPES:
+        return POWERINFER_TYPES[number]
+    if number not in TYPES or (magic == "PWRI" and number > GGMLQuantizationType.Q8_K):
+        raise Broken(f"{what} has the unknown type {number}")
+    return TYPES[number]
+
+
+def _alignment(keys: dict[str, Value]) -> int:
+    """The alignment: a power of two and by the specification at least 8, so that numbers of every
+    type are aligned."""
+    value = keys.get("general.alignment", np.uint32(DEFAULT_ALIGNMENT))
+    if not isinstance(value, np.uint32) or value < 8 or value & (value - 1):
+        found = value if isinstance(value, np.number) else f"a {type(value).__name__}"
+        raise Broken(f"general.alignment is {found}, wanted a power of two, at least 8, as u32")
+    return int(value)

@@ -1,0 +1,1 @@
+"""Declares what a model is: its layers, its rotary embeddings, what is not supported."""

@@ -1,0 +1,138 @@
+"""Selects which keys of a long text a token reads: the sizes of the selection and its tables.
+
+The first `sinks` positions and a window of the last ones are always read. Between them a token
+reads `top` positions: blocks of keys are ranked by a summary, then the keys of the best blocks,
+`candidates` times as many as needed, by codes of two bits per value. With `candidates` 0 the best
+blocks are read whole. A text of up to sinks + top + window positions is read entirely; with
+original positions, the results then equal those without a selection to the bit.
+
+Tokens at the first `full` positions of a text read all keys before them, so that a prompt can be
+read in full and continued with few keys. This depends on a token's position alone, so a row's
+logits are the same in a prompt, a draft or a single step.
+
+Positions are the tokens' own, or capped. Where a token skips keys, capped positions are counted
+from the window's beginning, and all earlier keys count as a window's length away (InfLLM, Xiao et
+al. 2024, arXiv 2402.04617). Distances are largest in a text that is still read entirely: they stay
+below sinks + top + window + block, so that a model can continue beyond its training context.
+
+The search itself is in runtime/kernels/cpu/select.h, and in torch in
+runtime/cache/key_tables.py."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
+from hotsplit.system.sizes import whole_number
+
+SUMMARIES = ("mean", "bounds")
+POSITIONS = ("original", "capped")
+WIDTH = 64  # table rows are padded to multiples of this many values
+BLOCKS = (16, 32, 64)  # each divides budget.BLOCK_LENGTH
+MOST = 1 << 24
+DEFAULT = "on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySelection:
+    """The sizes of a selection, in positions. Raises HotsplitError for invalid ones."""
+
+    block: int = 32
+    sinks: int = 64
+    window: int = 1024
+    top: int = 1024
+    candidates: int = 8
+    summary: str = "bounds"
+    positions: str = "original"
+    full: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCKS:
+            raise HotsplitError(f"block={self.block}; wanted 16, 32 or 64")
+        if self.summary not in SUMMARIES:
+            raise HotsplitError(f"summary={shown(self.summary)}; known: {', '.join(SUMMARIES)}")
+        if self.positions not in POSITIONS:
+            raise HotsplitError(f"positions={shown(self.positions)}; known: {', '.join(POSITIONS)}")
+        if not 0 <= self.candidates <= 64:
+            raise HotsplitError(f"candidates={self.candidates}; wanted 0 to 64")
+        if not 0 <= self.full <= MOST:
+            raise HotsplitError(f"full={self.full}; wanted 0 to {MOST} positions")
+        if self.full and self.is_capped:
+            raise HotsplitError(
+                f"full={self.full} with positions=capped, which read no key further away than the"
+                " model's context; leave one of them out"
+            )
+        for name, least in (("sinks", 0), ("window", self.block), ("top", self.block)):
+            length = getattr(self, name)
+            if length % self.block or not least <= length <= MOST:
+                raise HotsplitError(
+                    f"{name}={length}; wanted a multiple of the block of {self.block} positions,"
+                    f" from {least} to {MOST}"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parses "on", which means the defaults, or e.g. "window=2048,top=512", which changes
+        some."""
+        if text == DEFAULT:
+            return cls()
+        found: dict[str, int | str] = {}
+        names = [field.name for field in fields(cls)]
+        for part in str(text).split(","):
+            name, _, value = part.partition("=")
+            if name not in names or name in found or not value:
+                raise HotsplitError(
+                    f"{shown(part)} in {shown(text)}; wanted {DEFAULT} or NAME=VALUE,... with"
+                    f" {', '.join(names)}"
+                )
+            is_word = name in ("summary", "positions")
+            found[name] = value if is_word else _whole(name, value)
+        return replace(cls(), **found)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+    @property
+    def is_coded(self) -> bool:
+        return self.candidates > 0
+
+    @property
+    def is_capped(self) -> bool:
+        return self.positions == "capped"
+
+    @property
+    def longest(self) -> int:
+        """Maximum positions that a token reads unless it is among the first `full`."""
+        return self.sinks + self.top + self.window + self.block
+
+    def summary_width(self, width: int) -> int:
+        """Bytes of a block's summary for heads of `width` values."""
+        return padded(width) * (2 if self.summary == "bounds" else 1)
+
+    def code_width(self, width: int) -> int:
+        """Bytes of a key's code."""
+        return padded(width) // 4
+
+    def table_bytes(self, num_positions: int, width: int) -> int:
+        """Bytes of one key-value head's tables for `num_positions` keys."""
+        blocks = -(-num_positions // self.block)
+        summaries = blocks * (self.summary_width(width) + 4)
+        codes = blocks * self.block * (self.code_width(width) + 4) if self.is_coded else 0
+        return summaries + codes
+
+    def searched_bytes(self, num_positions: float, width: int) -> float:
+        """Bytes of one head's tables that are read to find `top` of `num_positions` keys."""
+        far = max(0.0, num_positions - self.sinks - self.window)
+        codes = min(far, self.candidates * self.top) * (self.code_width(width) + 4)
+        return far / self.block * (self.summary_width(width) + 4) + codes
+
+
+def padded(width: int) -> int:
+    return -(-width // WIDTH) * WIDTH
+
+
+def _whole(name: str, value: str) -> int:
+    try:
+        return whole_number(value)
+    except ValueError as error:
+        raise HotsplitError(f"{name}={shown(value)}; wanted a whole number") from error

@@ -1,0 +1,140 @@
+"""Options of the online neuron cache, and the times on which it bases decisions.
+
+Hot neurons are in slots of the GPU's memory; all neurons of their layers are in main memory too.
+After each step the cache may replace neurons in slots with cold ones. It decides by the neurons
+that the steps read and by times measured beforehand, never by a clock, so that the same steps give
+the same swaps every time.
+
+The policy is in runtime/neuron_cache/native/policy.cpp; its slow reference implementation is
+runtime/neuron_cache/reference.py.
+
+Letters: L layers."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self
+
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.files.typed import shown
+
+DEFAULT = "on"
+Off = Literal["off"]
+OFF: Off = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How the cache estimates and when it swaps. Raises HotsplitError for values out of range.
+
+    A neuron's score S is the frequency at which tokens read it, as a moving average:
+    S <- S + r (A - S), where A is 1 if the token reads it, else 0, and r is 1 - decay, or larger
+    during the first tokens: 1 / (prior_tokens + tokens so far), so that the scores start as the
+    plan's frequencies and move to the text's own. A second average, with `burst_decay`, reacts
+    faster; neurons are compared by S plus `burst_weight` times its difference from S. A swap needs
+    an advantage of `margin` (a frequency) on top of the cost of the copy, which is spread over the
+    next `stay` tokens."""
+
+    decay: float = 0.99
+    burst_decay: float = 0.9
+    burst_weight: float = 0.2
+    prior_tokens: float = 32.0
+    margin: float = 0.03
+    stay: float = 100.0
+    most_rows: int = 64  # most neurons swapped in a step; determines the size of staging
+    visited: float = 0.0625  # share of the layers that a step considers; layers take turns
+    start_gain: float = 0.005  # swapping begins when it would save this share of a step
+    is_always_on: bool = False  # for tests: never stops swapping
+
+    _RANGES = {
+        "decay": (0.0, 0.999999),
+        "burst_decay": (0.0, 0.999999),
+        "burst_weight": (0.0, 1.0),
+        "prior_tokens": (1.0, 1e9),
+        "margin": (0.0, 1.0),
+        "stay": (1.0, 1e9),
+        "most_rows": (1, 1 << 16),
+        "visited": (1e-6, 1.0),
+        "start_gain": (0.0, 1.0),
+        "is_always_on": (0, 1),
+    }
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in self._RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # rejects NaN
+                raise HotsplitError(f"{name}={value:g}; wanted {low:g} to {high:g}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parses "on", which means the defaults, or e.g. "decay=0.995,margin=0.05"."""
+        if text == DEFAULT:
+            return cls()
+        types: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
+        found: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            if name not in types or name in found or not value:
+                raise HotsplitError(
+                    f"{shown(part)} in {shown(text)}; wanted {DEFAULT} or NAME=VALUE,... with"
+                    f" {', '.join(types)}"
+                )
+            try:
+                if not value.isascii():  # Python also takes the digits of other scripts
+                    raise ValueError
+                found[name] = types[name](int(value) if types[name] is bool else value)
+            except ValueError as error:
+                raise HotsplitError(f"{name}={value!r}; wanted a number") from error
+        return replace(cls(), **found)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name):g}" for field in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCosts:
+    """The times in seconds on which the cache bases decisions: of a step's layers (f64 [L]) and of
+    swaps. A "row" is one neuron: if hot or cold, the part of it that a step reads (in mode exact up
+    and down, since all gates are read anyway); in a swap, all of its rows.
+
+    A layer's neurons take max(hot_s + hot_row_s * hot rows read, cold_s + cold_row_s * cold rows
+    read), and a step takes the sum over its layers plus `rest_s`. A swap takes gather_row_s of the
+    CPU's time, which is free while the CPU waits for the GPU, and copy_row_s of the link's, which
+    is free while the step runs; `copy_s` is the link's fixed cost of a step's swaps. Swaps are made
+    only as long as they fit into 0.9 of both of these free times (ROOM in policy.cpp)."""
+
+    hot_s_L: np.ndarray
+    hot_row_s_L: np.ndarray
+    cold_s_L: np.ndarray
+    cold_row_s_L: np.ndarray
+    copy_row_s_L: np.ndarray
+    gather_row_s_L: np.ndarray
+    rest_s: float
+    copy_s: float
+
+    def __post_init__(self) -> None:
+        arrays = {name: value for name, value in vars(self).items() if name.endswith("_L")}
+        if len({array.shape for array in arrays.values()}) != 1 or self.hot_s_L.ndim != 1:
+            raise HotsplitError("the cache's times do not cover the same number of layers")
+        for name, value in vars(self).items():
+            if not np.isfinite(value).all() or np.any(np.asarray(value) < 0):
+                raise HotsplitError(
+                    f"{name} of the cache contains a time that is negative or not finite"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.hot_s_L)
+
+    def scaled(self, *, link: float = 1.0, cpu: float = 1.0) -> "CacheCosts":
+        """The same costs with a link that copies rows, and a CPU that computes and gathers them,
+        faster by these factors."""
+        if not (0 < link < math.inf and 0 < cpu < math.inf):
+            raise HotsplitError(f"link={link:g}, cpu={cpu:g}; wanted finite factors above 0")
+        return replace(
+            self,
+            copy_row_s_L=self.copy_row_s_L / link,
+            cold_row_s_L=self.cold_row_s_L / cpu,
+            gather_row_s_L=self.gather_row_s_L / cpu,
+        )

@@ -1,0 +1,1 @@
+"""The text forms of a tokenizer that conversion and runtime share."""
