@@ -15,7 +15,7 @@ from test_chat import chat_model
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
-from hotsplit.commands.terminal.terminal import terminal
+from hotsplit.commands.terminal import terminal
 
 LENGTH = 8
 GREEDY = ["--temp", "0", "-n", str(LENGTH), "-t", "1"]

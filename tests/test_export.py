@@ -17,7 +17,8 @@ from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
 from hotsplit.export.export import ExportConfig, check_belongs, dense_on_cpu, export
 from hotsplit.export.powerinfer_index import write_index
-from hotsplit.files import exchange, partial_folder
+from hotsplit.files import exchange
+from hotsplit.files.atomic import partial_folder
 
 POWERINFER_I32, GGML_I32 = 18, 26  # PowerInfer keeps the type numbers of 2023
 NEURONS = 64

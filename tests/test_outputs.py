@@ -20,7 +20,8 @@ from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.files import exchange, partial_file, partial_folder, remove_stale
+from hotsplit.files import exchange
+from hotsplit.files.atomic import partial_file, partial_folder, remove_stale
 from hotsplit.files.outputs import check_output, check_output_folder, check_outputs
 from hotsplit.files.safetensors_file import save_arrays
 from hotsplit.files.steady import reading

@@ -16,7 +16,8 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import CHUNK_BYTES
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
-from hotsplit.profile.corpus.corpus import read_windows, sources, stretches
+from hotsplit.profile.corpus import sources
+from hotsplit.profile.corpus.corpus import read_windows, stretches
 from hotsplit.profile.corpus.sources import BLOCK_BYTES, TextSource, find_sources, sha256_of_text
 from hotsplit.profile.count.counting import _tables, histogram
 from hotsplit.profile.native.library import count

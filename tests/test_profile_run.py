@@ -111,7 +111,7 @@ def test_a_killed_run_resumes(files):
     profile(config(files, "whole"))
     script = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from hotsplit.profile import run\n"
+        "from hotsplit.profile.count import run\n"
         "from hotsplit.profile.collect import profile\n"
         "from hotsplit.profile.config import ProfileConfig\n"
         "original = run.Run._pause\n"
@@ -472,7 +472,7 @@ def test_an_interrupted_command_says_how_to_continue(files, number):
     script = (
         "import os, sys\n"
         "from hotsplit.cli import main\n"
-        "from hotsplit.profile import run\n"
+        "from hotsplit.profile.count import run\n"
         "original = run.Run._round\n"
         "def round(self, *args):\n"
         "    original(self, *args)\n"

@@ -11,7 +11,8 @@ import pytest
 from gguf import GGUFReader
 
 from hotsplit.errors import HotsplitError
-from hotsplit.files import gguf_file, partial_file
+from hotsplit.files import gguf_file
+from hotsplit.files.atomic import partial_file
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, write_gguf
 from hotsplit.files.pipeline import in_order
 
