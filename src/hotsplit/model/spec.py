@@ -1,0 +1,310 @@
+"""What a model is: an embedding, a tuple of layers, a head. A layer is a tuple of blocks in the
+order in which they run, each with its own numbers, so two layers of a model may differ in
+everything. All other facts of a layer (names and shapes of tensors, bytes, kernel launches, the
+operations of a step) are folds over these blocks.
+
+A block reads and writes named values of its layer: `x` is the hidden state, from layer to layer;
+`attn_in`, `attn_out`, `ffn_in` and `ffn_out` are what their names say; `named` are the neurons that
+a predictor selects. A norm may write the value that it reads.
+
+Letters: D hidden size, F neurons of a layer, H heads, K key-value heads, W head dim, R predictor
+rank."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, TypeVar
+
+from hotsplit.model.rope import NO_SCALING, RopeScaling
+
+Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
+PredictorKind = Literal["linear", "relu", "gate"]
+NormKind = Literal["rms", "layer"]
+Pairing = Literal["adjacent", "halves"]
+# Activations whose small values are not zero: only thresholds and limits silence neurons.
+SMOOTH = ("silu", "gelu", "gelu_tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A layer norm (Ba et al. 2016), with biases, or an RMS norm (Zhang and Sennrich 2019), over
+    `size` values. `name`: of its tensors within the layer, or in the model for the output norm."""
+
+    name: str
+    kind: NormKind
+    size: int
+    epsilon: float
+    reads: str = "x"
+    writes: str = "x"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary embeddings (Su et al. 2021, arXiv 2104.09864) of the whole head. `pairing` says which
+    values rotate together: adjacent ones, or those half a head apart. `has_factors`: the file
+    divides each frequency by a number of its own (rope_freqs.weight)."""
+
+    theta: float
+    pairing: Pairing
+    scaling: RopeScaling = NO_SCALING
+    has_factors: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Causal grouped-query attention. `window`: how many of the latest tokens a token attends to,
+    itself included; None for all. `head_norm`: the norm of each head of queries and keys, before
+    they rotate. `biases`: names of the projections that have one."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: Rotary | None
+    window: int | None = None
+    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    head_norm: Norm | None = None
+    is_fused: bool = False  # queries, keys and values are one matrix, attn_qkv
+    biases: frozenset[str] = frozenset()
+    reads: str = "attn_in"
+    writes: str = "attn_out"
+
+    @property
+    def score_scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Values of queries, keys and values of a token."""
+        return self.query_size + 2 * self.key_size
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """Rows of each input projection, by name."""
+        if self.is_fused:
+            return {"attn_qkv": self.qkv_size}
+        return {"attn_q": self.query_size, "attn_k": self.key_size, "attn_v": self.key_size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Names the neurons that are computed: logits_F = up_FR act(down_RD x_D + bias) + bias, where
+    act is the identity ("linear", "gate") or ReLU ("relu", DejaVu's form). Of rank 0: one matrix
+    up_FD. `input_layer_offset` 1: x is the previous layer's feed-forward input."""
+
+    kind: PredictorKind
+    rank: int
+    threshold: float
+    input_layer_offset: int = 0
+    reads: str = "ffn_in"
+    writes: str = "named"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neurons:
+    """A feed-forward block as neurons: h_j = act(gate_j . x) * (up_j . x), or act(up_j . x) without
+    gates; y = the sum of h_j down_j. `biases`: names of the matrices that have one."""
+
+    number: int
+    activation: Activation
+    is_gated: bool = True
+    biases: frozenset[str] = frozenset()
+    reads: str = "ffn_in"
+    writes: str = "ffn_out"
+
+    @property
+    def gate_name(self) -> str:
+        """The matrix whose product decides which neurons fire: without gates, the up projection."""
+        return "ffn_gate" if self.is_gated else "ffn_up"
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The matrices with a row for each neuron, without the down projection."""
+        return ("ffn_gate", "ffn_up") if self.is_gated else ("ffn_up",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add:
+    """writes = the first term + the sum of the others."""
+
+    terms: tuple[str, ...]
+    writes: str = "x"
+
+
+Block = Norm | Attention | Predict | Neurons | Add
+B = TypeVar("B", Norm, Attention, Predict, Neurons, Add)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def attention(self) -> Attention:
+        return self._one(Attention)
+
+    @cached_property
+    def neurons(self) -> Neurons:
+        return self._one(Neurons)
+
+    @cached_property
+    def predict(self) -> Predict | None:
+        return next((block for block in self.blocks if isinstance(block, Predict)), None)
+
+    @cached_property
+    def norms(self) -> dict[str, Norm]:
+        """The norms of the hidden size, by name, in order."""
+        return {block.name: block for block in self.blocks if isinstance(block, Norm)}
+
+    def _one(self, kind: type[B]) -> B:
+        (found,) = (block for block in self.blocks if isinstance(block, kind))
+        return found
+
+    def with_predict(self, predict: Predict | None) -> "LayerSpec":
+        """The layer with this predictor instead of its own, before its neurons."""
+        blocks: list[Block] = []
+        for block in self.blocks:
+            if isinstance(block, Neurons) and predict is not None:
+                blocks.append(predict)
+            if not isinstance(block, Predict):
+                blocks.append(block)
+        return replace(self, blocks=tuple(blocks))
+
+    def with_rotary(self, rotary: Rotary | None) -> "LayerSpec":
+        def changed(block: Block) -> Block:
+            return replace(block, rotary=rotary) if isinstance(block, Attention) else block
+
+        return replace(self, blocks=tuple(map(changed, self.blocks)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder. `architecture` is llama.cpp's name of its graph, or PowerInfer's.
+    `embedding_scale` multiplies the embedding; `has_positions`: learned positions are added to
+    it."""
+
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    layers: tuple[LayerSpec, ...]
+    output_norm: Norm | None
+    embedding_scale: float = 1.0
+    has_positions: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def most_neurons(self) -> int:
+        """F of the widest layer: the length of a row of a table [L, F]."""
+        return max(layer.neurons.number for layer in self.layers)
+
+    @cached_property
+    def num_neurons(self) -> int:
+        """Neurons of all layers."""
+        return sum(layer.neurons.number for layer in self.layers)
+
+    @cached_property
+    def activation(self) -> Activation:
+        """The activation that all layers share."""
+        (activation,) = {layer.neurons.activation for layer in self.layers}
+        return activation
+
+    def with_layers(self, layers: Sequence[LayerSpec]) -> "ModelSpec":
+        return replace(self, layers=tuple(layers))
+
+    def with_scaling(self, scaling: RopeScaling) -> "ModelSpec":
+        """The model with this scaling of the rotary embeddings of layers without a window."""
+
+        def scaled(layer: LayerSpec) -> LayerSpec:
+            rotary, window = layer.attention.rotary, layer.attention.window
+            if rotary is None or window is not None:
+                return layer
+            return layer.with_rotary(replace(rotary, scaling=scaling))
+
+        return self.with_layers([scaled(layer) for layer in self.layers])
+
+
+# ---- arrangements: the orders of blocks in a layer ---------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """Makes a layer's blocks in one of the orders that models have, with norms of one kind."""
+
+    norm: NormKind
+    hidden_size: int
+    epsilon: float
+
+    def _norm(self, name: str, reads: str, writes: str) -> Norm:
+        return Norm(
+            name=name, kind=self.norm, size=self.hidden_size, epsilon=self.epsilon,
+            reads=reads, writes=writes,
+        )  # fmt: skip
+
+    def pre_norm(self, attention: Attention, neurons: Neurons) -> LayerSpec:
+        """Norms before attention and feed-forward (Llama)."""
+        return LayerSpec(
+            blocks=(
+                self._norm("attn_norm", "x", "attn_in"),
+                attention,
+                Add(terms=("x", "attn_out")),
+                self._norm("ffn_norm", "x", "ffn_in"),
+                neurons,
+                Add(terms=("x", "ffn_out")),
+            )
+        )
+
+    def post_norm(self, attention: Attention, neurons: Neurons) -> LayerSpec:
+        """Norms after each residual sum (OPT 350M)."""
+        return LayerSpec(
+            blocks=(
+                replace(attention, reads="x"),
+                Add(terms=("x", "attn_out")),
+                self._norm("attn_norm", "x", "ffn_in"),
+                neurons,
+                Add(terms=("ffn_in", "ffn_out")),
+                self._norm("ffn_norm", "x", "x"),
+            )
+        )
+
+    def parallel(self, attention: Attention, neurons: Neurons, *, num_norms: int) -> LayerSpec:
+        """Attention and feed-forward read the same hidden state, through one norm or one each
+        (Falcon)."""
+        has_two = num_norms == 2
+        second = (self._norm("attn_norm_2", "x", "attn_in"),) if has_two else ()
+        return LayerSpec(
+            blocks=(
+                self._norm("attn_norm", "x", "ffn_in"),
+                *second,
+                attention if has_two else replace(attention, reads="ffn_in"),
+                Add(terms=("x", "attn_out")),
+                neurons,
+                Add(terms=("x", "ffn_out")),
+            )
+        )
+
+    def sandwich(self, attention: Attention, neurons: Neurons) -> LayerSpec:
+        """Norms before and after attention and feed-forward, all before the sums (Gemma 2, 3)."""
+        return LayerSpec(
+            blocks=(
+                self._norm("attn_norm", "x", "attn_in"),
+                attention,
+                self._norm("post_attention_norm", "attn_out", "attn_out"),
+                Add(terms=("x", "attn_out")),
+                self._norm("ffn_norm", "x", "ffn_in"),
+                neurons,
+                self._norm("post_ffw_norm", "ffn_out", "ffn_out"),
+                Add(terms=("x", "ffn_out")),
+            )
+        )
