@@ -46,11 +46,13 @@ from hotsplit.model.architecture import (
     ModelShape,
     PredictorKind,
     layer_shapes,
+    model_spec,
     optional_layer_shapes,
     optional_outer_shapes,
     outer_shapes,
 )
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.spec import ModelSpec, Predict
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
@@ -268,6 +270,28 @@ class ModelFile:
     @property
     def graph(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What the model is, with its predictors."""
+        options = {n.removeprefix("blk.0.") for n in self.tensors if n.startswith("blk.0.")}
+        spec = model_spec(
+            self.graph, self.shape, self.activation, options,
+            has_rope_factors="rope_freqs.weight" in self.tensors,
+        )  # fmt: skip
+        info = self.predictor
+        if info is None:
+            return spec
+        predicts = [
+            Predict(kind=info.kind, rank=rank, threshold=threshold,
+                    input_layer_offset=info.input_layer_offset)
+            for rank, threshold in zip(info.rank_L, info.threshold_L, strict=True)
+        ]  # fmt: skip
+        layers = [
+            layer.with_predict(predict)
+            for layer, predict in zip(spec.layers, predicts, strict=True)
+        ]
+        return spec.with_layers(layers)
 
     @property
     def gate_name(self) -> str:

@@ -5,16 +5,29 @@ model (biases, a second norm) are detected from the tensors of its file.
 
 Letters: D model width, F feed-forward neurons of a layer."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.model.spec import (
+    SMOOTH as SMOOTH,
+)
+from hotsplit.model.spec import (
+    Activation,
+    Arrangement,
+    Attention,
+    LayerSpec,
+    ModelSpec,
+    Neurons,
+    Norm,
+    Rotary,
+)
+from hotsplit.model.spec import (
+    PredictorKind as PredictorKind,
+)
 
 Layout = Literal["sparse", "stock"]
-Activation = Literal["relu", "fatrelu", "drelu", "silu", "gelu", "gelu_tanh"]
-PredictorKind = Literal["linear", "relu", "gate"]
-# Activations whose small values are not zero: only thresholds and limits silence neurons.
-SMOOTH = ("silu", "gelu", "gelu_tanh")
 PROJECTION_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias")
 GATED_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
 
@@ -171,3 +184,48 @@ def _with_norm_biases(
         return shapes
     norms = {n: s for n, s in shapes.items() if n.endswith(("norm.weight", "norm_2.weight"))}
     return shapes | {name.replace(".weight", ".bias"): dims for name, dims in norms.items()}
+
+
+def model_spec(
+    graph: Architecture, shape: ModelShape, activation: Activation, options: Collection[str],
+    *, has_rope_factors: bool,
+) -> ModelSpec:  # fmt: skip
+    """The spec of a model without predictors; `options`: the optional tensors of its layers."""
+    rotary, head_norm = None, None
+    if graph.rotary is not None:
+        rotary = Rotary(
+            theta=shape.rope_theta, pairing=graph.rotary, scaling=shape.rope_scaling,
+            has_factors=has_rope_factors,
+        )  # fmt: skip
+    if graph.has_head_norms:
+        head_norm = Norm(
+            name="attn_q_norm", kind="rms", size=shape.head_width, epsilon=shape.norm_epsilon
+        )
+    biases = {name.removesuffix(".bias") for name in options if name.endswith(".bias")}
+    attention = Attention(
+        num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_width,
+        rotary=rotary, head_norm=head_norm, is_fused=graph.has_fused_qkv,
+        biases=frozenset(b for b in biases if b.startswith("attn_") and "norm" not in b),
+    )  # fmt: skip
+    neurons = Neurons(
+        number=shape.num_neurons, activation=activation, is_gated=graph.is_gated,
+        biases=frozenset(biases & {"ffn_gate", "ffn_up", "ffn_down"}),
+    )  # fmt: skip
+    arrange = Arrangement(norm=graph.norm, hidden_size=shape.width, epsilon=shape.norm_epsilon)
+    layer: LayerSpec
+    if graph.is_parallel and "ffn_norm.weight" not in options:
+        num_norms = 1 + ("attn_norm_2.weight" in options)
+        layer = arrange.parallel(attention, neurons, num_norms=num_norms)
+    elif shape.is_post_norm:
+        layer = arrange.post_norm(attention, neurons)
+    else:
+        layer = arrange.pre_norm(attention, neurons)
+    output_norm = Norm(
+        name="output_norm", kind=graph.norm, size=shape.width, epsilon=shape.norm_epsilon
+    )
+    return ModelSpec(
+        architecture=graph.name, hidden_size=shape.width, vocab_size=shape.vocab_size,
+        context_length=shape.context_length, layers=(layer,) * shape.num_layers,
+        output_norm=None if shape.is_post_norm else output_norm,
+        has_positions=graph.rotary is None,
+    )  # fmt: skip
