@@ -7,6 +7,7 @@ import torch
 from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.kernels.cpu import library
 
@@ -46,20 +47,20 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
 def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None) -> np.ndarray:
     """Logits [T, V] of a text. Neurons outside the mask `named_LTF` are left out;
     `silent(activated gates)` says which gates of a SiLU model count as closed."""
-    s = model.shape
+    s = sizes_of(model.bare_spec)
     x = weights(model, "token_embd.weight")[ids]
     for layer in range(s.num_layers):
 
         def w(name, layer=layer):
             return weights(model, f"blk.{layer}.{name}")
 
-        x = x + _attention(norm(x, w("attn_norm.weight"), s.norm_epsilon), model, w)
-        y = norm(x, w("ffn_norm.weight"), s.norm_epsilon)
+        x = x + _attention(norm(x, w("attn_norm.weight"), s.epsilon), model, w)
+        y = norm(x, w("ffn_norm.weight"), s.epsilon)
         hidden = _hidden(model, layer, y @ w("ffn_gate.weight").T, y @ w("ffn_up.weight").T, silent)
         if named_LTF is not None:
             hidden = hidden * named_LTF[layer]
         x = x + hidden @ w("ffn_down_t.weight")
-    x = norm(x, weights(model, "output_norm.weight"), s.norm_epsilon)
+    x = norm(x, weights(model, "output_norm.weight"), s.epsilon)
     return x @ weights(model, model.head_name).T
 
 
@@ -78,23 +79,27 @@ def _hidden(model, layer, gate, up, silent):
 
 
 def _attention(x, model, w):
-    s, count = model.shape, len(x)
-    q = rotate((x @ w("attn_q.weight").T).reshape(count, s.num_heads, -1), s)
-    k = rotate((x @ w("attn_k.weight").T).reshape(count, s.num_kv_heads, -1), s)
+    s, count = sizes_of(model.bare_spec), len(x)
+    q = rotate(
+        (x @ w("attn_q.weight").T).reshape(count, s.num_heads, -1), s, model.spec.rotary.theta
+    )
+    k = rotate(
+        (x @ w("attn_k.weight").T).reshape(count, s.num_kv_heads, -1), s, model.spec.rotary.theta
+    )
     v = (x @ w("attn_v.weight").T).reshape(count, s.num_kv_heads, -1)
     out = np.zeros_like(q)
     for head in range(s.num_heads):
         group = head * s.num_kv_heads // s.num_heads
         for t in range(count):
-            scores = k[: t + 1, group] @ q[t, head] / np.sqrt(s.head_width)
+            scores = k[: t + 1, group] @ q[t, head] / np.sqrt(s.head_dim)
             share = np.exp(scores - scores.max())
             out[t, head] = share / share.sum() @ v[: t + 1, group]
     return out.reshape(count, -1) @ w("attn_output.weight").T
 
 
-def rotate(x, s):
+def rotate(x, s, theta=10000.0):
     """Each adjacent pair of values is a complex number that rotates with the position."""
     pairs = x[..., 0::2] + 1j * x[..., 1::2]
-    frequency = s.rope_theta ** (-2 * np.arange(s.head_width // 2) / s.head_width)
+    frequency = theta ** (-2 * np.arange(s.head_dim // 2) / s.head_dim)
     turned = pairs * np.exp(1j * np.arange(len(x))[:, None, None] * frequency)
     return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)

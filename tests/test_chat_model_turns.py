@@ -18,6 +18,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
@@ -64,12 +65,12 @@ def engine(path) -> Iterator[Engine]:
 def theirs(path) -> LlamaForCausalLM:
     """transformers' model of the same weights."""
     file = ModelFile.load(path)
-    s = file.shape
+    s = sizes_of(file.bare_spec)
     config = LlamaConfig(
-        vocab_size=s.vocab_size, hidden_size=s.width, intermediate_size=s.num_neurons,
+        vocab_size=s.vocab_size, hidden_size=s.hidden_size, intermediate_size=s.num_neurons,
         num_hidden_layers=s.num_layers, num_attention_heads=s.num_heads,
-        num_key_value_heads=s.num_kv_heads, head_dim=s.head_width, rms_norm_eps=s.norm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": s.rope_theta},
+        num_key_value_heads=s.num_kv_heads, head_dim=s.head_dim, rms_norm_eps=s.epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": file.spec.rotary.theta},
         max_position_embeddings=s.context_length, tie_word_embeddings=True, bos_token_id=1,
         eos_token_id=[0, 2], pad_token_id=2,
     )  # fmt: skip
@@ -80,7 +81,7 @@ def theirs(path) -> LlamaForCausalLM:
 
     def unpermuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Undoes the order of GGUF, in which values that are rotated together are adjacent."""
-        halves = weight.reshape(num_heads, s.head_width // 2, 2, s.width)
+        halves = weight.reshape(num_heads, s.head_dim // 2, 2, s.hidden_size)
         return halves.transpose(1, 2).reshape(weight.shape)
 
     state = {
@@ -124,7 +125,7 @@ def conversation(engine: Engine, length: int = LENGTH) -> Conversation:
         engine.codec,
         chat_template_of(engine.model, engine.codec),
         engine.traffic,
-        SamplerChain(SamplingOptions(temperature=0.0), engine.model.shape.vocab_size),
+        SamplerChain(SamplingOptions(temperature=0.0), engine.model.spec.vocab_size),
         options=ChatOptions(generation=GenerationOptions(max_tokens=length)),
     )
 

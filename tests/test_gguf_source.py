@@ -13,6 +13,7 @@ import torch
 from checkpoints import edit_config, random_dejavu, random_llama, random_model
 from gguf.quants import dequantize, quantize
 from k_quants import random_rows
+from models import changed as changed_spec
 from reference import rel_error
 from test_families import CASES, IDS, transformers_logits
 
@@ -25,9 +26,11 @@ from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.convert.rounding import ERRORS, is_rounding
 from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify import verify
+from hotsplit.model.spec import Neurons, Rotary
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -188,8 +191,8 @@ def test_a_budget_counts_the_bytes_of_k_quants(stock, tmp_path):
     old, new = (layer_bytes(ModelFile.load(tmp_path / name), 0) for name in ("k.gguf", "m.gguf"))
     assert (old.gate_row, old.up_row, old.down_row) == (144, 144, 2 * 256)  # f16 when transposed
     assert (new.gate_row, new.up_row, new.down_row) == (144, 144, 256 // 32 * 34)
-    shape = ModelFile.load(tmp_path / "k.gguf").shape
-    kv = 2 * shape.num_kv_heads * shape.head_width
+    shape = sizes_of(ModelFile.load(tmp_path / "k.gguf").bare_spec)
+    kv = 2 * shape.num_kv_heads * shape.head_dim
     matrices = (2 * 256 + kv) * 144  # a row is one block of 256 values
     assert old.attention == new.attention == matrices + 2 * 256 * 4
 
@@ -252,9 +255,9 @@ def gguf_tensors(path: Path):
 
 def test_a_type_that_cannot_be_unpacked_is_refused(stock, tmp_path):
     model = ModelFile.load(stock)
-    width = model.shape.width
+    width = model.spec.hidden_size
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_K][1] * width // 256
-    zeros = np.zeros((model.shape.vocab_size, size), np.uint8)
+    zeros = np.zeros((model.spec.vocab_size, size), np.uint8)
     entry = TensorEntry(shape=(len(zeros), width), kind="q8_k", read_rows=lambda a, b: zeros[a:b])
     write_gguf(tmp_path / "q", "llama", gguf_keys(stock), {**model.tensors, "output.weight": entry})
     with pytest.raises(HotsplitError, match="type q8_k cannot be unpacked"):
@@ -333,10 +336,10 @@ def powerinfer_file(path: Path, model: ModelFile, architecture: str, folder: Pat
     """Writes our model and its predictors with gguf's writer, as PowerInfer's converters do."""
     import torch
 
-    s = model.shape
+    s = sizes_of(model.bare_spec)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(2048)
-    writer.add_embedding_length(s.width)
+    writer.add_embedding_length(s.hidden_size)
     writer.add_block_count(s.num_layers)
     writer.add_feed_forward_length(s.num_neurons)
     writer.add_head_count(s.num_heads)
@@ -345,14 +348,14 @@ def powerinfer_file(path: Path, model: ModelFile, architecture: str, folder: Pat
         add = (
             writer.add_layer_norm_eps if architecture == "falcon" else writer.add_layer_norm_rms_eps
         )
-        add(s.norm_epsilon)
+        add(s.epsilon)
     if architecture == "falcon":
         writer.add_tensor_data_layout("jploski")
     writer.add_float32("powerinfer.sparse_threshold", 0.25)
     for name, entry in model.tensors.items():
         data = entry.read()
         if name == "position_embd.weight":
-            data = np.concatenate([np.full((2, s.width), 7, np.float32), data])
+            data = np.concatenate([np.full((2, s.hidden_size), 7, np.float32), data])
         writer.add_tensor(name.replace("ffn_down.bias", "ffn_down_t.bias"), np.array(data))
     for layer in range(s.num_layers):
         state = torch.load(folder / f"model_{layer}.pt", weights_only=True)
@@ -374,7 +377,7 @@ def test_powerinfer_files_are_read_and_converted(tmp_path, case):
         edit_config(folder, lambda c: c.update(hidden_act="drelu"))
     run(folder, tmp_path / "want.gguf", outtype="f32")
     want = ModelFile.load(tmp_path / "want.gguf")
-    random_dejavu(tmp_path / "p", num_neurons=want.shape.num_neurons)
+    random_dejavu(tmp_path / "p", num_neurons=want.spec.most_neurons)
     path = tmp_path / "m.powerinfer.gguf"
     powerinfer_file(path, want, POWERINFER[case], tmp_path / "p")
     model = ModelFile.load(path)
@@ -464,9 +467,11 @@ def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype
         if wrong == "order":
             return dataclasses.replace(plan, rows={})
         if wrong == "activation":
-            return dataclasses.replace(plan, activation="relu")
+            return dataclasses.replace(
+                plan, spec=changed_spec(plan.spec, Neurons, activation="relu")
+            )
         if wrong == "constant":
-            return dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, rope_theta=1e6))
+            return dataclasses.replace(plan, spec=changed_spec(plan.spec, Rotary, theta=1e6))
         other = {"ffn_gate": "ffn_up", "ffn_up": "ffn_gate"}
 
         def name_of(source):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked, run_command, run_python
-from models import make_model, make_profile
+from models import changed, make_model, make_profile
 from test_profile_corpus import text_of
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -21,6 +21,7 @@ from hotsplit.artifacts.predictor_file import Predictors
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
+from hotsplit.model.spec import Neurons
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.count import run as run_module
@@ -230,9 +231,10 @@ def test_the_resume_file_of_other_thresholds_is_refused(tmp_path, codec_model, m
     """Two model files of one checkpoint and of the same size, with different thresholds."""
     (tmp_path / "t.txt").write_text(text_of(0, 12_000))
     model = ModelFile.load(codec_model)
-    silu = dataclasses.replace(model, activation="silu")
+    spec = changed(model.bare_spec, Neurons, activation="silu")
+    silu = dataclasses.replace(model, bare_spec=spec)
     for name, threshold in (("a", 0.05), ("b", 0.2)):
-        thresholds = (threshold,) * model.shape.num_layers
+        thresholds = (threshold,) * model.spec.num_layers
         dataclasses.replace(silu, threshold_L=thresholds).save(tmp_path / name)
     stopped_at(monkeypatch, 5)
     one = ProfileConfig(model=tmp_path / "a", corpora=(tmp_path / "t.txt",),

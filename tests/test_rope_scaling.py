@@ -64,7 +64,7 @@ def test_logits_past_the_trained_length_equal_those_of_transformers(folder, mode
     want = oracle(folder, ids, kind)
     assert (want - oracle(folder, ids, "none")).abs().max() > 0.01 * want.abs().max()
     scaled = with_rope_scaling(model, kind, FACTOR, None)
-    assert scaled.shape.context_length == TRAINED * FACTOR
+    assert scaled.spec.context_length == TRAINED * FACTOR
     with Engine.of(scaled, device="cpu", context_length=NUM_TOKENS + 1) as engine:
         assert engine.not_native is None
         got = engine.logits(ids)
@@ -76,17 +76,15 @@ def test_logits_past_the_trained_length_equal_those_of_transformers(folder, mode
 
 def test_a_factor_follows_from_the_context(model):
     scaled = with_rope_scaling(model, "yarn", None, 3 * TRAINED)
-    assert scaled.shape.rope_scaling == RopeScaling(
-        kind="yarn", factor=3.0, original_length=TRAINED
-    )
-    assert scaled.shape.context_length == 3 * TRAINED
-    assert with_rope_scaling(model, None, 3.0, None).shape == scaled.shape
+    assert scaled.spec.rope_scaling == RopeScaling(kind="yarn", factor=3.0, original_length=TRAINED)
+    assert scaled.spec.context_length == 3 * TRAINED
+    assert with_rope_scaling(model, None, 3.0, None).spec == scaled.spec
 
 
 def test_a_model_with_yarn_runs_without_it_or_with_another_factor(model):
     own = with_rope_scaling(model, "yarn", 2.0, None)
-    assert with_rope_scaling(own, "none", None, None).shape == model.shape
-    longer = with_rope_scaling(own, "yarn", 8.0, None).shape
+    assert with_rope_scaling(own, "none", None, None).spec == model.spec
+    longer = with_rope_scaling(own, "yarn", 8.0, None).spec
     assert (longer.rope_scaling.factor, longer.context_length) == (8.0, 8 * TRAINED)
     assert with_rope_scaling(own, None, None, None) is own
 
@@ -97,9 +95,9 @@ def test_a_scaled_model_is_written_and_read_back(model, tmp_path):
         attn_factor=0.75,
     )  # fmt: skip
     for wanted in (scaling, RopeScaling(kind="linear", factor=2.0), NO_SCALING):
-        shape = dataclasses.replace(model.shape, rope_scaling=wanted)
-        dataclasses.replace(model, shape=shape).save(tmp_path / f"{wanted.factor}.gguf")
-        assert ModelFile.load(tmp_path / f"{wanted.factor}.gguf").shape.rope_scaling == wanted
+        spec = model.bare_spec.with_scaling(wanted)
+        dataclasses.replace(model, bare_spec=spec).save(tmp_path / f"{wanted.factor}.gguf")
+        assert ModelFile.load(tmp_path / f"{wanted.factor}.gguf").spec.rope_scaling == wanted
 
 
 def test_yarn_at_its_borders():
@@ -139,7 +137,7 @@ def test_useless_scalings_are_refused_in_a_line(model, words):
 def test_a_plan_for_longer_texts_wants_the_scaling_that_it_was_made_with(tmp_path):
     model = make(tmp_path)
     model.save(model.path)
-    length = model.shape.context_length
+    length = model.spec.context_length
     scaled = with_rope_scaling(model, None, 2.0, None)
     make_split(scaled, [SOME] * L, context_length=2 * length).save(tmp_path / "s.gguf")
     with pytest.raises(HotsplitError, match="give the --rope-scaling that it was made with"):
