@@ -220,6 +220,12 @@ class ModelSpec:
         (activation,) = {layer.neurons.activation for layer in self.layers}
         return activation
 
+    @cached_property
+    def rotary(self) -> Rotary | None:
+        """The rotary embedding of the layers without a window; None if they have none."""
+        attentions = [layer.attention for layer in self.layers]
+        return next((a.rotary for a in attentions if a.rotary and a.window is None), None)
+
     def with_layers(self, layers: Sequence[LayerSpec]) -> "ModelSpec":
         return replace(self, layers=tuple(layers))
 

@@ -3,30 +3,32 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from hotsplit.convert.blueprint import Blueprint
-from hotsplit.convert.config_reader import ConfigReader
-from hotsplit.convert.families.falcon import FALCON
-from hotsplit.convert.families.family import Family
-from hotsplit.convert.families.llama import BAMBOO, LLAMA, MISTRAL, PROSPARSE
-from hotsplit.convert.families.opt import OPT
-from hotsplit.convert.families.phi import PHI3
-from hotsplit.convert.families.qwen import QWEN2, QWEN3
 from hotsplit.errors import HotsplitError
+from hotsplit.families import falcon, llama, opt, phi, qwen
+from hotsplit.families.blueprint import Blueprint
+from hotsplit.families.config_reader import ConfigReader
+from hotsplit.families.family import Architecture, Family
 from hotsplit.files.typed import shown
 from hotsplit.model.unsupported import CHECKPOINTS, why_not_run
 
 # By the first of `architectures` in config.json.
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": LLAMA,
-    "SparseLlamaForCausalLM": PROSPARSE,
-    "MistralForCausalLM": MISTRAL,
-    "BambooForCausalLM": BAMBOO,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen3ForCausalLM": QWEN3,
-    "OPTForCausalLM": OPT,
-    "FalconForCausalLM": FALCON,
-    "RWForCausalLM": FALCON,
-    "Phi3ForCausalLM": PHI3,
+    "LlamaForCausalLM": llama.LLAMA,
+    "SparseLlamaForCausalLM": llama.PROSPARSE,
+    "MistralForCausalLM": llama.MISTRAL,
+    "BambooForCausalLM": llama.BAMBOO,
+    "Qwen2ForCausalLM": qwen.QWEN2,
+    "Qwen3ForCausalLM": qwen.QWEN3,
+    "OPTForCausalLM": opt.OPT,
+    "FalconForCausalLM": falcon.FALCON,
+    "RWForCausalLM": falcon.FALCON,
+    "Phi3ForCausalLM": phi.PHI3,
+}
+
+# By llama.cpp's or PowerInfer's name.
+ARCHITECTURES: dict[str, Architecture] = {
+    graph.name: graph
+    for graph in (llama.GRAPH, qwen.QWEN2_GRAPH, qwen.QWEN3_GRAPH, falcon.GRAPH, opt.GRAPH)
 }
 
 

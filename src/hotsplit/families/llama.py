@@ -3,14 +3,19 @@
 Sparse variants differ by the activation: `relu` (ReLULLaMA), `fatrelu` with the threshold from the
 config (ProSparse, arXiv 2402.13516), `drelu` (TurboSparse, arXiv 2406.05955)."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import gguf
 
-from hotsplit.convert.blueprint import IGNORED, Blueprint, gguf_names, rotary_rows
-from hotsplit.convert.config_reader import GATED, ConfigReader
-from hotsplit.convert.families.family import Family
-from hotsplit.model.architecture import GATED_BIASES, PROJECTION_BIASES, ModelShape
+from hotsplit.families.blueprint import IGNORED, Blueprint, gguf_names, rotary_rows
+from hotsplit.families.config_reader import GATED, ConfigReader
+from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.sizes import Sizes
+from hotsplit.model.spec import Activation, ModelSpec, Rotary
+
+if TYPE_CHECKING:
+    from hotsplit.families.key_reader import KeyReader
 
 # Predictors inside a TurboSparse checkpoint; their training target is not documented.
 INNER_PREDICTOR = (".mlp.predictor.fc1.weight", ".mlp.predictor.fc2.weight")
@@ -42,43 +47,56 @@ def bamboo(read: ConfigReader) -> Blueprint:
 def _llama(
     read: ConfigReader, activations: Mapping[str, str], ignored: tuple[str, ...] = ()
 ) -> Blueprint:
-    shape, notes = llama_shape(read)
-    shape, factors = read.with_rope(shape)
+    sizes, notes = llama_sizes(read)
+    sizes, rotary, factors = read.rotary(sizes, "adjacent")
     activation = read.activation("hidden_act", activations)
     options: tuple[str, ...] = PROJECTION_BIASES if read.flag("attention_bias") else ()
     options += GATED_BIASES if read.flag("mlp_bias") else ()
     return Blueprint(
-        architecture="llama",
-        shape=shape,
-        activation=activation,
+        spec=llama_spec(sizes, rotary, activation, options),
         threshold=read.threshold(activation),
         is_tied=read.is_tied(),
-        name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, shape.num_layers),
+        name_of=gguf_names(gguf.MODEL_ARCH.LLAMA, sizes.num_layers),
         rope_factors=factors,
-        options=options,
-        rows=rotary_rows(shape),
+        rows=rotary_rows(sizes),
         ignored=IGNORED + ignored,
         notes=notes,
     )
 
 
-def llama_shape(read: ConfigReader, has_window: bool = True) -> tuple[ModelShape, tuple[str, ...]]:
-    """The shape, from the keys that Llama's relatives share, and a note if a sliding window cuts
+def llama_sizes(read: ConfigReader, has_window: bool = True) -> tuple[Sizes, tuple[str, ...]]:
+    """The sizes, from the keys that Llama's relatives share, and a note if a sliding window cuts
     the context."""
-    heads, kv_heads, head_width = read.heads("num_attention_heads")
+    heads, kv_heads, head_dim = read.heads("num_attention_heads")
     context, notes = read.window(read.count("max_position_embeddings"), has_window)
-    shape = ModelShape(
+    sizes = Sizes(
         num_layers=read.count("num_hidden_layers"),
-        width=read.count("hidden_size"),
+        hidden_size=read.count("hidden_size"),
         num_neurons=read.count("intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_width=head_width,
+        head_dim=head_dim,
         vocab_size=read.count("vocab_size"),
         context_length=context,
-        norm_epsilon=read.positive("rms_norm_eps"),
+        epsilon=read.positive("rms_norm_eps"),
     )
-    return shape, notes
+    return sizes, notes
+
+
+def llama_spec(
+    sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = (),
+    *, architecture: str = "llama", has_head_norms: bool = False,
+) -> ModelSpec:  # fmt: skip
+    """Layers that are all alike: RMS norms before attention and feed-forward."""
+    attention = sizes.attention(rotary, options, has_head_norms=has_head_norms)
+    layer = sizes.arrangement().pre_norm(attention, sizes.neurons(activation, options))
+    return sizes.model(architecture, sizes.alike(layer))
+
+
+def of_keys(read: "KeyReader") -> ModelSpec:
+    sizes = read.sizes()
+    options = read.options(sizes.num_layers)
+    return llama_spec(sizes, read.rotary("adjacent"), read.activation(), options)
 
 
 # transformers' Mistral has neither of the keys for biases; `mistral` refuses them.
@@ -88,3 +106,12 @@ LLAMA = Family(blueprint=llama, defaults=DEFAULTS)
 PROSPARSE = Family(blueprint=prosparse, defaults=DEFAULTS)
 MISTRAL = Family(blueprint=mistral, defaults=MISTRAL_DEFAULTS)
 BAMBOO = Family(blueprint=bamboo, defaults=MISTRAL_DEFAULTS)
+
+OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
+GRAPH = Architecture(
+    name="llama",
+    of_keys=of_keys,
+    options=OPTIONS,
+    stock_activations=("silu",),
+    stock_options=OPTIONS,
+)

@@ -2,15 +2,22 @@
 as query heads. Attention and feed-forward run in parallel, after one shared norm (7B) or a norm
 each (40B), or in sequence."""
 
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
 import gguf
 import numpy as np
 
-from hotsplit.convert.blueprint import Blueprint, NameOf, Rows, gguf_names
-from hotsplit.convert.config_reader import UNGATED, ConfigReader
-from hotsplit.convert.families.family import Family
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Blueprint, NameOf, Rows, gguf_names
+from hotsplit.families.config_reader import UNGATED, ConfigReader
+from hotsplit.families.family import Architecture, Family
+from hotsplit.families.sizes import Sizes
 from hotsplit.files.typed import shown
-from hotsplit.model.architecture import ModelShape
+from hotsplit.model.spec import Activation, ModelSpec, Rotary
+
+if TYPE_CHECKING:
+    from hotsplit.families.key_reader import KeyReader
 
 OWN_NORM = ("attn_norm_2.weight", "attn_norm_2.bias")
 NEXT_NORM = ("ffn_norm.weight", "ffn_norm.bias")
@@ -27,56 +34,76 @@ def falcon(read: ConfigReader) -> Blueprint:
     said |= {key: False for key in FLAGS if key in said and said[key] is None}
     read = ConfigReader(read.path, said, defaults=FALCON.defaults, max_rows=read.max_rows)
     read.refuse("alibi", False, why="attention biased by distance (ALiBi) is not computed")
-    shape = _shape(read)
-    shape, factors = read.with_rope(shape)
+    sizes, rotary, factors = read.rotary(_sizes(read), "halves")
     activation = read.activation("activation", UNGATED)
     options = (*_norms(read), *(BIASES if read.flag("bias") else ()))
-    order = qkv_order(shape)
+    order = qkv_order(sizes)
     rows = {
         name: Rows(source=name, order=order, num_rows=len(order))
         for name in ("attn_qkv.weight", "attn_qkv.bias")
     }
     return Blueprint(
-        architecture="falcon",
-        shape=shape,
-        activation=activation,
+        spec=falcon_spec(sizes, rotary, activation, options),
         threshold=read.threshold(activation),
         is_tied=read.is_tied(),
-        name_of=_names(shape.num_layers),
+        name_of=_names(sizes.num_layers),
         rope_factors=factors,
-        options=options,
         rows=rows,
     )
 
 
-def qkv_order(shape: ModelShape) -> np.ndarray:
+def falcon_spec(
+    sizes: Sizes, rotary: Rotary, activation: Activation, options: Collection[str] = ()
+) -> ModelSpec:
+    """`options`: biases, and the norms of a layer besides its first."""
+    attention = sizes.attention(rotary, options, is_fused=True)
+    neurons = sizes.neurons(activation, options, is_gated=False)
+    arrange = sizes.arrangement("layer")
+    if NEXT_NORM[0] in options:
+        layer = arrange.pre_norm(attention, neurons)
+    else:
+        layer = arrange.parallel(attention, neurons, num_norms=1 + (OWN_NORM[0] in options))
+    return sizes.model("falcon", sizes.alike(layer), output_norm="layer")
+
+
+def of_keys(read: "KeyReader") -> ModelSpec:
+    sizes = read.sizes("layer")
+    options = read.options(sizes.num_layers)
+    if {OWN_NORM[0], NEXT_NORM[0]} <= options:
+        raise HotsplitError(
+            f"{read.path}: attn_norm_2 and ffn_norm exclude each other; convert it again"
+        )
+    return falcon_spec(sizes, read.rotary("halves"), read.activation(), options)
+
+
+def qkv_order(sizes: Sizes) -> np.ndarray:
     """The order of the fused rows. A checkpoint interleaves them: the queries of a key-value head,
     its key, its value, then the next head. A model file has all queries, then all keys, then all
     values (llama.cpp, conversion/falcon.py)."""
-    per_group = shape.num_heads // shape.num_kv_heads + 2
-    count = shape.num_kv_heads * per_group * shape.head_width
-    groups = np.arange(count).reshape(shape.num_kv_heads, per_group, shape.head_width)
+    per_group = sizes.num_heads // sizes.num_kv_heads + 2
+    count = sizes.num_kv_heads * per_group * sizes.head_dim
+    groups = np.arange(count).reshape(sizes.num_kv_heads, per_group, sizes.head_dim)
     parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
     return np.concatenate([part.reshape(-1) for part in parts])
 
 
-def _shape(read: ConfigReader) -> ModelShape:
+def _sizes(read: ConfigReader) -> Sizes:
     is_new, has_one_key = read.flag("new_decoder_architecture"), read.flag("multi_query")
     kv_heads = read.count("num_kv_heads", read.count("num_attention_heads"))
     if not is_new and has_one_key:
         kv_heads = 1
-    heads, kv_heads, head_width = read.heads("num_attention_heads", kv_heads)
+    heads, kv_heads, head_dim = read.heads("num_attention_heads", kv_heads)
     width = read.count("hidden_size")
-    return ModelShape(
+    return Sizes(
         num_layers=read.count("num_hidden_layers"),
-        width=width,
+        hidden_size=width,
         num_neurons=read.count("ffn_hidden_size", 4 * width),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_width=head_width,
+        head_dim=head_dim,
         vocab_size=read.count("vocab_size"),
         context_length=read.count("max_position_embeddings"),
-        norm_epsilon=read.positive("layer_norm_epsilon"),
+        epsilon=read.positive("layer_norm_epsilon"),
     )
 
 
@@ -124,4 +151,12 @@ FALCON = Family(
         "new_decoder_architecture": False,
         "bias": False,
     },
+)
+GRAPH = Architecture(
+    name="falcon",
+    of_keys=of_keys,
+    options=(*BIASES, *OWN_NORM, *NEXT_NORM),
+    # llama.cpp computes the tanh form for both; transformers computes gelu exactly.
+    stock_activations=("gelu", "gelu_tanh"),
+    stock_options=OWN_NORM,
 )

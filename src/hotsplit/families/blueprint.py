@@ -1,4 +1,4 @@
-"""A blueprint: the shape of a model and the source of each of its tensors, derived by a family from
+"""A blueprint: the spec of a model and the source of each of its tensors, derived by a family from
 a checkpoint's config."""
 
 from collections.abc import Callable, Mapping
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import gguf
 import numpy as np
 
-from hotsplit.model.architecture import ARCHITECTURES, Activation, Architecture, ModelShape
+from hotsplit.families.sizes import Sizes
+from hotsplit.model.spec import ModelSpec
 
 NameOf = Callable[[str], str | None]
 # Rotary frequencies stored by old versions of transformers; readers compute them from the config.
@@ -30,26 +31,18 @@ class Blueprint:
     model file, or to None if it is unknown.
 
     `rows` has an entry for each tensor whose rows are reordered, by its name within a layer or, for
-    tensors outside the layers, by its full name. `options` are the optional tensors of a layer that
-    this checkpoint must have. Tensors whose names end with one of `constants` are not in the
+    tensors outside the layers, by its full name. Tensors whose names end with one of `constants` are not in the
     checkpoint and have this value everywhere."""
 
-    architecture: str
-    shape: ModelShape
-    activation: Activation
+    spec: ModelSpec
     threshold: float
     is_tied: bool | None  # None if only transformers' default says so
     name_of: NameOf
-    rope_factors: np.ndarray | None = None  # f32 [head_width / 2]
-    options: tuple[str, ...] = ()
+    rope_factors: np.ndarray | None = None  # f32 [head_dim / 2]
     rows: Mapping[str, Rows] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     ignored: tuple[str, ...] = IGNORED  # suffixes of the names of tensors that are left out
     notes: tuple[str, ...] = ()
-
-    @property
-    def graph(self) -> Architecture:
-        return ARCHITECTURES[self.architecture]
 
 
 def gguf_names(arch: gguf.MODEL_ARCH, num_layers: int) -> NameOf:
@@ -66,11 +59,11 @@ def adjacent_pairs(num_rows: int, num_heads: int) -> np.ndarray:
     return np.arange(num_rows).reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def rotary_rows(shape: ModelShape) -> dict[str, Rows]:
+def rotary_rows(sizes: Sizes) -> dict[str, Rows]:
     """The rows of queries and keys (and their biases) for a graph that rotates adjacent pairs."""
     rows = {}
-    for name, heads in (("attn_q", shape.num_heads), ("attn_k", shape.num_kv_heads)):
-        count = heads * shape.head_width
+    for name, heads in (("attn_q", sizes.num_heads), ("attn_k", sizes.num_kv_heads)):
+        count = heads * sizes.head_dim
         order = adjacent_pairs(count, heads)
         for part in (".weight", ".bias"):
             rows[name + part] = Rows(source=name + part, order=order, num_rows=count)

@@ -9,11 +9,11 @@ from typing import cast
 
 import numpy as np
 
-from hotsplit.artifacts.model_keys import MAX_COUNT, MAX_LAYERS
 from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
 from hotsplit.files.typed import shown
-from hotsplit.model.architecture import Activation, ModelShape
-from hotsplit.model.rope import RopeScaling
+from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.model.spec import Activation, Pairing, Rotary
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ROPE_WORDS = {
@@ -124,33 +124,33 @@ class ConfigReader:
             )
         return heads, kv_heads, head_width
 
-    def check_size(self, shape: ModelShape, num_positions: int = 0) -> None:
+    def check_size(self, sizes: Sizes, num_positions: int = 0) -> None:
         """Raises HotsplitError for a size above the largest dimension of the checkpoint's
         tensors. Called before anything of that size is allocated."""
-        sizes = {
-            "hidden_size": shape.width,
-            "vocab_size": shape.vocab_size,
-            "the width of the heads": shape.num_heads * shape.head_width,
-            "the width of the feed-forward layers": shape.num_neurons,
+        named = {
+            "hidden_size": sizes.hidden_size,
+            "vocab_size": sizes.vocab_size,
+            "the width of the heads": sizes.query_size,
+            "the width of the feed-forward layers": sizes.num_neurons,
             "max_position_embeddings": num_positions,
         }
-        name, size = max(sizes.items(), key=lambda item: item[1])
+        name, size = max(named.items(), key=lambda item: item[1])
         if size > self.max_rows:
             raise HotsplitError(
                 f"{self.path}: {name} is {size}, but the largest dimension of a tensor is"
                 f" {self.max_rows}; config and weights belong to different models"
             )
 
-    def with_rope(
-        self, shape: ModelShape, known: tuple[str, ...] = ROPE_TYPES
-    ) -> tuple[ModelShape, np.ndarray | None]:
-        """The shape with its rotary constants, and Llama 3's divisors of the frequencies (f32
-        [head_width / 2]) or None.
+    def rotary(
+        self, sizes: Sizes, pairing: Pairing, known: tuple[str, ...] = ROPE_TYPES
+    ) -> tuple[Sizes, Rotary, np.ndarray | None]:
+        """The sizes, whose context YaRN may extend, the rotary embedding, and Llama 3's divisors of
+        the frequencies (f32 [head_dim / 2]) or None.
 
         They are read from `rope_scaling` (transformers 4) or `rope_parameters` (5); if both keys
         are given, `rope_scaling` takes precedence, as in transformers. `rope_theta` may also be a
         key of the config itself."""
-        self.check_size(shape)
+        self.check_size(sizes)
         key = "rope_scaling" if self.values.get("rope_scaling") else "rope_parameters"
         values = self.values.get(key) or {}
         if not isinstance(values, dict):
@@ -164,16 +164,17 @@ class ConfigReader:
             )
         for reader in (self, rope):
             reader.refuse("partial_rotary_factor", 1.0, 1)
-        shape = replace(
-            shape,
-            rope_theta=rope.positive("rope_theta", self.positive("rope_theta", 10000.0)),
-        )
+        theta = rope.positive("rope_theta", self.positive("rope_theta", 10000.0))
+        scaling = NO_SCALING
         if kind == "linear":
-            factor = rope.positive("factor")
-            shape = replace(shape, rope_scaling=RopeScaling(kind="linear", factor=factor))
+            scaling = RopeScaling(kind="linear", factor=rope.positive("factor"))
         elif kind == "yarn":
-            shape = _with_yarn(rope, shape)
-        return shape, _llama3_factors(rope, shape) if kind == "llama3" else None
+            sizes, scaling = _with_yarn(rope, sizes, theta)
+        factors = _llama3_factors(rope, sizes.head_dim, theta) if kind == "llama3" else None
+        rotary = Rotary(
+            theta=theta, pairing=pairing, scaling=scaling, has_factors=factors is not None
+        )
+        return sizes, rotary, factors
 
     def window(self, context_length: int, is_used: bool = True) -> tuple[int, tuple[str, ...]]:
         """The context length, cut to a sliding window, and a note if it is cut.
@@ -216,16 +217,16 @@ def _number(value: object) -> float | None:
     return float(value) if abs(value) < 1e38 else None  # a model file has f32
 
 
-def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
-    """The shape with YaRN's constants (transformers, modeling_rope_utils.py) and with the context
+def _with_yarn(rope: ConfigReader, sizes: Sizes, theta: float) -> tuple[Sizes, RopeScaling]:
+    """YaRN's constants (transformers, modeling_rope_utils.py), and the sizes with the context
     length that they extend the original one to, unless it is longer already."""
     for key in ("mscale", "mscale_all_dim"):
         rope.refuse(key, 0)
     rope.refuse("truncate", True)
-    if shape.rope_theta <= 1.0:
-        raise HotsplitError(f"{rope.path}: rope_theta is {shape.rope_theta:g}; YaRN wants above 1")
-    length = rope.count("original_max_position_embeddings", shape.context_length)
-    longer = shape.context_length / length
+    if theta <= 1.0:
+        raise HotsplitError(f"{rope.path}: rope_theta is {theta:g}; YaRN wants above 1")
+    length = rope.count("original_max_position_embeddings", sizes.context_length)
+    longer = sizes.context_length / length
     scaling = RopeScaling(
         kind="yarn",
         factor=rope.positive("factor", longer if longer > 1.0 else None),
@@ -240,15 +241,13 @@ def _with_yarn(rope: ConfigReader, shape: ModelShape) -> ModelShape:
             f"{rope.path}: {rope.prefix}factor is {scaling.factor:g}; times"
             f" {length:,} tokens it is a context of more than {MAX_COUNT}"
         )
-    return replace(
-        shape,
-        rope_scaling=replace(scaling, attn_factor=attention / scaling.magnitude),
-        context_length=max(shape.context_length, int(longest)),
-    )
+    scaling = replace(scaling, attn_factor=attention / scaling.magnitude)
+    context_length = max(sizes.context_length, int(longest))
+    return replace(sizes, context_length=context_length), scaling
 
 
-def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
-    """The divisors of the frequencies, f32 [head_width / 2]: `factor` for long waves, 1 for
+def _llama3_factors(rope: ConfigReader, head_dim: int, theta: float) -> np.ndarray:
+    """The divisors of the frequencies, f32 [head_dim / 2]: `factor` for long waves, 1 for
     short ones; between them the reciprocal is interpolated (transformers, modeling_rope_utils.py;
     llama.cpp stores these divisors as rope_freqs.weight)."""
     factor = rope.positive("factor")
@@ -258,7 +257,7 @@ def _llama3_factors(rope: ConfigReader, shape: ModelShape) -> np.ndarray:
         raise HotsplitError(
             f"{rope.path}: {rope.prefix}low_freq_factor {low} is not below high_freq_factor {high}"
         )
-    exponents = np.arange(0, shape.head_width, 2, dtype=np.float64) / shape.head_width
-    wavelengths = 2 * np.pi * shape.rope_theta**exponents
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    wavelengths = 2 * np.pi * theta**exponents
     share = np.clip((context / wavelengths - low) / (high - low), 0.0, 1.0)
     return (1.0 / ((1.0 - share) / factor + share)).astype(np.float32)

@@ -3,17 +3,24 @@
 llama.cpp has no graph for it; the names are PowerInfer's."""
 
 import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotsplit.convert.blueprint import IGNORED, Blueprint, Rows
-from hotsplit.convert.config_reader import UNGATED, ConfigReader
-from hotsplit.convert.families.family import Family
-from hotsplit.model.architecture import PROJECTION_BIASES, ModelShape
+from hotsplit.families.blueprint import IGNORED, Blueprint, Rows
+from hotsplit.families.config_reader import UNGATED, ConfigReader
+from hotsplit.families.family import PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.sizes import Sizes
+from hotsplit.model.spec import Activation, ModelSpec
+
+if TYPE_CHECKING:
+    from hotsplit.families.key_reader import KeyReader
 
 # transformers' OPTLearnedPositionalEmbedding starts at this row. PowerInfer keeps those before it.
 FIRST_POSITION = 2
 NAME = re.compile(r"(?:model\.)?(?:decoder\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
+OPTIONS = (*PROJECTION_BIASES, "ffn_up.bias", "ffn_down.bias")
 OUTER = {
     "embed_tokens": "token_embd",
     "embed_positions": "position_embd",
@@ -39,21 +46,20 @@ def opt(read: ConfigReader) -> Blueprint:
         "word_embed_proj_dim", width, why="embeddings of another width need two more matrices"
     )
     read.refuse("_remove_final_layer_norm", False, why="the graph always has a last norm")
-    heads, kv_heads, head_width = read.heads("num_attention_heads")
+    heads, kv_heads, head_dim = read.heads("num_attention_heads")
     context = read.count("max_position_embeddings")
-    shape = ModelShape(
+    sizes = Sizes(
         num_layers=read.count("num_hidden_layers"),
-        width=width,
+        hidden_size=width,
         num_neurons=read.count("ffn_dim"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_width=head_width,
+        head_dim=head_dim,
         vocab_size=read.count("vocab_size"),
         context_length=context,
-        norm_epsilon=1e-5,  # torch.nn.LayerNorm's; the config has none
-        is_post_norm=not read.flag("do_layer_norm_before"),
+        epsilon=1e-5,  # torch.nn.LayerNorm's; the config has none
     )
-    read.check_size(shape, FIRST_POSITION + context)
+    read.check_size(sizes, FIRST_POSITION + context)
     activation = read.activation("activation_function", UNGATED)
     has_biases = read.flag("enable_bias")
     is_affine = read.flag("layer_norm_elementwise_affine")
@@ -63,17 +69,42 @@ def opt(read: ConfigReader) -> Blueprint:
         num_rows=FIRST_POSITION + context,
     )
     return Blueprint(
-        architecture="opt",
-        shape=shape,
-        activation=activation,
+        spec=opt_spec(
+            sizes,
+            activation,
+            OPTIONS if has_biases else (),
+            is_post_norm=not read.flag("do_layer_norm_before"),
+        ),
         threshold=read.threshold(activation),
         is_tied=read.is_tied(),
         name_of=_name_of,
-        options=(*PROJECTION_BIASES, "ffn_up.bias", "ffn_down.bias") if has_biases else (),
         rows={"position_embd.weight": positions},
         constants={} if is_affine else {"norm.weight": 1.0, "norm.bias": 0.0},
         ignored=IGNORED,
     )
+
+
+def opt_spec(
+    sizes: Sizes,
+    activation: Activation,
+    options: Collection[str] = (),
+    *,
+    is_post_norm: bool = False,
+) -> ModelSpec:
+    """`is_post_norm`: norms come after the residual sums (OPT 350M), and there is no last norm."""
+    attention = sizes.attention(None, options)
+    neurons = sizes.neurons(activation, options, is_gated=False)
+    arrange = sizes.arrangement("layer")
+    layer = (arrange.post_norm if is_post_norm else arrange.pre_norm)(attention, neurons)
+    return sizes.model(
+        "opt", sizes.alike(layer), output_norm=None if is_post_norm else "layer", has_positions=True
+    )
+
+
+def of_keys(read: "KeyReader") -> ModelSpec:
+    sizes, is_post_norm = read.sizes("layer"), read.flag("hotsplit.is_post_norm")
+    options = read.options(sizes.num_layers)
+    return opt_spec(sizes, read.activation(), options, is_post_norm=is_post_norm)
 
 
 def _name_of(source: str) -> str | None:
@@ -95,3 +126,4 @@ OPT = Family(
         "layer_norm_elementwise_affine": True,
     },
 )
+GRAPH = Architecture(name="opt", of_keys=of_keys, options=OPTIONS)

@@ -1,0 +1,307 @@
+"""The keys of a model file's header, each read with a check and an error of its own."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast, get_args
+
+import numpy as np
+
+from hotsplit.errors import HotsplitError
+from hotsplit.families.family import Architecture
+from hotsplit.families.sizes import MAX_COUNT, MAX_LAYERS, Sizes
+from hotsplit.families.table import ARCHITECTURES
+from hotsplit.files.gguf_file import TensorEntry, Value
+from hotsplit.files.typed import shown
+from hotsplit.model.mode_quality import ModeQuality, SparseMode, read_quality
+from hotsplit.model.rope import KINDS, NO_SCALING, RopeScaling
+from hotsplit.model.spec import Activation, NormKind, Pairing, Rotary
+from hotsplit.model.unsupported import why_key, why_not_run
+
+VERSION = 1
+QUALITY = "hotsplit.quality."
+OWN = "hotsplit."
+OWN_KEYS = {
+    f"{OWN}{name}"
+    for name in (
+        "version", "model_id", "is_post_norm", "ffn.activation", "ffn.threshold", "limits.trained",
+        "predictor.kind", "predictor.rank", "predictor.threshold", "predictor.input_layer_offset",
+        "predictor.density",
+    )
+}  # fmt: skip
+LIMITS = {"block_count": MAX_LAYERS}
+LEAST_F32, MOST_F32 = (
+    float(np.finfo(np.float32).smallest_subnormal),
+    float(np.finfo(np.float32).max),
+)
+NORM_EPSILON = {
+    "rms": "attention.layer_norm_rms_epsilon",
+    "layer": "attention.layer_norm_epsilon",
+}
+# Keys of an architecture that are accepted with any value, since they change nothing here.
+SILENT_KEYS = {
+    "tensor_data_layout",
+    "use_parallel_residual",
+    "rope.scaling.finetuned",
+}
+KNOWN_KEYS = SILENT_KEYS | {
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.causal",
+    *NORM_EPSILON.values(),
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "vocab_size",
+}
+
+
+class KeyReader:
+    def __init__(
+        self, path: Path, keys: Mapping[str, Value], tensors: Mapping[str, TensorEntry]
+    ) -> None:
+        """Raises HotsplitError for an unknown architecture, version or key."""
+        self.path, self.keys, self.tensors = path, keys, tensors
+        found = str(keys.get("general.architecture", "none"))
+        if found not in ARCHITECTURES:
+            why = f": {reason}" if (reason := why_not_run(found, keys)) else ""
+            raise HotsplitError(
+                f"{path}: architecture {shown(found)}{why}; known: {', '.join(ARCHITECTURES)}"
+            )
+        self.graph: Architecture = ARCHITECTURES[found]
+        version = keys.get("hotsplit.version", np.uint32(VERSION))
+        if not isinstance(version, np.integer) or version != VERSION:
+            raise HotsplitError(
+                f"{path}: format version {shown(version)}, this program reads {VERSION};"
+                " convert the checkpoint again"
+            )
+        self._refuse_unknown()
+
+    def _refuse_unknown(self) -> None:
+        """Raises HotsplitError for an unknown key of ours, which is probably of a later version,
+        and for an unknown key of the architecture that is not zero, false or "none", since it may
+        change what the graph computes."""
+        prefix = self.graph.name + "."
+        for key, value in self.keys.items():
+            if key.startswith(OWN) and key not in OWN_KEYS and not key.startswith(QUALITY):
+                raise HotsplitError(
+                    f"{self.path}: key {shown(key)} is unknown; convert the checkpoint again"
+                )
+            name = key.removeprefix(prefix)
+            if (
+                key.startswith(prefix)
+                and name not in (*KNOWN_KEYS, *self.graph.known_keys)
+                and value not in (0, False, "none")
+            ):
+                why = why_key(name) or (
+                    f"the key is unknown, so the graph may differ from the known {self.graph.name}"
+                    " graph; this file is not supported"
+                )
+                raise HotsplitError(f"{self.path}: key {shown(key)} ({shown(value)}): {why}")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.keys.get(key, default)
+        if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+            raise HotsplitError(f"{self.path}: key {key!r} {_found(value)}, wanted a number")
+        if not np.isfinite(value):
+            raise HotsplitError(f"{self.path}: key {key!r} is {value}, wanted a finite number")
+        return float(value)
+
+    def line(self, key: str) -> str:
+        """A one-line string, which errors can quote as it is."""
+        value = self.keys.get(key)
+        if not isinstance(value, str) or not value.isprintable():
+            raise HotsplitError(
+                f"{self.path}: key {key!r} {_found(value)}, wanted a one-line string"
+            )
+        return value
+
+    def flag(self, key: str) -> bool:
+        """False if absent."""
+        value = self.keys.get(key, False)
+        if not isinstance(value, bool):
+            raise HotsplitError(f"{self.path}: key {key!r} is {shown(value)}, wanted true or false")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above zero, also as f32, in which conversions write it."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise HotsplitError(f"{self.path}: key {key!r} is {value}, wanted more than 0")
+        if not LEAST_F32 <= value <= MOST_F32:
+            raise HotsplitError(f"{self.path}: key {key!r} is {value}, beyond the range of f32")
+        return value
+
+    def thresholds(self, key: str, count: int) -> tuple[float, ...]:
+        """Finite numbers, at least 0; zeros if absent."""
+        values = self.floats(key, count, 0.0)
+        if not all(0 <= value < np.inf for value in values):
+            raise HotsplitError(f"{self.path}: key {key!r} is not all finite and at least 0")
+        return values
+
+    def floats(self, key: str, count: int, default: float | None = None) -> tuple[float, ...]:
+        values = self.keys.get(key, None if default is None else [default] * count)
+        if not isinstance(values, list) or len(values) != count:
+            found = f"has {len(values)} values" if isinstance(values, list) else _found(values)
+            raise HotsplitError(f"{self.path}: key {key!r} {found}, wanted {count} numbers")
+        if not all(isinstance(value, int | float | np.number) for value in values):
+            raise HotsplitError(f"{self.path}: key {key!r} holds text, wanted {count} numbers")
+        numbers = tuple(float(value) for value in values)
+        if np.isnan(numbers).any():
+            raise HotsplitError(f"{self.path}: key {key!r} has a NaN")
+        for value in numbers:
+            if MOST_F32 < abs(value) < np.inf:
+                raise HotsplitError(
+                    f"{self.path}: key {key!r} has {value}, beyond the range of f32"
+                )
+        return numbers
+
+    def choice(self, key: str, kind: object, default: str) -> str:
+        value = self.keys.get(key, default)
+        if value not in get_args(kind):
+            raise HotsplitError(
+                f"{self.path}: key {key!r} is {shown(value)}, wanted {get_args(kind)}"
+            )
+        return cast(str, value)
+
+    def activation(self) -> Activation:
+        """The activation of all layers; if the key is absent, that of llama.cpp's graph."""
+        default = (*self.graph.stock_activations, "")[0]
+        return cast(Activation, self.choice("hotsplit.ffn.activation", Activation, default))
+
+    def quality(self) -> dict[SparseMode, ModeQuality]:
+        """The quality of each mode recorded in the file."""
+        values: dict[str, dict[str, Value]] = {}
+        for key, value in self.keys.items():
+            if key.startswith(QUALITY):
+                mode, _, name = key.removeprefix(QUALITY).partition(".")
+                values.setdefault(mode, {})[name] = value
+        try:
+            return read_quality(values, QUALITY.removesuffix("."))
+        except HotsplitError as error:
+            raise HotsplitError(f"{self.path}: {error}; profile and convert again") from error
+
+    def count(self, key: str, default: float | None = None) -> int:
+        most, key = LIMITS.get(key, MAX_COUNT), f"{self.graph.name}.{key}"
+        value = self.number(key, default)
+        if not 1 <= value <= most or value != int(value):
+            raise HotsplitError(f"{self.path}: {key} is {value}, wanted a count")
+        return int(value)
+
+    def sizes(self, norm: NormKind = "rms") -> Sizes:
+        """The numbers that all layers share. `norm` says under which key their epsilon is."""
+        name, count = self.graph.name, self.count
+        heads, hidden_size = count("attention.head_count"), count("embedding_length")
+        head_dim = count("attention.key_length", hidden_size // heads)
+        is_whole = count("rope.dimension_count", head_dim) == head_dim
+        same_value_width = count("attention.value_length", head_dim) == head_dim
+        if not is_whole or not same_value_width:
+            raise HotsplitError(
+                f"{self.path}: rotary embeddings over a part of a head, or values of another width"
+                " than keys, are not supported"
+            )
+        if self.keys.get(f"{name}.attention.causal", True) is not True:
+            raise HotsplitError(
+                f"{self.path}: attention.causal is not true: bidirectional attention is not"
+                " supported"
+            )
+        if heads % count("attention.head_count_kv", heads) or head_dim % 2:
+            raise HotsplitError(
+                f"{self.path}: {heads} heads do not divide into"
+                f" {count('attention.head_count_kv', heads)} groups of even width"
+            )
+        if count("block_count") > len(self.tensors):
+            raise HotsplitError(
+                f"{self.path}: {count('block_count')} layers, but {len(self.tensors)} tensors;"
+                " convert the checkpoint again"
+            )
+        embedding = self.tensors.get("token_embd.weight")
+        return Sizes(
+            num_layers=count("block_count"),
+            hidden_size=hidden_size,
+            num_neurons=count("feed_forward_length"),
+            num_heads=heads,
+            num_kv_heads=count("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            vocab_size=embedding.shape[0] if embedding else count("vocab_size"),
+            context_length=count("context_length"),
+            epsilon=self.positive(f"{name}.{NORM_EPSILON[norm]}"),
+        )
+
+    def options(self, num_layers: int) -> frozenset[str]:
+        """The optional tensors of the layers, of those that the architecture has.
+
+        Raises HotsplitError for one that some layers have and others lack."""
+        of_layer = [
+            frozenset(n for n in self.graph.options if f"blk.{layer}.{n}" in self.tensors)
+            for layer in range(num_layers)
+        ]
+        first, *_ = of_layer
+        for layer, names in enumerate(of_layer):
+            if names != first:
+                raise HotsplitError(
+                    f"{self.path}: {min(names ^ first)} is in layer 0 or in layer {layer},"
+                    " but not in both; convert the checkpoint again"
+                )
+        return first
+
+    def rotary(self, pairing: Pairing) -> Rotary:
+        return Rotary(
+            theta=self.positive(f"{self.graph.name}.rope.freq_base", 10000.0),
+            pairing=pairing,
+            scaling=self._rope_scaling(),
+            has_factors="rope_freqs.weight" in self.tensors,
+        )
+
+    def _rope_scaling(self) -> RopeScaling:
+        """The scaling of rotary embeddings. As in llama.cpp, a file without a scaling type means
+        linear scaling by its factor, or by 1 without one."""
+        prefix = f"{self.graph.name}.rope.scaling."
+        kind = self.keys.get(prefix + "type")
+        if kind not in (None, *KINDS):
+            raise HotsplitError(
+                f"{self.path}: this kind of rotary embedding is not supported"
+                f" (scaling {shown(kind)}, wanted {', '.join(KINDS)})"
+            )
+        if kind == "yarn":
+            return self._yarn(prefix)
+        if self.number(prefix + "attn_factor", 1.0) != 1.0:
+            raise HotsplitError(f"{self.path}: {prefix}attn_factor without YaRN is not supported")
+        if kind == "none":
+            return NO_SCALING
+        factor = self.positive(prefix + "factor", 1.0 if kind is None else None)
+        return NO_SCALING if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
+
+    def _yarn(self, prefix: str) -> RopeScaling:
+        if self.number(prefix + "yarn_ext_factor", 1.0) != 1.0:
+            raise HotsplitError(
+                f"{self.path}: {prefix}yarn_ext_factor is not 1: only YaRN as published is supported"
+            )
+        base = f"{self.graph.name}.rope.freq_base"
+        if self.positive(base, 10000.0) <= 1.0:
+            raise HotsplitError(f"{self.path}: key {base!r} must be above 1 for YaRN")
+        return RopeScaling(
+            kind="yarn",
+            factor=self.positive(prefix + "factor"),
+            original_length=self.count(
+                "rope.scaling.original_context_length", self.count("context_length")
+            ),
+            beta_fast=self.positive(prefix + "yarn_beta_fast", 32.0),
+            beta_slow=self.positive(prefix + "yarn_beta_slow", 1.0),
+            attn_factor=self.positive(prefix + "attn_factor", 1.0),
+        )
+
+
+def _found(value: object) -> str:
+    return "is missing" if value is None else f"is {shown(value)}"

@@ -1,0 +1,76 @@
+"""Qwen2, with biases on queries, keys and values, and Qwen3, with norms on queries and keys."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import gguf
+
+from hotsplit.families.blueprint import Blueprint, gguf_names
+from hotsplit.families.config_reader import GATED, ConfigReader
+from hotsplit.families.family import GATED_BIASES, PROJECTION_BIASES, Architecture, Family
+from hotsplit.families.llama import llama_sizes, llama_spec
+from hotsplit.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from hotsplit.families.key_reader import KeyReader
+
+ARCHES = {"qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+
+
+def qwen2(read: ConfigReader) -> Blueprint:
+    """Qwen2ForCausalLM: Qwen 2 and 2.5, and sparse ones such as SparseQwen2 with `drelu`."""
+    return _qwen(read, "qwen2", PROJECTION_BIASES[:3])
+
+
+def qwen3(read: ConfigReader) -> Blueprint:
+    """Qwen3ForCausalLM."""
+    return _qwen(read, "qwen3", PROJECTION_BIASES if read.flag("attention_bias") else ())
+
+
+def _qwen(read: ConfigReader, architecture: str, options: tuple[str, ...]) -> Blueprint:
+    sizes, notes = llama_sizes(read, has_window=read.flag("use_sliding_window"))
+    sizes, rotary, factors = read.rotary(sizes, "halves")
+    activation = read.activation("hidden_act", GATED)
+    return Blueprint(
+        spec=llama_spec(
+            sizes, rotary, activation, options, architecture=architecture,
+            has_head_norms=architecture == "qwen3",
+        ),
+        threshold=read.threshold(activation),
+        is_tied=read.is_tied(),
+        name_of=gguf_names(ARCHES[architecture], sizes.num_layers),
+        rope_factors=factors,
+        notes=notes,
+    )  # fmt: skip
+
+
+def of_keys(read: "KeyReader", *, has_head_norms: bool) -> ModelSpec:
+    sizes = read.sizes()
+    return llama_spec(
+        sizes, read.rotary("halves"), read.activation(), read.options(sizes.num_layers),
+        architecture=read.graph.name, has_head_norms=has_head_norms,
+    )  # fmt: skip
+
+
+DEFAULTS = {
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+QWEN2 = Family(blueprint=qwen2, defaults=DEFAULTS)
+QWEN3 = Family(blueprint=qwen3, defaults=DEFAULTS | {"head_dim": 128, "attention_bias": False})
+OPTIONS = (*PROJECTION_BIASES, *GATED_BIASES)
+QWEN2_GRAPH = Architecture(
+    name="qwen2",
+    of_keys=partial(of_keys, has_head_norms=False),
+    options=OPTIONS,
+    stock_activations=("silu",),
+    stock_options=PROJECTION_BIASES[:3],
+)
+QWEN3_GRAPH = Architecture(
+    name="qwen3",
+    of_keys=partial(of_keys, has_head_norms=True),
+    options=OPTIONS,
+    stock_activations=("silu",),
+)

@@ -1,0 +1,100 @@
+"""The numbers that the layers of most models share, and the blocks that they make."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from hotsplit.model.spec import (
+    Activation,
+    Arrangement,
+    Attention,
+    LayerSpec,
+    ModelSpec,
+    Neurons,
+    Norm,
+    NormKind,
+    Rotary,
+)
+
+# The largest counts accepted from a file, so that a damaged one causes no huge loop or allocation.
+MAX_COUNT = (1 << 31) - 1
+MAX_LAYERS = 1 << 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    num_layers: int
+    hidden_size: int
+    num_neurons: int  # of a layer
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    epsilon: float = 1e-5
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def attention(
+        self, rotary: Rotary | None, options: Collection[str] = (), *, window: int | None = None,
+        scale: float | None = None, has_head_norms: bool = False, is_fused: bool = False,
+    ) -> Attention:  # fmt: skip
+        """`options`: names of optional tensors, of which the biases are used."""
+        norm = Norm(name="attn_q_norm", kind="rms", size=self.head_dim, epsilon=self.epsilon)
+        return Attention(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotary=rotary,
+            window=window,
+            scale=scale,
+            head_norm=norm if has_head_norms else None,
+            is_fused=is_fused,
+            biases=_biased(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output"), options),
+        )
+
+    def neurons(
+        self, activation: Activation, options: Collection[str] = (), *, is_gated: bool = True
+    ) -> Neurons:
+        """`options`: names of optional tensors, of which the biases are used."""
+        return Neurons(
+            number=self.num_neurons,
+            activation=activation,
+            is_gated=is_gated,
+            biases=_biased(("ffn_gate", "ffn_up", "ffn_down"), options),
+        )
+
+    def arrangement(self, norm: NormKind = "rms") -> Arrangement:
+        return Arrangement(norm=norm, hidden_size=self.hidden_size, epsilon=self.epsilon)
+
+    def model(
+        self, architecture: str, layers: Iterable[LayerSpec], *, output_norm: NormKind | None = "rms",
+        embedding_scale: float = 1.0, has_positions: bool = False,
+    ) -> ModelSpec:  # fmt: skip
+        last = Norm(
+            name="output_norm", kind=output_norm or "rms", size=self.hidden_size,
+            epsilon=self.epsilon,
+        )  # fmt: skip
+        return ModelSpec(
+            architecture=architecture,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            layers=tuple(layers),
+            output_norm=last if output_norm else None,
+            embedding_scale=embedding_scale,
+            has_positions=has_positions,
+        )
+
+    def alike(self, layer: LayerSpec) -> tuple[LayerSpec, ...]:
+        """All layers, if they are all like this one."""
+        return (layer,) * self.num_layers
+
+
+def _biased(names: Iterable[str], options: Collection[str]) -> frozenset[str]:
+    return frozenset(name for name in names if f"{name}.bias" in options)

@@ -1,0 +1,68 @@
+"""The keys of a model file's header that state a spec, as llama.cpp spells them."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from hotsplit.families.key_reader import NORM_EPSILON
+from hotsplit.families.table import ARCHITECTURES
+from hotsplit.files.gguf_file import Value
+from hotsplit.model.rope import RopeScaling
+from hotsplit.model.spec import ModelSpec
+
+
+def spec_keys(spec: ModelSpec) -> dict[str, Value]:
+    """The keys from which the architecture makes this spec again.
+
+    Raises HotsplitError if it does not write all that differs between layers."""
+    attentions = [layer.attention for layer in spec.layers]
+    norm = next(norm for layer in spec.layers for norm in layer.norms.values())
+    keys: dict[str, Value] = {
+        "block_count": np.uint32(spec.num_layers),
+        "context_length": np.uint32(spec.context_length),
+        "embedding_length": np.uint32(spec.hidden_size),
+        "feed_forward_length": np.uint32(_same(layer.neurons.number for layer in spec.layers)),
+        "attention.head_count": np.uint32(_same(a.num_heads for a in attentions)),
+        "attention.head_count_kv": np.uint32(_same(a.num_kv_heads for a in attentions)),
+        "attention.key_length": np.uint32(_same(a.head_dim for a in attentions)),
+        "attention.value_length": np.uint32(_same(a.head_dim for a in attentions)),
+        NORM_EPSILON[norm.kind]: np.float32(norm.epsilon),
+        "vocab_size": np.uint32(spec.vocab_size),
+    }
+    rotary = spec.rotary
+    if rotary is not None:
+        keys["rope.dimension_count"] = keys["attention.key_length"]
+        keys["rope.freq_base"] = np.float32(rotary.theta)
+        keys |= _scaling_keys(rotary.scaling)
+    graph = ARCHITECTURES[spec.architecture]
+    keys |= graph.keys(spec)
+    own: dict[str, Value] = {} if spec.output_norm else {"hotsplit.is_post_norm": True}
+    return {f"{graph.name}.{key}": value for key, value in keys.items()} | own
+
+
+def _same(values: Iterable[int]) -> int:
+    """The number that all layers share."""
+    (value,) = set(values)
+    return value
+
+
+def _scaling_keys(scaling: RopeScaling) -> dict[str, Value]:
+    """The keys that `KeyReader._rope_scaling` reads, without YaRN's constants at their default."""
+    if scaling.kind == "none":
+        return {}
+    keys: dict[str, Value] = {
+        "rope.scaling.type": scaling.kind,
+        "rope.scaling.factor": np.float32(scaling.factor),
+    }
+    if scaling.kind == "yarn":
+        keys["rope.scaling.original_context_length"] = np.uint32(scaling.original_length)
+        constants = {
+            "attn_factor": scaling.attn_factor,
+            "yarn_beta_fast": scaling.beta_fast,
+            "yarn_beta_slow": scaling.beta_slow,
+        }
+        published = {"attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+        for name, value in constants.items():
+            if value != published[name]:
+                keys[f"rope.scaling.{name}"] = np.float32(value)
+    return keys
