@@ -17,7 +17,7 @@ import numpy as np
 from gguf import LlamaFileType
 
 from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
-from hotsplit.artifacts.limits_file import Limits, transposed_by
+from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.thresholds import with_thresholds
 from hotsplit.convert import gguf_source, tensors
@@ -160,13 +160,7 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
         activation=plan.activation,
         threshold_L=(plan.threshold,) * plan.shape.num_layers,
         predictor=None,
-        tensors=tensors.tensor_entries(
-            checkpoint,
-            plan,
-            config.layout,
-            types,
-            frozenset() if limits is None else transposed_by(limits, plan.graph),
-        ),  # fmt: skip
+        tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),
         extra_keys={**_general_keys(config.source, outtype), **tokenizer.keys},
     )
     notes = (*plan.notes, *_notes(model, plan, types), *tokenizer.notes)
@@ -268,7 +262,7 @@ def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
     """The model with its `general.file_type`, if it has one, corrected to match the outtype or, if
     there is none, its first up projection."""
     number = model.extra_keys.get("general.file_type")
-    kind = outtype or model.row_major.tensors["blk.0.ffn_up.weight"].kind
+    kind = outtype or model.tensors["blk.0.ffn_up.weight"].kind
     if not isinstance(number, np.integer) or _is_of_type(int(number), kind):
         return model
     keys = model.extra_keys | {"general.file_type": np.uint32(FILE_TYPES[kind])}
@@ -289,5 +283,5 @@ def _outtype_of(model: ModelFile) -> str:
     projection."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
-    first = model.row_major.tensors["blk.0.ffn_up.weight"].kind
+    first = model.tensors["blk.0.ffn_up.weight"].kind
     return names.get(int(number), first) if isinstance(number, np.integer) else first

@@ -14,23 +14,22 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from hotsplit.artifacts.limits_file import Limits, base_name, transposed_by, transposed_name
 from hotsplit.artifacts.model_file import KINDS, TOKENIZER_KEY, ModelFile, read_model_gguf
 from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.rounding import restore
 from hotsplit.convert.tensor_types import TensorTypes
+from hotsplit.convert.tensors import DOWN, DOWN_T
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
-from hotsplit.model.architecture import ARCHITECTURES, SMOOTH, Layout
+from hotsplit.model.architecture import SMOOTH, Layout
 from hotsplit.tokens.tokenizer_text import read_tokenizer
 
 FLOATS = ("f32", "f16", "bf16")
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
 # Where a block's f16 numbers are, if not in its first two bytes.
 HALVES = {"q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210)}
-DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
 
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
@@ -45,7 +44,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     found: Layout = "sparse" if f"blk.0.{DOWN_T}" in tensors else "stock"
     keys = keys | _activation_keys(config, keys, found)
     types = TensorTypes(outtype=config.outtype or "f16", overrides=config.tensor_types)
-    names = _targets(config, keys, tensors)
+    names = _targets(config, tensors)
     entries = {
         target: _entry(config, types, target, tensors[name], is_transposed=target != name)
         for target, name in names.items()
@@ -73,23 +72,13 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     return dataclasses.replace(model, tensors=entries | copied), notes
 
 
-def _targets(
-    config: ConvertConfig, keys: dict[str, Value], tensors: dict[str, TensorEntry]
-) -> dict[str, str]:
+def _targets(config: ConvertConfig, tensors: dict[str, TensorEntry]) -> dict[str, str]:
     """Maps the new name of each tensor to its name in the source. Raises HotsplitError for one
     that the source has twice."""
-    graph = ARCHITECTURES.get(str(keys.get("general.architecture")))
-    wanted: frozenset[str] = frozenset()
-    if config.limits is not None and graph is not None:
-        wanted = transposed_by(Limits.load(config.limits), graph)
     names: dict[str, str] = {}
     for name in tensors:
-        usual = base_name(name)
-        if usual.endswith(DOWN):
-            is_transposed = config.layout == "sparse"
-        else:
-            is_transposed = usual in wanted if config.limits is not None else name != usual
-        both = names.setdefault(transposed_name(usual) if is_transposed else usual, name)
+        stock, sparse = name.replace(DOWN_T, DOWN), name.replace(DOWN, DOWN_T)
+        both = names.setdefault(sparse if config.layout == "sparse" else stock, name)
         if both != name:
             raise HotsplitError(
                 f"{config.source}: holds {both} and {name}, one matrix twice; only one of them"
@@ -105,11 +94,11 @@ def restored(source: Path, written: ModelFile) -> Iterator[Restored]:
     for name, entry in tensors.items():
         if "ffn_pred_" in name or name.endswith(".limit"):
             continue
-        usual = base_name(name)
-        same = [n for n in (name, usual, transposed_name(usual)) if n in written.tensors]
-        is_transposed = same[0] != name
+        names = (name, name.replace(DOWN_T, DOWN), name.replace(DOWN, DOWN_T))
+        same = next(n for n in names if n in written.tensors)
+        is_transposed = same != name
         want = _unpacked_rows(entry, 0, entry.shape[0])
-        new = written.tensors[same[0]]
+        new = written.tensors[same]
         values = restore(new, want.T if is_transposed else want, f"{source}: tensor {name!r}")
         yield Restored(source=name, rows=None, values=values.T if is_transposed else values)
 

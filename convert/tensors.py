@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from hotsplit.artifacts.limits_file import transposed_name
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.blueprint import Blueprint, Rows
 from hotsplit.convert.checkpoint import Checkpoint
@@ -25,6 +24,8 @@ from hotsplit.model.architecture import (
 )
 
 Shapes = dict[str, tuple[int, ...]]
+# The down projection in the stock layout, and in the sparse one, which transposes it.
+DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
 
 def tensor_entries(
@@ -32,10 +33,9 @@ def tensor_entries(
     plan: Blueprint,
     layout: Layout,
     types: TensorTypes,
-    transposed: frozenset[str] = frozenset(),
 ) -> dict[str, TensorEntry]:
     """Every tensor of the model file by its name there; its source is read when it is written.
-    Tensors named in `transposed` are transposed, as are the down projections of the sparse layout.
+    The down projections of the sparse layout are transposed.
 
     Raises HotsplitError for an unknown or missing tensor, a wrong shape, a tied head that differs
     from the embedding, and a type that does not fit."""
@@ -52,9 +52,8 @@ def tensor_entries(
         if source is None:
             assert name == "output.weight", name
             continue
-        is_down = layout == "sparse" and name.endswith("ffn_down.weight")
-        is_transposed = is_down or name in transposed
-        target = transposed_name(name) if is_transposed else name
+        is_transposed = layout == "sparse" and name.endswith(DOWN)
+        target = name.replace(DOWN, DOWN_T) if is_transposed else name
         target_shape = shape[::-1] if is_transposed else shape
         kind = types.kind(target, target_shape)
         order = rows.order if rows else None
@@ -77,8 +76,8 @@ def restored(checkpoint: Checkpoint, plan: Blueprint, written: ModelFile) -> Ite
         if source is None or _constant(plan, name) is not None:
             continue
         order = rows.order if rows else None
-        target = transposed_name(name)
-        is_transposed = target in written.tensors
+        target = name.replace(DOWN, DOWN_T)
+        is_transposed = target != name and target in written.tensors
         tensor = checkpoint.read(source)
         tensor = tensor if order is None else tensor[torch.from_numpy(order)]
         want = (tensor.T if is_transposed else tensor).to(torch.float32).numpy()

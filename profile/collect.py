@@ -24,7 +24,6 @@ from hotsplit.profile.config import (
     ProfileConfig,
     check_model,
     check_text,
-    has_transposed_gates,
 )
 from hotsplit.profile.corpus.corpus import Windows, read_windows, spread_windows
 from hotsplit.profile.corpus.processes import Ranks
@@ -55,7 +54,7 @@ from hotsplit.profile.sparsity.thresholds import (
 from hotsplit.profile.stream.streamed_quality import compare_streamed
 from hotsplit.profile.stream.streaming import LayerStream, StreamPlan, plan_stream
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.engine_options import check_rules, device_of
+from hotsplit.runtime.engine_options import check_limits, device_of
 from hotsplit.runtime.kernels.arithmetic import arithmetic
 from hotsplit.runtime.model.feed_forward import Gate, Mode
 
@@ -149,8 +148,8 @@ def _stream_plan(
     """The plan for streaming; None for a model that fits into memory.
 
     Raises HotsplitError for limits that do not run on the device, if not even one layer fits, and
-    if a model with gates stored by inputs, or a run of several processes, would be streamed."""
-    check_rules(model, None, device_of(device))
+    if a run of several processes would be streamed."""
+    check_limits(model, device_of(device))
     choices = predictor_choices(config.predictors, model) if config.train_predictors else None
     plan = plan_stream(
         model,
@@ -159,11 +158,6 @@ def _stream_plan(
         choices=choices,
         folder=config.output.parent,
     )
-    if plan is not None and has_transposed_gates(model):
-        raise HotsplitError(
-            f"{config.model}: does not fit into the memory, and gates stored by inputs (limits of the"
-            " feed-forward's inputs) cannot be streamed layer by layer; raise --max-memory"
-        )
     if plan is not None and ranks.size > 1:
         raise HotsplitError(
             f"{config.model}: does not fit into the memory, and several processes cannot stream"
@@ -404,7 +398,7 @@ def _report(
 ) -> ProfileReport:
     result = outcome.profile
     quality_L = outcome.trained[1] if outcome.trained else ()
-    sizes = [layer_bytes(model.row_major, layer) for layer in range(model.shape.num_layers)]
+    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
     return ProfileReport(
         output=config.output,
         model_id=result.model_id,

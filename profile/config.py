@@ -79,32 +79,14 @@ def check_model(config: ProfileConfig, model: ModelFile) -> None:
         )
     if config.train_predictors is None:
         return
-    is_silenced = any(model.threshold_L) or model.limits.has_neurons
-    is_dense = model.activation in SMOOTH and not is_silenced
-    if is_dense and model.has_limits:
-        raise HotsplitError(
-            f"{model.path}: has limits of inputs and none of neurons, so every neuron fires, which"
-            " leaves nothing to predict; leave --train-predictors out"
-        )
+    is_dense = model.activation in SMOOTH and not (any(model.threshold_L) or model.has_limits)
     if is_dense and not config.chooses_thresholds:
         raise HotsplitError(
             f"{model.path}: every neuron of a {model.activation} model without thresholds"
             " fires, which leaves nothing to predict; give --target-sparsity, e.g. 0.5, or"
             " --perplexity-budget, e.g. 0.01"
         )
-    if has_transposed_gates(model):
-        raise HotsplitError(
-            f"{model.path}: gates are stored by inputs (limits of the feed-forward's inputs), so"
-            " predictors would save nothing; leave --train-predictors out, or convert without these"
-            " limits"
-        )
     predictor_choices(config.predictors, model)
-
-
-def has_transposed_gates(model: ModelFile) -> bool:
-    """True if a layer's gates are stored with a row for each input."""
-    layers = range(model.shape.num_layers)
-    return any(model.is_transposed(layer, model.gate_name) for layer in layers)
 
 
 def check_text(config: ProfileConfig, num_windows: int) -> None:

@@ -79,7 +79,6 @@ def needs_of(
 ) -> Needs:
     """Estimates the memory to run `window` tokens at a time; `choices` describe the predictors to
     train, if any."""
-    model = model.row_major
     shape, layers = model.shape, model.shape.num_layers
     whole = dict(bytes_on_one_side(model, context_length), predictor=0)  # predictors are not run
     lasting, passing = (

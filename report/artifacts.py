@@ -102,10 +102,10 @@ def _load_split(
 ) -> Split:
     assert config.split is not None
     split = Split.load(config.split)
-    split.check_against(model.row_major, config.split)
+    split.check_against(model, config.split)
     split.check_files(config.split, profile=config.profile, machine=config.machine)
     if profile is not None and machine is not None:
-        verify(split, model=model.row_major, profile=profile, machine=machine)
+        verify(split, model=model, profile=profile, machine=machine)
     return split
 
 

@@ -132,7 +132,7 @@ def bytes_section(found: Artifacts, names: Names) -> Section:
     if split is None:
         return Section(name="bytes", title="Where each byte goes", lead=lead,
                        missing=(names.no_split,))  # fmt: skip
-    gpus, cpu = split.items_of_gpus(found.model.row_major)
+    gpus, cpu = split.items_of_gpus(found.model)
     gpus += [dict.fromkeys(ITEMS, 0)] * (len(split.budgets) - len(gpus))
     rows = [
         (plots.MEANINGS[item], *(format_bytes(side[item]) if side[item] else NONE

@@ -176,7 +176,7 @@ def _check_cache(
 
 def run_bytes(model: ModelFile, context_length: int) -> int:
     """Bytes of a model on one device: weights, keys and values, temporaries."""
-    items = bytes_on_one_side(model.row_major, context_length)
+    items = bytes_on_one_side(model, context_length)
     if model.layout == "stock":  # run as it is
         layers = range(model.shape.num_layers)
         items["neurons"] = sum(stored_neuron_bytes(model, layer) for layer in layers)

@@ -23,7 +23,7 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.thresholds import replace_thresholds
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
-from hotsplit.runtime.engine_options import check_rules
+from hotsplit.runtime.engine_options import check_limits
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 from hotsplit.runtime.generate.text_engine import TextEngine
@@ -81,7 +81,7 @@ class Engine(TextEngine):
     def set_thresholds(self, threshold_L: Sequence[float]) -> None:
         """Replaces the thresholds of a SiLU or GELU model from now on.
 
-        They replace gate limits too. Raises HotsplitError for other models, and unless there is
+        They replace limits too. Raises HotsplitError for other models, and unless there is
         one finite threshold, at least 0, per layer."""
         source, own = str(self.model.path), self.model.limits
         other = tuple(replace(layer, gate_F=None) for layer in own.layers)
@@ -92,13 +92,12 @@ class Engine(TextEngine):
     def set_limits(self, limits: Limits | None) -> None:
         """Replaces the limits of a SiLU or GELU model from now on; None removes them.
 
-        Gate limits replace thresholds. The layout of matrices does not change: input limits save
-        bytes only where matrices are transposed. Raises HotsplitError for other models, for
-        limits of another model or shape, and for limits on a GPU."""
+        Limits replace thresholds. Raises HotsplitError for other models, for limits of another model
+        or shape, and for limits on a GPU."""
         none = (LayerLimits(),) * self.model.shape.num_layers
         limits = limits or Limits(model_id=None, layers=none)
         model = self.model.with_limits(limits, "limits")
-        check_rules(model, None, self.device)
+        check_limits(model, self.device)
         self._run_as(model)
 
     def _run_as(self, model: ModelFile) -> None:

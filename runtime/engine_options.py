@@ -102,18 +102,12 @@ def _check_mode(model: ModelFile, mode: Mode, plan: Split | None) -> None:
         )
 
 
-def check_rules(file: ModelFile, plan: Split | None, gpu: torch.device) -> None:
-    """Raises HotsplitError for sparsity rules that the GPU or the plan cannot run."""
+def check_limits(file: ModelFile, gpu: torch.device) -> None:
+    """Raises HotsplitError for limits if the device is a GPU."""
     if gpu.type == "cuda" and file.has_limits:
         raise HotsplitError(
-            f"{file.path}: limits of neurons and inputs run only on the CPU so far; use device cpu,"
-            " or convert the model without them"
-        )
-    gate = file.gate_name
-    if plan is not None and any(file.is_transposed(i, gate) for i in range(file.shape.num_layers)):
-        raise HotsplitError(
-            f"{file.path}: gates are stored by inputs (limits of the feed-forward's inputs), so no"
-            " plan can divide the neurons; leave the plan out, or convert without these limits"
+            f"{file.path}: limits run only on the CPU so far; use device cpu, or convert the model"
+            " without them"
         )
 
 

@@ -24,7 +24,7 @@ from hotsplit.runtime.check.device_check import MORE, DeviceLost, checked
 from hotsplit.runtime.engine_options import (
     bytes_by_role_of,
     cache_types_of,
-    check_rules,
+    check_limits,
     context_of,
     device_of,
     gpus_of,
@@ -86,7 +86,7 @@ def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
     if split is None:
         return None
     plan = Split.load(Path(split))
-    plan.check_against(model.row_major, Path(split))
+    plan.check_against(model, Path(split))
     return plan
 
 
@@ -167,9 +167,7 @@ class _Load:
 
     def _choose_mode(self) -> None:
         asked, max_loss = self.config.mode, self.config.max_loss
-        self.mode = mode_of(
-            self.model.row_major, asked, self.plan, max_loss, self.notice, self.warn
-        )
+        self.mode = mode_of(self.model, asked, self.plan, max_loss, self.notice, self.warn)
 
     def _check_devices(self) -> None:
         """If a device fails its check, everything runs on the CPU."""
@@ -178,7 +176,7 @@ class _Load:
         self.check = checked(gpus, self.warn, has_budget=plan is not None)
         self.gpus = gpus_of(plan, torch.device("cpu")) if self.check is None else gpus
         self.gpu = self.gpus[0]
-        check_rules(self.model, plan, self.gpu)
+        check_limits(self.model, self.gpu)
 
     def _place(self) -> None:
         cpu_ffn = self.config.cpu_ffn
@@ -196,7 +194,7 @@ class _Load:
         model, plan, config = self.model, self.plan, self.config
         self.num_sequences = sequences_of(config.num_sequences, plan)
         self.cache_types = cache_types_of(
-            model.row_major, config.cache_type_k, config.cache_type_v, config.kv_offload,
+            model, config.cache_type_k, config.cache_type_v, config.kv_offload,
             has_plan=plan is not None, device=self.gpu, cpu_ffn=config.cpu_ffn,
             planned=None if plan is None else plan.kv_offload,
         )  # fmt: skip
@@ -211,7 +209,7 @@ class _Load:
 
     def _count_bytes(self) -> None:
         self.bytes_by_role = bytes_by_role_of(
-            self.model.row_major, self.plan, self.context_length, self.gpu,
+            self.model, self.plan, self.context_length, self.gpu,
             cpu_ffn=self.config.cpu_ffn, num_sequences=self.num_sequences,
             cache_types=self.cache_types,
         )  # fmt: skip
@@ -224,7 +222,7 @@ class _Load:
     def _set_up_neuron_cache(self) -> None:
         """Chooses the neurons that are in slots at the start, and counts the slots' bytes unless
         the plan has room for them."""
-        model, plan = self.model.row_major, self.plan
+        model, plan = self.model, self.plan
         self.setup = setup_of(self.config.neuron_cache, plan, self.mode)
         self.resident_LN = None
         if self.setup and self.check is not None and not self.check.check_neuron_cache():
@@ -241,7 +239,7 @@ class _Load:
         self.residence = residence_of(model, self.config.is_resident, self.bytes_by_role, self.gpu)
         if self.setup is not None:
             is_resident = self.residence is not None
-            self.setup.check(model.row_major, plan, self.mode, is_resident=is_resident)
+            self.setup.check(model, plan, self.mode, is_resident=is_resident)
         self.max_rows = self._step_rows()
         self.memories = memories_of(
             model, plan, self.placement, self.bytes_by_role, self.context_length, self.warn,

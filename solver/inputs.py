@@ -155,23 +155,12 @@ def load_inputs(
         num_sequences=num_sequences,
         kv_offload=kv_offload,
     )
-    _check_limits(inputs)
+    model, profile, _ = inputs.paths
+    again = "run hotsplit profile on this model"
+    check_made_with(inputs.profile.limits, profile, inputs.model.limits, model, again)
     _check_profile(inputs)
     _check_machine(inputs)
     return replace(inputs, workspace=workspace(inputs.model, inputs.pass_context, inputs.mode))
-
-
-def _check_limits(inputs: Inputs) -> None:
-    """Raises HotsplitError for limits that the solver does not model, and for a profile that was
-    counted with other limits."""
-    limits, (model, profile, _) = inputs.model.limits, inputs.paths
-    if any(layer.has_inputs or layer.hidden_F is not None for layer in limits.layers):
-        raise HotsplitError(
-            f"{model}: has limits of hidden values or inputs; the solver models only those of gates:"
-            " run it without a plan, or solve for a file without them"
-        )
-    again = "run hotsplit profile on this model"
-    check_made_with(inputs.profile.limits, profile, limits, model, again)
 
 
 def _check_profile(inputs: Inputs) -> None:

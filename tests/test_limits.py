@@ -487,9 +487,7 @@ def test_limits_that_cannot_be_used_are_refused(tmp_path):
         ):  # fmt: skip
             with pytest.raises(HotsplitError, match=message):
                 engine.set_limits(wrong)
-    make_split(ModelFile.load(path).row_major, [[3], [4]], context_length=64).save(
-        tmp_path / "s.gguf"
-    )
+    make_split(ModelFile.load(path), [[3], [4]], context_length=64).save(tmp_path / "s.gguf")
     with pytest.raises(HotsplitError, match="leave the plan out"):
         Engine.load(path, split=tmp_path / "s.gguf")
     with pytest.raises(HotsplitError, match="mode dense uses no limits"):

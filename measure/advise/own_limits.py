@@ -86,7 +86,7 @@ def advise_own_limits(
 
 
 def _own_type(path: Path) -> str:
-    return ModelFile.load(path).row_major.tensors["blk.0.attn_output.weight"].kind
+    return ModelFile.load(path).tensors["blk.0.attn_output.weight"].kind
 
 
 def _check_reference(path: Path, dense: Path) -> None:

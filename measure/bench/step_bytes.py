@@ -115,7 +115,7 @@ class Sides:
 
 
 def _add_outside_layers(found: Bytes, engine: Engine, sides: Sides) -> None:
-    model = engine.model.row_major
+    model = engine.model
     found[HEAD, sides.head] += head_bytes(model)
     found[OTHER, sides.embedding] += model.tensors["token_embd.weight"].row_bytes
     if positions := model.tensors.get("position_embd.weight"):
@@ -178,7 +178,7 @@ def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
     """Adds neurons; returns the reason if the bytes of those on the GPU are unknown."""
-    model, num_neurons = engine.model.row_major, engine.model.shape.num_neurons
+    model, num_neurons = engine.model, engine.model.shape.num_neurons
     num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))
     traffic = steps.traffic
     cold = traffic.gate + traffic.up + traffic.down

@@ -24,7 +24,7 @@ from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.profile.corpus.chat_windows import read_chat_windows
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.runtime.engine import Engine
-from hotsplit.runtime.model.feed_forward import Gate, Mode
+from hotsplit.runtime.model.feed_forward import Mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,18 +248,14 @@ def report_of(
 
 
 def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
-    """Weight bytes per token, from the shares of neurons that are predicted, that fire, and that
-    contribute; bytes saved by input limits are not subtracted."""
-    model = model.row_major
+    """Weight bytes per token, from the shares of neurons that are predicted and that fire."""
     layers = range(model.shape.num_layers)
     named_L = shares.named_share_L if mode == "predicted" else (1.0,) * len(layers)
-    ups_L = downs_L = (1.0,) * len(layers)
-    if mode != "dense":
-        ups_L, downs_L = shares.fired_share_L, shares.hidden_share_L
+    fired_L = (1.0,) * len(layers) if mode == "dense" else shares.hidden_share_L
     total = float(head_bytes(model))
-    for layer, named, ups, downs in zip(layers, named_L, ups_L, downs_L, strict=True):
+    for layer, named, fired in zip(layers, named_L, fired_L, strict=True):
         sizes = layer_bytes(model, layer)
-        neuron = named * sizes.gate_row + ups * sizes.up_row + downs * sizes.down_row
+        neuron = named * sizes.gate_row + fired * sizes.up_row + fired * sizes.down_row
         total += sizes.attention + model.shape.num_neurons * neuron
         total += sizes.predictor if mode == "predicted" else 0
     return round(total)
@@ -269,11 +265,10 @@ def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> f
     """Half-width of bytes_read, in which only the numbers of neurons vary from token to token."""
     if mode == "dense":
         return 0.0
-    model = model.row_major
     bytes_T = torch.zeros((), dtype=torch.float64)
     for layer in range(model.shape.num_layers):
         sizes = layer_bytes(model, layer)
-        bytes_T = bytes_T + sizes.up_row * shares.fired_per_token(layer)
+        bytes_T = bytes_T + sizes.up_row * shares.per_token("ffn_hidden", layer)
         bytes_T = bytes_T + sizes.down_row * shares.per_token("ffn_hidden", layer)
         if mode == "predicted":
             bytes_T = bytes_T + sizes.gate_row * shares.per_token("ffn_predicted", layer)
@@ -285,46 +280,28 @@ def _within(half_width: float | None, form: str) -> str:
 
 
 class ShareCounter:
-    """An observer of the shares of neurons that are predicted, that fire by their gates, and that
-    contribute to the output. The last two differ only where hidden values have limits."""
+    """An observer of the shares of neurons that are predicted, and that fire."""
 
     def __init__(self, model: ModelFile) -> None:
-        self.gates = [Gate(activation=model.activation, threshold=t) for t in model.threshold_L]
-        # The gates' limits, or None without any, for each layer whose hidden values have limits.
-        self.gate_limit = {
-            number: None if own.gate_F is None else torch.from_numpy(own.gate_F.copy())
-            for number, own in enumerate(model.limits.layers)
-            if own.hidden_F is not None
-        }
         self.thresholds = model.predictor.threshold_L if model.predictor else ()
         self.num_neurons = model.shape.num_neurons
         self.counts: dict[str, dict[int, list[Tensor]]] = {
-            "ffn_predicted": {}, "ffn_gate": {}, "ffn_hidden": {},
+            "ffn_predicted": {}, "ffn_hidden": {},
         }  # fmt: skip
 
     def wants(self, name: str, layer: int | None) -> bool:
-        return name in self.counts and (name != "ffn_gate" or layer in self.gate_limit)
+        return name in self.counts
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
         assert layer is not None
-        if name == "ffn_gate":  # NaN in mode predicted where a neuron is not named
-            limit_F = self.gate_limit[layer]
-            limit_F = None if limit_F is None else limit_F.to(tensor.device)
-            _, is_one = self.gates[layer].act(tensor, is_dense=False, limit=limit_F)
-            is_one = is_one & ~tensor.isnan()
-        else:
-            is_one = tensor > self.thresholds[layer] if name == "ffn_predicted" else tensor != 0
+        is_one = tensor > self.thresholds[layer] if name == "ffn_predicted" else tensor != 0
         counts_T = torch.count_nonzero(is_one, dim=-1).to(torch.int32).reshape(-1).cpu()
         self.counts[name].setdefault(layer, []).append(counts_T)
 
     def per_token(self, name: str, layer: int) -> Tensor:
-        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted), fire by
-        their gates (ffn_gate) or contribute (ffn_hidden) for each token."""
+        """f64 [T]: the number of a layer's neurons that are predicted (ffn_predicted) or fire
+        (ffn_hidden) for each token."""
         return torch.cat(self.counts[name][layer]).double()
-
-    def fired_per_token(self, layer: int) -> Tensor:
-        """f64 [T]: the number of a layer's neurons whose row of `up` is read for each token."""
-        return self.per_token("ffn_gate" if layer in self.gate_limit else "ffn_hidden", layer)
 
     def mean_share(self, name: str) -> Estimate:
         """Mean over layers and tokens; the half-width is None if too little was observed."""
@@ -342,11 +319,6 @@ class ShareCounter:
     @property
     def hidden_share_L(self) -> tuple[float, ...]:
         return self._share_L("ffn_hidden")
-
-    @property
-    def fired_share_L(self) -> tuple[float, ...]:
-        layers = sorted(self.counts["ffn_hidden"])
-        return tuple(self.fired_per_token(n).mean().item() / self.num_neurons for n in layers)
 
     def _share_L(self, name: str) -> tuple[float, ...]:
         return tuple(

@@ -25,12 +25,10 @@ _MAX_ADDED = 255  # ones that a uint8 can count
 
 
 class Counter:
-    """An observer of `ffn_gate`, the last `layer_out` and, in layers with limits of hidden values,
-    `ffn_hidden`; it counts what this process runs.
+    """An observer of `ffn_gate` and the last `layer_out`; it counts what this process runs.
 
     `limits` has one entry per layer (() for none): a neuron with a limit fires if the magnitude of
-    its value is above it. Such a model must run in mode exact, where neurons that their gates
-    silence have hidden values of 0."""
+    its activated gate is above it. Such a model must run in mode exact."""
 
     is_sum = True  # the counts of several processes add up; see profile.run.Part
 
@@ -44,9 +42,6 @@ class Counter:
         self._has_nan: Tensor | None = None  # bool []
 
     def wants(self, name: str, layer: int | None) -> bool:
-        if name == "ffn_hidden":
-            assert layer is not None
-            return self.limits[layer].hidden_F is not None
         return name == "ffn_gate" or (name == "layer_out" and layer == len(self.gates) - 1)
 
     def observe(self, name: str, layer: int | None, tensor: Tensor) -> None:
@@ -57,9 +52,6 @@ class Counter:
             return
         if layer not in self._count:
             self._start(layer, tensor.device)
-        if name == "ffn_hidden":
-            self._add_fired(layer, above(tensor, _limit(self.limits[layer].hidden_F, tensor)))
-            return
         self._add(layer, tensor)
         if layer == 0:
             self.num_tokens += len(tensor)
@@ -73,8 +65,9 @@ class Counter:
         count_F, histogram_B = self._count[layer], self._histogram[layer]
         # For SiLU and GELU the histogram has every magnitude, even those that a threshold silences.
         value_TF = gate.smooth(gate_TF) if is_magnitude else gate_TF
-        if self.limits[layer].has_neurons:
-            self._add_limited(layer, value_TF)
+        limit_F = self.limits[layer].gate_F
+        if limit_F is not None:
+            self._add_limited(layer, value_TF, torch.tensor(limit_F, device=value_TF.device))
             return
         if gate_TF.device.type == "cpu":
             if is_magnitude and gate.threshold > 0:
@@ -88,16 +81,13 @@ class Counter:
         histogram_B += histogram(value_TF if is_magnitude else active_TF)
         self._add_fired(layer, fires_TF)
 
-    def _add_limited(self, layer: int, value_TF: Tensor) -> None:
-        """Adds SiLU's or GELU's values of a layer with limits of neurons. If hidden values have
-        limits, they decide who fires."""
-        limits = self.limits[layer]
+    def _add_limited(self, layer: int, value_TF: Tensor, limit_F: Tensor) -> None:
+        """Adds SiLU's or GELU's values of a layer with limits."""
         if value_TF.device.type == "cpu":
             self._add_magnitudes(layer, value_TF)
         else:
             self._histogram[layer] += histogram(value_TF)
-        if limits.hidden_F is None:
-            self._add_fired(layer, above(value_TF, _limit(limits.gate_F, value_TF)))
+        self._add_fired(layer, above(value_TF, limit_F))
 
     def _add_fired(self, layer: int, fires_TF: Tensor) -> None:
         for part_TF in fires_TF.view(torch.uint8).split(_MAX_ADDED):
@@ -163,11 +153,6 @@ def histogram(value: Tensor) -> Tensor:
     for part in bins_A.split(1 << 24):  # histc counts in f32
         total_B += torch.histc(part.float(), NUM_BINS, 0, NUM_BINS).long()
     return total_B
-
-
-def _limit(limit_F: np.ndarray | None, like: Tensor) -> Tensor:
-    assert limit_F is not None
-    return torch.tensor(limit_F, device=like.device)
 
 
 def _no_bins() -> Tensor:

@@ -33,7 +33,6 @@ from hotsplit.profile.predictors.selection import Candidate, Quality, Tally, byt
 from hotsplit.profile.predictors.training import Agree, Batch, LowRank, whole
 from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.weights.matrix import Matrix
-from hotsplit.runtime.weights.neuron_block import above
 
 Phase = Literal["moments", "keep", "train", "measure", "examine"]
 KEPT_TOKENS = 512
@@ -76,12 +75,11 @@ class LayerTrainer:
         choices: Choices,
         gate_bias_F: Tensor | None = None,
         gate_limit_F: Tensor | None = None,
-        hidden_limit_F: Tensor | None = None,
         is_own_input: bool = True,
     ) -> None:
         """With limits, gates and hidden values must come from mode exact."""
         self.gate, self.down, self.sizes, self.choices = gate, down, sizes, choices
-        self.gate_limit_F, self.hidden_limit_F = gate_limit_F, hidden_limit_F
+        self.gate_limit_F = gate_limit_F
         self.down_norm_F = row_norms(down)
         self.num_neurons, self.width = gate_FD.shape
         self.device = gate_FD.device
@@ -116,16 +114,13 @@ class LayerTrainer:
         take(x_TD, gate_TF, hidden_TF)
 
     def batch(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> Batch:
-        fires_TF = self.fires(gate_TF, hidden_TF)
+        fires_TF = self.fires(gate_TF)
         given_TF = hidden_TF.abs() * self.down_norm_F * fires_TF
         return Batch(x_TD=x_TD, fires_TF=fires_TF, given_TF=given_TF)
 
-    def fires(self, gate_TF: Tensor, hidden_TF: Tensor) -> Tensor:
+    def fires(self, gate_TF: Tensor) -> Tensor:
         """bool [T, F]: the labels of the predictor."""
-        _, fires_TF = self.gate.act(gate_TF, is_dense=False, limit=self.gate_limit_F)
-        if self.hidden_limit_F is None:
-            return fires_TF
-        return fires_TF & above(hidden_TF, self.hidden_limit_F)
+        return self.gate.act(gate_TF, is_dense=False, limit=self.gate_limit_F)[1]
 
     def _add_moments(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
         self.moments.add(x_TD, gate_TF)
@@ -202,7 +197,7 @@ class LayerTrainer:
         self.candidates, self.tallies = [], []
 
     def _examine(self, x_TD: Tensor, gate_TF: Tensor, hidden_TF: Tensor) -> None:
-        fires_TF = self.fires(gate_TF, hidden_TF)
+        fires_TF = self.fires(gate_TF)
         for examiner in self.examiners:
             examiner.add(x_TD, fires_TF, hidden_TF, self.down_norm_F)
 

@@ -41,7 +41,6 @@ def layer_trainer(
         gate_FD=block.gate.weight.rows(block.id_N),
         gate_bias_F=block.gate.bias_N,
         gate_limit_F=block.gate_limit_N,
-        hidden_limit_F=block.hidden_limit_N,
         down=block.down,
         sizes=layer_bytes(model, index),
         choices=predictor_choices(config.predictors, model),

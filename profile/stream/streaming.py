@@ -25,7 +25,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import DEFAULT_CONTEXT, SHORT_CHUNK
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, prefetch, release
-from hotsplit.profile.config import has_transposed_gates
 from hotsplit.profile.corpus.corpus import WINDOW
 from hotsplit.profile.memory import FREE_SHARE, Needs, Room, needs_of, room_of, trim
 from hotsplit.profile.predictors.layer_trainer import Choices
@@ -344,7 +343,7 @@ class StreamedLayer:
         layers, so that a streamed model and one in memory take the same path."""
         stream = self.stream
         wanted = stream.observers.wanted_in_layers(stream.model.shape.num_layers)
-        if not shows_all(wanted) or has_transposed_gates(stream.model):
+        if not shows_all(wanted):
             return None
         if self._native is None:
             layers = {self.index: self.layer}

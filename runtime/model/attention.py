@@ -20,7 +20,6 @@ from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear, side_by_side
-from hotsplit.runtime.weights.neuron_block import active_inputs
 
 # Takes queries, keys and values [T, Q]: appends keys and values to the cache, and returns the
 # heads' output [T, H * W].
@@ -293,10 +292,7 @@ def _attend_two(
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all.
-
-    An input whose magnitude is at or below its limit counts as 0, unless its token is the first of
-    a text (`active_inputs`); mode "dense" has no limits."""
+    """The attention block. `inputs`: the matrices of query, key and value, or one matrix for all."""
 
     inputs: tuple[Linear, ...]
     output: Linear
@@ -305,8 +301,6 @@ class Attention:
     cache: LayerCache
     num_heads: int
     on_bytes: Callable[[int], None] = field(repr=False)  # receives weight bytes read by the CPU
-    input_limit_D: Tensor | None = None
-    output_limit_H: Tensor | None = None
     is_input_small: bool = False  # see gpu_products.Factor
 
     @property
@@ -329,9 +323,7 @@ class Attention:
         the cache, which must have room and may be on another device than the weights. `attend`, if
         given, appends and attends instead of torch. `on_heads` receives the heads' output,
         [T, H * W]."""
-        joined_TQ = self._project(
-            self.inputs, x_TD, self.input_limit_D, start, is_small=self.is_input_small
-        )
+        joined_TQ = self._project(self.inputs, x_TD, is_small=self.is_input_small)
         joined_TQ = joined_TQ.to(self.cache.device)
         if attend is None:
             heads_TH = self._attend(joined_TQ, sequence, start, turn)
@@ -339,7 +331,7 @@ class Attention:
             heads_TH = attend(joined_TQ)
         heads_TH = heads_TH.to(x_TD.device)
         on_heads(heads_TH)
-        return self._project((self.output,), heads_TH, self.output_limit_H, start)
+        return self._project((self.output,), heads_TH)
 
     def _attend(self, joined_TQ: Tensor, sequence: int, start: int, turn: Turn | None) -> Tensor:
         """The heads' output [T, H * W] for queries, keys and values [T, Q]; appends to the cache.
@@ -377,20 +369,9 @@ class Attention:
         return heads_TH
 
     def _project(
-        self,
-        linears: tuple[Linear, ...],
-        x_TD: Tensor,
-        limit_D: Tensor | None,
-        start: int,
-        *,
-        is_small: bool = False,
+        self, linears: tuple[Linear, ...], x_TD: Tensor, *, is_small: bool = False
     ) -> Tensor:
         """Concatenated outputs of matrices with the same input, f32 [T, N]."""
-        num_active = None
-        if limit_D is not None:
-            passes_TD = active_inputs(x_TD, limit_D, start)
-            x_TD = torch.where(passes_TD, x_TD, 0.0)
-            num_active = int(passes_TD.any(dim=0).sum())
         if not gpu_products.is_gpu(x_TD.device):
-            self.on_bytes(sum(linear.bytes_read(num_active) for linear in linears))
+            self.on_bytes(sum(linear.weight.num_bytes for linear in linears))
         return side_by_side(linears, x_TD, is_small=is_small)

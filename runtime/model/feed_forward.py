@@ -14,8 +14,7 @@ GELU, those silenced by a threshold or limit. In blocks that the C++ kernels com
 compute all rows that any of them needs, or every row; on a GPU, and for observers of several
 tokens, every row is computed. Values that a token does not need are then masked.
 
-Except in mode `dense`, limits may silence inputs of gate and up, gates and hidden values; see
-hotsplit.artifacts.limits_file.
+Except in mode `dense`, limits may silence gates; see hotsplit.artifacts.limits_file.
 
 Letters: T tokens, D model width, F neurons of the layer, N neurons of a block, A active ones."""
 
@@ -32,13 +31,7 @@ from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.model.predictor import Predictor
 from hotsplit.runtime.weights import gpu_products
 from hotsplit.runtime.weights.matrix import Linear
-from hotsplit.runtime.weights.neuron_block import (
-    Gate,
-    Mode,
-    NeuronBlock,
-    above,
-    active_inputs,
-)
+from hotsplit.runtime.weights.neuron_block import Gate, Mode, NeuronBlock
 
 # If several tokens need more than this share of a block's neurons, all rows are used: selecting
 # some would copy the tokens' values for them.
@@ -101,7 +94,6 @@ class FeedForward:
     blocks: tuple[NeuronBlock, ...]  # hot before cold; every neuron is in exactly one
     down_bias_D: Tensor | None
     predictor: Predictor | None
-    input_limit_D: Tensor | None = None  # on the layer's device; None in mode "dense"
     mode: Mode
     traffic: Traffic = field(repr=False)
     cold: ColdNeurons | None = field(default=None, repr=False)
@@ -112,16 +104,13 @@ class FeedForward:
         x_TD: Tensor,
         named_TF: Tensor | None = None,
         *,
-        start: int,
         observers: Observers,
     ) -> Tensor:
-        """Output [T, D] for the normed input of tokens at positions from `start`; in mode
-        "predicted", of the neurons in `named_TF`. The hot block comes first, so that a GPU computes
+        """Output [T, D] for the normed input of T tokens; in mode "predicted", of the neurons in
+        `named_TF`. The hot block comes first, so that a GPU computes
         it while the CPU computes the cold one."""
         is_watched = any(observers.want(name, self.layer) for name in _SHOWN)
         cold = None if observers.active else self.cold  # observers need every value
-        if self.input_limit_D is not None:
-            x_TD = torch.where(active_inputs(x_TD, self.input_limit_D, start), x_TD, 0.0)
         results = []
         for block in self.blocks:
             if cold is not None and self._is_streamed(cold, block, len(x_TD)):
@@ -133,7 +122,6 @@ class FeedForward:
             x = x_TD.to(block.device)
             is_gathered = len(x) == 1 and block.device.type == "cpu" and self.mode != "dense"
             run = self._gathered if is_gathered else self._masked if is_watched else self._in_parts
-            run = self._transposed if block.is_transposed else run
             if block.is_by_output and (is_watched or not block.is_native):
                 run = self._by_output
             results.append(run(block, x, named_TN))
@@ -169,13 +157,8 @@ class FeedForward:
         open_rows = block.rows(open_position)
         up = None if block.up is None else _dot(block.up, x_D, open_rows)
         hidden = self.gate.hidden(activated_A[open_A], up)
-        if block.hidden_limit_N is None:
-            y_D, num_downs = block.down.combine(hidden, open_rows), len(open_A)
-        else:
-            kept = above(hidden, block.hidden_limit_N[open_position])
-            y_D, num_downs = block.down.combine(hidden[kept], open_rows[kept]), int(kept.sum())
-            hidden = hidden * kept
-        self._count(block, len(gate_A), len(open_A), num_downs)
+        y_D = block.down.combine(hidden, open_rows)
+        self._count(block, len(gate_A), len(open_A))
         hidden_A = torch.zeros_like(gate_A).index_put_((open_A,), hidden)
         return BlockResult(
             y_TD=y_D[None], gate_TA=gate_A[None], hidden_TA=hidden_A[None], position_A=position
@@ -239,7 +222,7 @@ class FeedForward:
     ) -> None:
         """Adds the output of these neurons, of which all rows are read: finding those that fire
         would synchronise with the device."""
-        assert part.gate_limit_N is None and part.hidden_limit_N is None
+        assert part.gate_limit_N is None
         hidden_TN = self.gate.activated_(
             _product(part.gate, x, part.row_N), is_dense=self.mode == "dense"
         )
@@ -248,7 +231,7 @@ class FeedForward:
         if part.up is not None:
             hidden_TN = self.gate.hidden_(hidden_TN, _product(part.up, x, part.row_N))
         num_rows = len(part.id_N)
-        self._count(part, num_rows, num_rows, num_rows)
+        self._count(part, num_rows, num_rows)
         part.down.add_many(y_TD, hidden_TN, part.row_N)
 
     def _add_part(
@@ -271,16 +254,9 @@ class FeedForward:
         if chosen is not None:
             rows = chosen.to(torch.int32) if rows is None else rows[chosen]
             hidden_TA = hidden_TA[:, chosen]
-            position = chosen if position is None else position[chosen]
         up_TA = None if part.up is None else _product(part.up, x_TD, rows)
-        hidden_TA, num_ups = self.gate.hidden(hidden_TA, up_TA), hidden_TA.shape[1]
-        if part.hidden_limit_N is not None and not is_dense:
-            hidden_TA = part.without_silent(hidden_TA, position)
-            chosen = self._chosen(part, hidden_TA != 0)
-            if chosen is not None:
-                rows = chosen.to(torch.int32) if rows is None else rows[chosen]
-                hidden_TA = hidden_TA[:, chosen]
-        self._count(part, num_gates, num_ups, hidden_TA.shape[1])
+        hidden_TA = self.gate.hidden(hidden_TA, up_TA)
+        self._count(part, num_gates, hidden_TA.shape[1])
         part.down.add_many(y_TD, hidden_TA, rows)
 
     def _chosen(self, part: NeuronBlock, is_needed_TA: Tensor) -> Tensor | None:
@@ -296,28 +272,9 @@ class FeedForward:
         hidden_TN = self._hidden(block, gate_TN, up_TN, named_TN)
         if named_TN is not None:
             gate_TN = gate_TN.masked_fill(~named_TN, torch.nan)
-        self._count(block, len(block.id_N), len(block.id_N), len(block.id_N))
+        self._count(block, len(block.id_N), len(block.id_N))
         y_TD = block.down.combine_many(hidden_TN, block.row_N)
         return BlockResult(y_TD=y_TD, gate_TA=gate_TN, hidden_TA=hidden_TN, position_A=None)
-
-    def _transposed(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
-        """Any number of tokens, gate and up stored by inputs: reads the rows of inputs that are
-        nonzero for any token (without input limits, all), and the `down` rows of neurons that
-        contribute (in mode "dense", all)."""
-        gate_TF = block.gate.apply(x_TD)
-        up_TF = None if block.up is None else block.up.apply(x_TD)
-        hidden_TF = self._hidden(block, gate_TF, up_TF, named_TN)
-        is_active_D = None if self.input_limit_D is None else (x_TD != 0).any(dim=0)
-        num_inputs = None if is_active_D is None else int(is_active_D.sum())
-        self.traffic.gate += block.gate.bytes_read(num_inputs)
-        self.traffic.up += 0 if block.up is None else block.up.bytes_read(num_inputs)
-        rows = None if self.mode == "dense" else (hidden_TF != 0).any(dim=0).nonzero().flatten()
-        self.traffic.down += block.down.row_bytes * (
-            self.num_neurons if rows is None else len(rows)
-        )
-        chosen_TA = hidden_TF if rows is None else hidden_TF[:, rows]
-        y_TD = block.down.combine_many(chosen_TA, None if rows is None else rows.to(torch.int32))
-        return BlockResult(y_TD=y_TD, gate_TA=gate_TF, hidden_TA=hidden_TF, position_A=None)
 
     def _by_output(self, block: NeuronBlock, x_TD: Tensor, named_TN: Tensor | None) -> BlockResult:
         """Any number of tokens in mode "dense", `down` stored by outputs: three products."""
@@ -340,13 +297,13 @@ class FeedForward:
         hidden_TN = self.gate.hidden(activated_TN, up_TN)
         if named_TN is not None:
             hidden_TN = hidden_TN * named_TN
-        return hidden_TN if is_dense else block.without_silent(hidden_TN, None)
+        return hidden_TN
 
-    def _count(self, block: NeuronBlock, num_gates: int, num_ups: int, num_downs: int) -> None:
+    def _count(self, block: NeuronBlock, num_gates: int, num_fired: int) -> None:
         self.traffic.gate += num_gates * block.gate.weight.row_bytes
         if block.up is not None:
-            self.traffic.up += num_ups * block.up.weight.row_bytes
-        self.traffic.down += num_downs * block.down.row_bytes
+            self.traffic.up += num_fired * block.up.weight.row_bytes
+        self.traffic.down += num_fired * block.down.row_bytes
 
     def _show(self, results: list[BlockResult], observers: Observers) -> None:
         """Passes the values of all blocks to observers, with neurons in the layer's order."""

@@ -3,9 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.runtime.cache.kv_cache import KVCache
@@ -53,25 +51,7 @@ class Weights:
 
 def limited(layer: Layer, limits: LayerLimits) -> Layer:
     """The layer with these limits instead of its own; mode "dense" has none."""
-    is_dense = layer.ffn.mode == "dense"
-
-    def on_device(limit: np.ndarray | None) -> Tensor | None:
-        if limit is None or is_dense:
-            return None
-        return torch.from_numpy(limit.copy()).to(layer.device)
-
-    gate_F, hidden_F = (
-        None if limit is None or is_dense else torch.from_numpy(limit.copy())
-        for limit in (limits.gate_F, limits.hidden_F)
-    )
-    attention = replace(
-        layer.attention,
-        input_limit_D=on_device(limits.qkv_D),
-        output_limit_H=on_device(limits.output_H),
-    )
-    ffn = replace(
-        layer.ffn,
-        input_limit_D=on_device(limits.ffn_D),
-        blocks=tuple(block.limited(gate_F, hidden_F) for block in layer.ffn.blocks),
-    )
-    return replace(layer, attention=attention, ffn=ffn)
+    is_absent = limits.gate_F is None or layer.ffn.mode == "dense"
+    gate_F = None if is_absent else torch.from_numpy(limits.gate_F.copy())
+    blocks = tuple(block.limited(gate_F) for block in layer.ffn.blocks)
+    return replace(layer, ffn=replace(layer.ffn, blocks=blocks))

@@ -20,7 +20,7 @@ from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.model.attention import Attention, Norm, Rotary
 from hotsplit.runtime.model.feed_forward import FeedForward, Gate, Mode, Traffic
 from hotsplit.runtime.model.layers import Layer, Weights, limited
-from hotsplit.runtime.model.neuron_loader import NeuronLoader, stored
+from hotsplit.runtime.model.neuron_loader import NeuronLoader
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.model.predictor import Predictor
 from hotsplit.runtime.weights import gpu_products
@@ -129,16 +129,9 @@ class Builder:
         layers = tuple(self.layer(index) for index in range(self.model.shape.num_layers))
         return _with_small_inputs(layers)
 
-    def matrix(
-        self,
-        entry: TensorEntry,
-        device: torch.device,
-        item: str = "attention",
-        *,
-        is_summed: bool = False,
-    ) -> Matrix:
+    def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
         """A matrix of the file; if it is in a slab, its bytes are counted under `item`."""
-        return self.stores.on(device).matrix(entry, item, is_summed=is_summed)
+        return self.stores.on(device).matrix(entry, item)
 
     def layer(self, index: int) -> Layer:
         device = self.placement.dense_device(index)
@@ -183,12 +176,9 @@ class Builder:
     def linear(
         self, index: int, name: str, device: torch.device, item: str = "attention"
     ) -> Linear:
-        is_transposed = self.model.is_transposed(index, name)
-        entry = stored(self.model, index, name)
         return Linear(
-            weight=self.matrix(entry, device, item, is_summed=is_transposed),
+            weight=self.matrix(self.model.tensors[f"blk.{index}.{name}.weight"], device, item),
             bias_N=self.vector(f"blk.{index}.{name}.bias", device, item),
-            is_transposed=is_transposed,
         )
 
     def rotary(self, device: torch.device) -> Rotary:
@@ -208,7 +198,7 @@ class Builder:
                 self.table,
                 shape.num_kv_heads,
                 shape.head_width,
-                self.cache_types or CacheTypes.of(kv_kind(self.model.row_major)),
+                self.cache_types or CacheTypes.of(kv_kind(self.model)),
                 self.stores.on(attends_on).cache,
             ),
             num_heads=shape.num_heads,
@@ -220,22 +210,20 @@ class Builder:
 
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
         """The matrices of query, key and value, or the model's fused one; one for all if they are of
-        one kind, have biases all or none, and are copied anyway: to a GPU, or because they are
-        transposed."""
+        one kind, have biases all or none, and are copied anyway, to a GPU."""
         is_fused = self.model.graph.has_fused_qkv
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
-        entries = [stored(self.model, index, name) for name in names]
-        is_transposed = self.model.is_transposed(index, names[0])
+        entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         store, joined = self.stores.on(device), None
         biases = [self.model.tensors.get(f"blk.{index}.{name}.bias") for name in names]
         is_alike = len({(e.kind, b is None) for e, b in zip(entries, biases, strict=True)}) == 1
         if not is_fused and is_alike:
-            joined = store.joined(entries) if is_transposed else store.stacked(entries, "attention")
+            joined = store.stacked(entries, "attention")
         if joined is None:
             return tuple(self.linear(index, name, device) for name in names)
         parts = [vector_of(entry, CPU) for entry in biases if entry is not None]
         bias_N = store.vector(torch.cat(parts), "attention") if parts else None
-        return (Linear(weight=joined, bias_N=bias_N, is_transposed=is_transposed),)
+        return (Linear(weight=joined, bias_N=bias_N),)
 
     def predictor(self, index: int, device: torch.device) -> Predictor:
         info = self.model.predictor

@@ -33,8 +33,7 @@ class NormStruct(Structure):
 
 class BlockStruct(Structure):
     _fields_ = [("gate", MatrixStruct), ("up", MatrixStruct), ("down", MatrixStruct), ("id", c_void_p),
-                ("row", c_void_p), ("gate_limit", c_void_p), ("hidden_limit", c_void_p),
-                ("num_neurons", c_int64), ("is_transposed", c_int32),
+                ("row", c_void_p), ("gate_limit", c_void_p), ("num_neurons", c_int64),
                 ("is_by_output", c_int32)]  # fmt: skip
 
 
@@ -65,9 +64,7 @@ class Structs:
             id=None if block.is_whole else self.indices(block.id_N),
             row=None if block.row_N is None else self.indices(block.row_N),
             gate_limit=self.vector(block.gate_limit_N),
-            hidden_limit=self.vector(block.hidden_limit_N),
             num_neurons=len(block.id_N),
-            is_transposed=block.is_transposed,
             is_by_output=block.is_by_output,
         )
 

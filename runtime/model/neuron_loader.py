@@ -72,7 +72,7 @@ class NeuronLoader:
     def _block_by_output(self, index: int) -> NeuronBlock:
         """All neurons of a layer, from the matrices of a stock file as they are."""
         names = [self.model.gate_name, *(["ffn_up"] if self.model.graph.is_gated else [])]
-        entries = [stored(self.model, index, name) for name in (*names, "ffn_down")]
+        entries = [self.model.tensors[f"blk.{index}.{n}.weight"] for n in (*names, "ffn_down")]
         store = self.stores.on(CPU)
         *linears, down = store.neurons([[e] for e in entries], None, len(entries))
         gate, *up = (
@@ -104,19 +104,16 @@ class NeuronLoader:
     ) -> NeuronBlock:
         chosen = ids if rows == "own" else None
         names = [self.model.gate_name, *(["ffn_up"] if self.model.graph.is_gated else [])]
-        is_transposed = self.model.is_transposed(index, names[0])
-        assert rows == "all" or not is_transposed
         store = self.stores.on(self.placement.homes[index] if role == "hot" else CPU)
-        entries = [stored(self.model, index, name) for name in names]
-        groups = [entries, [down]] if is_transposed else self._read_together([*entries, down])
-        num_whole = 0 if is_transposed or rows != "all" else self._num_whole(entries)
+        entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
+        groups = self._read_together([*entries, down])
+        num_whole = self._num_whole(entries) if rows == "all" else 0
         adds_all = self.mode == "dense" and num_whole > 0
         *linears, down_matrix = store.neurons(groups, chosen, num_whole, adds_all)
         gate, *up = (
             Linear(
                 weight=weight,
                 bias_N=self._bias(f"blk.{index}.{name}.bias", store, chosen),
-                is_transposed=is_transposed,
             )
             for name, weight in zip(names, linears, strict=True)
         )
@@ -184,12 +181,6 @@ def runs_by_output(model: ModelFile, mode: Mode, placement: Placement) -> bool:
     for every token."""
     is_whole = placement.hot is None and all(home == CPU for home in placement.homes)
     return model.layout == "stock" and mode == "dense" and is_whole
-
-
-def stored(model: ModelFile, index: int, name: str) -> TensorEntry:
-    """The file's entry for a layer's matrix, which may be stored transposed."""
-    suffix = "_t" if model.is_transposed(index, name) else ""
-    return model.tensors[f"blk.{index}.{name}{suffix}.weight"]
 
 
 def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:

@@ -126,13 +126,6 @@ class CacheSetup:
                 f"{model.path}: the plan and its neuron cache are for mode {plan.mode}, and the mode is"
                 f" {mode}; leave --mode out, or run hotsplit solve with --mode {mode}"
             )
-        gate = model.gate_name
-        if any(model.is_transposed(layer, gate) for layer in range(model.shape.num_layers)):
-            raise HotsplitError(
-                f"{model.path}: gates are stored by inputs (limits of the feed-forward's inputs), so"
-                " no neuron has rows of its own to cache; leave --neuron-cache out, or convert without"
-                " these limits"
-            )
         if not is_resident:
             why = (
                 "the weights stay in the file; leave is_resident out, or free some memory, or turn the"

@@ -272,7 +272,7 @@ def run_layer(
             return layer.ffn.named(read[0], observers=observers)
         if not form.has_predictor:
             observers.show("ffn_norm", index, read[0])
-        out_TD = layer.ffn.forward(*read, start=start, observers=observers)
+        out_TD = layer.ffn.forward(*read, observers=observers)
         observers.show("ffn_out", index, out_TD)
         return out_TD
 

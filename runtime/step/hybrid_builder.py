@@ -112,7 +112,7 @@ class _Builder:
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
         hot, cold = by_role(layer.ffn.blocks)
-        if hot is not None and not (hot.gate_limit_N is None and hot.hidden_limit_N is None):
+        if hot is not None and hot.gate_limit_N is not None:
             raise NotNative("the GPU kernels do not support limits of neurons")
         native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
         if self.cache is not None:

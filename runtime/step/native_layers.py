@@ -158,5 +158,4 @@ def shows_all(wanted: Collection[str]) -> bool:
 
 
 def _is_supported(layer: Layer) -> bool:
-    is_on_cpu = all(d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks)))
-    return is_on_cpu and not any(block.is_transposed for block in layer.ffn.blocks)
+    return all(d.type == "cpu" for d in (layer.device, *(b.device for b in layer.ffn.blocks)))

@@ -40,13 +40,11 @@ class LayerStruct(Structure):
     _fields_ = [("norm", NormStruct * len(NORMS)), ("query_norm", NormStruct), ("key_norm", NormStruct),
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
                 ("predictor_down", MatrixStruct), ("predictor_up", MatrixStruct),
-                ("down_bias", c_void_p), ("input_limit", c_void_p), ("output_limit", c_void_p),
-                ("ffn_limit", c_void_p), ("key", c_void_p), ("value", c_void_p),
+                ("down_bias", c_void_p), ("key", c_void_p), ("value", c_void_p),
                 ("summary", c_void_p), ("code", c_void_p), ("summary_unit", c_void_p),
                 ("code_factor", c_void_p),
                 ("block", POINTER(BlockStruct)), ("num_blocks", c_int64),
-                ("threshold", c_float), ("predictor_threshold", c_float),
-                ("is_input_transposed", c_int32), ("is_output_transposed", c_int32)]  # fmt: skip
+                ("threshold", c_float), ("predictor_threshold", c_float)]  # fmt: skip
 
 
 class TableStruct(Structure):
@@ -309,15 +307,10 @@ class StepBuilder(Structs):
             predictor_down=MatrixStruct() if down is None else self.linear(down),
             predictor_up=MatrixStruct() if predictor is None else self.linear(predictor.up),
             down_bias=self.vector(ffn.down_bias_D),
-            input_limit=self.vector(attention.input_limit_D),
-            output_limit=self.vector(attention.output_limit_H),
-            ffn_limit=self.vector(ffn.input_limit_D),
             block=blocks,
             num_blocks=len(blocks),
             threshold=ffn.gate.threshold,
             predictor_threshold=0.0 if predictor is None else predictor.threshold,
-            is_input_transposed=attention.inputs[0].is_transposed,
-            is_output_transposed=attention.output.is_transposed,
         )
 
     def heads(self, layer: Layer) -> LayerStruct:

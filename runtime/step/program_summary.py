@@ -65,7 +65,7 @@ def summarise_program(path: Path, split_path: Path | None) -> ProgramSummary:
     """Summarises a model's step program with a plan; without one, everything is on the host.
 
     Raises HotsplitError for anything but a model file, and for a plan of another model."""
-    model = ModelFile.load(path).row_major
+    model = ModelFile.load(path)
     split = None if split_path is None else Split.load(split_path)
     if split is not None and split_path is not None:
         split.check_against(model, split_path)

@@ -157,42 +157,25 @@ class Matrix(StoredMatrix):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """x W^T + b, with or without b. If transposed, `weight` is W^T [D, N], with a row for each
-    input, so that rows of zero inputs need not be read."""
+    """x W^T + b, with or without b."""
 
     weight: Matrix
     bias_N: Tensor | None = None
-    is_transposed: bool = False
 
     def apply(self, x: Tensor | gpu_products.Factor) -> Tensor:
         """f32 [T, N]; uses the single-token product if T is 1. A factor is for several tokens and
-        matrices on a GPU that are not transposed."""
+        matrices on a GPU."""
         if isinstance(x, gpu_products.Factor):
             y_TN = self.weight.product(x)
             return y_TN if self.bias_N is None else y_TN + self.bias_N
         x_TD = x
         weight, is_one = self.weight, len(x_TD) == 1
-        if self.is_transposed:
-            y_TN = (
-                weight.combine(x_TD[0].contiguous())[None] if is_one else weight.combine_many(x_TD)
-            )
-        else:
-            y_TN = weight.dot(x_TD[0].contiguous())[None] if is_one else weight.product(x_TD)
+        y_TN = weight.dot(x_TD[0].contiguous())[None] if is_one else weight.product(x_TD)
         return y_TN if self.bias_N is None else y_TN + self.bias_N
 
     @property
-    def num_inputs(self) -> int:
-        return self.weight.num_rows if self.is_transposed else self.weight.width
-
-    @property
     def num_outputs(self) -> int:
-        return self.weight.width if self.is_transposed else self.weight.num_rows
-
-    def bytes_read(self, num_active: int | None) -> int:
-        """Weight bytes read if this many inputs (None: all) are nonzero."""
-        if not self.is_transposed or num_active is None:
-            return self.weight.num_bytes
-        return num_active * self.weight.row_bytes
+        return self.weight.num_rows
 
     @property
     def num_bytes(self) -> int:
@@ -200,7 +183,6 @@ class Linear:
 
     def part(self, start: int, stop: int) -> "Linear":
         """A range of consecutive outputs, as a view."""
-        assert not self.is_transposed
         bias = None if self.bias_N is None else self.bias_N[start:stop]
         return Linear(weight=self.weight.part(start, stop), bias_N=bias)
 
@@ -208,8 +190,7 @@ class Linear:
 def side_by_side(linears: Sequence[Linear], x_TD: Tensor, *, is_small: bool = False) -> Tensor:
     """Outputs of matrices with the same input, f32 [T, sum of N]. `is_small`: see
     gpu_products.Factor."""
-    is_factor = gpu_products.is_gpu(x_TD.device) and len(x_TD) > 1
-    if not is_factor or any(linear.is_transposed for linear in linears):
+    if not (gpu_products.is_gpu(x_TD.device) and len(x_TD) > 1):
         found = [linear.apply(x_TD) for linear in linears]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
     factor = gpu_products.Factor(x_TD, is_small=is_small)

@@ -101,10 +101,8 @@ class NeuronBlock:
     row_N: Tensor | None
     is_whole: bool = False  # all neurons of the layer, in order
     is_by_output: bool = False
-    # f32 limits at or below which |act(gate)| and |act(gate) * up| count as silent, except in mode
-    # "dense".
+    # f32 limits at or below which |act(gate)| counts as silent, except in mode "dense".
     gate_limit_N: Tensor | None = None
-    hidden_limit_N: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -113,8 +111,6 @@ class NeuronBlock:
     @property
     def is_native(self) -> bool:
         """True if the C++ kernels support the whole block."""
-        if self.is_transposed:
-            return False
         matrices = [self.gate.weight, self.down] + ([self.up.weight] if self.up else [])
         return all(matrix.is_native for matrix in matrices)
 
@@ -123,29 +119,17 @@ class NeuronBlock:
         """D."""
         return self.down.num_rows if self.is_by_output else self.down.width
 
-    @property
-    def is_transposed(self) -> bool:
-        """True if gate and up have a row for each input; the block is then the whole layer."""
-        return self.gate.is_transposed
-
-    def limited(self, gate_F: Tensor | None, hidden_F: Tensor | None) -> "NeuronBlock":
+    def limited(self, gate_F: Tensor | None) -> "NeuronBlock":
         """The block with these limits, given for all neurons of the layer."""
-
-        def own(limit_F: Tensor | None) -> Tensor | None:
-            if limit_F is None:
-                return None
-            return limit_F[self.id_N.cpu().long()].contiguous().to(self.device)
-
-        return replace(self, gate_limit_N=own(gate_F), hidden_limit_N=own(hidden_F))
+        if gate_F is None:
+            return replace(self, gate_limit_N=None)
+        own_N = gate_F[self.id_N.cpu().long()].contiguous().to(self.device)
+        return replace(self, gate_limit_N=own_N)
 
     def gate_limit(self, position_A: Tensor | None) -> Tensor | None:
         """Limits of the neurons at these positions of the block (None: all)."""
-        return _chosen(self.gate_limit_N, position_A)
-
-    def without_silent(self, hidden_A: Tensor, position_A: Tensor | None) -> Tensor:
-        """Hidden values [A] or [T, A] with those at or below their limit set to zero."""
-        limit_A = _chosen(self.hidden_limit_N, position_A)
-        return hidden_A if limit_A is None else without_silent(hidden_A, limit_A)
+        limit_N = self.gate_limit_N
+        return limit_N if limit_N is None or position_A is None else limit_N[position_A]
 
     def part(self, start: int, stop: int) -> "NeuronBlock":
         """A range of consecutive neurons, as a view."""
@@ -154,7 +138,6 @@ class NeuronBlock:
         block = replace(
             self,
             gate_limit_N=None if self.gate_limit_N is None else self.gate_limit_N[here],
-            hidden_limit_N=None if self.hidden_limit_N is None else self.hidden_limit_N[here],
         )
         if self.row_N is not None:
             return replace(block, id_N=ids, row_N=self.row_N[start:stop], is_whole=False)
@@ -185,23 +168,3 @@ def by_role(
 def above(value: Tensor, limit: Tensor) -> Tensor:
     """True where a magnitude is above its limit or NaN."""
     return ~(value.abs() <= limit)
-
-
-def active_inputs(x_TN: Tensor, limit_N: Tensor, start: int) -> Tensor:
-    """bool [T, N]: the inputs that count, of tokens at positions from `start`.
-
-    The limits of the first token of a text count as 0: later tokens attend to it whatever it is (an
-    attention sink, arXiv 2309.17453), and most of its inputs are small."""
-    passes_TN = above(x_TN, limit_N)
-    if start == 0 and len(x_TN):
-        passes_TN[0] = x_TN[0] != 0
-    return passes_TN
-
-
-def without_silent(value: Tensor, limit: Tensor) -> Tensor:
-    """The same values, with those at or below their limit set to zero; NaN stays."""
-    return torch.where(above(value, limit), value, 0.0)
-
-
-def _chosen(limit_N: Tensor | None, position_A: Tensor | None) -> Tensor | None:
-    return limit_N if limit_N is None or position_A is None else limit_N[position_A]

@@ -72,19 +72,6 @@ class Residence:
             start += size
         return found
 
-    def joined(self, entries: list[TensorEntry]) -> Matrix:
-        """Matrices of equal type and number of rows as one: row j is the concatenation of their
-        rows j."""
-        data = np.concatenate([entry.read() for entry in entries], axis=1)
-        width = sum(entry.shape[-1] for entry in entries)
-        whole = TensorEntry(
-            shape=(len(data), width), kind=entries[0].kind, read_rows=lambda a, b: data[a:b]
-        )
-        found = self.matrix(whole)
-        for entry in entries:
-            release(entry)
-        return found
-
     def keep(self, values: Tensor, *, is_weight: bool) -> Tensor:
         """A copy of any tensor, next to the weights that it belongs to; `is_weight`: counted in
         `num_bytes`."""

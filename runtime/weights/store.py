@@ -33,12 +33,8 @@ class WeightStore(Protocol):
     def is_mapped(self) -> bool:
         """On the CPU: true if matrices stay in the file, so that blocks share the whole layer's."""
 
-    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
-        """A whole matrix of the file. `is_summed`: its rows are added, not multiplied."""
-
-    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
-        """Matrices of equal type and number of rows as one: row j is the concatenation of their
-        rows j. None from a store that does not join."""
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+        """A whole matrix of the file."""
 
     def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
         """Matrices of one type and width as one, whose first rows are those of the first. None from
@@ -79,11 +75,8 @@ class MappedStore:
     def is_mapped(self) -> bool:
         return True
 
-    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
         return matrix_of(entry, self.device)
-
-    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
-        return None
 
     def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
         return None
@@ -124,12 +117,8 @@ class ResidentStore:
     def is_mapped(self) -> bool:
         return False
 
-    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
-        in_tiles = not is_summed and not self.is_streamed
-        return self.residence.tiled(entry) if in_tiles else self.residence.matrix(entry)
-
-    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
-        return self.residence.joined(list(entries))
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
+        return self.residence.matrix(entry) if self.is_streamed else self.residence.tiled(entry)
 
     def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
         return None
@@ -173,11 +162,8 @@ class DeviceStore:
     def is_mapped(self) -> bool:
         return False
 
-    def matrix(self, entry: TensorEntry, item: str, *, is_summed: bool = False) -> Matrix:
+    def matrix(self, entry: TensorEntry, item: str) -> Matrix:
         return self.uploader.matrix(entry, item)
-
-    def joined(self, entries: Sequence[TensorEntry]) -> Matrix | None:
-        return None
 
     def stacked(self, entries: Sequence[TensorEntry], item: str) -> Matrix | None:
         return self.uploader.stacked(entries, item)

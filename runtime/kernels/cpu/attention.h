@@ -54,13 +54,11 @@ class Attention {
                 continue;
             }
             computed[r] = T;
-            first[T] = row[r].position == 0;
             places[T++] = {r, row[r].position, row[r].sequence};
         }
     }
 
     int64_t num_rows() const { return T; }
-    const bool* is_first() const { return first.data(); }  // [T]: rows that begin a text
     int64_t position(int64_t t) const { return places[t].position; }
     int64_t number(int64_t t) const { return places[t].row; }  // index of computed row t in the step
 
@@ -311,6 +309,5 @@ class Attention {
     float *query, *far_query, *top, *total, *mixed;
     Selector selector;
     std::array<Place, MAX_ROWS> places;
-    std::array<bool, MAX_ROWS> first;
     std::array<Place, MAX_STEP_ROWS> copies;
 };

@@ -34,11 +34,9 @@ struct Gate {
 // Limits of a block's neurons, by position in the block.
 struct NeuronLimits {
     NeuronLimits(const HsBlock& block, const Gate& gate)
-        : threshold(gate.threshold), gate(block.gate_limit),
-          hidden(gate.mode == MODE_DENSE ? nullptr : block.hidden_limit) {}
+        : threshold(gate.threshold), gate(block.gate_limit) {}
 
     float of_gate(int64_t p) const { return gate ? gate[p] : threshold; }
-    bool has_hidden() const { return hidden != nullptr; }
     // Bit i says whether the smooth gate at position p + i fires in a sparse mode, for i < n <= 64.
     uint64_t open_gates(const float* value, int64_t p, int64_t n) const {
         if (gate) return kernels().beyond(value, n, gate + p);
@@ -46,13 +44,9 @@ struct NeuronLimits {
         std::fill_n(same, n, threshold);
         return kernels().beyond(value, n, same);
     }
-    // Bit i says whether the hidden value at position p + i is not silenced.
-    uint64_t loud(const float* value, int64_t p, int64_t n) const { return kernels().beyond(value, n, hidden + p); }
-    // True if a hidden value is silenced; NaN never is.
-    bool is_silent(float value, int64_t p) const { return std::fabs(value) <= hidden[p]; }
 
     const float threshold;
-    const float *const gate, *const hidden;  // or null
+    const float* const gate;  // or null
 };
 
 // The predicted neurons of a layer, given by bits, or by scores above a threshold or NaN.

@@ -18,7 +18,7 @@ bool fits(const HsNeurons& n) {
     if (n.width < 1 || n.width > INT32_MAX || n.num_neurons < 1 || n.num_neurons > INT32_MAX)
         return false;
     if (n.max_tokens < 1 || n.max_tokens > MAX_ROWS) return false;
-    if (n.activation < 0 || n.activation >= NUM_ACTIVATIONS || n.block.is_transposed) return false;
+    if (n.activation < 0 || n.activation >= NUM_ACTIVATIONS) return false;
     return fits(n.block, n.width, n.num_neurons, n.block.up.data != nullptr, n.mode);
 }
 

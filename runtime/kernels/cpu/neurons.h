@@ -45,7 +45,7 @@ class Neurons {
   private:
     // Numbers of rows that any token needs; dot_groups() and the sums may read further rows of the group.
     struct NumRead {
-        int32_t gate, up, down;
+        int32_t gate, fired;
     };
 
     // Lists the positions of predicted neurons in the block, ascending; returns their number.
@@ -136,8 +136,9 @@ class Neurons {
         });
         read.gate += count * row_bytes(block.gate);
         for (int64_t c = 0; c < chunks; ++c) {
-            if (block.up.data) read.up += opened[c].num_fired * row_bytes(block.up);
-            read.down += (opened[c].end - opened[c].begin) * row_bytes(block.down);
+            const int64_t num_fired = opened[c].end - opened[c].begin;
+            if (block.up.data) read.up += num_fired * row_bytes(block.up);
+            read.down += num_fired * row_bytes(block.down);
         }
         for (int64_t c = 0; fired.bits && c < chunks; ++c)
             for (int64_t o = opened[c].begin; o < opened[c].end; ++o)
@@ -170,8 +171,8 @@ class Neurons {
         sums_.add_many({block.down, block.row, block.num_neurons}, hidden_, T, out, D);
         for (int64_t g = 0; g < groups; ++g) {
             read.gate += num_read_[g].gate * row_bytes(block.gate);
-            if (block.up.data) read.up += num_read_[g].up * row_bytes(block.up);
-            read.down += num_read_[g].down * row_bytes(block.down);
+            if (block.up.data) read.up += num_read_[g].fired * row_bytes(block.up);
+            read.down += num_read_[g].fired * row_bytes(block.down);
         }
         for (int64_t t = 0; fired.bits && t < T; ++t)
             for (int64_t g = 0; g < groups; ++g)
@@ -254,27 +255,23 @@ class Neurons {
             gate.smooth(of, count);
             any |= needed[t] &= act(gate, limits, p0, of, count);
         }
-        num_read_[g].up = __builtin_popcountll(any);
+        num_read_[g].fired = __builtin_popcountll(any);
     }
 
-    // Multiplies the activated gates of a group by its ups, and stores which of them are not silent.
-    void finish_group(const HsBlock& block, const Gate& gate, int64_t T, int64_t g, uint64_t* needed) {
+    // Multiplies the activated gates of a group by its ups, and stores which of them fire.
+    void finish_group(const HsBlock& block, const Gate& gate, int64_t T, int64_t g, const uint64_t* needed) {
         const int64_t p0 = g * SUM_ROWS, count = std::min(SUM_ROWS, block.num_neurons - p0);
-        const NeuronLimits limits(block, gate);
         const Biases bias{block.up.bias, block.row, p0};
         const bool is_drelu = gate.activation == ACTIVATION_DRELU;
-        uint64_t any = 0;
         for (int64_t t = 0; t < T; ++t) {
             float *of = hidden_.values(g, t), *by = up_many_ + (of - hidden_.value);
             for (int64_t i = 0; bias.data && i < count; ++i) by[i] += bias[i];
             for (int64_t i = 0; is_drelu && i < count; ++i) by[i] = by[i] < 0.0f ? 0.0f : by[i];
             for (int64_t i = 0; block.up.data && i < count; ++i) of[i] *= by[i];
-            if (limits.has_hidden()) needed[t] &= limits.loud(of, p0, count);
             kernels().keep_only(of, needed[t]);
             seen_.keep(seen_.hidden, block, t, p0, of, count);
-            any |= hidden_.used(g, t) = needed[t];
+            hidden_.used(g, t) = needed[t];
         }
-        num_read_[g].down = __builtin_popcountll(any);
     }
 
     // Activates gates of the group at position p0; the mask of those that fire.
@@ -326,16 +323,12 @@ inline uint32_t by_output_forms(const HsBlock& block) {
 // True if this is a valid block of a layer of F neurons of width D.
 inline bool fits(const HsBlock& block, int64_t D, int64_t F, bool is_gated, int32_t mode) {
     if (block.is_by_output)
-        return mode == MODE_DENSE && !block.is_transposed && !block.row && !block.id &&
+        return mode == MODE_DENSE && !block.row && !block.id &&
                block.num_neurons == F && is_gated == (block.up.data != nullptr) &&
                fits(block.gate, F, D) && fits(block.down, D, F) && (!is_gated || fits(block.up, F, D));
     const int64_t rows = block.down.num_rows;
-    const bool is_whole = mode == MODE_DENSE && !block.row && !block.is_transposed;
+    const bool is_whole = mode == MODE_DENSE && !block.row;
     if (!has_sums(block.down) && !(is_whole && is_grouped(block.down.kind))) return false;
-    if (block.is_transposed)
-        return rows == F && has_sums(block.gate) && has_sums(block.up) && block.num_neurons == F && !block.row && !block.id &&
-               fits(block.down, F, D) && fits(block.gate, D, F) &&
-               is_gated == (block.up.data != nullptr) && (!is_gated || fits(block.up, D, F));
     if (block.num_neurons < 1 || block.num_neurons > F) return false;
     if (!fits(block.gate, rows, D) || !has_shape(block.down, rows, D)) return false;
     if (is_gated != (block.up.data != nullptr)) return false;

@@ -21,16 +21,16 @@ struct Candidates {
 // Room for a block's candidates, and for the sums of its chunks.
 struct TokenRoom {
     float *gate, *up;          // indexed by candidate
-    float* hidden;             // of neurons that contribute
+    float* hidden;             // of neurons that fire
     int32_t *open, *position;  // their rows and positions
     float* sum;                // [chunks, D]
     int64_t chunk;             // positions of a chunk, whole groups
 };
 
-// The contributing neurons of a few chunks are room.open[begin .. end-1], of which those from `pending` on
-// are not summed yet. More may have fired (`num_fired`), if hidden values are silenced.
+// The neurons of a few chunks that fire are room.open[begin .. end-1], of which those from `pending` on
+// are not summed yet.
 struct Opened {
-    int64_t begin, end, pending, num_fired;
+    int64_t begin, end, pending;
 };
 
 class OneToken {
@@ -43,7 +43,7 @@ class OneToken {
     // Writes the sums of chunks c0 .. c1-1.
     Opened run(int64_t c0, int64_t c1) {
         const int64_t a0 = all.begin(c0 * room.chunk), a1 = all.begin(c1 * room.chunk);
-        open = {a0, a0, a0, 0};
+        open = {a0, a0, a0};
         std::fill_n(room.sum + c0 * D(), (c1 - c0) * D(), 0.0f);
         if (is_together && block.up.data)
             run_together(a0, a1);
@@ -93,7 +93,7 @@ class OneToken {
         while (now.a0 < a1) {
             const Batch ahead = open_after(now.a1, now.o1, a1);
             const bool is_last = now.a1 == a1, is_last_but_one = !is_last && ahead.a1 == a1;
-            const int64_t group = all.place(is_late() || is_last ? now.a0 : now.a1) / SUM_ROWS;
+            const int64_t group = all.place(is_last ? now.a0 : now.a1) / SUM_ROWS;
             const NextRows next = ups(ahead.o0, ahead.o1);  // no gates will prefetch those of the last batch
             run_few(now.o0, now.o1, group, is_last_but_one ? next : gates_from(ahead.a1));
             if (!is_last_but_one) push(next);
@@ -119,7 +119,7 @@ class OneToken {
         if (!block.up.data) return finish(first, fired);
         for (int64_t o = first, end; o < fired; o = end) {
             end = std::min(o + AT_ONCE, fired);
-            run_few(o, end, group_of(is_late() || end == fired ? o : end),
+            run_few(o, end, group_of(end == fired ? o : end),
                     {block.up, room.open, end, std::min(end + AT_ONCE, fired)});
         }
     }
@@ -130,14 +130,11 @@ class OneToken {
             queue.push(m.data + (next.row ? next.row[a] : a) * m.stride);
     }
 
-    // If rows of down are known only after the ups, or there are no ups, the products of the next neurons
-    // prefetch them, and sums wait for these.
-    bool is_late() const { return limits.has_hidden() || !block.up.data; }
-
-    // Multiplies neurons o0 .. o1-1 that fired by their ups, and sums all groups below `group`.
+    // Multiplies neurons o0 .. o1-1 that fired by their ups, and sums all groups below `group`. If there are
+    // no ups, the products of the next neurons prefetch rows of down, and sums wait for these.
     void run_few(int64_t o0, int64_t o1, int64_t group, const NextRows& next) {
-        if (!limits.has_hidden()) push({block.down, room.open, o0, o1});
-        const bool is_sum = !is_late() && open.pending < o1 && group_of(open.pending) < group;
+        push({block.down, room.open, o0, o1});
+        const bool is_sum = block.up.data && open.pending < o1 && group_of(open.pending) < group;
         if (!is_sum) push(next);
         finish(o0, o1);
         if (is_sum) push(next);
@@ -170,7 +167,6 @@ class OneToken {
         const float* bias = block.gate.bias;
         for (int64_t a = g0; bias && a < g1; ++a) room.gate[a] += bias[all.row ? all.row[a] : a];
         gate.smooth(room.gate + g0, g1 - g0);
-        const int64_t first = at;
         for (int64_t a = g0; a < g1; ++a) {
             float value = room.gate[a];
             const int32_t place = all.position ? all.position[a] : static_cast<int32_t>(a);
@@ -180,11 +176,10 @@ class OneToken {
             room.hidden[at] = value;
             at += fires;
         }
-        open.num_fired += at - first;
         return at;
     }
 
-    // Multiplies hidden values o0 .. o1-1 by their ups, and opens those that are not silent.
+    // Multiplies hidden values o0 .. o1-1 by their ups.
     void finish(int64_t o0, int64_t o1) {
         if (block.up.data && o0 < o1) {
             multiply(block.up, up_x, room.open, o0, o1, room.up);
@@ -195,18 +190,7 @@ class OneToken {
                 room.hidden[o] *= value;
             }
         }
-        if (!limits.has_hidden()) {
-            open.end = o1;
-            return;
-        }
-        const int64_t kept = open.end;
-        for (int64_t o = o0; o < o1; ++o) {
-            const float value = room.hidden[o];
-            const int32_t row = room.open[o], place = room.position[o];
-            room.open[open.end] = row, room.position[open.end] = place, room.hidden[open.end] = value;
-            open.end += !limits.is_silent(value, place);
-        }
-        if (is_together || block.up.data) push({block.down, room.open, kept, open.end});
+        open.end = o1;
     }
 
     int64_t group_of(int64_t o) const { return room.position[o] / SUM_ROWS; }

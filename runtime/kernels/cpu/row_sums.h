@@ -1,5 +1,5 @@
-// Weighted sums of the rows of a matrix, for one or several vectors of coefficients, shared by the down
-// projection of neurons and transposed products with sparse inputs.
+// Weighted sums of the rows of a matrix, for one or several vectors of coefficients: the down projection of
+// neurons.
 #pragma once
 #include "work.h"
 

@@ -7,7 +7,6 @@
 #include "attention.h"
 #include "neurons.h"
 #include "step_clock.h"
-#include "transposed_neurons.h"
 
 namespace {
 
@@ -28,29 +27,6 @@ uint32_t forms_of(const HsStep& step) {
     }
     return forms;
 }
-
-// Sizes of the scratch that transposed matrices and input limits need.
-struct Sparse {
-    explicit Sparse(const HsStep& s) {
-        const int64_t heads = s.num_heads * s.head_width;
-        for (int64_t i = 0; i < s.num_layers; ++i) {
-            const HsLayer& l = s.layer[i];
-            const bool is_ffn = l.num_blocks == 1 && l.block->is_transposed;
-            if (l.is_input_transposed)
-                grow(s.width, (s.num_heads + 2 * s.num_kv_heads) * s.head_width);
-            if (l.is_output_transposed) grow(heads, s.width);
-            if (is_ffn) grow(std::max(s.width, s.num_neurons), 2 * s.num_neurons), neurons = s.num_neurons;
-            if (l.input_limit || l.ffn_limit) masked = std::max(masked, s.width);
-            if (l.output_limit) masked = std::max(masked, heads);
-        }
-    }
-
-    void grow(int64_t rows, int64_t columns) {
-        inputs = std::max(inputs, rows), outputs = std::max(outputs, columns);
-    }
-
-    int64_t inputs = 0, outputs = 0, neurons = 0, masked = 0;
-};
 
 uint32_t by_output_forms(const HsStep& step) {
     uint32_t forms = 0;
@@ -73,14 +49,10 @@ bool is_of_rows(const HsOp& op) {
 }
 
 struct Work {
-    Work(const HsStep& step, uint8_t* memory) : Work(step, memory, Sparse(step)) {}
-
-    Work(const HsStep& step, uint8_t* memory, const Sparse& sparse)
+    Work(const HsStep& step, uint8_t* memory)
         : arena(memory),
           neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step)),
-          attention(step, arena),
-          inputs(arena, sparse.inputs, sparse.outputs, step.max_rows),
-          transposed(arena, sparse.neurons, step.max_rows) {
+          attention(step, arena) {
         const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
         const int64_t R = step.max_rows, W = step.head_width;
         num_values = size_of(step, VALUE_QKV);
@@ -89,7 +61,6 @@ struct Work {
         learned = arena.take<float>(step.positions.data ? R * D : 0);
         heads_out = arena.operand(heads * W, R, forms);
         inner = arena.operand(largest_rank(step), R, forms);
-        masked = arena.operand(sparse.masked, R, sparse.masked ? forms : 0);
         qkv = arena.take<float>(R * num_values);
         cos = arena.take<float>(R * W);
         sin = arena.take<float>(R * W);
@@ -111,12 +82,10 @@ struct Work {
     Arena arena;
     Neurons neurons;
     Attention attention;
-    SparseInputs inputs;
-    TransposedNeurons transposed;
     int64_t num_values;
     float *qkv, *cos, *sin, *named;
     float* learned;  // positions
-    Operand vector[NUM_VALUES + 1] = {}, heads_out, inner, masked;
+    Operand vector[NUM_VALUES + 1] = {}, heads_out, inner;
 };
 
 // y [T, stride] = W x + bias of T rows, for up to three matrices with concatenated outputs.
@@ -303,11 +272,10 @@ class Step {
     void attention(const HsLayer& l, Operand& input, float* out) {
         turn();
         clock.ended(TIMED_OTHER);
-        project(l.input, l.input[1].data ? 3 : 1, l.is_input_transposed, input, l.input_limit, w.qkv,
-                w.num_values);
+        project(l.input, l.input[1].data ? 3 : 1, input, w.qkv, w.num_values);
         clock.ended(TIMED_INPUTS);
         attend(l, w.qkv, w.heads_out);
-        project(&l.output, 1, l.is_output_transposed, w.heads_out, l.output_limit, out, D);
+        project(&l.output, 1, w.heads_out, out, D);
         clock.ended(TIMED_OUTPUT);
     }
 
@@ -333,37 +301,11 @@ class Step {
         clock.ended(TIMED_ATTEND);
     }
 
-    // Multiplies x by attention's matrices, y [T, stride]; silent inputs are left out.
-    void project(const HsMatrix* matrix, int count, bool is_transposed, Operand& x,
-                 const float* limit, float* y, int64_t stride) {
-        if (is_transposed) {
-            s.attention_bytes += w.inputs.run(matrix, count, x.f32, applied(limit), T, y, stride);
-            return;
-        }
-        multiply(matrix, count, without_silent(x, limit), T, y, stride);
+    // Multiplies x by attention's matrices, y [T, stride].
+    void project(const HsMatrix* matrix, int count, Operand& x, float* y, int64_t stride) {
+        multiply(matrix, count, x, T, y, stride);
         for (int m = 0; m < count; ++m)
             s.attention_bytes += matrix[m].num_rows * row_bytes(matrix[m]);
-    }
-
-    // Limits of this step's inputs. The first token of a text is exempt: later tokens attend to it whatever
-    // it is (an attention sink, arXiv 2309.17453), and most of its inputs are small.
-    InputLimits applied(const float* limit) const {
-        return {s.mode == MODE_DENSE ? nullptr : limit, w.attention.is_first()};
-    }
-
-    // The vectors x with zeros for silent inputs; x itself if there are no limits.
-    Operand& without_silent(Operand& x, const float* limit) {
-        const InputLimits limits = applied(limit);
-        if (!limits.value) return x;
-        w.masked.size = x.size;
-        w.masked.changed();
-        rows(2 * x.size, [&](int64_t t) {
-            const float* from = x.row(t);
-            float* to = w.masked.row(t);
-            const TokenLimits own = limits.of(t);
-            for (int64_t i = 0; i < x.size; ++i) to[i] = own.pass(from[i], i) ? from[i] : 0.0f;
-        });
-        return w.masked;
     }
 
     // Runs a block of a layer's neurons. The first one prepares the layer's bits.
@@ -377,13 +319,8 @@ class Step {
         for (int64_t t = 0; is_predicted && t < T; ++t)
             named[t] = {nullptr, w.named + t * s.num_neurons, l.predictor_threshold};
         NeuronBytes read;
-        if (block.is_transposed) {
-            w.transposed.run(w.inputs, block, gate, is_predicted ? named : nullptr, input.f32,
-                             applied(l.ffn_limit), T, out, read, fired);
-        } else {
-            w.neurons.run(block, gate, is_predicted ? named : nullptr, without_silent(input, l.ffn_limit),
-                          T, out, read, fired, {s.seen_gate, s.seen_hidden, s.num_neurons});
-        }
+        w.neurons.run(block, gate, is_predicted ? named : nullptr, input, T, out, read, fired,
+                      {s.seen_gate, s.seen_hidden, s.num_neurons});
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
 
@@ -436,8 +373,8 @@ bool fits(const HsLayer& l, const HsStep& s) {
     const bool is_fused = !l.input[1].data;
     const int64_t outputs[] = {is_fused ? q + 2 * kv : q, kv, kv};
     for (int m = 0; l.input[0].data && m < (is_fused ? 1 : 3); ++m)
-        if (!fits(l.input[m], outputs[m], s.width, l.is_input_transposed)) return false;
-    if (l.input[0].data && !fits(l.output, s.width, q, l.is_output_transposed)) return false;
+        if (!fits(l.input[m], outputs[m], s.width)) return false;
+    if (l.input[0].data && !fits(l.output, s.width, q)) return false;
     if (!l.key || !l.value) return false;
     if (s.mode == MODE_PREDICTED && l.predictor_up.data) {
         const bool is_low_rank = l.predictor_down.data != nullptr;
@@ -446,8 +383,7 @@ bool fits(const HsLayer& l, const HsStep& s) {
         if (!fits(l.predictor_up, s.num_neurons, rank)) return false;
     }
     for (int64_t b = 0; b < l.num_blocks; ++b)
-        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr, s.mode) ||
-            (l.block[b].is_transposed && l.num_blocks > 1))
+        if (!fits(l.block[b], s.width, s.num_neurons, l.block[0].up.data != nullptr, s.mode))
             return false;
     return true;
 }

@@ -45,15 +45,13 @@ struct HsNorm {
 };
 
 // With SiLU and GELU, a neuron does not fire if |act(gate)| is at or below its gate limit, which replaces
-// the layer's threshold. A neuron's row of `down` is not used if |act(gate) * up| is at or below
-// its hidden limit. Mode dense has no limits.
+// the layer's threshold. Mode dense has no limits.
 struct HsBlock {
     HsMatrix gate, up, down;
     const int32_t* id;   // [N] the neurons' ids in the layer, or null: 0 .. N-1
     const int32_t* row;  // [N] their rows in the matrices, or null: 0 .. N-1
-    const float *gate_limit, *hidden_limit;  // [N], or null: the layer's threshold, and no limit
+    const float* gate_limit;  // [N], or null: the layer's threshold
     int64_t num_neurons;
-    int32_t is_transposed;  // gate and up: one row per input, [D, F]; all neurons in order
     // down: one row per output, [D, F], as llama.cpp's files have it; mode dense, all neurons in order
     int32_t is_by_output;
 };
@@ -88,10 +86,6 @@ struct HsLayer {
     HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
     HsMatrix predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
-    // Limits of the inputs of query, key and value [D], of the output projection [H * W], and of gate and
-    // up [D]: an input whose magnitude is at or below its limit counts as 0, unless its token is the first of its
-    // text. Null: no limits.
-    const float *input_limit, *output_limit, *ffn_limit;
     uint8_t *key, *value;    // [num_blocks, K, block_length, bytes of a row], see cache_rows.h
     // Only with a selection, see select.h; B: key blocks in a block of the cache.
     uint8_t *summary, *code;  // [num_blocks, K, B, bytes], [num_blocks, K, B * block, W / 4 padded]
@@ -99,7 +93,6 @@ struct HsLayer {
     const HsBlock* block;
     int64_t num_blocks;
     float threshold, predictor_threshold;
-    int32_t is_input_transposed, is_output_transposed;  // one row per input, one bias per column
 };
 
 // The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
@@ -157,9 +150,9 @@ struct HsStep {
     // order: in mode predicted, the predicted neurons; otherwise those whose row of `down` is used
     // (dense: all). Null: nothing is written.
     uint32_t* fired;
-    // [max_rows, F] what observers see of a layer's neurons, for two rows or more and blocks that are not
-    // transposed: the predictor's scores, written by OP_PREDICT; gates before the activation (NaN where a
-    // neuron is not predicted) and hidden values, written by OP_NEURONS. Null: nothing is written.
+    // [max_rows, F] what observers see of a layer's neurons, for two rows or more: the predictor's scores,
+    // written by OP_PREDICT; gates before the activation (NaN where a neuron is not predicted) and hidden
+    // values, written by OP_NEURONS. Null: nothing is written.
     float *seen_predicted, *seen_gate, *seen_hidden;
     int64_t num_layers, num_ops, width, num_neurons, num_heads, num_kv_heads, head_width, context_length;
     int64_t max_rows;  // 1 .. MAX_ROWS

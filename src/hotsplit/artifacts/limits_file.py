@@ -1,17 +1,15 @@
-"""limits.safetensors: limits on the values of each layer, a form of sparsity that can do without
+"""limits.safetensors: limits on the gates of each layer, a form of sparsity that can do without
 training.
 
-A value whose magnitude is at or below its limit counts as zero, and the weights that only such
-values would be multiplied by need not be read. NaN counts as above its limit. The first token of a
-text is exempt from limits on inputs. Specified in docs/formats.md.
+A neuron whose activated gate has a magnitude at or below its limit is silent, and its rows of up
+and down need not be read. NaN counts as above its limit. Specified in docs/formats.md.
 
-Letters: D model width, F neurons, H values of all heads together."""
+Letters: F neurons."""
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +17,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import Fields, shown
-from hotsplit.model.architecture import Architecture, ModelShape
+from hotsplit.model.architecture import ModelShape
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 
 FORMAT = "hotsplit.artifacts.limits_file"
@@ -27,55 +25,15 @@ VERSION = 1
 # The name under which `convert` looks for limits in a checkpoint's folder.
 FILE_NAME = "hotsplit_limits.safetensors"
 MAX_LAYERS = 1 << 12
-
-
-class Place(NamedTuple):
-    """A limit's tensor in a layer of a model file, and the value compared with it."""
-
-    tensor: str
-    of: str
-
-
-# Keyed by the fields of LayerLimits.
-PLACES = {
-    "gate_F": Place("ffn_gate.limit", "|act(gate)|"),
-    "hidden_F": Place("ffn_down.limit", "|act(gate) * up|"),
-    "qkv_D": Place("attn_qkv.limit", "|input of query, key and value|"),
-    "output_H": Place("attn_output.limit", "|input of the output projection|"),
-    "ffn_D": Place("ffn_input.limit", "|input of gate and up|"),
-}
+GATE = "ffn_gate.limit"  # the tensor of a layer's limits in a model file
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLimits:
     """Limits of one layer: f32, finite and at least 0; None is no limit. In models without gates
-    (Falcon) gate_F applies to |act(up)|, as does hidden_F."""
+    (Falcon) gate_F applies to |act(up)|."""
 
     gate_F: np.ndarray | None = None  # a neuron is silent where |act(gate_j)| <= limit_j
-    hidden_F: np.ndarray | None = None  # a neuron's row of down is not read where |h_j| <= limit_j
-    qkv_D: np.ndarray | None = None  # an input of query, key and value is 0 where |x_i| <= limit_i
-    output_H: np.ndarray | None = None  # likewise of attention's output projection
-    ffn_D: np.ndarray | None = None  # likewise of the feed-forward layer
-
-    @property
-    def present(self) -> dict[str, np.ndarray]:
-        """The limits present, by field."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def has_inputs(self) -> bool:
-        """True if inputs are silenced, not only neurons."""
-        return any(limit is not None for limit in (self.qkv_D, self.output_H, self.ffn_D))
-
-    @property
-    def has_neurons(self) -> bool:
-        """True if neurons are silenced: their gates, or their hidden values."""
-        return self.gate_F is not None or self.hidden_F is not None
-
-    def arrays(self, layer: int) -> dict[str, np.ndarray]:
-        """A layer's limits by their names in a model file."""
-        return {f"blk.{layer}.{PLACES[name].tensor}": v for name, v in self.present.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +46,7 @@ class Limits:
 
     def __bool__(self) -> bool:
         """True if there is any limit."""
-        return any(layer.present for layer in self.layers)
-
-    @property
-    def has_inputs(self) -> bool:
-        return any(layer.has_inputs for layer in self.layers)
-
-    @property
-    def has_neurons(self) -> bool:
-        return any(layer.has_neurons for layer in self.layers)
+        return any(layer.gate_F is not None for layer in self.layers)
 
     @property
     def sha256(self) -> str | None:
@@ -142,10 +92,11 @@ class Limits:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays of all layers, by their names in a model file."""
-        found: dict[str, np.ndarray] = {}
-        for number, layer in enumerate(self.layers):
-            found |= layer.arrays(number)
-        return found
+        return {
+            f"blk.{number}.{GATE}": layer.gate_F
+            for number, layer in enumerate(self.layers)
+            if layer.gate_F is not None
+        }
 
     def validate(self) -> None:
         """Raises HotsplitError unless there are layers, and each limit is a vector of f32, not
@@ -168,13 +119,11 @@ class Limits:
                 f"{source}: limits of {len(self.layers)} layers, the model has {shape.num_layers};"
                 " make them for this model"
             )
-        wanted = limit_shapes(shape)
         for name, limit in self.arrays().items():
-            size = wanted[name.split(".", 2)[2]]
-            if limit.shape != size:
+            if limit.shape != (shape.num_neurons,):
                 raise HotsplitError(
-                    f"{source}: {name} is {list(limit.shape)}, wanted {list(size)}; make the"
-                    " limits for this model"
+                    f"{source}: {name} is {list(limit.shape)}, wanted [{shape.num_neurons}]; make"
+                    " the limits for this model"
                 )
 
 
@@ -190,24 +139,9 @@ def check_made_with(
     raise HotsplitError(f"{path}: made {made}, but {source} has {has}; {again}")
 
 
-def limit_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The shapes of a layer's possible limits, by name within the layer."""
-    sizes = {
-        "gate_F": shape.num_neurons,
-        "hidden_F": shape.num_neurons,
-        "qkv_D": shape.width,
-        "output_H": shape.num_heads * shape.head_width,
-        "ffn_D": shape.width,
-    }
-    return {PLACES[name].tensor: (size,) for name, size in sizes.items()}
-
-
 def _take(arrays: dict[str, np.ndarray], layer: int) -> LayerLimits:
     """Takes the limits of a layer out of `arrays`."""
-    found = {
-        name: arrays.pop(f"blk.{layer}.{place.tensor}", None) for name, place in PLACES.items()
-    }
-    return LayerLimits(**found)
+    return LayerLimits(gate_F=arrays.pop(f"blk.{layer}.{GATE}", None))
 
 
 def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int) -> Limits:
@@ -215,8 +149,7 @@ def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int
     arrays = {
         name: entry.read()
         for layer in range(num_layers)
-        for place in PLACES.values()
-        if (entry := tensors.get(name := f"blk.{layer}.{place.tensor}")) is not None
+        if (entry := tensors.get(name := f"blk.{layer}.{GATE}")) is not None
     }
     layers = tuple(_take(arrays, layer) for layer in range(num_layers))
     limits = Limits(model_id=model_id, layers=layers)
@@ -227,33 +160,3 @@ def limits_in(tensors: Mapping[str, TensorEntry], model_id: str, num_layers: int
 def limit_entries(limits: Limits) -> dict[str, TensorEntry]:
     """The limits as tensors of a model file."""
     return {name: array_entry(limit, "f32") for name, limit in limits.arrays().items()}
-
-
-def base_name(name: str) -> str:
-    """The name that a matrix has in a model file if it is not transposed."""
-    return name.removesuffix("_t.weight") + ".weight" if name.endswith("_t.weight") else name
-
-
-def transposed_name(name: str) -> str:
-    return name.removesuffix(".weight") + "_t.weight"
-
-
-def transposed_by(limits: Limits, graph: Architecture) -> frozenset[str]:
-    """The matrices whose inputs have limits, by their untransposed names."""
-    return frozenset(
-        f"blk.{number}.{name}.weight"
-        for number, layer in enumerate(limits.layers)
-        for field, names in transposable(graph).items()
-        for name in names
-        if field in layer.present
-    )
-
-
-def transposable(graph: Architecture) -> dict[str, tuple[str, ...]]:
-    """The matrices whose inputs a limit silences, by the limit's field: if they are stored with a
-    row for each input (`NAME_t.weight`), the weights of silent inputs need not be read."""
-    return {
-        "qkv_D": ("attn_qkv",) if graph.has_fused_qkv else ("attn_q", "attn_k", "attn_v"),
-        "output_H": ("attn_output",),
-        "ffn_D": ("ffn_gate", "ffn_up") if graph.is_gated else ("ffn_up",),
-    }

@@ -2,7 +2,7 @@
 
 Specified in docs/formats.md. There are two layouts: `sparse`, in which every feed-forward matrix is
 neuron-major (a row is a neuron, the down projection is `ffn_down_t`), and `stock`, which is exactly
-what llama.cpp loads. In the sparse layout a matrix whose inputs have limits may be transposed.
+what llama.cpp loads.
 
 Letters: L layers, D model width, F feed-forward neurons of a layer, R predictor rank."""
 
@@ -17,13 +17,7 @@ from typing import cast
 import numpy as np
 from gguf.quants import dequantize
 
-from hotsplit.artifacts.limits_file import (
-    Limits,
-    limit_entries,
-    limit_shapes,
-    limits_in,
-    transposable,
-)
+from hotsplit.artifacts.limits_file import GATE, Limits, limit_entries, limits_in
 from hotsplit.artifacts.model_keys import VERSION, KeyReader, quality_keys, shape_keys
 from hotsplit.artifacts.powerinfer_file import adopt
 from hotsplit.errors import HotsplitError
@@ -31,7 +25,6 @@ from hotsplit.files.gguf_file import (
     TensorEntry,
     Value,
     can_unpack,
-    is_whole_blocks,
     open_gguf,
     type_of,
     write_gguf,
@@ -177,24 +170,12 @@ class ModelFile:
         optional = optional_outer_shapes(self.graph, self.shape)
         for layer in range(self.shape.num_layers):
             rank = None if self.predictor is None else self.predictor.rank_L[layer]
-            in_layer = self._stored_shapes(
-                layer, layer_shapes(self.graph, self.shape, self.layout, rank)
-            )
+            in_layer = layer_shapes(self.graph, self.shape, self.layout, rank)
             required |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
             in_layer = optional_layer_shapes(self.graph, self.shape, rank)
-            in_layer |= limit_shapes(self.shape)
+            in_layer |= {GATE: (self.shape.num_neurons,)}
             optional |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
         return required, optional
-
-    def _stored_shapes(self, layer: int, shapes: Shapes) -> Shapes:
-        """`shapes`, with transposed matrices under their stored names. The matrices of a group,
-        such as query, key and value, are transposed together."""
-        for names in transposable(self.graph).values():
-            if not any(self.is_transposed(layer, name) for name in names):
-                continue
-            for name in names:
-                shapes[f"{name}_t.weight"] = shapes.pop(f"{name}.weight")[::-1]
-        return shapes
 
     def _check_limits(self) -> None:
         """Raises HotsplitError for malformed limits, or limits that this model cannot have."""
@@ -300,7 +281,7 @@ class ModelFile:
 
     @cached_property
     def limits(self) -> Limits:
-        """The limits of neurons and inputs; empty if there are none."""
+        """The limits of gates; empty if there are none."""
         return limits_in(self.tensors, self.model_id, self.shape.num_layers)
 
     @property
@@ -335,27 +316,6 @@ class ModelFile:
         )  # fmt: skip
         model._check_limits()
         return model
-
-    def is_transposed(self, layer: int, name: str) -> bool:
-        """True if a matrix is stored with a row for each input."""
-        return f"blk.{layer}.{name}_t.weight" in self.tensors
-
-    @property
-    def row_major(self) -> "ModelFile":
-        """The model with every matrix under its untransposed name and shape, for counting bytes;
-        its values must not be read. A matrix whose rows would then not be whole blocks keeps its
-        shape."""
-        usual = dict(self.tensors)
-        for layer in range(self.shape.num_layers):
-            for names in transposable(self.graph).values():
-                for name in names:
-                    entry = usual.pop(f"blk.{layer}.{name}_t.weight", None)
-                    if entry is None:
-                        continue
-                    if is_whole_blocks(entry.shape[0], entry.kind):
-                        entry = replace(entry, shape=entry.shape[::-1])
-                    usual[f"blk.{layer}.{name}.weight"] = entry
-        return replace(self, tensors=usual)
 
     @property
     def is_tied(self) -> bool:

@@ -199,10 +199,10 @@ def _check_memory(
 
     file, device = ModelFile.load(model), torch.device("cpu")
     file = with_rope_scaling(file, *rope, context_length)
-    types = cache_types_of(file.row_major, *cache, has_plan=False, device=device)
+    types = cache_types_of(file, *cache, has_plan=False, device=device)
     context_length = context_of(file, None, context_length, types.selection)
     items = bytes_by_role_of(
-        file.row_major, None, context_length, device, num_sequences=num_places, cache_types=types
+        file, None, context_length, device, num_sequences=num_places, cache_types=types
     )
     wanted, free = items["cpu"]["kv_cache"], free_memory_bytes()
     if wanted > free:

@@ -69,7 +69,6 @@ def refusal(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
 def choose_mode(model: ModelFile, max_loss: float = MAX_LOSS) -> ModeChoice:
     """The default mode. If an allowed mode has no record of its bytes, predicted is preferred to
     exact, and exact to dense."""
-    model = model.row_major
     modes = sparse_modes(model)
     allowed = [mode for mode in modes if refusal(model, mode, max_loss) is None]
     known = {mode: bytes_per_token(model, mode) for mode in allowed}
@@ -95,15 +94,13 @@ def loss_line(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
 
 def dense_bytes(model: ModelFile) -> int:
     """Weight bytes that a token reads in mode dense."""
-    model = model.row_major
     sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
     neurons = sum(size.neuron for size in sizes) * model.shape.num_neurons
     return neurons + sum(size.attention for size in sizes) + head_bytes(model)
 
 
 def predictor_bytes(model: ModelFile) -> int:
-    usual = model.row_major
-    return sum(layer_bytes(usual, layer).predictor for layer in range(model.shape.num_layers))
+    return sum(layer_bytes(model, layer).predictor for layer in range(model.shape.num_layers))
 
 
 def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
