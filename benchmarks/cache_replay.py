@@ -119,8 +119,8 @@ def planned(
 ) -> tuple[Split, float]:
     """The plan that has about this share of the neurons on the GPU, and the machine's scale."""
     file = ModelFile.load(model)
-    sizes = [layer_bytes(file, layer).neuron for layer in range(file.shape.num_layers)]
-    scale = LAYER_BYTES / (np.mean(sizes) * file.shape.num_neurons)
+    sizes = [layer_bytes(file, layer).neuron for layer in range(file.spec.num_layers)]
+    scale = LAYER_BYTES / (np.mean(sizes) * file.spec.most_neurons)
     described, plan = folder / "machine.json", folder / "plan.gguf"
     machine_of(cpu, link, float(scale)).save(described)
     config = SolveConfig(
@@ -129,7 +129,7 @@ def planned(
     )  # fmt: skip
     solve(config)
     whole = Split.load(plan).gpu_bytes
-    neurons = sum(sizes) * file.shape.num_neurons
+    neurons = sum(sizes) * file.spec.most_neurons
     rest = sum(whole.values()) - whole["neurons"]
     options = CacheOptions(most_rows=128)
     solve(

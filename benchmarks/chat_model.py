@@ -136,7 +136,7 @@ class Round:
                 measured.prompts[length][side].append(seconds)
 
     def _ids(self, generator: random.Random, count: int) -> list[int]:
-        return [generator.randrange(3, self.engine.model.shape.vocab_size) for _ in range(count)]
+        return [generator.randrange(3, self.engine.model.spec.vocab_size) for _ in range(count)]
 
     def _our_decode(self, ids: list[int]) -> tuple[float, int]:
         """(seconds a token, bytes a token must read)."""

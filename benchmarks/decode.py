@@ -58,7 +58,7 @@ class Tenth:
             NativeNeurons.of(layer.ffn.blocks[0], always, "predicted", layer.ffn.num_neurons)
             for layer in engine.layers
         ]
-        order = torch.rand(engine.model.shape.num_neurons).argsort()
+        order = torch.rand(engine.model.spec.most_neurons).argsort()
         named = [torch.zeros(len(order), dtype=torch.bool) for _ in range(10)]
         self.masks = [pack_bits(n.index_fill_(0, ids, True)) for n, ids in
                       zip(named, order.chunk(10), strict=True)]  # fmt: skip

@@ -122,9 +122,9 @@ def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int)
     """Least seconds per token of a model that is entirely on the first GPU and reads all neurons.
     Mode dense runs by a plan solved for mode exact, whose own limit leaves out silent neurons."""
     total = head_bytes(model)
-    for layer in range(model.shape.num_layers):
+    for layer in range(model.spec.num_layers):
         sizes = layer_bytes(model, layer)
-        total += sizes.attention + model.shape.num_neurons * sizes.neuron
+        total += sizes.attention + model.spec.most_neurons * sizes.neuron
         total += kv_bytes_per_layer(model, context_length) // 2
     return total / (machine.gpus[0].bandwidth_gb_per_s.best * 1e9)
 
@@ -272,7 +272,7 @@ class Bench:
             return
         amount = Amount(
             prompt=scale.context_length // 2, steps=scale.steps,
-            vocab_size=scale.shape.vocab_size, rounds=self.asked.rounds,
+            vocab_size=scale.spec.vocab_size, rounds=self.asked.rounds,
         )  # fmt: skip
         try:
             with self.timed(f"{scale.name}: load, {what}"):
@@ -293,8 +293,8 @@ class Bench:
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
             folder=self.asked.rival, model=folder / "stock.gguf",
-            context_length=scale.context_length, num_layers=scale.shape.num_layers,
-            layer_bytes=sizes.attention + scale.shape.num_neurons * sizes.neuron,
+            context_length=scale.context_length, num_layers=scale.spec.num_layers,
+            layer_bytes=sizes.attention + scale.spec.most_neurons * sizes.neuron,
         )  # fmt: skip
         found: dict[int, Rival | str] = {}  # by budget
         for case in cases:

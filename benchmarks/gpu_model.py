@@ -28,13 +28,8 @@ from hotsplit.artifacts.predictor_file import StoredMatrix
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
-from hotsplit.model.architecture import (
-    ARCHITECTURES,
-    Layout,
-    ModelShape,
-    layer_shapes,
-    outer_shapes,
-)
+from hotsplit.model.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
+from hotsplit.model.tensors import Layout
 
 GAIN = 0.9  # a matrix multiplies a vector's norm by about this
 ADDED = 0.05  # scale of what attention and feed-forward layers add to the hidden state
@@ -63,7 +58,7 @@ class Gates:
 
 def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
     """Writes the model file; returns it with a profile of its neurons' firing probabilities."""
-    num_layers = planted.shape.num_layers
+    num_layers = planted.spec.num_layers
     gates = _gates_of(planted)
     gates(0)  # torch loads its solvers for CUDA at their first use; several threads at once fail
     firing_LF = np.stack([_firing(planted.shape, layer) for layer in range(num_layers)])
@@ -118,7 +113,7 @@ def _model(
     info: PredictorInfo | None,
 ) -> ModelFile:
     shape, graph = planted.shape, ARCHITECTURES["llama"]
-    dims = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
+    dims = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.hidden_size)}
     for layer in range(shape.num_layers):
         in_layer = layer_shapes(graph, shape, layout, planted.rank if info else None)
         dims |= {f"blk.{layer}.{name}": found for name, found in in_layer.items()}
@@ -128,7 +123,7 @@ def _model(
         path=path,
         layout=layout,
         model_id=hashlib.sha256(f"{shape} {planted.rank} {layout}".encode()).hexdigest(),
-        shape=shape,
+        sizes=shape,
         activation="relu" if layout == "sparse" else "silu",
         threshold_L=(0.0,) * shape.num_layers,
         predictor=info,
@@ -164,13 +159,13 @@ def _gates_of(planted: Planted) -> Callable[[int], Gates]:
 
     @lru_cache(maxsize=4)
     def gates(layer: int) -> Gates:
-        start_DR = _normal(f"{layer} down", (shape.width, rank), device)
-        start_DR[:, 0] = _common(shape.width, device)
+        start_DR = _normal(f"{layer} down", (shape.hidden_size, rank), device)
+        start_DR[:, 0] = _common(shape.hidden_size, device)
         down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
-        down_RD[0] = _common(shape.width, device)
+        down_RD[0] = _common(shape.hidden_size, device)
         up_FR = _normal(f"{layer} up", (shape.num_neurons, rank), device)
         up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
-        along_common = COMMON / whole * shape.width**0.5
+        along_common = COMMON / whole * shape.hidden_size**0.5
         firing_F = torch.from_numpy(_firing(shape, layer))
         up_FR[:, 0] = torch.special.ndtri(firing_F).to(device) / along_common
         return Gates(down_RD=down_RD, up_FR=up_FR)
@@ -184,14 +179,14 @@ def _firing(shape: ModelShape, layer: int) -> np.ndarray:
 
 
 def _gate_rows(name: str, planted: Planted, gates: Gates, start: int, stop: int) -> Tensor:
-    rest_ND = _normal_rows(name, start, stop, planted.shape.width, planted.device)
+    rest_ND = _normal_rows(name, start, stop, planted.spec.hidden_size, planted.device)
     rest_ND -= (rest_ND @ gates.down_RD.T) @ gates.down_RD
     rest_ND *= UNSEEN * (1 + COMMON**2) ** 0.5 / rest_ND.norm(dim=1, keepdim=True)
     return gates.up_FR[start:stop] @ gates.down_RD + rest_ND
 
 
 def _embedding_rows(name: str, planted: Planted, start: int, stop: int) -> Tensor:
-    width, device = planted.shape.width, planted.device
+    width, device = planted.spec.hidden_size, planted.device
     rows_ND = _normal_rows(name, start, stop, width, device)
     return rows_ND + COMMON * width**0.5 * _common(width, device)
 

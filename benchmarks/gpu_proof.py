@@ -67,7 +67,7 @@ def launches_of_plan(name: str, folder: Path) -> tuple:
 
 
 def _model(whose: str, kind: str, folder: Path):
-    from models import make_shape, shape_only
+    from models import make_sizes, shape_only
 
     from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.convert.convert import convert
@@ -75,7 +75,7 @@ def _model(whose: str, kind: str, folder: Path):
 
     if whose == "7B":  # its width and heads, with fewer layers and neurons and a smaller vocabulary
         return shape_only(
-            make_shape(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
+            make_sizes(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
                        vocab_size=4096, context_length=4096)
         )  # fmt: skip
     if whose == "SmolLM2":

@@ -45,10 +45,10 @@ def text_of(model: Path, depth: int, offload: str | None) -> Iterator[tuple[Engi
     file = replace(file, shape=replace(file.shape, context_length=depth + ROOM))
     options = {"mode": "dense", "device": "cpu", "context_length": depth + ROOM}
     with Engine.of(file, kv_offload=offload, **options) as engine, engine.sequence() as text:
-        shape = (min(PIECE, depth), file.shape.num_kv_heads, file.shape.head_width)
+        shape = (min(PIECE, depth), file.shape.num_kv_heads, file.shape.head_dim)
         random_TKW = [torch.randn(shape).half() for _ in range(2)]
         state = [tuple(rows.repeat(depth // len(rows), 1, 1) for rows in random_TKW)]
-        text.write_state([1] * depth, state * file.shape.num_layers)
+        text.write_state([1] * depth, state * file.spec.num_layers)
         del state
         yield engine, text
 

@@ -121,7 +121,7 @@ def setups(model: Path, plan: Path, step_s: float) -> dict[str, CacheSetup | Non
     assert split.cache is not None, "a plan with a neuron cache is needed"
     cache, costs = split.cache, scaled_to(split, step_s)
     file = ModelFile.load(model)
-    sizes_L = np.array([layer_bytes(file, i).neuron for i in range(file.shape.num_layers)])
+    sizes_L = np.array([layer_bytes(file, i).neuron for i in range(file.spec.num_layers)])
     missed_L = [np.delete(cache.frequency[i], ids).sum() for i, ids in enumerate(split.hot)]
     slow = float(missed_L @ sizes_L) / (SLOW_STEPS * step_s)  # bytes per second
     slow_costs = replace(costs, copy_row_s_L=sizes_L / slow * (costs.copy_row_s_L > 0))

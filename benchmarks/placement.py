@@ -28,7 +28,7 @@ import numpy as np
 import pulp
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from models import make_machine, make_profile, make_shape, power_law_frequencies, shape_only
+from models import make_machine, make_profile, make_sizes, power_law_frequencies, shape_only
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.solver.inputs import Inputs
@@ -64,7 +64,7 @@ RESULTS = Path(__file__).parent / "results" / "placement.json"
 
 def make_model(name: str) -> ModelFile:
     layers, width, neurons, heads, kv_heads, vocabulary, architecture = SHAPES[name]
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=layers, width=width, num_neurons=neurons, num_heads=heads,
         num_kv_heads=kv_heads, vocab_size=vocabulary, context_length=4096,
     )  # fmt: skip
@@ -73,7 +73,7 @@ def make_model(name: str) -> ModelFile:
 
 def make_inputs(model: ModelFile, machine: str) -> Inputs:
     profile = make_profile(
-        model, power_law_frequencies(model.shape.num_layers, model.shape.num_neurons)
+        model, power_law_frequencies(model.spec.num_layers, model.spec.most_neurons)
     )
     assert model.predictor is not None
     named = tuple(min(1.0, OVERFETCH * d) for d in profile.density_L.tolist())

@@ -43,7 +43,9 @@ def make_planted(folder: Path, shape: Shape) -> None:
     """Writes the two checkpoints and the predictors; see the module."""
     make_checkpoint(folder / "silu", shape, layers_a_file=1)
     generator = torch.Generator().manual_seed(1)
-    common_D = torch.nn.functional.normalize(torch.randn(shape.width, generator=generator), dim=0)
+    common_D = torch.nn.functional.normalize(
+        torch.randn(shape.hidden_size, generator=generator), dim=0
+    )
     predictors: dict[int, LayerPredictor] = {}
     for path in sorted((folder / "silu").glob("*.safetensors")):
         tensors = load_file(path)
@@ -73,7 +75,7 @@ def _plant(
     their predictor."""
     if name == "model.embed_tokens.weight":
         values = torch.randn(tensors[name].shape, generator=generator)
-        values += COMMON * shape.width**0.5 * common_D
+        values += COMMON * shape.hidden_size**0.5 * common_D
         tensors[name] = values.bfloat16()
     elif name.endswith(("o_proj.weight", "down_proj.weight")):
         tensors[name] = tensors[name] * 0.05
@@ -87,7 +89,7 @@ def _gate(
     common_D: Tensor, shape: Shape, generator: torch.Generator
 ) -> tuple[Tensor, LayerPredictor]:
     """Gates [F, D], and the predictor that sees all of each gate except `rest`."""
-    start_DR = torch.randn(shape.width, RANK, generator=generator)
+    start_DR = torch.randn(shape.hidden_size, RANK, generator=generator)
     start_DR[:, 0] = common_D
     down_RD = torch.linalg.qr(start_DR).Q.T.contiguous()
     down_RD[0] = common_D
@@ -97,9 +99,9 @@ def _gate(
     whole = (1 + COMMON**2) ** 0.5
     up_FR *= whole * (1 - UNSEEN**2) ** 0.5 / up_FR[:, 1:].norm(dim=1, keepdim=True)
     firing_F = torch.from_numpy(planted_frequencies(shape.num_neurons, generator))
-    along_common = COMMON / whole * shape.width**0.5
+    along_common = COMMON / whole * shape.hidden_size**0.5
     up_FR[:, 0] = torch.special.ndtri(firing_F).float() / along_common
-    rest_FD = torch.randn(shape.num_neurons, shape.width, generator=generator)
+    rest_FD = torch.randn(shape.num_neurons, shape.hidden_size, generator=generator)
     rest_FD -= (rest_FD @ down_RD.T) @ down_RD
     rest_FD *= UNSEEN * whole / rest_FD.norm(dim=1, keepdim=True)
     predictor = LayerPredictor.of(down_RD=down_RD.numpy(), up_FR=up_FR.numpy(), kind="q8_0")

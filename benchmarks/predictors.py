@@ -171,7 +171,7 @@ def main(
                 }  # fmt: skip
     report = {
         "benchmark": "predictors", "model": model.name, "tokens": tokens, "machine": machine(),
-        "ffn_bytes_per_layer": len(gates) and sizes[0].neuron * engine.model.shape.num_neurons,
+        "ffn_bytes_per_layer": len(gates) and sizes[0].neuron * engine.model.spec.most_neurons,
         "target": asdict(Target()), "results": results,
     }  # fmt: skip
     with partial_file(output) as partial:

@@ -30,7 +30,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with Engine.load(arguments.model, mode="dense", device=arguments.device) as engine:
         generator = torch.Generator().manual_seed(0)
-        vocab_size = engine.model.shape.vocab_size
+        vocab_size = engine.model.spec.vocab_size
         windows = torch.randint(vocab_size, (arguments.windows, 512), generator=generator)
         counter = _counter(engine)
 
@@ -57,7 +57,7 @@ def main() -> None:
             "load_1_5_15_min": os.getloadavg(),
             "model": Path(arguments.model).name,
             "activation": engine.model.activation,
-            "layers_width_neurons": [shape.num_layers, shape.width, shape.num_neurons],
+            "layers_width_neurons": [shape.num_layers, shape.hidden_size, shape.num_neurons],
             "tokens_a_round": windows.numel(),
             "rounds": len(rounds),
             "overhead_processor": round(statistics.median(r[0] for r in rounds) - 1, 4),
@@ -74,7 +74,7 @@ def main() -> None:
 def _counter(engine: Engine) -> Counter:
     model = engine.model
     gates = tuple(Gate(activation=model.activation, threshold=t) for t in model.threshold_L)
-    return Counter(gates, model.shape.num_neurons)
+    return Counter(gates, model.spec.most_neurons)
 
 
 def _round(

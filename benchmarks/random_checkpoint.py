@@ -70,7 +70,7 @@ def _config(shape: Shape) -> dict[str, object]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": shape.width,
+        "hidden_size": shape.hidden_size,
         "intermediate_size": shape.num_neurons,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
@@ -87,7 +87,7 @@ def _config(shape: Shape) -> dict[str, object]:
 
 
 def _shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    width, neurons = shape.width, shape.num_neurons
+    width, neurons = shape.hidden_size, shape.num_neurons
     kv_width = width // shape.num_heads * shape.num_kv_heads
     layer = {
         "input_layernorm": (width,),

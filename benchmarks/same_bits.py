@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from hybrid_plans import PLANS, F, L, planned, stepped
-from models import FAMILIES, family_model, make_model, make_shape
+from models import FAMILIES, family_model, make_model, make_sizes
 from test_hybrid_step import hybrid, steps
 from test_limits import ALL, ATTENTION, NEURONS, STORED, Reference, model_of, stored
 from test_runtime import IDS, make_split
@@ -52,16 +52,16 @@ def of_engine(engine: Engine) -> list[str]:
 
 def models() -> Iterator[tuple[str, ModelFile]]:
     for kind in KINDS:
-        shape = make_shape(width=256 if kind.endswith("_k") else 64, num_layers=L, num_neurons=F)
-        model = make_model(shape=shape, kind=kind, predictor_rank=8)
+        shape = make_sizes(width=256 if kind.endswith("_k") else 64, num_layers=L, num_neurons=F)
+        model = make_model(sizes=shape, kind=kind, predictor_rank=8)
         yield kind, dataclasses.replace(model, threshold_L=(0.05,) * L)
-    shape = make_shape(num_layers=L, num_neurons=F)
+    shape = make_sizes(num_layers=L, num_neurons=F)
     for family in FAMILIES:
         for offset in (0, 1):
             yield (
                 f"{family}, offset {offset}",
                 family_model(
-                    family, kind="q8_0", shape=shape, predictor_rank=8, input_layer_offset=offset
+                    family, kind="q8_0", sizes=shape, predictor_rank=8, input_layer_offset=offset
                 ),
             )
 

@@ -153,7 +153,7 @@ class UpSizes:
 
     def __init__(self, engine: Engine) -> None:
         self.gates = [layer.ffn.gate for layer in engine.layers]
-        size = (engine.model.shape.num_layers, engine.model.shape.num_neurons)
+        size = (engine.model.spec.num_layers, engine.model.spec.most_neurons)
         self.sum_LF, self.count_LF = torch.zeros(size), torch.zeros(size)
         self.activated_TF = torch.empty(0)
 
@@ -172,7 +172,7 @@ class UpSizes:
 
 def _neuron_weights(engine: Engine, windows: tuple[Tensor, ...]) -> Tensor:
     """f32 [L, F]: mean |up_j x| times |down_j|, scaled to a mean of 1 in each layer."""
-    engine.set_thresholds((0.0,) * engine.model.shape.num_layers)
+    engine.set_thresholds((0.0,) * engine.model.spec.num_layers)
     sizes = UpSizes(engine)
     with engine.observe(sizes.observe, sizes.wants):
         for ids_T in windows:

@@ -208,7 +208,7 @@ def _steps(engine: Engine, rounds: int) -> dict[str, list[float]]:
     """The cost of steps of 1 to 17 rows: milliseconds, the ratio to one row, the drafted tokens
     that must be accepted to break even, and the acceptance rate, the same at every place, that
     breaks even."""
-    vocab_size = engine.model.shape.vocab_size
+    vocab_size = engine.model.spec.vocab_size
     with engine.sequence() as text:
         text.extend([n * 7919 % vocab_size for n in range(START)], "none")
         seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}

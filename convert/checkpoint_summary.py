@@ -12,13 +12,14 @@ from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import Draft, draft_of
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import Activation, ModelShape
+from hotsplit.model.spec import Activation, ModelSpec
+from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSummary:
-    """If `convert` would refuse the checkpoint, `refusal` says why; `shape`, `activation`, `graph`
+    """If `convert` would refuse the checkpoint, `refusal` says why; `spec`, `activation`, `graph`
     and `f16_bytes` are then None."""
 
     kind: str = "checkpoint"
@@ -29,7 +30,7 @@ class CheckpointSummary:
     num_tensors: int
     num_parameters: int
     tensors_by_type: dict[str, int]
-    shape: ModelShape | None
+    spec: ModelSpec | None
     activation: Activation | None
     graph: str | None  # the architecture that the model file would have
     f16_bytes: int | None  # of that model file's tensors
@@ -45,19 +46,13 @@ class CheckpointSummary:
             ("parameters", f"{self.num_parameters:,}"),
             ("architecture", self.architecture),
         ]
-        if self.shape is None:
+        if self.spec is None:
             return [*rows, ("refused by convert", self.refusal)]
-        s = self.shape
         return [
             *rows,
             ("as a model file", f"{self.graph}, {format_bytes(self.f16_bytes or 0)} in f16"),
             ("activation", self.activation),
-            ("layers", s.num_layers),
-            ("width", f"{s.width:,}"),
-            ("neurons a layer", f"{s.num_neurons:,}"),
-            ("heads", f"{s.num_heads} of {s.head_width}, {s.num_kv_heads} for keys and values"),
-            ("vocabulary", f"{s.vocab_size:,}"),
-            ("context", f"{s.context_length:,}"),
+            *spec_facts(self.spec),
             *(("note", note) for note in self.notes),
             ("next", f"hotsplit convert {self.path} -o model.gguf"),
         ]
@@ -78,7 +73,7 @@ def summarise_checkpoint(folder: Path) -> CheckpointSummary:
         num_tensors=len(own),
         num_parameters=sum(prod(tensor.shape) for tensor in own),
         tensors_by_type=dict(Counter(tensor.dtype.lower() for tensor in own).most_common()),
-        shape=None if model is None else model.shape,
+        spec=None if model is None else model.bare_spec,
         activation=None if model is None else model.activation,
         graph=None if model is None else model.architecture,
         f16_bytes=None if model is None else sum(e.num_bytes for e in model.tensors.values()),

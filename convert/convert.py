@@ -21,20 +21,22 @@ from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.thresholds import with_thresholds
 from hotsplit.convert import gguf_source, tensors
-from hotsplit.convert.blueprint import Blueprint
 from hotsplit.convert.checkpoint import Checkpoint
-from hotsplit.convert.families.table import read_blueprint
 from hotsplit.convert.hub import find_folder
 from hotsplit.convert.options import ConvertConfig, ConvertReport, Outtype
 from hotsplit.convert.predictors import add_predictors
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Blueprint
+from hotsplit.families.table import ARCHITECTURES, read_blueprint
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.outputs import check_output
 from hotsplit.files.written import Restored, Written
-from hotsplit.model.architecture import Activation, Architecture, optional_layer_shapes
+from hotsplit.model.spec import ModelSpec
+from hotsplit.model.tensors import layer_shapes
 
+STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU"}
 FILE_TYPES = {
     "f32": LlamaFileType.ALL_F32,
     "f16": LlamaFileType.MOSTLY_F16,
@@ -145,20 +147,18 @@ def _from_checkpoint(config: ConvertConfig) -> Draft:
             f"{config.source}: a checkpoint states its activation; --activation is for GGUF files"
         )
     if config.layout == "stock":
-        _refuse_stock(config.source, plan.graph, plan.activation, plan.options)
+        _refuse_stock(config.source, plan.spec)
     limits_path = _limits_path(config, folder)
     limits = None if limits_path is None else Limits.load(limits_path)
     outtype: Outtype = config.outtype or "f16"
     types = TensorTypes(outtype=outtype, overrides=config.tensor_types)
-    tokenizer = tokenizer_keys(checkpoint.folder, plan.shape.vocab_size, config.layout)
+    tokenizer = tokenizer_keys(checkpoint.folder, plan.spec.vocab_size, config.layout)
     model = ModelFile(
         path=config.output,
-        architecture=plan.architecture,
         layout=config.layout,
         model_id="",
-        shape=plan.shape,
-        activation=plan.activation,
-        threshold_L=(plan.threshold,) * plan.shape.num_layers,
+        bare_spec=plan.spec,
+        threshold_L=(plan.threshold,) * plan.spec.num_layers,
         predictor=None,
         tensors=tensors.tensor_entries(checkpoint, plan, config.layout, types),
         extra_keys={**_general_keys(config.source, outtype), **tokenizer.keys},
@@ -190,19 +190,19 @@ def _limits_path(config: ConvertConfig, folder: Path) -> Path | None:
     return own
 
 
-def _refuse_stock(
-    source: Path, graph: Architecture, activation: Activation, options: Iterable[str]
-) -> None:
+def _refuse_stock(source: Path, spec: ModelSpec) -> None:
     """Raises HotsplitError for a model that llama.cpp would refuse, or run wrongly."""
+    graph, activation = ARCHITECTURES[spec.architecture], spec.activation
     if not graph.stock_activations:
         raise HotsplitError(f"{source}: llama.cpp has no {graph.name} graph; use the sparse layout")
     if activation not in graph.stock_activations:
         raise HotsplitError(
             f"{source}: llama.cpp's {graph.name} graph computes"
-            f" {'SiLU' if graph.is_gated else 'GELU'}, this model is"
+            f" {STOCK_NAMES[graph.stock_activations[0]]}, this model is"
             f" {activation}: it would run and answer wrongly; use the sparse layout"
         )
-    unknown = sorted(set(options) - graph.stock_options)
+    names = {name for layer in spec.layers for name in layer_shapes(spec, layer, "stock")}
+    unknown = sorted(names & set(graph.options) - set(graph.stock_options))
     if unknown:
         raise HotsplitError(
             f"{source}: llama.cpp's {graph.name} graph has no {unknown[0]}, which this model has;"
@@ -240,9 +240,7 @@ def _from_model_file(config: ConvertConfig) -> Draft:
                 f" {config.limits}; give --predictors that were, or convert a file without any"
             )
     if config.layout == "stock":
-        optional = optional_layer_shapes(model.graph, model.shape, None)
-        options = [name for name in optional if f"blk.0.{name}" in model.tensors]
-        _refuse_stock(config.source, model.graph, model.activation, options)
+        _refuse_stock(config.source, model.bare_spec)
         if model.predictor is not None or any(model.threshold_L):
             raise HotsplitError(
                 f"{config.source}: has predictors or thresholds, which the stock layout cannot"
@@ -260,9 +258,9 @@ def _from_model_file(config: ConvertConfig) -> Draft:
 
 def _with_file_type(model: ModelFile, outtype: Outtype | None) -> ModelFile:
     """The model with its `general.file_type`, if it has one, corrected to match the outtype or, if
-    there is none, its first up projection."""
+    there is none, its own type."""
     number = model.extra_keys.get("general.file_type")
-    kind = outtype or model.tensors["blk.0.ffn_up.weight"].kind
+    kind = outtype or model.own_type
     if not isinstance(number, np.integer) or _is_of_type(int(number), kind):
         return model
     keys = model.extra_keys | {"general.file_type": np.uint32(FILE_TYPES[kind])}
@@ -279,9 +277,8 @@ def _is_of_type(number: int, kind: str) -> bool:
 
 
 def _outtype_of(model: ModelFile) -> str:
-    """The type that the file states, if it is one of FILE_TYPES, or else that of its first up
-    projection."""
+    """The type that the file states, if it is one of FILE_TYPES, or else its own type."""
     number = model.extra_keys.get("general.file_type")
     names = {int(value): name for name, value in FILE_TYPES.items()}
-    first = model.tensors["blk.0.ffn_up.weight"].kind
-    return names.get(int(number), first) if isinstance(number, np.integer) else first
+    own = model.own_type
+    return names.get(int(number), own) if isinstance(number, np.integer) else own

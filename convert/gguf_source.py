@@ -23,7 +23,8 @@ from hotsplit.convert.tensors import DOWN, DOWN_T
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
-from hotsplit.model.architecture import SMOOTH, Layout
+from hotsplit.model.spec import SMOOTH
+from hotsplit.model.tensors import Layout, layout_of
 from hotsplit.tokens.tokenizer_text import read_tokenizer
 
 FLOATS = ("f32", "f16", "bf16")
@@ -41,7 +42,7 @@ def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
     tokenizer = keys.get(TOKENIZER_KEY)
     if isinstance(tokenizer, str):
         read_tokenizer(f"{config.source}: {TOKENIZER_KEY}", tokenizer)
-    found: Layout = "sparse" if f"blk.0.{DOWN_T}" in tensors else "stock"
+    found = layout_of(tensors)
     keys = keys | _activation_keys(config, keys, found)
     types = TensorTypes(outtype=config.outtype or "f16", overrides=config.tensor_types)
     names = _targets(config, tensors)

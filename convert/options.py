@@ -6,7 +6,8 @@ from typing import Literal, get_args
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
-from hotsplit.model.architecture import Activation, Layout
+from hotsplit.model.spec import Activation
+from hotsplit.model.tensors import Layout
 
 Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
 

@@ -26,8 +26,8 @@ from hotsplit.convert.pickle_source import read_state_dict
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry
 from hotsplit.files.json_file import read_object
-from hotsplit.model.architecture import SMOOTH, ModelShape
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.spec import SMOOTH, ModelSpec
 
 LAYER_FILE = re.compile(r"model_(0|[1-9]\d*)\.pt")
 # A state dict's names of the arrays, and LayerPredictor's.
@@ -64,7 +64,7 @@ def add_predictors(
     folder contradict each other."""
     source = _open(folder, model, input_layer_offset)
     entries = {n: e for n, e in model.tensors.items() if MARK not in n}
-    for layer in range(model.shape.num_layers):
+    for layer in range(model.spec.num_layers):
         predictor = source.read(layer)
         if predictor.matrix_kind is not None:
             entries |= predictor.entries(layer)
@@ -115,7 +115,7 @@ def _open(folder: Path, model: ModelFile, stated: int | None) -> PredictorSource
         )
     if is_ours:
         return _open_ours(folder / FILE_NAME, model, stated)
-    return _open_dejavu(folder, model.shape, stated)
+    return _open_dejavu(folder, model.bare_spec, stated)
 
 
 def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSource:
@@ -133,12 +133,12 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
         )
     again = "train predictors for this model file"
     check_made_with(predictors.limits, path, model.limits, model.path, again)
-    if len(predictors.layers) != model.shape.num_layers:
+    if len(predictors.layers) != model.spec.num_layers:
         raise HotsplitError(
-            f"{path}: has {len(predictors.layers)} layers, but the model {model.shape.num_layers}"
+            f"{path}: has {len(predictors.layers)} layers, but the model {model.spec.num_layers}"
         )
     for layer, predictor in enumerate(predictors.layers):
-        _check_layer(path, layer, predictor, model.shape)
+        _check_layer(path, layer, predictor, model.spec)
     return PredictorSource(
         path=path,
         info=predictors.info,
@@ -148,28 +148,28 @@ def _open_ours(path: Path, model: ModelFile, stated: int | None) -> PredictorSou
     )
 
 
-def _open_dejavu(folder: Path, shape: ModelShape, stated: int | None) -> PredictorSource:
+def _open_dejavu(folder: Path, spec: ModelSpec, stated: int | None) -> PredictorSource:
     """Reads every layer once to check it, and again to write it; only the last one read stays in
     memory."""
     found = {path.name for path in folder.glob("*.pt")}
-    wanted = [f"model_{layer}.pt" for layer in range(shape.num_layers)]
+    wanted = [f"model_{layer}.pt" for layer in range(spec.num_layers)]
     if found != set(wanted):
         name = min(found ^ set(wanted), key=_layer_number)
         what = "is missing" if name in wanted else "is not expected"
         raise HotsplitError(
             f"{folder}: {name} {what}; wanted {wanted[0]} to {wanted[-1]} for"
-            f" {shape.num_layers} layers"
+            f" {spec.num_layers} layers"
         )
     path = folder / "config.json"
     config = read_object(path, "predictors' config.json") if path.exists() else {}
     threshold = _dejavu_threshold(path, config)
     offset, notes = _dejavu_offset(path, config, stated)
-    read = lru_cache(maxsize=1)(partial(_read_dejavu, folder, shape))
-    ranks = tuple(read(layer).rank for layer in range(shape.num_layers))
+    read = lru_cache(maxsize=1)(partial(_read_dejavu, folder, spec))
+    ranks = tuple(read(layer).rank for layer in range(spec.num_layers))
     info = PredictorInfo(
         kind="relu",
         rank_L=ranks,
-        threshold_L=(threshold,) * shape.num_layers,
+        threshold_L=(threshold,) * spec.num_layers,
         input_layer_offset=offset,
     )
     return PredictorSource(path=folder, info=info, read=read, notes=notes)
@@ -212,7 +212,7 @@ def _dejavu_offset(
     return int(cast(int, written if stated is None else stated)), ()
 
 
-def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
+def _read_dejavu(folder: Path, spec: ModelSpec, layer: int) -> LayerPredictor:
     """f32 weights of one layer."""
     path = folder / f"model_{layer}.pt"
     state = read_state_dict(path)
@@ -228,7 +228,7 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
             raise HotsplitError(
                 f"{path}: {name} is {tensor.dtype}, wanted one of {', '.join(DTYPES)}"
             )
-        f, d = shape.num_neurons, shape.width
+        f, d = spec.layers[layer].neurons.number, spec.hidden_size
         wanted = dict(zip(PARTS, ((rank, d), (f, rank), (rank,), (f,)), strict=True))[name]
         if tensor.shape != wanted:
             raise _wrong_shape(path, _name(layer, name), tensor.shape, wanted)
@@ -239,7 +239,7 @@ def _read_dejavu(folder: Path, shape: ModelShape, layer: int) -> LayerPredictor:
         down_bias_R=arrays.get("down_bias_R"),
         up_bias_F=arrays.get("up_bias_F"),
     )
-    _check_layer(path, layer, predictor, shape)
+    _check_layer(path, layer, predictor, spec)
     return predictor
 
 
@@ -255,11 +255,12 @@ def _wrong_shape(
     return HotsplitError(f"{path}: {name} is {list(found)}, wanted {list(wanted)} for this model")
 
 
-def _check_layer(path: Path, layer: int, predictor: LayerPredictor, shape: ModelShape) -> None:
+def _check_layer(path: Path, layer: int, predictor: LayerPredictor, spec: ModelSpec) -> None:
     """Raises HotsplitError unless the arrays are finite and fit the model."""
     if predictor.down is not None and not predictor.down.data.size:
         raise HotsplitError(f"{path}: the predictor has rank 0; download it again")
-    wanted = predictor.wanted_shapes(shape.num_neurons, shape.width)
+    number = spec.layers[layer].neurons.number
+    wanted = predictor.wanted_shapes(number, spec.hidden_size)
     for name, array in predictor.arrays(layer).items():
         of_name = wanted[name.split(".", 2)[2]]
         if array.shape != of_name:

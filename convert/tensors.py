@@ -8,22 +8,16 @@ import numpy as np
 import torch
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.convert.blueprint import Blueprint, Rows
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.encode import encode
 from hotsplit.convert.rounding import restore
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import Blueprint, Rows
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.written import Restored
-from hotsplit.model.architecture import (
-    Layout,
-    layer_shapes,
-    optional_layer_shapes,
-    outer_shapes,
-)
+from hotsplit.model.tensors import Layout, Shapes, layer_shapes, outer_shapes
 
-Shapes = dict[str, tuple[int, ...]]
 # The down projection in the stock layout, and in the sparse one, which transposes it.
 DOWN, DOWN_T = "ffn_down.weight", "ffn_down_t.weight"
 
@@ -113,13 +107,11 @@ def _read_rows(
 
 def _wanted(plan: Blueprint) -> Shapes:
     """Shapes by name in the stock layout, with an output head even if it is tied."""
-    graph, shape = plan.graph, plan.shape
-    wanted = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
-    in_layer = layer_shapes(graph, shape, "stock", None)
-    optional = optional_layer_shapes(graph, shape, None)
-    in_layer |= {name: optional[name] for name in plan.options}
-    for layer in range(shape.num_layers):
-        wanted |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+    spec = plan.spec
+    wanted = outer_shapes(spec) | {"output.weight": (spec.vocab_size, spec.hidden_size)}
+    for index, layer in enumerate(spec.layers):
+        in_layer = layer_shapes(spec, layer, "stock")
+        wanted |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
     return wanted
 
 
@@ -161,8 +153,8 @@ def _sources(checkpoint: Checkpoint, plan: Blueprint, wanted: Shapes) -> dict[st
         place = plan.name_of(source)
         if place not in shapes or place in sources:
             raise HotsplitError(
-                f"{tensor.file}: no rule for tensor {source!r} in a {plan.architecture} of"
-                f" {plan.shape.num_layers} layers; is this another architecture?"
+                f"{tensor.file}: no rule for tensor {source!r} in a {plan.spec.architecture} of"
+                f" {plan.spec.num_layers} layers; is this another architecture?"
             )
         if tensor.shape != shapes[place]:
             raise HotsplitError(

@@ -18,7 +18,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import Value
 from hotsplit.files.json_file import parse_object, read_object, read_text
 from hotsplit.files.typed import one_line, shown
-from hotsplit.model.architecture import Layout
+from hotsplit.model.tensors import Layout
 from hotsplit.tokens.tokenizer_text import MAX_TOKENS, read_tokenizer, refused
 
 ID_KEYS = {

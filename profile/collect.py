@@ -139,7 +139,7 @@ def _check(config: ProfileConfig, model: ModelFile, files: PredictorOutput | Non
         check_output(path, force=config.force, inputs=inputs)
     check_model(config, model)
     if files:
-        files.check(model.shape.num_layers, inputs, outputs)
+        files.check(model.spec.num_layers, inputs, outputs)
 
 
 def _stream_plan(
@@ -191,7 +191,7 @@ def _windows(engine: Engine | LayerStream, config: ProfileConfig, ranks: Ranks) 
             seed=config.seed,
             text_key=config.text_key,
             must_fill=config.max_tokens is not None,
-            vocab_size=engine.model.shape.vocab_size,
+            vocab_size=engine.model.spec.vocab_size,
         )
     )
     return found if ranks.size == 1 and found else spread_windows(found, ranks)
@@ -277,7 +277,7 @@ def _run_whole(
     gates, found = _gates(config, run, windows.ids[:first], windows.ids[first:], say)
     ids = windows.ids[first:]
     model = engine.model
-    counter = Counter(gates, model.shape.num_neurons, model.limits.layers)
+    counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
     run.add("counter", counter)
     trained = measured = None
     with engine.observe(counter.observe, counter.wants):
@@ -338,10 +338,10 @@ def _gates(
     target, budget = config.target_sparsity, config.perplexity_budget
     if target is None and budget is None:
         return gates_of(model, model.threshold_L), None
-    zeros_L = (0.0,) * model.shape.num_layers
+    zeros_L = (0.0,) * model.spec.num_layers
     if budget is not None:
         engine.set_thresholds(zeros_L)
-    counter = Counter(gates_of(model, zeros_L), model.shape.num_neurons)
+    counter = Counter(gates_of(model, zeros_L), model.spec.most_neurons)
     run.add("magnitudes", counter)
     with engine.observe(counter.observe, counter.wants):
         run.phase(tune)
@@ -398,7 +398,7 @@ def _report(
 ) -> ProfileReport:
     result = outcome.profile
     quality_L = outcome.trained[1] if outcome.trained else ()
-    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    sizes = [layer_bytes(model, layer) for layer in range(model.spec.num_layers)]
     return ProfileReport(
         output=config.output,
         model_id=result.model_id,
@@ -410,7 +410,7 @@ def _report(
         limits=result.limits,
         predictors=files.path if files else None,
         predictor_bytes=sum(q.chosen.num_bytes for q in quality_L),
-        ffn_bytes=sum(model.shape.num_neurons * size.neuron for size in sizes),
+        ffn_bytes=sum(model.spec.most_neurons * size.neuron for size in sizes),
         quality_L=quality_L,
         quality=outcome.measured.report if outcome.measured else None,
         record=result.quality,

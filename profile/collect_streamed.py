@@ -35,7 +35,7 @@ def collect_streamed(
         silent = gates_of(model, (0.0,) * len(gates))
         histogram_LB = _histogram(stream, silent, windows[:first], on_tokens)
         gates = gates_of(model, thresholds_for(histogram_LB, config.target_sparsity))
-    counter = Counter(gates, model.shape.num_neurons, model.limits.layers)
+    counter = Counter(gates, model.spec.most_neurons, model.limits.layers)
     trained = None
     with stream.observe(counter.observe, counter.wants):
         if config.train_predictors:
@@ -50,7 +50,7 @@ def _histogram(
     stream: LayerStream, gates: tuple[Gate, ...], windows: Sequence[Tensor], on_tokens: OnTokens
 ) -> np.ndarray:
     """int64 [L, B], counted in a separate pass over the weights."""
-    counter = Counter(gates, stream.model.shape.num_neurons)
+    counter = Counter(gates, stream.model.spec.most_neurons)
     with stream.observe(counter.observe, counter.wants):
         stream.run(windows, on_tokens)
     counter.check()

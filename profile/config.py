@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.count.resume import SAVE_EVERY_S
 from hotsplit.profile.predictors.options import PredictorOptions, predictor_choices
 

@@ -13,7 +13,7 @@ from hotsplit.costs.budget import (
     LOGITS_CHUNK,
     SHORT_CHUNK,
     bytes_on_one_side,
-    kv_bytes_per_layer,
+    kv_bytes,
     workspace_bytes,
 )
 from hotsplit.errors import HotsplitError
@@ -79,20 +79,20 @@ def needs_of(
 ) -> Needs:
     """Estimates the memory to run `window` tokens at a time; `choices` describe the predictors to
     train, if any."""
-    shape, layers = model.shape, model.shape.num_layers
+    spec, layers = model.spec, model.spec.num_layers
     whole = dict(bytes_on_one_side(model, context_length), predictor=0)  # predictors are not run
     lasting, passing = (
-        (0, 0) if choices is None else trainer_bytes(shape.width, shape.num_neurons, choices)
+        (0, 0) if choices is None else trainer_bytes(spec.hidden_size, spec.most_neurons, choices)
     )
-    observers = OBSERVER_BYTES_PER_VALUE * min(SHORT_CHUNK, window) * shape.num_neurons
+    observers = OBSERVER_BYTES_PER_VALUE * min(SHORT_CHUNK, window) * spec.most_neurons
     one = max(streamed_layer_bytes(model, layer) for layer in range(layers))
     workspace = workspace_bytes(model, window)
-    no_logits = workspace - 4 * LOGITS_CHUNK * shape.vocab_size
+    no_logits = workspace - 4 * LOGITS_CHUNK * spec.vocab_size
     return Needs(
         whole_bytes=sum(whole.values()) + observers + layers * lasting + passing,
-        layer_bytes=one + kv_bytes_per_layer(model, window) + no_logits + observers
+        layer_bytes=one + max(kv_bytes(model, layer, window) for layer in range(layers)) + no_logits + observers
         + lasting + passing + SLACK_BYTES,
-        state_row_bytes=4 * shape.width,
+        state_row_bytes=4 * spec.hidden_size,
     )  # fmt: skip
 
 
@@ -103,7 +103,9 @@ def streamed_layer_bytes(model: ModelFile, layer: int) -> int:
     own = {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
     weights = sum(e.num_bytes for n, e in own.items() if not n.startswith("ffn_pred_"))
     is_stock = model.layout == "stock"
-    return weights + (16 * model.shape.num_neurons * model.shape.width if is_stock else 0)
+    return weights + (
+        16 * model.spec.layers[layer].neurons.number * model.spec.hidden_size if is_stock else 0
+    )
 
 
 def trainer_bytes(width: int, num_neurons: int, choices: Choices) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def load_artifacts(config: ReportConfig) -> Artifacts:
     predictors_path = _predictors_path(config.predictors)
     predictors = None if predictors_path is None else Predictors.load(predictors_path)
     evals = tuple(map(load_eval, config.evals))
-    shape = (model.shape.num_layers, model.shape.num_neurons)
+    shape = (model.spec.num_layers, model.spec.most_neurons)
     if config.profile is not None and profile is not None:
         _check_model(model, config.profile, profile.model_id)
         _check_shape(config.profile, profile.active_count_LF.shape, shape)

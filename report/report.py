@@ -84,13 +84,14 @@ def page_of(config: ReportConfig, found: Artifacts) -> Page:
 
 
 def _facts(config: ReportConfig, found: Artifacts) -> tuple[str, ...]:
-    model, shape = found.model, found.model.shape
+    model, spec = found.model, found.model.bare_spec
     kinds = [entry.kind for entry in model.tensors.values() if len(entry.shape) > 1]
     kind = max(sorted(set(kinds)), key=kinds.count)
     size = sum(entry.num_bytes for entry in model.tensors.values())
     return (
         config.model.name, model.architecture,
-        f"{shape.num_layers} layers of {shape.num_neurons:,} neurons", f"width {shape.width:,}",
+        f"{spec.num_layers} layers of {spec.most_neurons:,} neurons",
+        f"hidden size {spec.hidden_size:,}",
         model.activation, f"{kind}, {format_bytes(size)}",
         "with predictors" if model.predictor else "no predictors",
     )  # fmt: skip

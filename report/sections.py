@@ -255,5 +255,5 @@ def _sizes_in(model: ModelFile) -> list[int]:
     return [
         sum(entry.num_bytes for name, entry in model.tensors.items()
             if name.startswith(f"blk.{layer}.ffn_pred_"))
-        for layer in range(model.shape.num_layers)
+        for layer in range(model.spec.num_layers)
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from hotsplit.artifacts.longer_texts import with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.options import Outtype
 from hotsplit.costs.budget import (
+    all_neuron_bytes,
     bytes_on_one_side,
     head_bytes,
     layer_bytes,
@@ -21,9 +22,9 @@ from hotsplit.costs.budget import (
 )
 from hotsplit.costs.mode_choice import can_silence, is_smooth
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import Layout
 from hotsplit.model.mode_quality import MAX_LOSS, RunMode
 from hotsplit.model.rope import check_scaling
+from hotsplit.model.tensors import Layout
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.source import Source
 from hotsplit.runtime.engine_options import cache_types_of, device_of
@@ -178,7 +179,7 @@ def run_bytes(model: ModelFile, context_length: int) -> int:
     """Bytes of a model on one device: weights, keys and values, temporaries."""
     items = bytes_on_one_side(model, context_length)
     if model.layout == "stock":  # run as it is
-        layers = range(model.shape.num_layers)
+        layers = range(model.spec.num_layers)
         items["neurons"] = sum(stored_neuron_bytes(model, layer) for layer in layers)
     return sum(items.values())
 
@@ -250,7 +251,7 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
     if kind is None and source.own is not None:
         return f"type {source.own_type}: the file's own ({fits})"
     if kind is None:
-        made = source.draft(None).tensors["blk.0.ffn_up.weight"].kind
+        made = source.draft(None).own_type
         if made == source.own_type:
             return f"type {made}: the file's own ({fits})"
         return (
@@ -318,24 +319,25 @@ def worth(model: ModelFile, density: float, *, has_plan: bool) -> tuple[bool, st
 
 def _always_bytes(model: ModelFile) -> int:
     """Bytes of attention, norms and head, which every token reads."""
-    layers = range(model.shape.num_layers)
+    layers = range(model.spec.num_layers)
     return head_bytes(model) + sum(layer_bytes(model, layer).attention for layer in layers)
 
 
 def bytes_exact(model: ModelFile, density: float) -> float:
     """Neurons' bytes per token in mode exact: all gate rows, and the other rows of neurons that
     fire."""
-    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
-    read = sum(size.gate_row + density * (size.neuron - size.gate_row) for size in sizes)
-    return model.shape.num_neurons * read
+    read = 0.0
+    for index, layer in enumerate(model.spec.layers):
+        size = layer_bytes(model, index)
+        read += layer.neurons.number * (size.gate_row + density * (size.neuron - size.gate_row))
+    return read
 
 
 def bytes_predicted(model: ModelFile, density: float) -> float:
     """Neurons' bytes per token in mode predicted, with predictors of the assumed size."""
-    share = PREDICTOR_SHARE.get(model.tensors[f"blk.0.{model.gate_name}.weight"].kind, 0.3)
+    share = PREDICTOR_SHARE.get(model.own_type, 0.3)
     named = min(1.0, NAMED_PER_FIRING * density)
-    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
-    return model.shape.num_neurons * (share + named) * sum(size.neuron for size in sizes)
+    return (share + named) * all_neuron_bytes(model)
 
 
 # ---- the place ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass, replace
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import layer_bytes
+from hotsplit.costs.budget import all_neuron_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.calibrate import calibrate
 from hotsplit.run.cache_folder import VARIABLE
@@ -213,7 +213,7 @@ def _of_profile(job: Job, tokens: int) -> list[Work]:
     works, model = [], job.choice.model
     if job.cache.find("full", full_key(job, tokens)):
         return []
-    predictors = round(_predictor_share(model) * _ffn_bytes(model))
+    predictors = round(_predictor_share(model) * all_neuron_bytes(model))
     if not job.cache.find("profile", profile_key(job, tokens)):
         rate = job.rates.stored.get(
             "train", count_per_s(job) * flop_per_token(model) / TRAIN_FACTOR
@@ -235,22 +235,15 @@ def _of_plan(job: Job, tokens: int | None) -> list[Work]:
         works.append(
             Work(kind="machine", label="calibrate", seconds=seconds, num_bytes=0, at_most=True)
         )
-    size = 4 * job.choice.model.shape.num_layers * job.choice.model.shape.num_neurons
+    size = 4 * job.choice.model.spec.num_layers * job.choice.model.spec.most_neurons
     plan = Work(kind="plan", label="solve", seconds=SOLVE_LIMIT_S, num_bytes=size, at_most=True)
     return [*works, plan]
 
 
 def _counts(job: Job) -> int:
-    shape = job.choice.model.shape
-    return 8 * shape.num_layers * shape.num_neurons
-
-
-def _ffn_bytes(model: ModelFile) -> int:
-    return sum(
-        model.shape.num_neurons * layer_bytes(model, layer).neuron
-        for layer in range(model.shape.num_layers)
-    )
+    spec = job.choice.model.spec
+    return 8 * spec.num_layers * spec.most_neurons
 
 
 def _predictor_share(model: ModelFile) -> float:
-    return PREDICTOR_SHARE.get(model.tensors[f"blk.0.{model.gate_name}.weight"].kind, 0.3)
+    return PREDICTOR_SHARE.get(model.own_type, 0.3)

@@ -11,7 +11,7 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.convert.options import Outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import Layout
+from hotsplit.model.tensors import Layout
 from hotsplit.run.cache_folder import Cache
 from hotsplit.run.housekeeping import Shelved, list_cache
 from hotsplit.run.keys import STAGES, conversion_key, identity_of_source

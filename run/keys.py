@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from hotsplit.artifacts import machine_file, model_keys, predictor_file, profile_file, split_file
+from hotsplit.artifacts import machine_file, predictor_file, profile_file, split_file
 from hotsplit.artifacts.limits_file import FILE_NAME as LIMITS_NAME
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
@@ -22,7 +22,8 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.convert.hub import DESCRIPTIONS, PICKLED, SAFETENSORS
 from hotsplit.convert.options import Outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import Layout
+from hotsplit.families import key_reader
+from hotsplit.model.tensors import Layout
 
 SMALL_BYTES = 4 << 20
 SAMPLE_BYTES, NUM_SAMPLES = 4096, 64
@@ -46,7 +47,7 @@ STAGES = {
     "corpus": Stage(what="the default text", version=(1,), files=("*.txt",), file="default.txt"),
     "model": Stage(
         what="the converted model",
-        version=(1, model_keys.VERSION),
+        version=(1, key_reader.VERSION),
         files=("model.gguf",),
         file="model.gguf",
         load=ModelFile.load,
@@ -68,7 +69,7 @@ STAGES = {
     ),
     "full": Stage(
         what="the model with its predictors",
-        version=(1, model_keys.VERSION, predictor_file.VERSION),
+        version=(1, key_reader.VERSION, predictor_file.VERSION),
         files=("model.gguf",),
         file="model.gguf",
         load=ModelFile.load,

@@ -105,7 +105,7 @@ def job_of(
 def _check_tokens(choice: Choice, wishes: Wishes) -> None:
     """Raises HotsplitError for too few tokens to train predictors, which would otherwise be found
     only after the conversion."""
-    least = MIN_TRAINING_WINDOWS * min(WINDOW, choice.model.shape.context_length)
+    least = MIN_TRAINING_WINDOWS * min(WINDOW, choice.model.spec.context_length)
     if wishes.tokens is not None and wishes.tokens < least and choice.predictors is not False:
         raise HotsplitError(
             f"--tokens {wishes.tokens}: too few to train predictors, wanted {least:,} or more;"

@@ -14,7 +14,7 @@ from hotsplit.convert.gguf_source import activation_notes
 from hotsplit.convert.hub import find_folder
 from hotsplit.convert.options import ConvertConfig, Outtype
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import Layout
+from hotsplit.model.tensors import Layout, layout_of
 from hotsplit.run.keys import identity_of_source
 
 
@@ -95,7 +95,7 @@ def _as_it_is(
     kind = kinds[0] if kinds else "unknown"
     if activation is not None:
         return None, None, (), kind
-    if "blk.0.ffn_down_t.weight" in tensors:
+    if layout_of(tensors) == "sparse":
         return ModelFile.of(path, keys, tensors), None, (), kind
     try:
         stock = ModelFile.of(path, keys, tensors)

@@ -255,8 +255,8 @@ def available(model: Path, texts: tuple[Path, ...], most: int) -> int:
     """The number of tokens that can be profiled in the texts, at most `most`."""
     file = ModelFile.load(model)
     windows = read_windows(
-        texts, TextCodec.of(file), context_length=file.shape.context_length, max_tokens=most,
-        seed=0, vocab_size=file.shape.vocab_size,
+        texts, TextCodec.of(file), context_length=file.spec.context_length, max_tokens=most,
+        seed=0, vocab_size=file.spec.vocab_size,
     )  # fmt: skip
     return windows.num_tokens
 

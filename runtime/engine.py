@@ -21,6 +21,7 @@ from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.artifacts.thresholds import replace_thresholds
+from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
 from hotsplit.runtime.device.device_memory import MemoryReport, out_of_memory_as_error
 from hotsplit.runtime.engine_options import check_limits
@@ -94,7 +95,7 @@ class Engine(TextEngine):
 
         Limits replace thresholds. Raises HotsplitError for other models, for limits of another model
         or shape, and for limits on a GPU."""
-        none = (LayerLimits(),) * self.model.shape.num_layers
+        none = (LayerLimits(),) * self.model.spec.num_layers
         limits = limits or Limits(model_id=None, layers=none)
         model = self.model.with_limits(limits, "limits")
         check_limits(model, self.device)
@@ -135,7 +136,7 @@ class Engine(TextEngine):
         Needs no text: the first token is 0, the others are the most probable ones, and the cache's
         content before `start` is used as it is."""
         assert steps >= 1 and start + steps <= self.context_length, (steps, start)
-        chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.shape.vocab_size)
+        chain = SamplerChain(SamplingOptions(temperature=0.0), self.model.spec.vocab_size)
         token_id = 0
         with self._sequences.open(yields=True) as text:
             self._live.weights.cache.reserve(text.number, 0, start + steps)
@@ -160,6 +161,11 @@ class Engine(TextEngine):
         and if nothing is wanted, in torch. The two differ in the order of summation. An observer that
         is added during a pass takes part from the next one on."""
         return self._live.observers.add(observe, wants, in_torch=in_torch)
+
+    @property
+    def cache_types(self) -> CacheTypes:
+        """Storage types of keys and values."""
+        return self._live.weights.cache.types
 
     @property
     def has_native_layers(self) -> bool:

@@ -121,7 +121,7 @@ def placement_of(
 ) -> Placement:
     """The device of each part of the model. With `cpu_ffn`, `is_offloaded` puts keys and values on the
     CPU, too; a plan states this itself."""
-    num_layers = model.shape.num_layers
+    num_layers = model.spec.num_layers
     if plan is not None and cpu_ffn:
         raise HotsplitError(
             "a plan says where the neurons go, and so does --cpu-ffn (cpu_ffn): leave one out"
@@ -147,7 +147,7 @@ def bytes_by_role_of(
     """Itemised bytes by role. With neither a plan nor `cpu_ffn`, everything has the device's role.
     With `cpu_ffn`, neurons are on the CPU, with everything else that a plan leaves there too
     (budget.plan_bytes_of_gpus), and the rest is on the GPU."""
-    num_layers = model.shape.num_layers
+    num_layers = model.spec.num_layers
     if plan is not None:
         cache_types = plan.cache_types(model)
     gpu_bytes, cpu_bytes = plan_bytes(
@@ -215,7 +215,7 @@ def context_of(
                 " run hotsplit solve with --context"
             )
         return plan.context_length
-    longest = model.shape.context_length
+    longest = model.spec.context_length
     if asked is None:
         return min(longest, DEFAULT_CONTEXT)
     if asked == 0:  # as in llama.cpp
@@ -225,7 +225,7 @@ def context_of(
     if not 1 <= asked <= longest:
         if asked < 1:
             raise HotsplitError(f"context of {asked} asked for, wanted 1 to {longest}")
-        hint = "; --rope-scaling yarn stretches it" if model.graph.rotary else ""
+        hint = "; --rope-scaling yarn stretches it" if model.spec.rotary else ""
         raise HotsplitError(
             f"context of {asked} asked for, but the model has up to {longest}{hint}"
         )
@@ -277,7 +277,8 @@ def cache_types_of(
             else f"a cache in {types} asked for, which runs only on the CPU so far; use device cpu"
         )
     for kind in (types.key, types.value):
-        kind.check(model.shape.head_width)
+        for layer in model.spec.layers:
+            kind.check(layer.attention.head_dim)
     if has_plan and selection is not None and selection.is_capped:
         raise HotsplitError(
             "positions=capped asked for, which does not work with a plan; leave one of the two out"
@@ -300,7 +301,7 @@ def _other_offload(asked: KeySelection | None, planned: KeySelection | None) -> 
 
 
 def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) -> None:
-    if model.graph.rotary is None:
+    if model.spec.rotary is None:
         raise HotsplitError(
             "positions=capped asked for, but this model has learned positions; leave it out"
         )
@@ -309,8 +310,8 @@ def _check_capped(model: ModelFile, types: CacheTypes, selection: KeySelection) 
             f"positions=capped asked for with keys in {types.key.name}, which are rotated by a"
             f" Hadamard matrix; use f16, bf16 or {types.key.name}-plain"
         )
-    if selection.longest > model.shape.context_length:
+    if selection.longest > model.spec.context_length:
         raise HotsplitError(
             f"positions=capped: sinks, top, window and block are {selection.longest} positions together,"
-            f" but the model's context is {model.shape.context_length}; make window or top smaller"
+            f" but the model's context is {model.spec.context_length}; make window or top smaller"
         )

@@ -114,7 +114,7 @@ def slab_bytes(
     """Permanent bytes on a GPU: the weights (without the embedding) and the cache of `items`, the
     buffers of a decode step, the ids of hot neurons, and an alignment gap per tensor."""
     stays = sum(count for item, count in items.items() if item not in ("workspace", "embedding"))
-    num_tensors = len(model.tensors) + 4 * model.shape.num_layers
+    num_tensors = len(model.tensors) + 4 * model.spec.num_layers
     vectors = (entry for entry in model.tensors.values() if len(entry.shape) == 1)
     stays += sum(FLOAT_BYTES * entry.shape[0] - entry.num_bytes for entry in vectors)  # as f32
     vectors_bytes = decode_bytes(model, context_length, max_rows, num_sequences)

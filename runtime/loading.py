@@ -94,7 +94,7 @@ def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
     """The model with the requested scaling of rotary embeddings."""
     kind, scale = config.rope_scaling, config.rope_scale
     scaled = with_rope_scaling(model, kind, scale, config.context_length)
-    if scale == 1.0 and scaled.shape.context_length == model.shape.context_length:
+    if scale == 1.0 and scaled.spec.context_length == model.spec.context_length:
         log.info("%s: a rope scale of 1 changes nothing; 2 allows texts twice as long", model.path)
     return scaled
 
@@ -216,7 +216,7 @@ class _Load:
         if runs_by_output(self.model, self.mode, self.placement):
             self.bytes_by_role["cpu"]["neurons"] = sum(
                 stored_neuron_bytes(self.model, layer)
-                for layer in range(self.model.shape.num_layers)
+                for layer in range(self.model.spec.num_layers)
             )
 
     def _set_up_neuron_cache(self) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import head_bytes, kv_read_per_layer, layer_bytes
+from hotsplit.costs.budget import head_bytes, kv_read, layer_bytes
 from hotsplit.solver.inputs import Inputs
 from hotsplit.solver.lagrangian import first_prices, least_costs
 from hotsplit.solver.layer_split import layer_split
@@ -72,11 +72,12 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
     them."""
     model, placement = inputs.model, plan.placement
     is_offloaded = inputs.kv_offload is not None
-    kv_read = kv_read_per_layer(model, inputs.context_length, inputs.cache_types)
-    kv = 0.0 if is_offloaded else kv_read
-    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
+    layers = range(model.spec.num_layers)
+    types, sizes = inputs.cache_types, [layer_bytes(model, layer) for layer in layers]
+    kv_L = np.array([kv_read(model, layer, inputs.context_length, types) for layer in layers])
     is_predicted = inputs.mode == "predicted"
-    dense_L = np.array([s.attention + kv + s.predictor * is_predicted for s in sizes])
+    dense_L = np.array([s.attention + s.predictor * is_predicted for s in sizes])
+    dense_L = dense_L + kv_L * (not is_offloaded)
     touched_LF, head = pipeline.model.touched_LF, head_bytes(model)
     hot_L = (touched_LF * placement.hot_LF).sum(axis=1)
     gpu_s = 0.0
@@ -86,7 +87,7 @@ def limit_seconds(inputs: Inputs, pipeline: Pipeline, plan: PipelinePlacement) -
         touched += head * bool(placement.head and plan.home_I[-1] == gpu)
         gpu_s += touched * problem.gpu_s_per_byte
     cold = (touched_LF.sum(axis=1) - hot_L).sum() + dense_L[~placement.dense_L].sum()
-    cold += head * (not placement.head) + kv_read * len(sizes) * is_offloaded
+    cold += head * (not placement.head) + kv_L.sum() * is_offloaded
     return max(gpu_s, float(cold) / best_cpu_rate(inputs))
 
 

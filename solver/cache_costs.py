@@ -35,7 +35,7 @@ from hotsplit.artifacts.machine_file import Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import PlanMode
-from hotsplit.costs.budget import is_cached, layer_bytes, layer_tensors, transposed_kind
+from hotsplit.costs.budget import down_kind, is_cached, layer_bytes, layer_tensors
 from hotsplit.options.neuron_cache import CacheCosts
 from hotsplit.solver.problem import (
     Placement,
@@ -149,10 +149,8 @@ def _sides(
 def _cpu_row_seconds(model: ModelFile, machine: Machine, layer: int, density: float) -> float:
     """Seconds on the CPU of a fired neuron's up and down rows at this density."""
     sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
-    down = tensors.get("ffn_down_t.weight")
-    down_kind = transposed_kind(model) if down is None else down.kind
     up_s = sizes.up_row / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=density)
-    return up_s + sizes.down_row / machine.cpu_rate(down_kind, density=density)
+    return up_s + sizes.down_row / machine.cpu_rate(down_kind(model, layer), density=density)
 
 
 def _rest_seconds(problem: Problem, placement: Placement, is_cached_L: np.ndarray) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
-from hotsplit.costs.budget import ITEMS, Items, kv_bytes_per_layer, kv_positions, layer_bytes
+from hotsplit.costs.budget import ITEMS, Items, kv_bytes, kv_positions, layer_bytes
 from hotsplit.solver.solve import SolveConfig
 from hotsplit.system.sizes import format_bytes
 
@@ -59,10 +59,10 @@ def _layer_use(split: Split, model: ModelFile, layer: int) -> LayerUse:
         gpu=split.home[layer] if split.home else 0,
         dense_bytes=(sizes.attention + sizes.predictor - sizes.head_norms * is_offloaded)
         * is_there,
-        kv_bytes=kv_bytes_per_layer(model, positions) * (is_there and not is_offloaded),
+        kv_bytes=kv_bytes(model, layer, positions) * (is_there and not is_offloaded),
         neuron_bytes=num_hot * sizes.neuron,
         num_hot=num_hot,
-        num_neurons=model.shape.num_neurons,
+        num_neurons=model.spec.layers[layer].neurons.number,
     )
 
 

@@ -14,7 +14,7 @@ from hotsplit.costs.budget import (
     DEFAULT_CONTEXT,
     CacheSize,
     embedding_bytes,
-    kv_bytes_per_layer,
+    kv_bytes,
     kv_kind,
     kv_positions,
     layer_bytes,
@@ -92,10 +92,10 @@ class Inputs:
         rule = self.kv_offload
         return self.context_length if rule is None else min(self.context_length, rule.longest)
 
-    @property
-    def kv_bytes(self) -> int:
+    def kv_bytes(self, layer: int) -> int:
         """Bytes of a layer's keys and values, of all texts, without key selection."""
-        return kv_bytes_per_layer(self.model, kv_positions(self.context_length, self.num_sequences))
+        positions = kv_positions(self.context_length, self.num_sequences)
+        return kv_bytes(self.model, layer, positions)
 
     @property
     def cache_size(self) -> CacheSize | None:
@@ -114,9 +114,12 @@ class Inputs:
         if self.kv_offload is None:
             return 0
         positions = kv_positions(self.context_length, self.num_sequences)
-        kv = kv_bytes_per_layer(self.model, positions, self.cache_types)
-        layers = range(self.model.shape.num_layers)
-        return sum(kv + layer_bytes(self.model, layer).head_norms for layer in layers)
+        types = self.cache_types
+        return sum(
+            kv_bytes(self.model, layer, positions, types)
+            + layer_bytes(self.model, layer).head_norms
+            for layer in range(self.model.spec.num_layers)
+        )
 
     def with_budget(self, budget: int) -> "Inputs":
         """The same inputs with one GPU of this budget."""
@@ -146,7 +149,7 @@ def load_inputs(
         profile=files[1],
         machine=files[2],
         paths=(model, profile, machine),
-        context_length=context_length or min(files[0].shape.context_length, DEFAULT_CONTEXT),
+        context_length=context_length or min(files[0].spec.context_length, DEFAULT_CONTEXT),
         mode=mode or mode_meant(files[0]),
         workspace=0,
         budgets=budgets,
@@ -172,7 +175,7 @@ def _check_profile(inputs: Inputs) -> None:
             f"{profile_path}: made from model {profile.model_id[:12]}, but {model_path} is"
             f" {model.model_id[:12]}; run hotsplit profile on this model"
         )
-    wanted = (model.shape.num_layers, model.shape.num_neurons)
+    wanted = (model.spec.num_layers, model.spec.most_neurons)
     if profile.active_count_LF.shape != wanted:
         raise HotsplitError(
             f"{profile_path}: counts {list(profile.active_count_LF.shape)} layers and neurons,"
@@ -192,11 +195,11 @@ def _check_profile(inputs: Inputs) -> None:
             f"{model_path}: no predictors, which mode 'predicted' needs; use mode 'exact', or"
             " add predictors with hotsplit convert --predictors"
         )
-    if inputs.context_length > model.shape.context_length:
+    if inputs.context_length > model.spec.context_length:
         raise HotsplitError(
             f"a context of {inputs.context_length} tokens; {model_path} was made for"
-            f" {model.shape.context_length}"
-            f"{'; --rope-scaling yarn extends it' if model.graph.rotary else ''}"
+            f" {model.spec.context_length}"
+            f"{'; --rope-scaling yarn extends it' if model.spec.rotary else ''}"
         )
 
 

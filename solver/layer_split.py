@@ -27,7 +27,7 @@ from hotsplit.costs.budget import (
     FLOAT_BYTES,
     head_bytes,
     is_predictor,
-    kv_bytes_per_layer,
+    kv_read,
     layer_tensors,
 )
 from hotsplit.costs.kernel_counts import DENSE_FFN_KERNELS, dense_kernels
@@ -55,7 +55,7 @@ class LayerSplit:
 
 def layer_split(inputs: Inputs) -> LayerSplit:
     """The split with the largest -ngl that fits."""
-    num_layers = inputs.model.shape.num_layers
+    num_layers = inputs.model.spec.num_layers
     for first in range(num_layers + 1):
         for has_head in (True, False) if first == 0 else (False,):
             home = _homes(inputs, first, has_head)
@@ -71,13 +71,14 @@ def layer_split(inputs: Inputs) -> LayerSplit:
 
 def as_plan(inputs: Inputs, split: LayerSplit) -> PipelinePlacement:
     """The same whole layers on the GPUs, as a plan of ours."""
-    shape = inputs.model.shape
-    is_there_L = np.arange(shape.num_layers) >= shape.num_layers - split.num_layers
-    num_hot_L = np.where(is_there_L, shape.num_neurons, 0)
-    before = [split.homes[0] if split.homes else 0] * (shape.num_layers - split.num_layers)
+    spec = inputs.model.spec
+    is_there_L = np.arange(spec.num_layers) >= spec.num_layers - split.num_layers
+    num_neurons_L = np.array([layer.neurons.number for layer in spec.layers])
+    num_hot_L = np.where(is_there_L, num_neurons_L, 0)
+    before = [split.homes[0] if split.homes else 0] * (spec.num_layers - split.num_layers)
     home = [*before, *split.homes]
-    home += home[-1:] * (shape.num_layers + 1 - len(home))
-    hot_LF = np.arange(shape.num_neurons) < num_hot_L[:, None]
+    home += home[-1:] * (spec.num_layers + 1 - len(home))
+    hot_LF = np.arange(spec.most_neurons) < num_hot_L[:, None]
     return PipelinePlacement(
         placement=Placement(hot_LF=hot_LF, dense_L=is_there_L, head=split.has_head),
         home_I=np.array(home, np.int64),
@@ -88,9 +89,11 @@ def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
     """The GPU of each layer from `first` on and, with `has_head`, of the head; None if they do not
     fit."""
     model, homes = inputs.model, list[int]()
-    kv = inputs.kv_bytes
-    layers = range(first, model.shape.num_layers)
-    sizes = [kv + sum(e.num_bytes for e in _weights(inputs, layer)) for layer in layers]
+    layers = range(first, model.spec.num_layers)
+    sizes = [
+        inputs.kv_bytes(layer) + sum(e.num_bytes for e in _weights(inputs, layer))
+        for layer in layers
+    ]
     sizes += [head_bytes(model)] * has_head
     gpu, room = -1, -1
     for size in sizes:
@@ -107,9 +110,9 @@ def _homes(inputs: Inputs, first: int, has_head: bool) -> list[int] | None:
 def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> float:
     model, machine = inputs.model, inputs.machine
     total = machine.costs.token_s.best + sum(_cpu_seconds(inputs, layer) for layer in range(first))
-    for layer, home in zip(range(first, model.shape.num_layers), homes, strict=False):
+    for layer, home in zip(range(first, model.spec.num_layers), homes, strict=False):
         gpu = inputs.gpus[home]
-        read = kv_bytes_per_layer(model, inputs.context_length) / 2
+        read = kv_read(model, layer, inputs.context_length)
         read += sum(entry.num_bytes for entry in _weights(inputs, layer))
         kernels = dense_kernels(model, layer, has_predictor=False) + DENSE_FFN_KERNELS
         total += read / (gpu.bandwidth_gb_per_s.best * 1e9) + kernels * gpu.launch_s.best
@@ -120,15 +123,15 @@ def _seconds(inputs: Inputs, first: int, homes: list[int], has_head: bool) -> fl
     else:
         kind = model.tensors[model.head_name].kind
         total += head_bytes(model) / machine.cpu_rate(kind)
-    hidden = FLOAT_BYTES * model.shape.width
+    hidden = FLOAT_BYTES * model.spec.hidden_size
     return total + sum(2 * copy_seconds(inputs.gpus[home], hidden) for home in set(homes))
 
 
 def _cpu_seconds(inputs: Inputs, layer: int) -> float:
     """CPU seconds of a whole layer."""
     machine, costs = inputs.machine, inputs.machine.costs
-    kv_read = kv_bytes_per_layer(inputs.model, inputs.context_length) / 2
-    total = layer_seconds(machine, "dense") + kv_read / (costs.kv_gb_per_s.best * 1e9)
+    read = kv_read(inputs.model, layer, inputs.context_length)
+    total = layer_seconds(machine, "dense") + read / (costs.kv_gb_per_s.best * 1e9)
     for entry in _weights(inputs, layer):
         total += entry.num_bytes / machine.cpu_rate(entry.kind)
     return total

@@ -69,19 +69,20 @@ from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.costs.budget import (
     FLOAT_BYTES,
+    down_kind,
     head_bytes,
     is_dense,
     is_predictor,
-    kv_bytes_per_layer,
+    kv_bytes,
     kv_positions,
-    kv_read_per_layer,
+    kv_read,
     layer_bytes,
     layer_tensors,
-    transposed_kind,
     workspace_bytes,
 )
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
+from hotsplit.model.spec import Attention
 from hotsplit.options.cache_types import CacheTypes
 
 
@@ -214,19 +215,26 @@ def build_problem(
     texts. `cache_types` with a selection put them into main memory; None is the model's own
     type."""
     gpu = machine.gpus[0] if gpu is None else gpu
-    gpu_s, shape = 1e-9 / gpu.bandwidth_gb_per_s.best, model.shape
-    sizes = [layer_bytes(model, layer) for layer in range(shape.num_layers)]
+    gpu_s, spec = 1e-9 / gpu.bandwidth_gb_per_s.best, model.spec
+    layers = range(spec.num_layers)
+    sizes = [layer_bytes(model, layer) for layer in layers]
     is_offloaded = cache_types is not None and cache_types.selection is not None
-    kv_read = kv_read_per_layer(model, context_length, cache_types)
-    kv = kv_bytes_per_layer(model, kv_positions(context_length, num_sequences), cache_types)
+    read_kv_L = np.array([kv_read(model, layer, context_length, cache_types) for layer in layers])
+    positions = kv_positions(context_length, num_sequences)
+    kv_L = np.array([kv_bytes(model, layer, positions, cache_types) for layer in layers])
     of_attention = [s.attention - s.head_norms * is_offloaded for s in sizes]
-    attend_s = attend_seconds(model, machine, gpu, kv_read) if is_offloaded else 0.0
+    attend_s_L = np.zeros(spec.num_layers)
+    if is_offloaded:
+        attend_s_L += [
+            attend_seconds(spec.layers[layer].attention, machine, gpu, read_kv_L[layer])
+            for layer in layers
+        ]
     order_LF = np.argsort(-profile.active_count_LF, axis=1, kind="stable").astype(np.int32)
     frequency_LF = np.take_along_axis(profile.frequency_LF, order_LF, axis=1)
     if mode == "dense":
         frequency_LF = np.ones_like(frequency_LF)
     has_predictor = mode == "predicted"
-    read_L = np.array([num_bytes + kv_read * (not is_offloaded) for num_bytes in of_attention])
+    read_L = np.array(of_attention) + read_kv_L * (not is_offloaded)
     named_LF = np.ones_like(frequency_LF)
     if mode == "predicted":
         read_L += np.array([s.predictor for s in sizes])
@@ -239,7 +247,7 @@ def build_problem(
     share_2L = np.stack([named_LF.mean(axis=1), frequency_LF.mean(axis=1)])
     cpu_s_L = _neuron_seconds(model, machine, share_2L, *parts)
     touched_L = touched_LF.sum(axis=1)
-    none_s_L = np.full(shape.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
+    none_s_L = np.full(spec.num_layers, 1e-9 / machine.best_cpu_bandwidth_gb_per_s)
     cpu_s_per_byte_L = np.divide(cpu_s_L, touched_L, out=none_s_L, where=touched_L > 0)
     saved_LF = np.cumsum(touched_LF, axis=1) * cpu_s_per_byte_L[:, None]
     launch_s = HOT_KERNELS * gpu.launch_s.best
@@ -251,17 +259,17 @@ def build_problem(
         order_LF=order_LF,
         touched_LF=touched_LF,
         neuron_bytes_L=np.array([s.neuron for s in sizes]),
-        min_hot_L=np.minimum(num_too_few_L + 1, shape.num_neurons),
+        min_hot_L=np.minimum(num_too_few_L + 1, [layer.neurons.number for layer in spec.layers]),
         dense_bytes_L=np.array(
             [
                 num_bytes + s.predictor * has_predictor + kv * (not is_offloaded)
-                for num_bytes, s in zip(of_attention, sizes, strict=True)
+                for num_bytes, s, kv in zip(of_attention, sizes, kv_L.tolist(), strict=True)
             ]
         ),
         dense_gpu_s_L=read_L * gpu_s
         + _dense_launches(model, mode, has_cache=not is_offloaded) * gpu.launch_s.best
-        + attend_s,
-        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, kv_read),
+        + attend_s_L,
+        dense_cpu_s_L=_dense_cpu_seconds(model, machine, mode, read_kv_L),
         head_bytes=head,
         head_gpu_s=head * gpu_s + head_launches_s(model, gpu) + token_s,
         head_cpu_s=head_cpu_s + token_s,
@@ -271,7 +279,7 @@ def build_problem(
         cpu_s_per_byte_L=cpu_s_per_byte_L,
         launch_s=launch_s,
         round_trip_s=gpu.round_trip_s.best,
-        visit_s=2 * copy_seconds(gpu, FLOAT_BYTES * shape.width),
+        visit_s=2 * copy_seconds(gpu, FLOAT_BYTES * spec.hidden_size),
     )
 
 
@@ -282,22 +290,21 @@ def copy_seconds(gpu: Gpu, num_bytes: int) -> float:
 
 def head_launches_s(model: ModelFile, gpu: Gpu) -> float:
     """Fixed costs of the head on a GPU: its kernels, and the logits' copy on top of a visit's."""
-    logits = FLOAT_BYTES * model.shape.vocab_size
+    logits = FLOAT_BYTES * model.spec.vocab_size
     return HEAD_KERNELS * gpu.launch_s.best + logits * 1e-9 / gpu.host_to_device_gb_per_s.best
 
 
 def _dense_launches(model: ModelFile, mode: PlanMode, *, has_cache: bool) -> np.ndarray:
     """Kernels of each dense block, int [L]."""
     options = {"has_predictor": mode == "predicted", "has_cache": has_cache}
-    layers = range(model.shape.num_layers)
+    layers = range(model.spec.num_layers)
     return np.array([dense_kernels(model, layer, **options) for layer in layers])
 
 
-def attend_seconds(model: ModelFile, machine: Machine, gpu: Gpu, kv_read: float) -> float:
+def attend_seconds(attention: Attention, machine: Machine, gpu: Gpu, kv_read: float) -> float:
     """Seconds of a layer's attention on the CPU if its projections are on a GPU, with the round
-    trip and the copies."""
-    shape = model.shape
-    values = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
+    trip and the copies; `kv_read`: bytes of keys and values."""
+    values = attention.query_size + attention.qkv_size
     copies_s = FLOAT_BYTES * values * 1e-9 / gpu.host_to_device_gb_per_s.best
     return gpu.round_trip_s.best + copies_s + kv_read / (machine.costs.kv_gb_per_s.best * 1e9)
 
@@ -313,25 +320,26 @@ def _neuron_seconds(
     """CPU seconds of these touched bytes, f64 [L]. `share_2L`: the share of neurons whose gate rows
     are read, and the share whose up and down rows are."""
     seconds = []
-    for layer in range(model.shape.num_layers):
+    for layer in range(model.spec.num_layers):
         tensors = layer_tensors(model, layer)
-        gate_kind = tensors[f"{model.gate_name}.weight"].kind
-        down = tensors.get("ffn_down_t.weight")
-        down_kind = transposed_kind(model) if down is None else down.kind
+        gate_kind = tensors[f"{model.spec.layers[layer].neurons.gate_name}.weight"].kind
         named, fired = share_2L[:, layer].tolist()
         gate = gate_L[layer] / machine.cpu_rate(gate_kind, density=named)
         up = up_L[layer] / machine.cpu_rate(tensors["ffn_up.weight"].kind, density=fired)
-        seconds.append(gate + up + down_L[layer] / machine.cpu_rate(down_kind, density=fired))
+        seconds.append(
+            gate + up + down_L[layer] / machine.cpu_rate(down_kind(model, layer), density=fired)
+        )
     return np.array(seconds)
 
 
 def _dense_cpu_seconds(
-    model: ModelFile, machine: Machine, mode: PlanMode, kv_read: float
+    model: ModelFile, machine: Machine, mode: PlanMode, kv_read_L: np.ndarray
 ) -> np.ndarray:
     """D_l on the CPU, f64 [L]."""
     seconds = []
-    for layer in range(model.shape.num_layers):
-        total = kv_read / (machine.costs.kv_gb_per_s.best * 1e9) + layer_seconds(machine, mode)
+    for layer in range(model.spec.num_layers):
+        total = kv_read_L[layer] / (machine.costs.kv_gb_per_s.best * 1e9)
+        total += layer_seconds(machine, mode)
         for name, entry in layer_tensors(model, layer).items():
             if is_dense(name) or (mode == "predicted" and is_predictor(name)):
                 total += entry.num_bytes / machine.cpu_rate(entry.kind)
@@ -355,7 +363,7 @@ def overfetch(model: ModelFile, profile: Profile) -> np.ndarray:
             " to 1; train them again"
         )
     if not named:
-        return np.ones(model.shape.num_layers)
+        return np.ones(model.spec.num_layers)
     density_L = profile.density_L
     return np.divide(named, density_L, out=np.ones_like(density_L), where=density_L > 0)
 

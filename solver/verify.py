@@ -15,13 +15,13 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import (
+    down_kind,
     head_bytes,
     is_dense,
     is_predictor,
-    kv_read_per_layer,
+    kv_read,
     layer_bytes,
     layer_tensors,
-    transposed_kind,
 )
 from hotsplit.costs.kernel_counts import HEAD_KERNELS, HOT_KERNELS, dense_kernels
 from hotsplit.errors import HotsplitError
@@ -121,13 +121,13 @@ def _copies_seconds(split: Split, model: ModelFile, machine: Machine, home: Sequ
     a head on a GPU."""
     blocks = (*split.dense_on_gpu, split.head_on_gpu)
     places = [gpu if is_on_gpu else None for is_on_gpu, gpu in zip(blocks, home, strict=True)]
-    total, hidden = 0.0, 4 * model.shape.width
+    total, hidden = 0.0, 4 * model.spec.hidden_size
     for before, after in zip([None, *places], [*places, None], strict=True):
         if before != after:
             for gpu in (machine.gpus[k] for k in (before, after) if k is not None):
                 total += gpu.copy_latency_s.best + hidden / _copy_rate(gpu)
     if split.head_on_gpu:
-        total += 4 * model.shape.vocab_size / _copy_rate(machine.gpus[home[-1]])
+        total += 4 * model.spec.vocab_size / _copy_rate(machine.gpus[home[-1]])
     return total
 
 
@@ -140,8 +140,8 @@ def _dense_seconds(
 ) -> float:
     """Seconds of a dense block: attention, the keys and values of half the context or a selection
     of them, and the predictor if it is run."""
-    types, shape = split.cache_types(model), model.shape
-    kv_read = kv_read_per_layer(model, split.context_length, types)
+    types, attention = split.cache_types(model), model.spec.layers[layer].attention
+    read_kv = kv_read(model, layer, split.context_length, types)
     read = {
         name: entry
         for name, entry in layer_tensors(model, layer).items()
@@ -149,19 +149,19 @@ def _dense_seconds(
     }
     is_predicted = split.mode == "predicted"
     if split.dense_on_gpu[layer] and types.selection is not None:
-        gpu, heads = machine.gpus[home], shape.num_heads + shape.num_kv_heads
+        gpu, heads = machine.gpus[home], attention.num_heads + attention.num_kv_heads
         there = {n: e for n, e in read.items() if not n.startswith(("attn_q_norm", "attn_k_norm"))}
         total = sum(e.num_bytes for e in there.values()) / _gpu_rate(machine, home)
         kernels = dense_kernels(model, layer, has_predictor=is_predicted, has_cache=False)
         total += kernels * gpu.launch_s.best + gpu.round_trip_s.best
-        total += 2 * 4 * heads * shape.head_width / _copy_rate(gpu)
-        return total + kv_read / (1e9 * machine.costs.kv_gb_per_s.best)
+        total += 2 * 4 * heads * attention.head_dim / _copy_rate(gpu)
+        return total + read_kv / (1e9 * machine.costs.kv_gb_per_s.best)
     if split.dense_on_gpu[layer]:
         kernels = dense_kernels(model, layer, has_predictor=is_predicted)
-        read_s = (kv_read + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
+        read_s = (read_kv + sum(e.num_bytes for e in read.values())) / _gpu_rate(machine, home)
         return read_s + kernels * machine.gpus[home].launch_s.best
     total = machine.costs.layer_s["exact" if split.mode == "dense" else split.mode].best
-    total += kv_read / (1e9 * machine.costs.kv_gb_per_s.best)
+    total += read_kv / (1e9 * machine.costs.kv_gb_per_s.best)
     for entry in read.values():
         total += entry.num_bytes / machine.cpu_rate(entry.kind)
     return total
@@ -175,15 +175,15 @@ def _neurons(
     sizes, tensors = layer_bytes(model, layer), layer_tensors(model, layer)
     gate_F, fired_F = _shares(split, model, profile, layer)
     touched_F = gate_F * sizes.gate_row + fired_F * (sizes.up_row + sizes.down_row)
-    down = tensors.get("ffn_down_t.weight")
-    down_kind = transposed_kind(model) if down is None else down.kind
-    gate_kind = tensors[f"{model.gate_name}.weight"].kind
+    gate_kind = tensors[f"{model.spec.layers[layer].neurons.gate_name}.weight"].kind
     seconds = gate_F.sum() * sizes.gate_row
     seconds /= machine.cpu_rate(gate_kind, density=gate_F.mean())
     up_kind = tensors["ffn_up.weight"].kind
     fired = fired_F.mean()
     seconds += fired_F.sum() * sizes.up_row / machine.cpu_rate(up_kind, density=fired)
-    seconds += fired_F.sum() * sizes.down_row / machine.cpu_rate(down_kind, density=fired)
+    seconds += (
+        fired_F.sum() * sizes.down_row / machine.cpu_rate(down_kind(model, layer), density=fired)
+    )
     total = touched_F.sum()
     return touched_F, touched_F * (seconds / total if total > 0 else 0.0)
 

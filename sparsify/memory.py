@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import ModelShape
+from hotsplit.model.spec import ModelSpec
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.distillation import CHUNK_VALUES
 from hotsplit.system.sizes import format_bytes
@@ -45,28 +45,30 @@ class Needs:
         )
 
 
-def num_trained(shape: ModelShape, config: SparsifyConfig) -> int:
+def num_trained(spec: ModelSpec, config: SparsifyConfig) -> int:
     """Values that are trained: whole feed-forward matrices, or low-rank updates of them."""
     if config.rank is None:
-        return 3 * shape.num_layers * shape.num_neurons * shape.width
-    return 3 * shape.num_layers * config.rank * (shape.num_neurons + shape.width)
+        return 3 * spec.num_neurons * spec.hidden_size
+    return 3 * config.rank * (spec.num_neurons + spec.num_layers * spec.hidden_size)
 
 
-def needs_of(shape: ModelShape, config: SparsifyConfig, dtype: torch.dtype, tied: bool) -> Needs:
+def needs_of(spec: ModelSpec, config: SparsifyConfig, dtype: torch.dtype, tied: bool) -> Needs:
     size = dtype.itemsize
-    feed_forward = 3 * shape.num_layers * shape.num_neurons * shape.width
-    heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width * shape.width
-    outer = (1 if tied else 2) * shape.vocab_size * shape.width
-    trained = num_trained(shape, config)
-    kept = shape.num_layers * (KEPT_WIDTHS * shape.width + KEPT_NEURONS * size * shape.num_neurons)
+    feed_forward = 3 * spec.num_neurons * spec.hidden_size
+    attentions = [layer.attention for layer in spec.layers]
+    heads = sum(a.query_size + a.qkv_size for a in attentions) * spec.hidden_size
+    outer = (1 if tied else 2) * spec.vocab_size * spec.hidden_size
+    trained = num_trained(spec, config)
+    kept = spec.num_layers * KEPT_WIDTHS * spec.hidden_size
+    kept += KEPT_NEURONS * size * spec.num_neurons
     return Needs(
-        frozen=(shape.num_layers * heads + outer) * size,
+        frozen=(heads + outer) * size,
         dense=feed_forward * size,
         # the values, gradients, two moments, and a copy in the type of the products
         trained=trained * (16 + (size if size < 4 else 0)),
         best=trained * 4,
         kept=kept * config.micro_tokens,
-        logits=4 * max(CHUNK_VALUES, shape.vocab_size) * 4,
+        logits=4 * max(CHUNK_VALUES, spec.vocab_size) * 4,
     )
 
 

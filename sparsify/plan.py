@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import draft_of
-from hotsplit.convert.families.table import read_blueprint
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
+from hotsplit.families.table import read_blueprint
 from hotsplit.files.atomic import remove_stale
 from hotsplit.files.outputs import check_output_folder
 from hotsplit.files.outputs import check_outputs as check_files
@@ -59,8 +59,9 @@ class Plan:
         output = config.work_folder / "model.gguf"
         draft = draft_of(ConvertConfig(source=source, output=output, outtype=config.outtype))
         checkpoint = Checkpoint.open(source)
-        shape = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows).shape
-        largest = min(shape.width, shape.num_neurons)
+        plan = read_blueprint(source / "config.json", checkpoint.config, checkpoint.max_rows)
+        spec = plan.spec
+        largest = min(spec.hidden_size, *(layer.neurons.number for layer in spec.layers))
         if config.rank is not None and config.rank > largest:
             raise HotsplitError(
                 f"rank is {config.rank}, wanted at most {largest}, the smaller side of the matrices;"
@@ -69,11 +70,11 @@ class Plan:
         device = str(device_of(ranks.device(config.device)))
         dtype = dtype_of(config.precision, device)
         is_tied = checkpoint.config.get("tie_word_embeddings") is True
-        needs = needs_of(shape, config, dtype, is_tied)
+        needs = needs_of(spec, config, dtype, is_tied)
         check_disk(
             config,
-            num_trained=num_trained(shape, config),
-            checkpoint_bytes=checkpoint_bytes(checkpoint, shape.num_layers),
+            num_trained=num_trained(spec, config),
+            checkpoint_bytes=checkpoint_bytes(checkpoint, spec.num_layers),
             output_bytes=sum(entry.num_bytes for entry in draft.model.tensors.values()),
         )
         steps = max(1, math.ceil(config.tokens / (config.batch_tokens * ranks.size)))

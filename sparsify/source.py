@@ -11,12 +11,13 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.atomic import partial_folder
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.files.json_file import read_object
 from hotsplit.files.typed import shown
-from hotsplit.model.architecture import SMOOTH
 from hotsplit.model.rope import RopeScaling
+from hotsplit.model.spec import SMOOTH
 from hotsplit.runtime.text.codec import TextCodec
 from hotsplit.sparsify.trained_checkpoint import save_tensors
 
@@ -115,23 +116,29 @@ def write_checkpoint(model: ModelFile, folder: Path) -> None:
 
 def _config(model: ModelFile) -> dict[str, object]:
     name, kind = CLASSES[model.architecture]
-    s, has = model.shape, model.tensors.__contains__
+    spec, sizes = model.bare_spec, sizes_of(model.bare_spec)
     codec = TextCodec.of(model)
     config: dict[str, object] = {
-        "architectures": [name], "model_type": kind, "vocab_size": s.vocab_size,
-        "hidden_size": s.width, "intermediate_size": s.num_neurons,
-        "num_hidden_layers": s.num_layers, "num_attention_heads": s.num_heads,
-        "num_key_value_heads": s.num_kv_heads, "head_dim": s.head_width,
+        "architectures": [name], "model_type": kind, "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size, "intermediate_size": sizes.num_neurons,
+        "num_hidden_layers": sizes.num_layers, "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads, "head_dim": sizes.head_dim,
         # the value before it was stored in f32: 1e-05, not 9.999999747378752e-06
-        "rms_norm_eps": float(str(np.float32(s.norm_epsilon))),
-        "max_position_embeddings": s.context_length,
+        "rms_norm_eps": float(str(np.float32(sizes.epsilon))),
+        "max_position_embeddings": sizes.context_length,
         "hidden_act": HIDDEN_ACTS[model.activation],
         "tie_word_embeddings": model.is_tied, "bos_token_id": codec.begin_id,
         "eos_token_id": sorted(codec.end_ids) or None, "dtype": "float32",
     }  # fmt: skip
     if name == "LlamaForCausalLM":
-        config |= {"attention_bias": has("blk.0.attn_q.bias"), "mlp_bias": has("blk.0.ffn_up.bias")}
-    config["rope_parameters"] = {**_scaling(s.rope_scaling), "rope_theta": s.rope_theta}
+        config |= {
+            "attention_bias": any(layer.attention.biases for layer in spec.layers),
+            "mlp_bias": any(layer.neurons.biases for layer in spec.layers),
+        }
+    assert spec.rotary is not None
+    config["rope_parameters"] = {
+        **_scaling(spec.rotary.scaling), "rope_theta": spec.rotary.theta,
+    }  # fmt: skip
     return config
 
 
@@ -190,7 +197,8 @@ def _values(model: ModelFile, name: str, entry: TensorEntry) -> Tensor:
         return values.T.contiguous()
     inner = name.split(".")[2] if name.startswith("blk.") else ""
     if model.architecture in TURNED_IN_PAIRS and inner in ("attn_q", "attn_k"):
-        heads = model.shape.num_heads if inner == "attn_q" else model.shape.num_kv_heads
-        pairs = values.reshape(heads, model.shape.head_width // 2, 2, -1)
+        attention = model.bare_spec.layers[int(name.split(".")[1])].attention
+        heads = attention.num_heads if inner == "attn_q" else attention.num_kv_heads
+        pairs = values.reshape(heads, attention.head_dim // 2, 2, -1)
         return pairs.transpose(1, 2).reshape(values.shape).contiguous()
     return values

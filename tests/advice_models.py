@@ -20,7 +20,7 @@ import string
 from pathlib import Path
 
 import numpy as np
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 from tokenizers import pre_tokenizers
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -59,11 +59,11 @@ def chain(num_letters: int, seed: int = 0) -> str:
 
 def _model(path: Path, num_neurons: int, works_F: np.ndarray, *, has_huge: bool) -> ModelFile:
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=1, width=WIDTH, num_neurons=num_neurons, num_heads=1, num_kv_heads=1,
         head_width=32, vocab_size=vocab_size, context_length=256,
     )  # fmt: skip
-    model = make_model(shape=shape, kind="f16", activation="silu", path=path, extra_keys=keys)
+    model = make_model(sizes=shape, kind="f16", activation="silu", path=path, extra_keys=keys)
     signs = HALF if has_huge else EVERY
     code_VD = _codes(vocab_size, signs)
     gate_FD, up_FD, down_FD = _feed_forward(code_VD[_letters()], works_F, signs)

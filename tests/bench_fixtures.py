@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, decided_predictors, make_model, make_shape
+from models import byte_level_keys, decided_predictors, make_model, make_sizes
 from test_runtime import make_split
 
 
@@ -19,11 +19,11 @@ def threads_put_back(restore_library):
 def bench_files(tmp_path_factory):
     """A model with predictors and one without, in q8_0, and a plan for the first."""
     folder = tmp_path_factory.mktemp("bench")
-    shape = make_shape(num_layers=3, num_neurons=96, context_length=64, vocab_size=300)
-    model = make_model(shape=shape, kind="q8_0", predictor_rank=32, extra_keys=byte_level_keys()[0])
+    shape = make_sizes(num_layers=3, num_neurons=96, context_length=64, vocab_size=300)
+    model = make_model(sizes=shape, kind="q8_0", predictor_rank=32, extra_keys=byte_level_keys()[0])
     model.tensors.update(decided_predictors(3, 96))
     model.save(folder / "predicted.gguf")
-    make_model(shape=shape, kind="q8_0", is_tied=True, seed=1).save(folder / "dense.gguf")
+    make_model(sizes=shape, kind="q8_0", is_tied=True, seed=1).save(folder / "dense.gguf")
     hot = [np.arange(40), np.zeros(0), np.arange(96)]
     dense = (True, False, True)
     make_split(model, hot, dense_on_gpu=dense, context_length=32).save(folder / "plan.gguf")

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import forked
 import pytest
 import torch
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 
 import hotsplit.cli
 from hotsplit.commands.top_level import UNEXPECTED
@@ -114,7 +114,7 @@ def no_unexpected_end(request):
 def codec_model(tmp_path):
     """A random model with a tokenizer of single bytes; no token ends a text."""
     keys, vocab_size = byte_level_keys()
-    model = make_model(shape=make_shape(vocab_size=vocab_size, context_length=64), extra_keys=keys)
+    model = make_model(sizes=make_sizes(vocab_size=vocab_size, context_length=64), extra_keys=keys)
     path = tmp_path / "codec.gguf"
     dataclasses.replace(model, path=path).save(path)
     return path

@@ -101,7 +101,7 @@ COMMANDS = (
 def make_inputs(folder: Path) -> None:
     """The inputs of all commands."""
     from checkpoints import random_llama
-    from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+    from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
 
     from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.solver.solve import SolveConfig, solve
@@ -111,8 +111,8 @@ def make_inputs(folder: Path) -> None:
     random_llama(folder / "hf", **sizes)
     random_llama(folder / "silu", hidden_act="silu", **sizes)
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(vocab_size=vocab_size, context_length=64)
-    make_model(shape=shape, extra_keys=keys).save(folder / "model.gguf")
+    shape = make_sizes(vocab_size=vocab_size, context_length=64)
+    make_model(sizes=shape, extra_keys=keys).save(folder / "model.gguf")
     model = ModelFile.load(folder / "model.gguf")
     make_profile(model).save(folder / "a.safetensors")
     make_profile(model, num_tokens=500).save(folder / "b.safetensors")

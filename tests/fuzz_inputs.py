@@ -25,6 +25,7 @@ from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predict
 from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.measure.evaluate.eval_file import eval_content
 from hotsplit.measure.evaluate.quality import EvalReport
@@ -92,8 +93,11 @@ def _checkpoints(folder: Path) -> None:
 
 def predictors_of(model: ModelFile, limits: Limits | None = None, **changes: object) -> Predictors:
     """Predictors of rank 4, with all weights 1, for a model with these limits."""
-    shape, num_layers = model.shape, model.shape.num_layers
-    down, up = np.ones((4, shape.width), np.float32), np.ones((shape.num_neurons, 4), np.float32)
+    shape, num_layers = sizes_of(model.bare_spec), model.spec.num_layers
+    down, up = (
+        np.ones((4, shape.hidden_size), np.float32),
+        np.ones((shape.num_neurons, 4), np.float32),
+    )
     info = {"kind": "linear", "rank_L": (4,) * num_layers, "threshold_L": (0.0,) * num_layers,
             "density_L": (0.5,) * num_layers}  # fmt: skip
     return Predictors(
@@ -113,7 +117,7 @@ def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.0
         hidden_F=np.full(sizes["ffn_down.limit"], limit, np.float32),
         ffn_D=np.full(sizes["ffn_input.limit"], limit, np.float32),
     )
-    return Limits(model_id=model_id, layers=(layer,) * model.shape.num_layers)
+    return Limits(model_id=model_id, layers=(layer,) * model.spec.num_layers)
 
 
 def _model_files(folder: Path) -> None:
@@ -160,8 +164,8 @@ def _artifacts(folder: Path) -> None:
     for kind in ("machine", "figures"):
         make_machine().save(folder / kind / TARGETS[kind])
     shutil.copytree(folder / "profile", folder / "plan")
-    hot = [np.arange(9, dtype=np.int32)] * plain.shape.num_layers
-    cache = a_cache(plain.shape.num_layers, plain.shape.num_neurons)
+    hot = [np.arange(9, dtype=np.int32)] * plain.spec.num_layers
+    cache = a_cache(plain.spec.num_layers, plain.spec.most_neurons)
     make_split(plain, hot, cache=cache).save(folder / "plan" / TARGETS["plan"])
     limits_for(silu).save(folder / "limits" / TARGETS["limits"])
     _written_reports(folder)

@@ -85,9 +85,7 @@ def _another_metadatum(values: dict, rng: random.Random) -> None:
 
     key = rng.choice(sorted(values) or ["format"])
     if key in ("format", "version"):
-        values[key] = rng.choice(
-            ("", "x", "0", "1", "2", "3", "4", "99", "hotsplit.artifacts.limits_file")
-        )
+        values[key] = rng.choice(("", "x", "0", "1", "2", "3", "4", "99", "hotsplit.limits"))
     elif isinstance(values[key], dict | list) and values[key] and rng.random() < 0.7:
         values[key] = json.loads(another_value(json.dumps({"v": values[key]}).encode(), rng)).get(
             "v"

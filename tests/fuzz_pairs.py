@@ -66,7 +66,7 @@ def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
     """The file of a model with the base's sizes except these, and weights from a seed; made unless
     it exists."""
     from fuzz_inputs import QUALITY
-    from models import byte_level_keys, make_model, make_shape
+    from models import byte_level_keys, make_model, make_sizes
 
     if path.exists():
         return path
@@ -74,7 +74,7 @@ def model_file(path: Path, seed: int, sizes: dict[str, int]) -> Path:
     keys, vocab_size = byte_level_keys()
     sizes = {"vocab_size": vocab_size, "context_length": CONTEXT, **sizes}
     model = make_model(
-        shape=make_shape(**sizes), seed=seed, path=path, predictor_rank=8, activation="silu",
+        sizes=make_sizes(**sizes), seed=seed, path=path, predictor_rank=8, activation="silu",
         extra_keys=keys, predictor_density=0.5,
     )  # fmt: skip
     dataclasses.replace(model, quality={"exact": QUALITY, "predicted": QUALITY}).save(path)
@@ -129,7 +129,7 @@ def make_plan(model: "ModelFile", path: Path) -> None:
     import numpy as np
     from test_runtime import make_split
 
-    make_split(model, [np.arange(9, dtype=np.int32)] * model.shape.num_layers).save(path)
+    make_split(model, [np.arange(9, dtype=np.int32)] * model.spec.num_layers).save(path)
 
 
 def make_prompt(model: "ModelFile", path: Path) -> None:
@@ -236,7 +236,7 @@ def guess_with(model: Path, artifact: Path, output: Path) -> None:
     from hotsplit.runtime.text.codec import TextCodec
 
     pair = [ModelFile.load(path) for path in (model, artifact)]
-    tokens = [(TextCodec.of(file).tokenizer, file.shape.vocab_size) for file in pair]
+    tokens = [(TextCodec.of(file).tokenizer, file.spec.vocab_size) for file in pair]
     check_vocabulary(*tokens[0], *tokens[1])
 
 

@@ -23,7 +23,7 @@ os.environ["TRITON_CACHE_DIR"] = _cache.name
 
 import torch  # noqa: E402
 from gpu_compilation import AbsentDevice, compile_instead_of_launching  # noqa: E402
-from models import make_shape  # noqa: E402
+from models import make_sizes  # noqa: E402
 from test_runtime import make_split  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
@@ -43,7 +43,7 @@ CARD = torch.device("cpu", 0)  # a placement distinguishes it from "cpu": the GP
 CONTEXT = 4096
 RANKS = (1024, 512, 1024, 512)
 HOT = (300, 1200, 4000, 11008)  # the number of each layer's neurons on the GPU
-SHAPE = make_shape(
+SHAPE = make_sizes(
     num_layers=len(HOT), width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
     vocab_size=32000, context_length=CONTEXT,
 )  # fmt: skip
@@ -58,7 +58,7 @@ def model_of(kind: str) -> ModelFile:
         shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
     zeros = (0.0,) * len(HOT)
     return ModelFile(
-        path=Path("7b.gguf"), layout="sparse", model_id="0" * 64, shape=SHAPE, activation="relu",
+        path=Path("7b.gguf"), layout="sparse", model_id="0" * 64, sizes=SHAPE, activation="relu",
         threshold_L=zeros, predictor=PredictorInfo(kind="linear", rank_L=RANKS, threshold_L=zeros),
         tensors={name: _zeros(dims, kind) for name, dims in shapes.items()}, extra_keys={},
     )  # fmt: skip

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from test_runtime import IDS, make_split
 
 F, L = 96, 4
@@ -43,9 +43,9 @@ def stepped(engine, ids=IDS):
 
 
 def make(tmp_path, **options):
-    shape = options.pop("shape", None) or make_shape(num_layers=L, num_neurons=F)
+    shape = options.pop("shape", None) or make_sizes(num_layers=L, num_neurons=F)
     threshold = options.pop("threshold", 0.05)
-    model = make_model(shape=shape, predictor_rank=8, **options)
+    model = make_model(sizes=shape, predictor_rank=8, **options)
     return dataclasses.replace(
         model, threshold_L=(threshold,) * shape.num_layers, path=tmp_path / "m.gguf"
     )

@@ -3,6 +3,7 @@
 Letters: L layers, F neurons, B bins of a histogram."""
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +15,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import KINDS, ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
+from hotsplit.families import falcon, llama, opt
+from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
-from hotsplit.model.architecture import (
-    ARCHITECTURES,
-    Activation,
-    ModelShape,
-    PredictorKind,
-    layer_shapes,
-    optional_layer_shapes,
-    outer_shapes,
-)
+from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.model.spec import Activation, ModelSpec, PredictorKind, Rotary
 
 
-def make_shape(
+def make_sizes(
     *,
     num_layers: int = 2,
     width: int = 64,
@@ -36,26 +32,48 @@ def make_shape(
     head_width: int | None = None,
     vocab_size: int = 50,
     context_length: int = 32,
-) -> ModelShape:
+) -> Sizes:
     """Sizes of a small decoder; by default widths are multiples of 32, as blocks of q8_0 and q4_0
     need."""
-    return ModelShape(
+    return Sizes(
         num_layers=num_layers,
-        width=width,
+        hidden_size=width,
         num_neurons=num_neurons,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_width=head_width or width // num_heads,
+        head_dim=head_width or width // num_heads,
         vocab_size=vocab_size,
         context_length=context_length,
-        norm_epsilon=1e-5,
-        rope_theta=10000.0,
+    )
+
+
+def family_spec(
+    family: str,
+    sizes: Sizes,
+    activation: Activation = "relu",
+    options: Collection[str] = (),
+    scaling: RopeScaling = NO_SCALING,
+    theta: float = 10000.0,
+    **changes: bool,
+) -> ModelSpec:
+    """The spec of an architecture with these sizes and optional tensors."""
+    halves = Rotary(theta=theta, pairing="halves", scaling=scaling)
+    if family == "llama":
+        return llama.llama_spec(sizes, replace(halves, pairing="adjacent"), activation, options)
+    if family == "opt":
+        return opt.opt_spec(sizes, activation, options, **changes)
+    if family == "falcon":
+        return falcon.falcon_spec(sizes, halves, activation, options)
+    assert family in ("qwen2", "qwen3"), family
+    return llama.llama_spec(
+        sizes, halves, activation, options, architecture=family, has_head_norms=family == "qwen3"
     )
 
 
 def make_model(
     *,
-    shape: ModelShape | None = None,
+    sizes: Sizes | None = None,
+    spec: ModelSpec | None = None,
     kind: str = "f32",
     predictor_rank: int = 0,
     predictor_kind: PredictorKind = "linear",
@@ -71,8 +89,8 @@ def make_model(
     Matrices have the type `kind`, norms are f32; K-quants need widths that are multiples of 256.
     With `predictor_rank` every layer gets a predictor of that rank, in f32 so that any rank will
     do. Weights are scaled so that activations neither grow nor vanish."""
-    shape = shape or make_shape()
-    num_layers = shape.num_layers
+    spec = spec or family_spec("llama", sizes or make_sizes(), activation)
+    num_layers = spec.num_layers
     predictor = None
     if predictor_rank:
         predictor = PredictorInfo(
@@ -81,20 +99,23 @@ def make_model(
             threshold_L=(0.0,) * num_layers,
             density_L=() if predictor_density is None else (predictor_density,) * num_layers,
         )
-    wanted = required_shapes("llama", shape, predictor)
+    model = ModelFile(
+        path=path,
+        layout="sparse",
+        model_id=hashlib.sha256(f"{spec} {seed}".encode()).hexdigest(),
+        bare_spec=spec,
+        threshold_L=(0.0,) * num_layers,
+        predictor=predictor,
+        tensors={},
+        extra_keys=extra_keys or {},
+    )
+    wanted = required_shapes(model)
     if is_tied:
         del wanted["output.weight"]
     random = np.random.default_rng(seed)
-    return ModelFile(
-        path=path,
-        layout="sparse",
-        model_id=hashlib.sha256(f"{shape} {seed}".encode()).hexdigest(),
-        shape=shape,
-        activation=activation,
-        threshold_L=(0.0,) * num_layers,
-        predictor=predictor,
+    return replace(
+        model,
         tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
-        extra_keys=extra_keys or {},
     )
 
 
@@ -119,7 +140,7 @@ FAMILIES = {
 def family_model(
     family: str,
     *,
-    shape: ModelShape | None = None,
+    sizes: Sizes | None = None,
     kind: str = "f32",
     predictor_rank: int = 0,
     input_layer_offset: int = 0,
@@ -129,22 +150,14 @@ def family_model(
 ) -> ModelFile:
     """A model like `make_model`'s with the graph of one of FAMILIES, and ReLU."""
     name, options, is_post_norm = FAMILIES[family]
-    shape = replace(shape or make_shape(), is_post_norm=is_post_norm)
-    model = make_model(shape=shape, kind=kind, predictor_rank=predictor_rank, seed=seed, path=path)
-    graph = ARCHITECTURES[name]
-    wanted = required_shapes(name, shape, model.predictor)
-    optional = optional_layer_shapes(graph, shape, None)
-    for layer in range(shape.num_layers):
-        wanted |= {f"blk.{layer}.{option}": optional[option] for option in options}
-    random = np.random.default_rng(seed)
+    changes = {"is_post_norm": True} if is_post_norm else {}
+    spec = family_spec(name, sizes or make_sizes(), "relu", options, **changes)
+    model = make_model(spec=spec, kind=kind, predictor_rank=predictor_rank, seed=seed, path=path)
     predictor = model.predictor
     return replace(
         model,
-        architecture=name,
-        model_id=hashlib.sha256(f"{family} {shape} {seed}".encode()).hexdigest(),
-        threshold_L=(threshold,) * shape.num_layers,
+        threshold_L=(threshold,) * spec.num_layers,
         predictor=predictor and replace(predictor, input_layer_offset=input_layer_offset),
-        tensors={name: _random_entry(name, dims, kind, random) for name, dims in wanted.items()},
     )
 
 
@@ -173,17 +186,10 @@ def byte_level_keys() -> tuple[dict[str, Value], int]:
     return keys, len(vocab)
 
 
-def required_shapes(
-    architecture: str, shape: ModelShape, predictor: PredictorInfo | None
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a sparse model file with an untied head must have, by name."""
-    graph = ARCHITECTURES[architecture]
-    shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
-    for layer in range(shape.num_layers):
-        rank = None if predictor is None else predictor.rank_L[layer]
-        in_layer = layer_shapes(graph, shape, "sparse", rank)
-        shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
-    return shapes
+def required_shapes(model: ModelFile) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a model file with an untied head must have, by name."""
+    required, _ = model.expected_shapes()
+    return required | {"output.weight": (model.spec.vocab_size, model.spec.hidden_size)}
 
 
 def _random_entry(
@@ -200,15 +206,11 @@ def _random_entry(
         )
     else:
         data = quants.quantize(values, type_of(kind))
-    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+    return TensorEntry(sizes=shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 
 def shape_only(
-    shape: ModelShape,
-    *,
-    kind: str = "f16",
-    predictor_rank: int = 0,
-    architecture: str = "llama",
+    sizes: Sizes, *, kind: str = "f16", predictor_rank: int = 0, architecture: str = "llama"
 ) -> ModelFile:
     """A model of any size with a tensor table and no weights: reading a tensor raises."""
 
@@ -217,24 +219,24 @@ def shape_only(
 
     predictor = None
     if predictor_rank:
-        ranks = (predictor_rank,) * shape.num_layers
+        ranks = (predictor_rank,) * sizes.num_layers
         predictor = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=(0.0,) * len(ranks))
-    wanted = required_shapes(architecture, shape, predictor)
-    tensors = {
-        name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
-        for name, dims in wanted.items()
-    }
-    return ModelFile(
+    spec = family_spec(architecture, sizes)
+    model = ModelFile(
         path=Path("shape-only.gguf"),
-        architecture=architecture,
         layout="sparse",
-        model_id=hashlib.sha256(str(shape).encode()).hexdigest(),
-        shape=shape,
-        activation="relu",
-        threshold_L=(0.0,) * shape.num_layers,
+        model_id=hashlib.sha256(str(spec).encode()).hexdigest(),
+        bare_spec=spec,
+        threshold_L=(0.0,) * sizes.num_layers,
         predictor=predictor,
-        tensors=tensors,
+        tensors={},
         extra_keys={},
+    )
+    return model.with_tensors(
+        {
+            name: TensorEntry(shape=dims, kind="f32" if len(dims) == 1 else kind, read_rows=read)
+            for name, dims in required_shapes(model).items()
+        }
     )
 
 
@@ -257,12 +259,12 @@ def make_profile(
     model: ModelFile, frequency_LF: np.ndarray | None = None, *, num_tokens: int = 10_000
 ) -> Profile:
     """A profile of `model` with these firing frequencies, rounded to whole counts."""
-    shape = model.shape
+    spec = model.spec
     if frequency_LF is None:
-        frequency_LF = power_law_frequencies(shape.num_layers, shape.num_neurons)
+        frequency_LF = power_law_frequencies(spec.num_layers, spec.most_neurons)
     count_LF = np.rint(np.asarray(frequency_LF) * num_tokens).astype(np.int64)
-    histogram_LB = np.zeros((shape.num_layers, NUM_BINS), np.int64)
-    histogram_LB[:, 0] = num_tokens * shape.num_neurons
+    histogram_LB = np.zeros((spec.num_layers, NUM_BINS), np.int64)
+    histogram_LB[:, 0] = num_tokens * spec.most_neurons
     return Profile(
         model_id=model.model_id,
         num_tokens=num_tokens,
@@ -329,7 +331,7 @@ def save_solver_files(folder: Path, model: ModelFile | None = None, **machines: 
     """Saves a model as m.gguf, a profile of it as p, and machines under their names, by default a
     slow one as c; returns the folder."""
     if model is None:
-        model = make_model(shape=make_shape(num_layers=3), kind="f16", predictor_rank=8)
+        model = make_model(sizes=make_sizes(num_layers=3), kind="f16", predictor_rank=8)
     model.save(folder / "m.gguf")
     make_profile(model).save(folder / "p")
     slow = make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7)

@@ -45,8 +45,8 @@ def launches(
 ) -> tuple[Launch, ...]:
     """The launches of steps of `num_rows` rows, for a plan whose layers in turn have all, a third,
     or one of their neurons on the GPU."""
-    every = np.arange(model.shape.num_neurons)
-    hot = [(every, every[::3], every[:1])[i % 3] for i in range(model.shape.num_layers)]
+    every = np.arange(model.spec.most_neurons)
+    hot = [(every, every[::3], every[:1])[i % 3] for i in range(model.spec.num_layers)]
     split = make_split(model, hot, context_length=context, num_sequences=num_sequences)
     split = dataclasses.replace(split, mode="predicted" if mode == "predicted" else "exact")
     placement = Placement.of_split(split, (CARD,))
@@ -68,8 +68,8 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
     Its matrices have the type `kind`, or if that is None, the types of the first layer of `model`
     (f16 for those that it lacks). Its vocabulary is cut to 4,096 tokens."""
     shape = dataclasses.replace(
-        model.shape, num_layers=layers, num_neurons=neurons or model.shape.num_neurons,
-        vocab_size=min(model.shape.vocab_size, 4096),
+        model.shape, num_layers=layers, num_neurons=neurons or model.spec.most_neurons,
+        vocab_size=min(model.spec.vocab_size, 4096),
     )  # fmt: skip
     made = make_model(
         shape=dataclasses.replace(shape, width=32, num_neurons=32, num_heads=1, num_kv_heads=1,
@@ -78,7 +78,7 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
     )  # fmt: skip
     assert isinstance(made.predictor, PredictorInfo) or not rank
     return dataclasses.replace(
-        made, shape=shape, activation=changes.get("activation", model.activation),
+        made, sizes=shape, activation=changes.get("activation", model.activation),
         architecture=model.architecture, tensors=_zeros(model, shape, kind, rank),
     )  # fmt: skip
 
@@ -89,7 +89,7 @@ def _zeros(model: ModelFile, shape, kind: str | None, rank: int) -> dict[str, Te
     graph = ARCHITECTURES[model.architecture]
     dims = outer_shapes(graph, shape)
     if "output.weight" in model.tensors:
-        dims |= {"output.weight": (shape.vocab_size, shape.width)}
+        dims |= {"output.weight": (shape.vocab_size, shape.hidden_size)}
     for layer in range(shape.num_layers):
         inner = layer_shapes(graph, shape, "sparse", rank or None)
         dims |= {f"blk.{layer}.{name}": size for name, size in inner.items()}

@@ -7,6 +7,7 @@ import torch
 from gguf.quants import dequantize
 
 from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.kernels.cpu import library
 
@@ -46,7 +47,7 @@ def weights(model: ModelFile, name: str) -> np.ndarray:
 def logits_ref(model: ModelFile, ids: list[int], *, named_LTF=None, silent=None) -> np.ndarray:
     """Logits [T, V] of a text. Neurons outside the mask `named_LTF` are left out;
     `silent(activated gates)` says which gates of a SiLU model count as closed."""
-    s = model.shape
+    s = sizes_of(model.bare_spec)
     x = weights(model, "token_embd.weight")[ids]
     for layer in range(s.num_layers):
 
@@ -78,7 +79,7 @@ def _hidden(model, layer, gate, up, silent):
 
 
 def _attention(x, model, w):
-    s, count = model.shape, len(x)
+    s, count = sizes_of(model.bare_spec), len(x)
     q = rotate((x @ w("attn_q.weight").T).reshape(count, s.num_heads, -1), s)
     k = rotate((x @ w("attn_k.weight").T).reshape(count, s.num_kv_heads, -1), s)
     v = (x @ w("attn_v.weight").T).reshape(count, s.num_kv_heads, -1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from forked import Forked
-from models import make_model, make_shape
+from models import make_model, make_sizes
 
 TOKENIZER = Path(__file__).parent.parent / "examples" / "tiny-relu" / "tokenizer.json"
 CONTEXT = 256
@@ -34,9 +34,9 @@ def save_model(folder):
         "tokenizer.ggml.eos_token_id": np.uint32(0),
         "tokenizer.chat_template": TEMPLATE,
     }
-    shape = make_shape(vocab_size=4096, context_length=CONTEXT)
+    shape = make_sizes(vocab_size=4096, context_length=CONTEXT)
     path = folder / "tiny.gguf"
-    model = make_model(shape=shape, kind="q8_0", extra_keys=keys)
+    model = make_model(sizes=shape, kind="q8_0", extra_keys=keys)
     dataclasses.replace(model, path=path).save(path)
     return path
 

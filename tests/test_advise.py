@@ -10,7 +10,7 @@ import pytest
 import torch
 from advice_models import chain, every_neuron_works, most_neurons_idle
 from click.testing import CliRunner
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from serving import TOKENIZER
 from test_profile_corpus import text_of
 
@@ -36,8 +36,8 @@ def files(tmp_path, monkeypatch):
         "tokenizer.huggingface.json": TOKENIZER.read_text(encoding="utf-8"),
         "tokenizer.ggml.eos_token_id": np.uint32(0),
     }
-    shape = make_shape(vocab_size=4096, context_length=256)
-    model = make_model(shape=shape, kind="f16", activation="silu", extra_keys=keys)
+    shape = make_sizes(vocab_size=4096, context_length=256)
+    model = make_model(sizes=shape, kind="f16", activation="silu", extra_keys=keys)
     dataclasses.replace(model, path=tmp_path / "m.gguf").save(tmp_path / "m.gguf")
     (tmp_path / "t.txt").write_text(text_of(0, 20_000))
     return tmp_path

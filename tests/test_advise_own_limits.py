@@ -29,7 +29,7 @@ def made(tmp_path):
     """`m.gguf`, in which seven neurons in ten are idle; `own.gguf` with limits that silence those
     and a few that work; and a text."""
     model = most_neurons_idle(tmp_path / "m.gguf")
-    count = model.shape.num_neurons
+    count = model.spec.most_neurons
     limit_F = np.where(np.arange(count) % 70 == 0, 10.0, 0.1).astype(np.float32)
     limits = Limits(model_id=None, layers=(LayerLimits(gate_F=limit_F),), is_trained=True)
     own = model.with_limits(limits, "here")

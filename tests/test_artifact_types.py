@@ -159,7 +159,7 @@ def test_a_profile_without_counts_is_refused(tmp_path, model, capsys, shape):
 def test_wrong_values_in_a_plan_are_refused(tmp_path, model, capsys):
     path, profile = tmp_path / "s.gguf", tmp_path / "p.safetensors"
     make_profile(model).save(profile)
-    hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
+    hot = [np.arange(9, dtype=np.int32)] * model.spec.num_layers
     make_split(model, hot).save(path)
     keys, tensors = read_gguf(path, "split")
     keys.pop("general.architecture")
@@ -211,7 +211,7 @@ def test_json_beyond_what_a_parser_can_take_is_refused(tmp_path, name):
 
 
 def test_plans_and_profiles_load_only_as_what_they_are(tmp_path, model):
-    hot = [np.arange(9, dtype=np.int32)] * model.shape.num_layers
+    hot = [np.arange(9, dtype=np.int32)] * model.spec.num_layers
     split = make_split(model, hot)
     split.save(tmp_path / "s.gguf")
     again = Split.load(tmp_path / "s.gguf")

@@ -9,7 +9,7 @@ import struct
 
 import numpy as np
 import pytest
-from models import make_machine, make_model, make_profile, make_shape
+from models import make_machine, make_model, make_profile, make_sizes
 from test_runtime import make_split
 
 from hotsplit.artifacts.machine_file import Machine
@@ -133,7 +133,7 @@ def test_another_version_is_refused(tmp_path, name):
 def test_the_exact_bytes_of_a_tiny_split(tmp_path):
     """Compares the header with the numbers of tensors and keys, the tensor's entry and data, and
     one key."""
-    model = make_model(shape=make_shape(num_neurons=32))
+    model = make_model(sizes=make_sizes(num_neurons=32))
     split = make_split(model, [[7, 3], []])
     split.save(tmp_path / "a")
     content = (tmp_path / "a").read_bytes()
@@ -178,7 +178,7 @@ def test_profiles_of_one_model_add_up(tmp_path):
 
 
 def test_the_hottest_share_of_a_known_profile():
-    profile = make_profile(make_model(shape=make_shape(num_layers=1, num_neurons=10)),
+    profile = make_profile(make_model(sizes=make_sizes(num_layers=1, num_neurons=10)),
                            np.array([[1.0, 1.0] + [0.25] * 8]), num_tokens=100)  # fmt: skip
     assert profile.hottest_share_L()[0] == pytest.approx(0.5)
     assert profile.density_L[0] == pytest.approx(0.4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench_cases import config_of, needs_kernels
 from gguf import GGUFReader
-from models import make_model, make_shape
+from models import make_model, make_sizes
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import Split
@@ -202,8 +202,8 @@ def test_timing_parts_changes_no_bit_and_counts_the_traffic(bench_files):
 def test_parts_cover_the_time_of_the_native_call(monkeypatch, tmp_path):
     """The parts' sum is at least 95 % (median), and never over 100 %, of the call's time by another
     clock."""
-    shape = make_shape(num_layers=2, width=512, num_neurons=2048, num_heads=8)
-    make_model(shape=shape, kind="f16").save(tmp_path / "m.gguf")
+    shape = make_sizes(num_layers=2, width=512, num_neurons=2048, num_heads=8)
+    make_model(sizes=shape, kind="f16").save(tmp_path / "m.gguf")
     taken, run = [], library.run_step
 
     def clocked(*arguments):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from models import _random_entry, make_model, make_shape
+from models import _random_entry, make_model, make_sizes
 from reference import logits_ref, rel_error
 from test_native_step import BOUNDS, watched
 from test_runtime import IDS, decoded
@@ -25,8 +25,8 @@ KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q6_k")
 def stock_of(tmp_path, kind):
     """Saves a model in llama.cpp's layout with matrices of type `kind`; widths of 256 and 512 fill
     the blocks of K-quants."""
-    shape = make_shape(width=256, num_neurons=512, num_heads=8, vocab_size=90, context_length=200)
-    model = make_model(shape=shape, kind=kind, activation="silu")
+    shape = make_sizes(width=256, num_neurons=512, num_heads=8, vocab_size=90, context_length=200)
+    model = make_model(sizes=shape, kind=kind, activation="silu")
     tensors = dict(model.tensors)
     for layer in range(shape.num_layers):
         del tensors[f"blk.{layer}.ffn_down_t.weight"]
@@ -41,7 +41,7 @@ def stock_of(tmp_path, kind):
 def as_sparse(model):
     """The same model in layout sparse, with `down` in f32, for logits_ref."""
     tensors = dict(model.tensors)
-    for layer in range(model.shape.num_layers):
+    for layer in range(model.spec.num_layers):
         entry = tensors.pop(f"blk.{layer}.ffn_down.weight")
         values_DF = dequantised(entry)
         tensors[f"blk.{layer}.ffn_down_t.weight"] = array_entry(values_DF.T.copy(), "f32")

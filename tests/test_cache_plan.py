@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import make_machine, make_model, make_profile, make_shape, power_law_frequencies
+from models import make_machine, make_model, make_profile, make_sizes, power_law_frequencies
 from test_runtime import make_split
 
 from hotsplit.artifacts.cache_plan import CachePlan
@@ -24,8 +24,8 @@ def made(mode: str, *, density: float | None = None, machine=None, hot=(20, 0, 9
     """(model, profile, machine, problem, placement) with two layers divided; the dense block of one
     of them is on the GPU."""
     rank = 8 if mode == "predicted" else 0
-    shape = make_shape(num_layers=4)
-    model = make_model(shape=shape, kind="f16", predictor_rank=rank, predictor_density=density)
+    shape = make_sizes(num_layers=4)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=rank, predictor_density=density)
     profile = make_profile(model, power_law_frequencies(4, 96, density=0.3))
     machine = machine or make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, chosen_share=0.5)
     problem = build_problem(

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from models import byte_level_keys, make_model, make_shape, save_solver_files
+from models import byte_level_keys, make_model, make_sizes, save_solver_files
 from test_cache_policy import make_costs
 
 from hotsplit.cli import main
@@ -200,8 +200,8 @@ def test_the_replayed_policy_is_that_of_the_engine():
 def files(tmp_path_factory):
     """A model with a byte tokenizer, plans for it with and without a cache, and a text."""
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(num_layers=3, vocab_size=vocab_size)
-    model = make_model(shape=shape, kind="f16", extra_keys=keys)
+    shape = make_sizes(num_layers=3, vocab_size=vocab_size)
+    model = make_model(sizes=shape, kind="f16", extra_keys=keys)
     folder = save_solver_files(tmp_path_factory.mktemp("replay"), model)
     config = SolveConfig(
         model=folder / "m.gguf", profile=folder / "p", machine=folder / "c",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import rel_error
 
 from hotsplit import Engine
@@ -31,9 +31,9 @@ BOUNDS = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2, "q8_0": 2e-2, "q4_0": 0.2}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A model with heads of 64 values, two to a key-value head."""
-    shape = make_shape(width=256, num_heads=4, num_kv_heads=2, num_layers=3, context_length=64)
+    shape = make_sizes(width=256, num_heads=4, num_kv_heads=2, num_layers=3, context_length=64)
     path = tmp_path_factory.mktemp("cache") / "m.gguf"
-    make_model(shape=shape, kind="f32").save(path)
+    make_model(sizes=shape, kind="f32").save(path)
     return path
 
 
@@ -96,8 +96,8 @@ def test_turning_multiplies_by_hadamards_matrix(width):
 def test_cpp_and_torch_store_the_same_rows(tmp_path, name, width):
     """The first layer's rows that the C++ step stores equal, bit for bit, those that torch encodes
     from the rows that a step with an f32 cache stores."""
-    shape = make_shape(width=width, num_heads=1, num_kv_heads=1, context_length=64)
-    make_model(shape=shape, kind="f32").save(tmp_path / "m.gguf")
+    shape = make_sizes(width=width, num_heads=1, num_kv_heads=1, context_length=64)
+    make_model(sizes=shape, kind="f32").save(tmp_path / "m.gguf")
     kept = {}
     for each in ("f32", name):
         with load(tmp_path / "m.gguf", (each, each)) as engine, engine.sequence() as text:
@@ -178,8 +178,8 @@ def test_the_reported_cache_bytes_are_those_allocated(path, types, num_sequences
 def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
     """Keys and values have one large entry in every head, like the keys of real models. It sets its
     block's scale, unless rotation spreads it."""
-    shape = make_shape(width=256, num_heads=4, num_kv_heads=2, num_layers=2, context_length=128)
-    model = make_model(shape=shape, kind="f32")
+    shape = make_sizes(width=256, num_heads=4, num_kv_heads=2, num_layers=2, context_length=128)
+    model = make_model(sizes=shape, kind="f32")
     tensors = dict(model.tensors)
     for layer, name in product(range(2), ("attn_k", "attn_v")):
         weight = tensors[f"blk.{layer}.{name}.weight"].read().copy()
@@ -210,7 +210,7 @@ def test_fewer_bits_lose_more_and_turning_loses_less(tmp_path):
     ],
 )
 def test_unsupported_cache_types_are_refused(tmp_path, options, words):
-    make_model(shape=make_shape(), kind="f16").save(tmp_path / "m.gguf")
+    make_model(sizes=make_sizes(), kind="f16").save(tmp_path / "m.gguf")
     with pytest.raises(HotsplitError, match=words) as error:
         Engine.load(tmp_path / "m.gguf", **options)
     assert "\n" not in str(error.value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import CHATML, DEEPSEEK, QWEN_REASONING
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hotsplit import Engine
@@ -53,8 +53,8 @@ def chat_keys() -> tuple[dict, int]:
 def chat_model(path, context_length: int = 512):
     """Saves a model that writes random characters; returns its path."""
     keys, vocab_size = chat_keys()
-    shape = make_shape(vocab_size=vocab_size, context_length=context_length)
-    make_model(shape=shape, extra_keys=keys).save(path)
+    shape = make_sizes(vocab_size=vocab_size, context_length=context_length)
+    make_model(sizes=shape, extra_keys=keys).save(path)
     return path
 
 
@@ -69,7 +69,7 @@ def talk(engine, template: str | ChatTemplate = CHATML, sampling=GREEDY, **more)
     if isinstance(template, str):
         template = replace(chat_template_of(engine.model, engine.codec), text=template)
     options = more.pop("options", ChatOptions(generation=SAID))
-    draws = chain_of(sampling, BreakerSets(engine.codec), engine.model.shape.vocab_size)
+    draws = chain_of(sampling, BreakerSets(engine.codec), engine.model.spec.vocab_size)
     return Conversation(
         engine.sequence(), engine.codec, template, engine.traffic, draws, options=options, **more
     )

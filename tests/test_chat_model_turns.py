@@ -18,6 +18,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import type_of
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.chat import ChatOptions, Conversation
@@ -64,7 +65,7 @@ def engine(path) -> Iterator[Engine]:
 def theirs(path) -> LlamaForCausalLM:
     """transformers' model of the same weights."""
     file = ModelFile.load(path)
-    s = file.shape
+    s = sizes_of(file.bare_spec)
     config = LlamaConfig(
         vocab_size=s.vocab_size, hidden_size=s.width, intermediate_size=s.num_neurons,
         num_hidden_layers=s.num_layers, num_attention_heads=s.num_heads,
@@ -124,7 +125,7 @@ def conversation(engine: Engine, length: int = LENGTH) -> Conversation:
         engine.codec,
         chat_template_of(engine.model, engine.codec),
         engine.traffic,
-        SamplerChain(SamplingOptions(temperature=0.0), engine.model.shape.vocab_size),
+        SamplerChain(SamplingOptions(temperature=0.0), engine.model.spec.vocab_size),
         options=ChatOptions(generation=GenerationOptions(max_tokens=length)),
     )
 

@@ -26,7 +26,7 @@ from chat_templates import (
 )
 from checkpoints import random_llama
 from jinja2 import TemplateError
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 from texts import byte_level_tokenizer, sentencepiece_tokenizer
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -295,8 +295,8 @@ def test_a_message_with_a_lone_surrogate_is_refused_as_text(process):
 
 def model_with(**keys) -> tuple[ModelFile, TextCodec]:
     known, vocab_size = byte_level_keys()
-    shape = make_shape(vocab_size=vocab_size)
-    model = make_model(shape=shape, extra_keys=known | keys)
+    shape = make_sizes(vocab_size=vocab_size)
+    model = make_model(sizes=shape, extra_keys=known | keys)
     return model, TextCodec.of(model)
 
 

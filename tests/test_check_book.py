@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from failing_parts import CPU, KEY, nothing
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -116,8 +116,8 @@ def make(tmp_path, **options):
 def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
     found = []
     for num_layers in (2, 5):
-        shape = make_shape(num_layers=num_layers, num_neurons=F)
-        model = make(tmp_path, shape=shape, kind=kind, predictor_rank=8)
+        shape = make_sizes(num_layers=num_layers, num_neurons=F)
+        model = make(tmp_path, sizes=shape, kind=kind, predictor_rank=8)
         hot = [np.arange(40)] * num_layers
         found.append({each.variant for each in launches(model, hot)})
     assert found[0] == found[1]
@@ -128,8 +128,8 @@ def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
 def test_torchs_kernels_equal_the_reference_computed_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 32)
     for options in ({"kind": "q4_0", "predictor_rank": 8}, {"activation": "silu"}):
-        shape = make_shape(num_layers=L, num_neurons=F)
-        model = make(tmp_path, shape=shape, **options)
+        shape = make_sizes(num_layers=L, num_neurons=F)
+        model = make(tmp_path, sizes=shape, **options)
         for launch in launches(model, HOT):
             check_launch(launch, torch_kernels(), reference_kernels(), nothing)
 

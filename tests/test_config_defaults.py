@@ -9,8 +9,8 @@ import pytest
 from test_families import CASES
 
 from hotsplit.convert import config_reader
-from hotsplit.convert.families.table import FAMILIES, read_blueprint
 from hotsplit.errors import HotsplitError
+from hotsplit.families.table import FAMILIES, read_blueprint
 
 PATH = Path("config.json")
 ROWS = 1 << 20

@@ -31,7 +31,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hotsplit.artifacts.model_file import Layout, ModelFile, PredictorInfo, compute_model_id
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
-from hotsplit.convert.blueprint import adjacent_pairs
 from hotsplit.convert.checkpoint import Checkpoint
 from hotsplit.convert.convert import convert
 from hotsplit.convert.encode import LIMITS, encode
@@ -39,6 +38,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tokenizer import tokenizer_keys
 from hotsplit.convert.vocabulary import vocabulary_keys
 from hotsplit.errors import HotsplitError
+from hotsplit.families.blueprint import adjacent_pairs
 from hotsplit.files.gguf_file import type_of
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")  # K-quants: test_gguf_source, test_encoder

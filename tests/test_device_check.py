@@ -27,7 +27,7 @@ from failing_parts import (
 from fake_cuda import library as fake_library
 from fake_cuda.torch_cuda import fake_cuda
 from forked import run_python
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import rel_error
 from test_runtime import IDS, make_split
 
@@ -66,8 +66,8 @@ def clean(tmp_path, monkeypatch):
 def planned(tmp_path_factory):
     """(a model with predictors, a plan that divides it, the expected logits)."""
     folder = tmp_path_factory.mktemp("planned")
-    shape = make_shape(num_layers=L, num_neurons=F)
-    model = make_model(shape=shape, kind="f16", predictor_rank=8)
+    shape = make_sizes(num_layers=L, num_neurons=F)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=8)
     model = dataclasses.replace(model, path=folder / "m.gguf")
     model.save(model.path)
     make_split(model, HOT).save(folder / "s.gguf")

@@ -11,7 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from models import family_model, make_model, make_shape, shape_only
+from models import family_model, make_model, make_sizes, shape_only
 from reference import logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, make_split
 from test_workspace import spanned_bytes
@@ -23,7 +23,7 @@ from hotsplit.artifacts.model_file import KINDS
 from hotsplit.costs.budget import ITEMS, SHORT_CHUNK, workspace_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
-from hotsplit.model.architecture import Activation
+from hotsplit.model.spec import Activation
 from hotsplit.runtime import engine_options, gpu_setup
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error
@@ -54,8 +54,8 @@ WRONG = [torch.zeros_like, lambda y: 0.5 * y, lambda y: y.flip(0)]
 def planned(request, tmp_path):
     """(model, its plan): divided neurons, one layer's attention on the CPU, and the head there too
     unless it is tied."""
-    shape = make_shape(num_layers=3, width=256, num_neurons=96)
-    model = make_model(shape=shape, predictor_rank=8, is_tied=request.param == "tied", kind="q4_0")
+    shape = make_sizes(num_layers=3, width=256, num_neurons=96)
+    model = make_model(sizes=shape, predictor_rank=8, is_tied=request.param == "tied", kind="q4_0")
     return model, make_split(
         model,
         [PATTERNS["random"][0], [], range(96)],
@@ -119,7 +119,7 @@ def test_weights_in_the_slab_give_the_results_of_the_file(planned):
 def test_each_of_two_gpus_gets_its_part():
     """Each GPU also streams the cold weights of its own layers."""
     cards = (torch.device("cpu", 0), torch.device("cpu", 1))
-    model = make_model(shape=make_shape(num_layers=3), predictor_rank=8)
+    model = make_model(sizes=make_sizes(num_layers=3), predictor_rank=8)
     hot = [*PATTERNS["random"], [3]]
     split = make_split(model, hot, home=[0, 1, 1, 1])
     placement = Placement.of_split(split, cards)
@@ -172,7 +172,7 @@ def is_inside(tensor, slab):
 @pytest.mark.parametrize("rows", [None, np.array([0, 63, 7, 8, 1])])
 @pytest.mark.parametrize("piece_bytes", [1, 1000, 1 << 20])
 def test_pieces_of_any_size_are_put_together(kind, rows, piece_bytes):
-    model = make_model(shape=make_shape(width=256, num_neurons=64), kind=kind)
+    model = make_model(sizes=make_sizes(width=256, num_neurons=64), kind=kind)
     entry = model.tensors["blk.0.ffn_up.weight"]
     heard = []
     memory = DeviceMemory.of(CARD, 1 << 20)
@@ -309,7 +309,7 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(card):
 
 
 def test_passes_are_shortened_to_fit_the_memory_left(card):
-    model = shape_only(make_shape(width=4096, num_neurons=11008, context_length=1024))
+    model = shape_only(make_sizes(width=4096, num_neurons=11008, context_length=1024))
     memory = living(1 << 30)
     for tokens in (128, 64):
         card.reserved = (1 << 30) - device_memory.SMALL_BYTES
@@ -322,8 +322,8 @@ def test_passes_are_shortened_to_fit_the_memory_left(card):
 
 @pytest.mark.parametrize("room", ["none", "for a pass", "for cold weights too"])
 def test_cold_weights_are_streamed_where_there_is_room_for_them(room, monkeypatch):
-    shape = make_shape(width=256, num_neurons=2048, context_length=256)
-    model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
+    shape = make_sizes(width=256, num_neurons=2048, context_length=256)
+    model = make_model(sizes=shape, kind="q8_0", predictor_rank=8)
     split = make_split(model, [range(0, 2048, 2), range(100)], context_length=256)
     decoder, uploader, _ = load_for(model, split, "exact", 256)
     memory, said = uploader.memory, []
@@ -432,8 +432,8 @@ def as_on_a_gpu(monkeypatch):
 
 
 def random_matrix(kind, num_rows=200, width=256):
-    shape = make_shape(width=width, num_neurons=num_rows)
-    entry = make_model(shape=shape, kind=kind).tensors["blk.0.ffn_up.weight"]
+    shape = make_sizes(width=width, num_neurons=num_rows)
+    entry = make_model(sizes=shape, kind=kind).tensors["blk.0.ffn_up.weight"]
     memory = DeviceMemory.of(CARD, 1 << 22)
     matrix = Uploader(memory=memory).matrix(entry, "neurons")
     return matrix, unpack(matrix.data, matrix.kind).double()
@@ -474,7 +474,7 @@ def test_tiles_unpacked_by_triton(monkeypatch, kind):
     monkeypatch.setattr(gpu_products, "is_gpu", lambda device: True)
     monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     in_file = kind.removesuffix("_planar")
-    entry = make_model(shape=make_shape(width=256), kind=in_file).tensors["blk.0.ffn_up.weight"]
+    entry = make_model(sizes=make_sizes(width=256), kind=in_file).tensors["blk.0.ffn_up.weight"]
     data, found = matrix_of(entry, CPU).data, in_file
     if kind in PLANAR_KIND.values():
         data, found = planar(data, in_file)
@@ -522,7 +522,7 @@ def test_a_layer_knows_whether_its_inputs_fit_f16(as_on_a_gpu):
     model = make_model(kind="f16")
     split = make_split(model, PATTERNS["random"])
     for weight in (1.0, 1e6):
-        norm = array_entry(np.full(model.shape.width, weight), "f32")
+        norm = array_entry(np.full(model.spec.hidden_size, weight), "f32")
         own = dataclasses.replace(model, tensors=model.tensors | {"blk.1.ffn_norm.weight": norm})
         decoder, _, _ = load(own, split)
         known = {layer.attention.is_input_small for layer in decoder.weights.layers}
@@ -633,8 +633,8 @@ def test_rotation_in_place_is_rotation(is_adjacent):
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_on_a_gpu_gives_what_it_gives_on_the_cpu(monkeypatch, as_on_a_gpu, kind, mode):
     """Both parts of the plan are computed as on a GPU; results differ by the tiles' rounding."""
-    shape = make_shape(width=256, num_neurons=96)
-    model = make_model(shape=shape, kind=kind, predictor_rank=8)
+    shape = make_sizes(width=256, num_neurons=96)
+    model = make_model(sizes=shape, kind=kind, predictor_rank=8)
     split = make_split(model, PATTERNS["random"])
     decoder, _, _ = load(model, split, mode=mode)
     with torch.inference_mode():
@@ -659,11 +659,11 @@ def test_a_pass_stays_within_its_memory_bound(monkeypatch, as_on_a_gpu, mode, ki
     """Compared with torch's own peak of live memory. For f32, which is not unpacked, the bound's
     share for tiles is made small, so the rest must fit without it. Products and unpacking compute
     nothing and allocate only their results, as on CUDA."""
-    shape = make_shape(
+    shape = make_sizes(
         width=width, num_neurons=neurons, num_heads=8, num_kv_heads=kv_heads,
         vocab_size=3000, context_length=context,
     )  # fmt: skip
-    model = make_model(shape=shape, predictor_rank=32, kind=kind)
+    model = make_model(sizes=shape, predictor_rank=32, kind=kind)
     if kind == "f32":
         monkeypatch.setattr(gpu_products, "tile_rows", lambda width: 64)
     monkeypatch.setattr(gpu_products, "unpack", lambda matrix, out_AD, index_A: None)
@@ -720,14 +720,14 @@ def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
     monkeypatch.setattr(
         gpu_products, "_in_f32", lambda left, right: torch.zeros(len(left), right.shape[1])
     )
-    shape = make_shape(
+    shape = make_sizes(
         width=512, num_neurons=2048, num_heads=16, num_kv_heads=8, head_width=head_width,
         vocab_size=600, context_length=2048,
     )  # fmt: skip
     if family == "llama":
-        model = make_model(shape=shape, predictor_rank=32, kind="f16", activation=activation)
+        model = make_model(sizes=shape, predictor_rank=32, kind="f16", activation=activation)
     else:
-        model = family_model(family, shape=shape, predictor_rank=32, kind="f16")
+        model = family_model(family, sizes=shape, predictor_rank=32, kind="f16")
     split = make_split(model, [range(2048)] * 2, context_length=2048)
     decoder, _, _ = load_for(model, split, mode, 2048)
     decoder = dataclasses.replace(decoder, chunk=512)
@@ -743,9 +743,9 @@ def test_a_pass_with_flash_attention_stays_within_its_memory_bound(
 
 
 @pytest.mark.parametrize("shape", [
-    make_shape(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
+    make_sizes(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
                vocab_size=32000),
-    make_shape(num_layers=8, width=8192, num_neurons=28672, num_heads=64, num_kv_heads=8,
+    make_sizes(num_layers=8, width=8192, num_neurons=28672, num_heads=64, num_kv_heads=8,
                vocab_size=32000),
 ])  # fmt: skip
 @pytest.mark.parametrize("context", [512, 4096, 32768])
@@ -761,7 +761,7 @@ def test_the_workspace_of_common_models_has_room(shape, context):
 
 
 def test_plans_of_large_models_reserve_longer_passes():
-    large = make_shape(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
+    large = make_sizes(num_layers=32, width=4096, num_neurons=11008, num_heads=32, num_kv_heads=32,
                        vocab_size=32000, context_length=1024)  # fmt: skip
     model = shape_only(large, predictor_rank=256)
     found = planned_bytes(model, 1024, "predicted")
@@ -770,7 +770,7 @@ def test_plans_of_large_models_reserve_longer_passes():
 
 
 def test_a_long_pass_leaves_room_for_pieces(card):
-    model = shape_only(make_shape(width=4096, num_neurons=11008, context_length=1024))
+    model = shape_only(make_sizes(width=4096, num_neurons=11008, context_length=1024))
     memory = living(1 << 30)
     wanted = pass_bytes(model, 512, 1024, "exact") / (1 - gpu_setup.GAPS)
     card.reserved = (1 << 30) - device_memory.SMALL_BYTES - int(wanted) - 2
@@ -788,7 +788,7 @@ def test_spanned_bytes_counts_the_memory_taken():
 
 def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     """The effect of --cpu-ffn on a model, without a plan."""
-    model = make_model(shape=make_shape(width=64), kind="q8_0")
+    model = make_model(sizes=make_sizes(width=64), kind="q8_0")
     placement = Placement.without_neurons(2, CARD)
     items = engine_options.bytes_by_role_of(model, None, 32, CPU, cpu_ffn=True)
     memory = DeviceMemory.of(CARD, gpu_setup.slab_bytes(model, items["gpu"], 32))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import edit_config, random_llama
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from texts import byte_level_tokenizer
 
 from hotsplit.artifacts.model_file import END_KEY, TOKENIZER_KEY, ModelFile
@@ -31,7 +31,7 @@ def model_of(own: bool, **keys) -> ModelFile:
     known["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
     if own:
         known[TOKENIZER_KEY] = tokenizer.to_str()
-    return make_model(shape=make_shape(vocab_size=SIZE), extra_keys=known | keys)
+    return make_model(sizes=make_sizes(vocab_size=SIZE), extra_keys=known | keys)
 
 
 def key(kind: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import make_profile, make_shape, shape_only
+from models import make_profile, make_sizes, shape_only
 from test_runtime import make_split
 
 from hotsplit.cli import main
@@ -94,7 +94,7 @@ def make(tmp_path):
     """A function that writes a split and a profile of one model, and returns both."""
 
     def _make(num_layers=3, hot=None, **options):
-        model = shape_only(make_shape(num_layers=num_layers, num_neurons=NEURONS))
+        model = shape_only(make_sizes(num_layers=num_layers, num_neurons=NEURONS))
         split = make_split(model, make_hot(num_layers) if hot is None else hot, **options)
         profile = make_profile(model, num_tokens=50)  # few tokens: many ties
         split.save(tmp_path / "m.split.gguf")
@@ -136,7 +136,7 @@ def test_the_reader_finds_swapped_layers(tmp_path, make):
     order = sorted(range(12), key=lambda layer: f"activation_{layer}.pt")
     assert order != list(range(12))
     wrong = make_split(
-        shape_only(make_shape(num_layers=12, num_neurons=NEURONS)), [split.hot[i] for i in order]
+        shape_only(make_sizes(num_layers=12, num_neurons=NEURONS)), [split.hot[i] for i in order]
     )
     write_index(wrong, NEURONS, tmp_path / "wrong")
     assert index_hot(tmp_path / "wrong") != [set(ids.tolist()) for ids in split.hot]
@@ -146,7 +146,7 @@ def test_the_reader_finds_swapped_layers(tmp_path, make):
 def test_a_tiny_index_byte_by_byte(tmp_path):
     """Two layers of three neurons: 2 and 0 are hot in the first, none in the second. The bytes are
     those that PowerInfer's export_split.py (commit d3ebd7c) writes for this choice."""
-    model = shape_only(make_shape(num_layers=2, num_neurons=3), kind="f32")
+    model = shape_only(make_sizes(num_layers=2, num_neurons=3), kind="f32")
     split = make_split(model, [[2, 0], []])
     capacity = 2 * 3 * 64 * 4  # hot neurons, rows of a neuron, width, bytes of a value
     assert split.gpu_bytes["neurons"] == capacity
@@ -245,7 +245,7 @@ def test_wrong_groups_and_names_are_refused_with_the_right_one(
 
 
 def test_more_than_1024_groups_are_refused(tmp_path):
-    model = shape_only(make_shape(num_layers=1, num_neurons=2050))
+    model = shape_only(make_sizes(num_layers=1, num_neurons=2050))
     make_split(model, [[0]]).save(tmp_path / "m.split.gguf")
     make_profile(model).save(tmp_path / "p.safetensors")
     with pytest.raises(HotsplitError, match="at most 1024 .* use --group-size 5$"):
@@ -354,9 +354,9 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path, make):
 @pytest.mark.parametrize("form", ["gpuidx", "sparkinfer-split"])
 def test_a_profile_of_another_model_or_shape_is_refused(tmp_path, make, form):
     make()
-    other = make_profile(shape_only(make_shape(num_layers=3, num_neurons=NEURONS), kind="f16"))
+    other = make_profile(shape_only(make_sizes(num_layers=3, num_neurons=NEURONS), kind="f16"))
     for changes in ({"model_id": "another"}, {"active_count_LF": other.active_count_LF[:, :9]}):
-        wrong = make_profile(shape_only(make_shape(num_layers=3, num_neurons=NEURONS)))
+        wrong = make_profile(shape_only(make_sizes(num_layers=3, num_neurons=NEURONS)))
         changed = {**vars(wrong), **changes}
         num_neurons = changed["active_count_LF"].shape[1]
         changed["gate_histogram_LB"] = wrong.gate_histogram_LB * num_neurons // NEURONS

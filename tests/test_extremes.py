@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_llama
-from models import make_machine, make_model, make_shape, shape_only
+from models import make_machine, make_model, make_sizes, shape_only
 from reference import rel_error
 from transformers import AutoModelForCausalLM
 
@@ -99,7 +99,7 @@ def test_a_context_of_one_token(tmp_path):
 
 def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
     """A sparse file, whose weights take no space on disk."""
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=80, width=8192, num_neurons=24_576, num_heads=64, num_kv_heads=8,
         vocab_size=128_256, context_length=8192,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_file_of_100_gb_is_shown_within_a_second(tmp_path, monkeypatch):
 def test_weights_beyond_four_gib_are_read_as_written(tmp_path):
     """An embedding of 4.4 GB, zeros except for its first 64 rows; the layers follow it."""
     small = make_model(
-        shape=make_shape(width=64, num_neurons=96, vocab_size=64, context_length=32), kind="f32"
+        sizes=make_sizes(width=64, num_neurons=96, vocab_size=64, context_length=32), kind="f32"
     )
     num_rows = (4 * GIB + (1 << 26)) // (64 * 4)
     path = tmp_path / "large.gguf"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_cuda import library
 from fake_cuda.torch_cuda import fake_cuda
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import rel_error
 from test_runtime import make_split
 
@@ -76,8 +76,8 @@ def test_a_card_that_is_too_small_is_refused_in_one_line():
 @pytest.mark.parametrize("is_resident", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_cold_weights_stream_to_the_device(tmp_path, is_resident):
     """Pinned weights are copied directly, a mapped file's through two buffers."""
-    shape = make_shape(num_layers=2, width=256, num_neurons=1024, context_length=64)
-    model = make_model(shape=shape, kind="q8_0", predictor_rank=8)
+    shape = make_sizes(num_layers=2, width=256, num_neurons=1024, context_length=64)
+    model = make_model(sizes=shape, kind="q8_0", predictor_rank=8)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     split = make_split(model, [np.arange(0, 1024, 3)] * 2, context_length=64)
@@ -143,7 +143,7 @@ def test_who_waits_for_a_step_sleeps_if_the_cpu_has_a_part_of_it(tmp_path, monke
 
     monkeypatch.setattr(CudaStream, "finish", finishing)
     monkeypatch.setattr(cpu_kernels, "set_spin_time", lambda us=50: spins.append(us))
-    model = make_model(shape=make_shape(num_layers=2, num_neurons=64), kind="f16")
+    model = make_model(sizes=make_sizes(num_layers=2, num_neurons=64), kind="f16")
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     neurons = np.arange(64)

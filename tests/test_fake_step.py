@@ -10,7 +10,7 @@ from fake_cuda.kernels import launched
 from fake_cuda.ptx_kernels import StreamedPtx
 from fake_cuda.torch_cuda import fake_cuda
 from hybrid_plans import ALL, PLANS, make, planned, stepped
-from models import make_shape
+from models import make_sizes
 from random_policy import random_setup
 from reference import assert_rows_agree, rel_error
 from test_native_step import BOUNDS
@@ -124,8 +124,8 @@ def test_neurons_swap_slots_beside_a_captured_step(tmp_path, plan, mode):
 
 def small(tmp_path, kind="q4_0"):
     """Two layers with divided neurons; the attention of the second is on the CPU."""
-    shape = make_shape(num_layers=2, width=32, num_neurons=24, vocab_size=20)
-    model = make(tmp_path, kind=kind, shape=shape)
+    shape = make_sizes(num_layers=2, width=32, num_neurons=24, vocab_size=20)
+    model = make(tmp_path, kind=kind, sizes=shape)
     model.save(model.path)
     split = make_split(model, [ALL[:24:2], ALL[:9]], dense_on_gpu=[1, 0], head_on_gpu=True)
     split.save(tmp_path / "s.gguf")

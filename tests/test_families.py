@@ -280,7 +280,7 @@ def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case,
 
     path = converted(checkpoints(case), tmp_path / "m.gguf", outtype=outtype)
     model = ModelFile.load(path)
-    num = model.shape.num_neurons
+    num = model.spec.most_neurons
     hot = [np.random.default_rng(i).permutation(num)[: num // 2] for i in range(3)]
     split = make_split(model, hot, dense_on_gpu=True)
     split.save(tmp_path / "s.gguf")

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -24,8 +24,8 @@ MODES = ("dense", "exact", "predicted")
 
 
 def saved(tmp_path, activation="relu", **options):
-    shape = make_shape(num_layers=L, num_neurons=F)
-    model = make_model(shape=shape, predictor_rank=8, activation=activation, **options)
+    shape = make_sizes(num_layers=L, num_neurons=F)
+    model = make_model(sizes=shape, predictor_rank=8, activation=activation, **options)
     model = dataclasses.replace(model, threshold_L=(0.05,) * L, path=tmp_path / "m.gguf")
     model.save(model.path)
     return model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from forked import run_command
 from hybrid_plans import F, L, make, planned
-from models import make_shape
+from models import make_sizes
 from test_runtime import saved
 
 from hotsplit import Engine
@@ -225,8 +225,8 @@ def test_a_context_too_short_to_be_shifted(codec_model):
 
 
 def test_a_prompts_state_is_saved_and_restored_bit_for_bit(tmp_path):
-    shape = make_shape(context_length=200)
-    model = saved(tmp_path, shape=shape)
+    shape = make_sizes(context_length=200)
+    model = saved(tmp_path, sizes=shape)
     ids = [t % 50 for t in range(90)]
     for room in (1, 3):
         with Engine.load(model.path, num_sequences=room) as engine:
@@ -248,7 +248,7 @@ def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
     files = []
     for kind in ("f16", "q8_0"):
         (tmp_path / kind).mkdir()
-        files.append(saved(tmp_path / kind, shape=make_shape(context_length=64), kind=kind))
+        files.append(saved(tmp_path / kind, sizes=make_sizes(context_length=64), kind=kind))
     assert files[0].model_id == files[1].model_id
     with Engine.load(files[0].path) as engine, engine.sequence() as text:
         text.extend([1, 2, 3])
@@ -260,7 +260,7 @@ def test_a_state_of_another_type_of_the_same_model_is_refused(tmp_path):
 
 def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(tmp_path):
     """The weights are the same, and so is the model's id, but the state differs."""
-    model = saved(tmp_path, shape=make_shape(context_length=64), predictor_rank=8)
+    model = saved(tmp_path, sizes=make_sizes(context_length=64), predictor_rank=8)
     higher = replace(model.predictor, threshold_L=tuple(t + 2 for t in model.predictor.threshold_L))
     states, path = [], tmp_path / "p"
     for changes, message in (
@@ -286,7 +286,7 @@ def test_a_state_of_other_predictor_thresholds_or_another_activation_is_refused(
 
 def test_a_state_of_another_plan_is_refused(tmp_path):
     """Divided layers add the same numbers in another order."""
-    model = make(tmp_path, shape=make_shape(num_layers=L, num_neurons=F, context_length=64))
+    model = make(tmp_path, sizes=make_sizes(num_layers=L, num_neurons=F, context_length=64))
     model.save(model.path)
     path, options = tmp_path / "p", {"mode": "exact", "device": "cpu"}
     plans = []
@@ -305,7 +305,7 @@ def test_a_state_of_another_plan_is_refused(tmp_path):
 
 
 def test_a_state_of_something_else_is_refused(tmp_path):
-    model = saved(tmp_path, shape=make_shape(context_length=64))
+    model = saved(tmp_path, sizes=make_sizes(context_length=64))
     path = tmp_path / "p"
     with Engine.load(model.path, mode="exact") as engine, engine.sequence() as text:
         with pytest.raises(HotsplitError, match="no tokens yet"):
@@ -314,7 +314,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
         save_prompt(text, path, engine.prompt_key())
     whole = path.read_bytes()
     (tmp_path / "other").mkdir()
-    other = saved(tmp_path / "other", shape=make_shape(context_length=64), seed=9)
+    other = saved(tmp_path / "other", sizes=make_sizes(context_length=64), seed=9)
     for which, mode, message in (
         (other.path, "exact", "another model|other weights"),
         (model.path, "dense", "another mode: 'exact', this is 'dense'"),

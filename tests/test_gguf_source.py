@@ -25,6 +25,7 @@ from hotsplit.convert.options import ConvertConfig, ConvertReport
 from hotsplit.convert.rounding import ERRORS, is_rounding
 from hotsplit.costs.budget import layer_bytes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify import verify
@@ -189,7 +190,7 @@ def test_a_budget_counts_the_bytes_of_k_quants(stock, tmp_path):
     assert (old.gate_row, old.up_row, old.down_row) == (144, 144, 2 * 256)  # f16 when transposed
     assert (new.gate_row, new.up_row, new.down_row) == (144, 144, 256 // 32 * 34)
     shape = ModelFile.load(tmp_path / "k.gguf").shape
-    kv = 2 * shape.num_kv_heads * shape.head_width
+    kv = 2 * shape.num_kv_heads * shape.head_dim
     matrices = (2 * 256 + kv) * 144  # a row is one block of 256 values
     assert old.attention == new.attention == matrices + 2 * 256 * 4
 
@@ -252,9 +253,9 @@ def gguf_tensors(path: Path):
 
 def test_a_type_that_cannot_be_unpacked_is_refused(stock, tmp_path):
     model = ModelFile.load(stock)
-    width = model.shape.width
+    width = model.spec.hidden_size
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_K][1] * width // 256
-    zeros = np.zeros((model.shape.vocab_size, size), np.uint8)
+    zeros = np.zeros((model.spec.vocab_size, size), np.uint8)
     entry = TensorEntry(shape=(len(zeros), width), kind="q8_k", read_rows=lambda a, b: zeros[a:b])
     write_gguf(tmp_path / "q", "llama", gguf_keys(stock), {**model.tensors, "output.weight": entry})
     with pytest.raises(HotsplitError, match="type q8_k cannot be unpacked"):
@@ -333,7 +334,7 @@ def powerinfer_file(path: Path, model: ModelFile, architecture: str, folder: Pat
     """Writes our model and its predictors with gguf's writer, as PowerInfer's converters do."""
     import torch
 
-    s = model.shape
+    s = sizes_of(model.bare_spec)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(2048)
     writer.add_embedding_length(s.width)
@@ -374,7 +375,7 @@ def test_powerinfer_files_are_read_and_converted(tmp_path, case):
         edit_config(folder, lambda c: c.update(hidden_act="drelu"))
     run(folder, tmp_path / "want.gguf", outtype="f32")
     want = ModelFile.load(tmp_path / "want.gguf")
-    random_dejavu(tmp_path / "p", num_neurons=want.shape.num_neurons)
+    random_dejavu(tmp_path / "p", num_neurons=want.spec.most_neurons)
     path = tmp_path / "m.powerinfer.gguf"
     powerinfer_file(path, want, POWERINFER[case], tmp_path / "p")
     model = ModelFile.load(path)

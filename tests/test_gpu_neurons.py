@@ -17,7 +17,7 @@ from gpu_matrices import (
     vector,
 )
 
-from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.spec import SMOOTH
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.gpu import launch
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels, triton_kernels

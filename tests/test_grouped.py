@@ -3,7 +3,7 @@ models use them."""
 
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from test_cpu_kernels import rounded
 from test_runtime import IDS, decoded
 from test_tiled import rows_of
@@ -158,8 +158,8 @@ def test_a_grouped_matrix_adds_lists_and_parts(preferred):
 def test_several_vectors_have_the_bits_of_the_file_in_all_groups(level, preferred, tmp_path, kind):
     """In rows of 160 values, the last block is rounded once more before it is added; chunks of two
     groups add it to sums that are not 0."""
-    shape = make_shape(width=160, num_neurons=1088)
-    make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
+    shape = make_sizes(width=160, num_neurons=1088)
+    make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
     with (
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
@@ -180,8 +180,8 @@ def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
     width,
 ):
     """Tokens are computed one after another, and several at once."""
-    shape = make_shape(width=width, num_neurons=192)
-    make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
+    shape = make_sizes(width=width, num_neurons=192)
+    make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
     with (
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,
@@ -198,7 +198,7 @@ def test_a_dense_model_adds_groups_with_the_bits_of_its_file(
 
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_other_modes_have_no_groups(preferred, tmp_path, mode):
-    shape = make_shape(width=64, num_neurons=192)
-    make_model(shape=shape, kind="q8_0", predictor_rank=32).save(tmp_path / "m.gguf")
+    shape = make_sizes(width=64, num_neurons=192)
+    make_model(sizes=shape, kind="q8_0", predictor_rank=32).save(tmp_path / "m.gguf")
     with Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=True) as engine:
         assert not any(is_grouped(b.down.kind) for layer in engine.layers for b in layer.ffn.blocks)

@@ -237,9 +237,9 @@ def test_a_sum_of_profiles_that_overflows_is_refused(tmp_path):
 
 def test_a_plan_for_more_context_than_the_model_has_is_refused():
     model = make_model()
-    plan = make_split(model, [[1, 2]] * model.shape.num_layers, context_length=33)
+    plan = make_split(model, [[1, 2]] * model.spec.num_layers, context_length=33)
     assert "a context of 33 tokens" in refusal_of(plan.check_against, model, Path("p.gguf"))
-    plan = make_split(model, [[1, 2]] * model.shape.num_layers, context_length=32)
+    plan = make_split(model, [[1, 2]] * model.spec.num_layers, context_length=32)
     plan.check_against(model, Path("p.gguf"))
 
 

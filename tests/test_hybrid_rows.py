@@ -90,10 +90,10 @@ def test_a_step_built_again_spares_an_open_text(tmp_path, num_sequences, length)
 
 
 def saved(tmp_path, **options):
-    from models import make_shape
+    from models import make_sizes
 
-    shape = make_shape(num_layers=4, num_neurons=96, context_length=128)
-    model = make(tmp_path, shape=options.pop("shape", shape), **options)
+    shape = make_sizes(num_layers=4, num_neurons=96, context_length=128)
+    model = make(tmp_path, shape=options.pop("sizes", shape), **options)
     model.save(model.path)
     return model
 
@@ -242,12 +242,12 @@ def test_more_rows_than_a_step_takes_are_several_steps(tmp_path, kind):
 def test_k_quants_on_a_gpu_refuse_drafts(tmp_path, kind):
     """Rows that are computed together are rounded differently from single ones, so drafts could
     change a text."""
-    from models import make_shape
+    from models import make_sizes
 
     from hotsplit.errors import HotsplitError
 
-    shape = make_shape(num_layers=4, num_neurons=96, width=256, context_length=128)
-    model = saved(tmp_path, kind=kind, shape=shape)
+    shape = make_sizes(num_layers=4, num_neurons=96, width=256, context_length=128)
+    model = saved(tmp_path, kind=kind, sizes=shape)
     with loaded(tmp_path, model, "random", 1) as engine:
         assert not engine._live.native.has_equal_rows
         with pytest.raises(HotsplitError, match="leave --speculate out"):
@@ -268,7 +268,7 @@ def test_a_number_of_rows_that_fails_is_not_used(tmp_path, wrong, caplog):
         if x_D.dim() == 2 and len(x_D) > 2:
             if wrong != "makes a small logit NaN":
                 out_N.copy_(torch.zeros_like(out_N) if wrong == "writes zeros" else out_N.flip(0))
-            elif out_N.shape[-1] == model.shape.vocab_size:
+            elif out_N.shape[-1] == model.spec.vocab_size:
                 out_N[0, out_N[0].abs().argmin()] = torch.nan
 
     kernels = Kernels(
@@ -316,11 +316,11 @@ def test_a_fork_and_a_saved_state_continue_as_the_text(tmp_path):
 @pytest.mark.slow
 def test_triton_kernels_give_what_the_reference_gives(tmp_path):
     """In Triton's interpreter, for two rows of two sequences."""
-    from models import make_shape
+    from models import make_sizes
     from reference import rel_error
 
-    shape = make_shape(num_layers=4, width=32, num_neurons=96, vocab_size=20, context_length=128)
-    model = saved(tmp_path, kind="q4_0", shape=shape)
+    shape = make_sizes(num_layers=4, width=32, num_neurons=96, vocab_size=20, context_length=128)
+    model = saved(tmp_path, kind="q4_0", sizes=shape)
     rows = [Row(token=t, position=0, sequence=n, has_logits=True) for n, t in enumerate((3, 5))]
     found = []
     for kernels in (reference_kernels(), triton_kernels()):

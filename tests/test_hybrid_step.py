@@ -12,7 +12,7 @@ import torch
 from checkpoints import random_model, save_tokenizer
 from fake_streams import FakeDevice, Race
 from hybrid_plans import ALL, PLANS, SOME, F, L, make, planned, stepped
-from models import make_shape
+from models import make_sizes
 from reference import assert_rows_agree, rel_error
 from test_families import CASES, converted
 from test_native_step import BOUNDS
@@ -86,8 +86,8 @@ def test_scaled_rotary_embeddings(tmp_path, plan):
 @pytest.mark.parametrize("plan", ["every kind of layer", "two GPUs, layers on the CPU"])
 @pytest.mark.parametrize("kind", [kind for kind in BOUNDS if kind != "f32"])
 def test_every_type_of_weights(tmp_path, kind, plan, mode):
-    shape = make_shape(num_layers=L, num_neurons=F, width=256 if kind.endswith("_k") else 64)
-    model = make(tmp_path, kind=kind, shape=shape)
+    shape = make_sizes(num_layers=L, num_neurons=F, width=256 if kind.endswith("_k") else 64)
+    model = make(tmp_path, kind=kind, sizes=shape)
     model.save(model.path)
     split = planned(tmp_path, model, plan)
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode=mode) as engine:
@@ -137,7 +137,7 @@ def test_every_graph_of_layers(tmp_path, case):
     save_tokenizer(folder, 320)
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
     model = ModelFile.load(path)
-    neurons = np.arange(model.shape.num_neurons)
+    neurons = np.arange(model.spec.most_neurons)
     some, none = neurons[::3], neurons[:0]
     for hot, dense, head in (
         ([some, neurons, none], [1, 1, 1], True),
@@ -206,7 +206,7 @@ def test_norms_of_heads_are_counted_with_attention(tmp_path):
     save_tokenizer(folder, 320)
     model = ModelFile.load(converted(folder, tmp_path / "m.gguf", outtype="f32"))
     assert "blk.0.attn_q_norm.weight" in model.tensors
-    num_layers, neurons = model.shape.num_layers, np.arange(model.shape.num_neurons)
+    num_layers, neurons = model.spec.num_layers, np.arange(model.spec.most_neurons)
     split = make_split(
         model, [neurons] * num_layers, dense_on_gpu=[1] * num_layers, head_on_gpu=True
     )
@@ -322,7 +322,7 @@ def test_traffic_of_the_cpu_is_counted(tmp_path):
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="dense") as engine:
         step = hybrid(engine, split, plain_backend(reference_kernels()))
         before = engine.traffic.total
-        row = 4 * model.shape.width
+        row = 4 * model.spec.hidden_size
         for position in range(3):
             step.run(IDS[0], position)
             want = (1 + position) * L * (F - len(SOME)) * 3 * row
@@ -344,7 +344,7 @@ def test_the_comparison_notices_a_missing_part(tmp_path, wrong):
     with Engine.load(model.path, split=tmp_path / "s.gguf", mode="predicted") as engine:
         want = stepped(engine)
         step = hybrid(engine, split, plain_backend(broken))
-        elsewhere = torch.zeros(model.shape.width)
+        elsewhere = torch.zeros(model.spec.hidden_size)
         if wrong == "cold":
             for struct in step.meter.structs[:-1]:
                 struct.y = elsewhere.data_ptr()
@@ -422,8 +422,8 @@ def test_no_garbage_is_collected_during_a_capture():
 
 def test_triton_kernels_give_the_references_logits(tmp_path):
     """In Triton's interpreter, with the weights in main memory."""
-    shape = make_shape(num_layers=2, width=32, num_neurons=24, vocab_size=20)
-    model = make(tmp_path, kind="q4_0", shape=shape)
+    shape = make_sizes(num_layers=2, width=32, num_neurons=24, vocab_size=20)
+    model = make(tmp_path, kind="q4_0", sizes=shape)
     model.save(model.path)
     split = make_split(model, [ALL[:24:2], ALL[:9]], dense_on_gpu=[1, 0], head_on_gpu=True)
     split.save(tmp_path / "s.gguf")

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from models import make_machine, make_model, make_profile, make_shape
+from models import make_machine, make_model, make_profile, make_sizes
 from test_artifacts import make_predictors, one_of_each
 from test_runtime import make_split
 
@@ -64,7 +64,7 @@ def test_the_kind_is_detected_from_content(tmp_path, capsys, index):
 def test_a_model(tmp_path, capsys, is_tied, kind):
     """Bytes are counted again from the shapes: L 3, D 64, F 96, R 5, V 50, and kv width 32."""
     model = make_model(
-        shape=make_shape(num_layers=3), kind=kind, predictor_rank=5, predictor_density=0.25,
+        sizes=make_sizes(num_layers=3), kind=kind, predictor_rank=5, predictor_density=0.25,
         is_tied=is_tied,
         extra_keys={
             "tokenizer.ggml.tokens": ["a", "b"],
@@ -101,7 +101,7 @@ def test_a_model(tmp_path, capsys, is_tied, kind):
 
 
 def test_tensors_of_one_layer_or_of_all(tmp_path, capsys):
-    make_model(shape=make_shape(num_layers=12)).save(tmp_path / "m")
+    make_model(sizes=make_sizes(num_layers=12)).save(tmp_path / "m")
     some, every = shown(tmp_path / "m", capsys), shown(tmp_path / "m", capsys, "--tensors")
     assert "blk.0.ffn_up.weight" in some and "blk.1.ffn_up.weight" not in some
     assert "and 99 of the other layers: --tensors" in some
@@ -133,7 +133,7 @@ def test_the_part_that_a_tensor_belongs_to(name, part):
 
 
 def test_a_profile(tmp_path, capsys):
-    model = make_model(shape=make_shape(num_layers=2, num_neurons=10))
+    model = make_model(sizes=make_sizes(num_layers=2, num_neurons=10))
     frequency_LF = np.zeros((2, 10))
     frequency_LF[0, [7, 3]], frequency_LF[0, 1] = 0.9, 0.2
     frequency_LF[1] = 0.5
@@ -247,7 +247,7 @@ def test_stdout_that_takes_only_ascii(tmp_path):
 
 def test_unsupported_block_types_are_inspected_with_the_reason(tmp_path, capsys):
     """A q2_K block of 256 values has 84 bytes."""
-    model = make_model(shape=make_shape(num_layers=1, width=256, num_neurons=32))
+    model = make_model(sizes=make_sizes(num_layers=1, width=256, num_neurons=32))
     data = np.zeros((32, 84), np.uint8)
     q2_k = TensorEntry(shape=(32, 256), kind="q2_k", read_rows=lambda a, b: data[a:b])
     keys = {**model._own_keys(), **model.extra_keys}

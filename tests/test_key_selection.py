@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from test_sequences import Alone, schedule
 
 from hotsplit import Engine
@@ -34,11 +34,11 @@ ALL = ("block=16,sinks=16,window=16,top=320", "block=64,sinks=0,window=320,top=6
 
 
 def save(tmp_path, width=256, heads=4, kv=2, layers=2, kind="f32"):
-    shape = make_shape(
+    shape = make_sizes(
         width=width, num_heads=heads, num_kv_heads=kv, num_layers=layers, context_length=CONTEXT
     )
     path = tmp_path / f"m{width}-{heads}-{kv}.gguf"
-    make_model(shape=shape, kind=kind).save(path)
+    make_model(sizes=shape, kind=kind).save(path)
     return path
 
 

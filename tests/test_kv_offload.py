@@ -10,7 +10,7 @@ from fake_cuda import library as fake_library
 from fake_cuda.torch_cuda import fake_cuda
 from fake_streams import FakeDevice, Race
 from hybrid_plans import PLANS, SOME, F, make, planned, stepped
-from models import make_shape
+from models import make_sizes
 from reference import rel_error
 from test_hybrid_step import hybrid, steps
 from test_native_step import BOUNDS
@@ -34,8 +34,8 @@ ON_THE_CPU = {"mode": "predicted", "device": "cpu", "context_length": CONTEXT}
 
 def offloaded(tmp_path, plan, rule=SOME_KEYS, num_sequences=1, **options):
     """A saved model, and its plan with the cache in main memory."""
-    shape = make_shape(num_layers=4, num_neurons=F, context_length=CONTEXT)
-    model = make(tmp_path, shape=shape, **options)
+    shape = make_sizes(num_layers=4, num_neurons=F, context_length=CONTEXT)
+    model = make(tmp_path, sizes=shape, **options)
     model.save(model.path)
     return model, planned(
         tmp_path, model, plan, context_length=CONTEXT, num_sequences=num_sequences, kv_offload=rule

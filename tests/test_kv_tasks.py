@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -38,9 +38,9 @@ def keys_with(*, begins: bool):
 
 def arguments_for(folder, *, begins=True, seed=0):
     keys, vocab_size = keys_with(begins=begins)
-    shape = make_shape(vocab_size=vocab_size, context_length=CONTEXT)
+    shape = make_sizes(vocab_size=vocab_size, context_length=CONTEXT)
     model, text = folder / f"m{seed}.gguf", folder / "text"
-    make_model(shape=shape, kind="f32", seed=seed, extra_keys=keys).save(model)
+    make_model(sizes=shape, kind="f32", seed=seed, extra_keys=keys).save(model)
     text.write_text("apple bread crane delta eagle flame")
     kept = folder / "kept"
     kept.mkdir(exist_ok=True)
@@ -88,8 +88,8 @@ def test_a_conversion_to_another_type_is_another_model(tmp_path):
     one = arguments_for(tmp_path)
     (first, _), *_ = kv_tasks.documents(one)
     keys, vocab_size = keys_with(begins=True)
-    shape = make_shape(vocab_size=vocab_size, context_length=CONTEXT)
-    make_model(shape=shape, kind="q8_0", extra_keys=keys).save(one.model)
+    shape = make_sizes(vocab_size=vocab_size, context_length=CONTEXT)
+    make_model(sizes=shape, kind="q8_0", extra_keys=keys).save(one.model)
     (second, _), *_ = kv_tasks.documents(one)
     assert first.model.model_id == second.model.model_id
     assert (first.ids, first.asked) == (second.ids, second.asked) and first.name != second.name

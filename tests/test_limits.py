@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import quants
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import Bounds, norm, rel_error, rotate, weights
 from test_runtime import make_split
 
@@ -22,6 +22,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.limits_file import LayerLimits, Limits, transposed_by, transposed_name
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, type_of
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step import native_step
@@ -34,7 +35,7 @@ KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 # sums have 16 bits too.
 BOUNDS = Bounds(f32=1e-5, f16=1e-3, bf16=1e-3, q8_0=1e-3, q4_0=1e-3)
 L, D, F, HEADS, KV = 2, 96, 224, 6, 2
-SHAPE = make_shape(
+SHAPE = make_sizes(
     width=D, num_neurons=F, num_heads=HEADS, num_kv_heads=KV, vocab_size=90, context_length=64
 )
 IDS = np.random.default_rng(0).integers(0, 90, 40).tolist()
@@ -46,7 +47,7 @@ STORED = {"rows": (), "attention": ATTENTION, "all": (*ATTENTION, *INPUTS)}
 def model_of(kind="f32", *, activation="silu", predictor_rank=0, seed=0) -> ModelFile:
     """A model with biases. Its predictors, if any, name about half of the neurons whatever x is."""
     model = make_model(
-        shape=SHAPE, kind=kind, activation=activation, predictor_rank=predictor_rank, seed=seed
+        sizes=SHAPE, kind=kind, activation=activation, predictor_rank=predictor_rank, seed=seed
     )
     random = np.random.default_rng(seed + 1)
     sizes = {"attn_q": D, "attn_k": D * KV // HEADS, "attn_v": D * KV // HEADS, "attn_output": D,
@@ -111,7 +112,7 @@ class Reference:
         return np.where(self.passes[layer, name], value_TN, 0)
 
     def logits(self, ids: list[int]) -> np.ndarray:
-        s = self.model.shape
+        s = sizes_of(self.model.bare_spec)
         x = weights(self.model, "token_embd.weight")[ids]
         for layer in range(s.num_layers):
             x = x + self.attention(layer, norm(x, self.w(layer, "attn_norm"), s.norm_epsilon))
@@ -129,7 +130,7 @@ class Reference:
         return x @ self.w(layer, name).T + weights(self.model, f"blk.{layer}.{name}.bias")
 
     def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
-        s, count = self.model.shape, len(x)
+        s, count = sizes_of(self.model.bare_spec), len(x)
         x = self.silence(layer, "qkv_D", x)
         q = rotate(self.product(layer, "attn_q", x).reshape(count, s.num_heads, -1), s)
         k = rotate(self.product(layer, "attn_k", x).reshape(count, s.num_kv_heads, -1), s)

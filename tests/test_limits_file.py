@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import random_model
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import rel_error, weights
 from transformers import FalconConfig, LlamaConfig, Qwen2Config
 
@@ -23,7 +23,7 @@ from hotsplit.measure.evaluate.verify import verify
 from hotsplit.runtime.step.program_summary import summarise_program
 
 D, F = 64, 96
-SHAPE = make_shape(width=D, num_neurons=F)
+SHAPE = make_sizes(width=D, num_neurons=F)
 SIZES = {name: limit_shapes(SHAPE)[place.tensor][0] for name, place in PLACES.items()}
 IDS = [5, 17, 30, 4, 9, 5, 5, 21, 33, 0, 25, 7]
 CHECKPOINT = {
@@ -82,9 +82,7 @@ def test_a_file_round_trips(tmp_path):
 )
 def test_a_wrong_file_is_refused_in_one_line(tmp_path, change, message):
     path = tmp_path / "l.safetensors"
-    save_arrays(
-        path, "hotsplit.artifacts.limits_file", 1, {"model_id": None, "num_layers": 2}, change
-    )
+    save_arrays(path, "hotsplit.limits", 1, {"model_id": None, "num_layers": 2}, change)
     with pytest.raises(HotsplitError, match=message) as refusal:
         Limits.load(path)
     assert "\n" not in str(refusal.value) and str(path) in str(refusal.value)
@@ -108,13 +106,13 @@ def test_wrong_metadata_are_refused(tmp_path):
         (good | {"model_id": 3}, 1, "model_id is 3"),
     ):
         arrays = {"blk.0.ffn_gate.limit": np.zeros(3, np.float32)}
-        save_arrays(path, "hotsplit.artifacts.limits_file", version, metadata, arrays)
+        save_arrays(path, "hotsplit.limits", version, metadata, arrays)
         with pytest.raises(HotsplitError, match=message):
             Limits.load(path)
 
 
 def model_of(**options) -> ModelFile:
-    return make_model(shape=SHAPE, **({"activation": "silu"} | options))
+    return make_model(sizes=SHAPE, **({"activation": "silu"} | options))
 
 
 def with_tensor(model: ModelFile, name: str, values: np.ndarray, kind="f32") -> ModelFile:
@@ -303,12 +301,12 @@ def test_the_key_of_a_saved_prompt_covers_its_limits(tmp_path: Path) -> None:
     from hotsplit.runtime.generate.prompt_cache import weights_digest
 
     model = make_model(path=tmp_path / "m.gguf", activation="silu")
-    size = model.shape.num_neurons
+    size = model.spec.most_neurons
     digests = {weights_digest(model)}
     for last in (0.1, 0.2):
         limit_F = np.full(size, 0.1, np.float32)
         limit_F[-1] = last
-        layers = (LayerLimits(gate_F=limit_F),) * model.shape.num_layers
+        layers = (LayerLimits(gate_F=limit_F),) * model.spec.num_layers
         limits = Limits(model_id=model.model_id, layers=layers)
         digests.add(weights_digest(model.with_limits(limits, "limits")))
     assert len(digests) == 3
@@ -323,8 +321,8 @@ def test_a_model_file_keeps_trained_limits_and_their_cost(tmp_path: Path) -> Non
         perplexity_increase=0.5, perplexity_half_width=0.1, kl_mean=0.4, top1_agreement=0.7,
         num_tokens=100, bytes_per_token=10, dense_bytes_per_token=20, corpus_sha256="0" * 64,
     )  # fmt: skip
-    limit_F = np.full(model.shape.num_neurons, 0.1, np.float32)
-    layers = (LayerLimits(gate_F=limit_F),) * model.shape.num_layers
+    limit_F = np.full(model.spec.most_neurons, 0.1, np.float32)
+    layers = (LayerLimits(gate_F=limit_F),) * model.spec.num_layers
     for is_trained, mode in ((False, "dense"), (True, "exact")):
         path = tmp_path / f"{is_trained}.safetensors"
         limits = Limits(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import random_llama
 from forked import run_command
-from models import make_machine, make_model, make_profile, make_shape
+from models import make_machine, make_model, make_profile, make_sizes
 from sparsify_runs import make_inputs, tiny_config
 from test_profile_run import stopped_at
 from transformers import AutoModelForCausalLM
@@ -363,7 +363,7 @@ def test_a_profile_keeps_the_digest_of_its_limits(tmp_path, made):
         (LayerLimits(), *others),
     ):
         assert Limits(model_id=None, layers=layers).sha256 != limits.sha256
-    model = make_model(shape=make_shape())
+    model = make_model(sizes=make_sizes())
     profile_ = dataclasses.replace(make_profile(model), limits=limits.sha256)
     profile_.save(tmp_path / "p")
     assert Profile.load(tmp_path / "p").limits == limits.sha256
@@ -393,8 +393,8 @@ def test_a_stretched_gate_reaches_the_common_score_where_its_neuron_starts_to_fi
 def half_of_the_neurons(path: Path) -> str:
     """A VRAM budget for all of a model but half of its neurons."""
     model = ModelFile.load(path)
-    count, context = model.shape.num_layers, model.shape.context_length
-    whole, _ = plan_bytes(model, context_length=context, num_hot=[model.shape.num_neurons] * count,
+    count, context = model.spec.num_layers, model.spec.context_length
+    whole, _ = plan_bytes(model, context_length=context, num_hot=[model.spec.most_neurons] * count,
                           dense_on_gpu=[True] * count, head_on_gpu=True)  # fmt: skip
     whole |= {"workspace": measure_workspace(model, context, "exact")}
     return f"{sum(whole.values()) - whole['neurons'] // 2}B"

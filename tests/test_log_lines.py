@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_python
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 from rich.console import Console
 from rich.progress import Progress
 
@@ -113,8 +113,8 @@ EXPLAINED, WARNED = "long texts are computed approximately", "the weights stay i
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("lines") / "m.gguf"
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(vocab_size=vocab_size, context_length=256)
-    make_model(shape=shape, extra_keys=keys).save(path)
+    shape = make_sizes(vocab_size=vocab_size, context_length=256)
+    make_model(sizes=shape, extra_keys=keys).save(path)
     return path
 
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import make_machine, make_model, make_profile, make_shape, power_law_frequencies
+from models import make_machine, make_model, make_profile, make_sizes, power_law_frequencies
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
@@ -19,8 +19,8 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.mode_choice import bytes_per_token, choose_mode, dense_bytes, loss_line, refusal
 from hotsplit.errors import HotsplitError
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
-from hotsplit.model.architecture import SMOOTH
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
+from hotsplit.model.spec import SMOOTH
 from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.engine_options import mode_of
 from hotsplit.solver.inputs import Inputs
@@ -57,7 +57,7 @@ def a_model(
     records = {"exact": exact, "predicted": predicted}
     quality = {m: quality_of(model, *record) for m, record in records.items() if record}
     threshold = 0.05 if activation in SMOOTH else 0.0
-    thresholds = (threshold,) * model.shape.num_layers
+    thresholds = (threshold,) * model.spec.num_layers
     return dataclasses.replace(model, threshold_L=thresholds, quality=quality)
 
 
@@ -208,10 +208,10 @@ def test_records_that_no_measurement_gives_are_refused(tmp_path, name, value):
 
 
 def predictors_of(model: ModelFile) -> Predictors:
-    weights = np.ones((8, model.shape.width), np.float32)
-    ups = np.full((model.shape.num_neurons, 8), 0.01, np.float32)
+    weights = np.ones((8, model.spec.hidden_size), np.float32)
+    ups = np.full((model.spec.most_neurons, 8), 0.01, np.float32)
     layers = tuple(
-        LayerPredictor.of(down_RD=weights, up_FR=ups) for _ in range(model.shape.num_layers)
+        LayerPredictor.of(down_RD=weights, up_FR=ups) for _ in range(model.spec.num_layers)
     )
     info = PredictorInfo(
         kind="gate" if model.activation in SMOOTH else "linear",
@@ -225,7 +225,7 @@ def predictors_of(model: ModelFile) -> Predictors:
 def artifacts(tmp_path):
     """A base file without thresholds and predictors, and the profile and predictors of one run."""
     model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8))
-    zeros = (0.0,) * model.shape.num_layers
+    zeros = (0.0,) * model.spec.num_layers
     base = dataclasses.replace(without_predictors(model), quality={}, threshold_L=zeros)
     base.save(tmp_path / "base.gguf")
     dataclasses.replace(make_profile(model), quality=model.quality).save(tmp_path / "p")
@@ -292,7 +292,7 @@ def test_the_engine_says_why_it_runs_dense(tmp_path, capsys):
 def test_a_plan_sets_the_mode(tmp_path):
     """Mode dense, set by a plan with neurons on both sides, gives the logits of mode dense without
     a plan."""
-    model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8), shape=make_shape(num_layers=3))
+    model = a_model(exact=(0.18, 0.76), predicted=(0.21, 0.8), sizes=make_sizes(num_layers=3))
     model.save(tmp_path / "m.gguf")
     half = np.arange(0, 96, 2, dtype=np.int32)
     everything = np.arange(96, dtype=np.int32)
@@ -347,8 +347,8 @@ def shares(num_layers, num_neurons, density):
 
 def test_the_plan_has_the_fastest_mode_whatever_the_file_suggests():
     """The predictors name all neurons, so exact is faster than predicted."""
-    shape = make_shape(num_layers=3, width=128, num_neurons=512)
-    model = a_model("relu", shape=shape, exact=(0.0, 0.6), predicted=(0.001, 0.7))
+    shape = make_sizes(num_layers=3, width=128, num_neurons=512)
+    model = a_model("relu", sizes=shape, exact=(0.0, 0.6), predicted=(0.001, 0.7))
     model = dataclasses.replace(
         model, predictor=dataclasses.replace(model.predictor, density_L=(1.0,) * 3)
     )
@@ -365,8 +365,8 @@ def test_the_plan_has_the_fastest_mode_whatever_the_file_suggests():
 def test_the_plan_is_dense_where_whole_layers_are_fastest():
     """Reading chosen rows costs more than silent neurons save, and not all three layers fit on the
     GPU."""
-    shape = make_shape(num_layers=3, width=128, num_neurons=512)
-    model = a_model("relu", shape=shape, has_predictors=False)
+    shape = make_sizes(num_layers=3, width=128, num_neurons=512)
+    model = a_model("relu", sizes=shape, has_predictors=False)
     machine = make_machine(round_trip_s=1e-3, launch_s=1e-7, chosen_share=0.2, cpu_gb_per_s=4)
     inputs = inputs_of(model, shares(3, 512, 0.97), machine, 1 << 30)
     whole = as_plan(dataclasses.replace(inputs, mode="dense"), layer_split(inputs))
@@ -400,7 +400,7 @@ def random_inputs(seed: int, num_gpus: int) -> Inputs:
     is_smooth = bool(random.integers(2))
     known = {"exact": (0.0, 0.6), "predicted": (0.0, 0.5)}
     model = a_model(
-        "silu" if is_smooth else "relu", shape=make_shape(num_layers=num_layers), seed=seed, **known
+        "silu" if is_smooth else "relu", sizes=make_sizes(num_layers=num_layers), seed=seed, **known
     )  # fmt: skip
     density_L = tuple(random.uniform(0.1, 1.0, num_layers))
     model = dataclasses.replace(
@@ -457,7 +457,7 @@ def test_the_plan_is_never_slower_than_an_alternative(tmp_path, num_gpus):
 
 
 def test_the_command_names_the_fastest_mode(tmp_path, capsys):
-    model = a_model(exact=(0.18, 0.5), predicted=(0.21, 0.4), shape=make_shape(num_layers=3))
+    model = a_model(exact=(0.18, 0.5), predicted=(0.21, 0.4), sizes=make_sizes(num_layers=3))
     model.save(tmp_path / "m.gguf")
     make_profile(model).save(tmp_path / "p")
     make_machine().save(tmp_path / "c")

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import logits_ref, rel_error
 from test_by_output import stock_of
 from test_native_step import BOUNDS, PAIRS
@@ -17,6 +17,7 @@ from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
+from hotsplit.families.sizes import sizes_of
 from hotsplit.measure.evaluate.quality import compare_all
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.native_layers import SHOWN, NativeLayers
@@ -49,8 +50,8 @@ def observed(engine, names, ids=IDS):
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("activation, kind", PAIRS)
 def test_observers_see_what_torch_computes(tmp_path, calls, mode, kind, activation):
-    shape = make_shape(width=256 if kind.endswith("_k") else 64)
-    model = make_model(shape=shape, kind=kind, activation=activation, predictor_rank=8)
+    shape = make_sizes(width=256 if kind.endswith("_k") else 64)
+    model = make_model(sizes=shape, kind=kind, activation=activation, predictor_rank=8)
     model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode) as engine:
@@ -79,16 +80,16 @@ def compare(got, want, bound):
 @pytest.mark.parametrize("kind", ["linear", "relu", "gate"])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_scores_of_predictors(tmp_path, calls, kind, offset):
-    shape = make_shape(num_layers=3)
+    shape = make_sizes(num_layers=3)
     if kind == "gate":
-        model = make_model(shape=shape, activation="silu")
+        model = make_model(sizes=shape, activation="silu")
         tensors = dict(model.tensors)
         for layer in range(3):
             tensors[f"blk.{layer}.ffn_pred_up.weight"] = tensors[f"blk.{layer}.ffn_gate.weight"]
         info = PredictorInfo(kind=kind, rank_L=(0,) * 3, threshold_L=(0.1,) * 3)
         model = dataclasses.replace(model, tensors=tensors)
     else:
-        model = make_model(shape=shape, predictor_rank=8, predictor_kind=kind)
+        model = make_model(sizes=shape, predictor_rank=8, predictor_kind=kind)
         info = model.predictor
     info = dataclasses.replace(info, input_layer_offset=offset)
     dataclasses.replace(model, predictor=info).save(tmp_path / "m.gguf")
@@ -115,8 +116,8 @@ def test_divided_neurons_are_seen_in_the_layers_order(tmp_path, calls, mode, pat
 @pytest.mark.parametrize("count", [2, 5, 30])
 def test_any_number_of_tokens_and_neurons(tmp_path, calls, num_neurons, count, activation):
     """Few tokens take other operations than many; threads share large layers."""
-    shape = make_shape(num_neurons=num_neurons)
-    model = saved(tmp_path, shape=shape, kind="f32", activation=activation)
+    shape = make_sizes(num_neurons=num_neurons)
+    model = saved(tmp_path, sizes=shape, kind="f32", activation=activation)
     for mode in ("dense", "exact"):
         with Engine.load(model.path, mode=mode) as engine:
             got = observed(engine, SHOWN, IDS[:count])
@@ -126,7 +127,7 @@ def test_any_number_of_tokens_and_neurons(tmp_path, calls, num_neurons, count, a
 
 
 def test_bits_do_not_depend_on_threads(tmp_path):
-    model = saved(tmp_path, shape=make_shape(num_neurons=1056), kind="q8_0")
+    model = saved(tmp_path, sizes=make_sizes(num_neurons=1056), kind="q8_0")
     found = []
     with Engine.load(model.path, mode="exact") as engine:
         for threads in (1, 2, 3):
@@ -163,7 +164,7 @@ def test_several_sequences(tmp_path, calls):
                     for ids in (slice(0, 6), slice(6, 14)):
                         for sequence, text in zip((first, second), texts, strict=True):
                             sequence.extend(text[ids])
-        found.append([t for t in seen if t.shape[-1] == model.shape.width])
+        found.append([t for t in seen if t.shape[-1] == model.spec.hidden_size])
     native, in_torch = found[0], found[1]
     assert calls == [0, 1] * 4
     outs = [t for t in in_torch]
@@ -190,7 +191,7 @@ def test_what_one_layer_wants_decides_for_all(tmp_path, calls):
 def test_gates_stored_by_inputs_go_through_torch(tmp_path, calls):
     """In one layer or in all."""
     model = saved(tmp_path, activation="silu")
-    limits = LayerLimits(ffn_D=np.full(model.shape.width, 0.1, np.float32))
+    limits = LayerLimits(ffn_D=np.full(model.spec.hidden_size, 0.1, np.float32))
     for layers in ((limits, limits), (LayerLimits(), limits)):
         path = tmp_path / "limits.json"
         Limits(model_id=model.model_id, layers=layers).save(path)
@@ -267,8 +268,8 @@ def test_bytes_are_counted(tmp_path):
         before = dataclasses.replace(engine.traffic)
         observed(engine, SHOWN)
         after = engine.traffic
-        shape = model.shape
-        matrix = shape.num_layers * shape.num_neurons * shape.width // 32 * 34
+        shape = sizes_of(model.bare_spec)
+        matrix = shape.num_layers * shape.num_neurons * shape.hidden_size // 32 * 34
         assert (
             after.gate - before.gate == after.up - before.up == after.down - before.down == matrix
         )
@@ -280,7 +281,7 @@ def test_positions_without_a_block_are_refused(tmp_path):
         live = engine._live
         layers = NativeLayers.build(dict(enumerate(live.weights.layers)), None, 0)
         rest = {"predictor_input_TD": None, "observers": live.observers}
-        x_TD = torch.zeros(2, model.shape.width)
+        x_TD = torch.zeros(2, model.spec.hidden_size)
         with pytest.raises(IndexError, match="positions 31 to 32 have no block"):
             layers.run(0, x_TD, start=31, **rest)
         layers.block_SN[0, -1] = -1

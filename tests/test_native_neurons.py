@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import rel_error
 
 from hotsplit import Engine
@@ -26,8 +26,8 @@ F, D = 77, 64  # F bits do not fill whole words
 def layer_of(
     tmp_path, kind="f32", activation="relu", is_resident=True, mode="predicted", width=D, num=F
 ):
-    shape = make_shape(width=width, num_neurons=num)
-    model = make_model(shape=shape, kind=kind, activation=activation, predictor_rank=8)
+    shape = make_sizes(width=width, num_neurons=num)
+    model = make_model(sizes=shape, kind=kind, activation=activation, predictor_rank=8)
     model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode, is_resident=is_resident) as engine:

@@ -9,7 +9,7 @@ import resource
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import Bounds, logits_ref, rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split, saved
 
@@ -39,8 +39,8 @@ PAIRS = [*((a, "f32") for a in ACTIVATIONS), *(("relu", kind) for kind in BOUNDS
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 @pytest.mark.parametrize("activation, kind", PAIRS)
 def test_it_agrees_with_the_ordinary_path(tmp_path, mode, kind, activation):
-    shape = make_shape(width=256 if kind.endswith("_k") else 64)
-    model = make_model(shape=shape, kind=kind, activation=activation, predictor_rank=8)
+    shape = make_sizes(width=256 if kind.endswith("_k") else 64)
+    model = make_model(sizes=shape, kind=kind, activation=activation, predictor_rank=8)
     model = dataclasses.replace(model, threshold_L=(0.05,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
     with Engine.load(model.path, mode=mode) as engine:
@@ -69,8 +69,8 @@ def test_divided_layers_agree_with_the_ordinary_path(tmp_path, mode, pattern):
 def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, name, kind):
     """The model is large enough that products and blocks of neurons are divided among threads."""
     library.set_level(name)
-    shape = make_shape(width=256, num_neurons=1056, num_heads=8, vocab_size=500)
-    model = saved(tmp_path, shape=shape, kind=kind, predictor_rank=64)
+    shape = make_sizes(width=256, num_neurons=1056, num_heads=8, vocab_size=500)
+    model = saved(tmp_path, sizes=shape, kind=kind, predictor_rank=64)
     for mode in ("dense", "exact", "predicted"):
         with Engine.load(model.path, mode=mode) as engine:
             seen = []
@@ -85,8 +85,8 @@ def test_any_number_of_threads_gives_the_same_bits(tmp_path, restore_library, na
 @pytest.mark.parametrize("num_neurons", [15, 48, 77])
 def test_neurons_with_nan_scores_are_named(tmp_path, level, num_neurons):
     """The scores fill whole vectors, a remainder, or both."""
-    shape = make_shape(num_neurons=num_neurons)
-    model = saved(tmp_path, shape=shape, predictor_rank=8)
+    shape = make_sizes(num_neurons=num_neurons)
+    model = saved(tmp_path, sizes=shape, predictor_rank=8)
     with Engine.load(model.path, mode="exact") as engine:
         want = decoded(engine, IDS)
     with Engine.load(model.path, mode="predicted") as engine:
@@ -105,7 +105,7 @@ def test_the_measure_rejects_wrong_logits(tmp_path, wrong):
 
 
 def test_long_contexts_agree(tmp_path):
-    model = saved(tmp_path, shape=make_shape(context_length=400), kind="f16")
+    model = saved(tmp_path, sizes=make_sizes(context_length=400), kind="f16")
     ids = np.random.default_rng(0).integers(0, 50, 390).tolist()
     with Engine.load(model.path) as engine:
         assert rel_error(decoded(engine, ids), watched(engine, ids)) < BOUNDS["f16"]
@@ -123,9 +123,9 @@ def test_attention_over_parts_of_the_cache(
     """Heads have many widths and numbers; positions are around the edges of tiles and parts. Any
     number of threads gives the same bits."""
     library.set_level(name)
-    shape = make_shape(num_layers=1, width=64, num_heads=num_heads, num_kv_heads=num_kv_heads,
+    shape = make_sizes(num_layers=1, width=64, num_heads=num_heads, num_kv_heads=num_kv_heads,
                        head_width=head_width, context_length=600)  # fmt: skip
-    model = saved(tmp_path, shape=shape, kind=kind)
+    model = saved(tmp_path, sizes=shape, kind=kind)
     ids = np.random.default_rng(1).integers(0, shape.vocab_size, 600).tolist()
     with Engine.load(model.path, mode="exact", context_length=600) as engine:
         engine.hidden(ids)
@@ -145,8 +145,8 @@ def test_attention_over_parts_of_the_cache(
 def test_parts_of_the_cache_with_scores_far_apart(tmp_path, restore_library, name, factor):
     """The parts' maxima differ by hundreds."""
     library.set_level(name)
-    shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
-    model = saved(tmp_path, shape=shape, kind="f32")
+    shape = make_sizes(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
+    model = saved(tmp_path, sizes=shape, kind="f32")
     with Engine.load(model.path, mode="exact", context_length=300) as engine:
         engine.hidden([i % 50 for i in range(260)])
         engine.layers[0].attention.cache.key_CKW[:256, 0, 3] *= factor
@@ -158,8 +158,8 @@ def test_parts_of_the_cache_with_scores_far_apart(tmp_path, restore_library, nam
 def test_a_part_of_the_cache_with_infinite_scores(tmp_path, restore_library, name):
     """Scores of minus infinity add nothing, and those of plus infinity end as NaN, as in torch."""
     library.set_level(name)
-    shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
-    model = saved(tmp_path, shape=shape, kind="f32")
+    shape = make_sizes(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
+    model = saved(tmp_path, sizes=shape, kind="f32")
     found = []
     with Engine.load(model.path, mode="exact", context_length=300) as engine:
         for sign in (1, -1):
@@ -187,8 +187,8 @@ def test_scores_all_of_minus_infinity_give_nan_as_in_torch(
     """Softmax is then NaN for one key, for one part of the cache and for two. With one finite score
     it is not."""
     library.set_level(name)
-    shape = make_shape(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
-    model = make_model(shape=shape)
+    shape = make_sizes(num_layers=1, width=32, num_heads=1, num_kv_heads=1, context_length=300)
+    model = make_model(sizes=shape)
     huge = model.tensors["blk.0.attn_q.weight"].read() * np.float32(1e20)
     tensors = {
         "blk.0.attn_q.weight": array_entry(huge, "f32"),
@@ -210,8 +210,8 @@ def test_scores_all_of_minus_infinity_give_nan_as_in_torch(
 
 
 def test_heads_that_are_too_wide_are_refused(tmp_path):
-    shape = make_shape(num_heads=1, num_kv_heads=1, head_width=544)
-    model = saved(tmp_path, shape=shape)
+    shape = make_sizes(num_heads=1, num_kv_heads=1, head_width=544)
+    model = saved(tmp_path, sizes=shape)
     with Engine.load(model.path, mode="exact") as engine:
         assert "rejects the model's sizes" in engine.not_native
 

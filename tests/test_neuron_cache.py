@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 from random_policy import RandomPolicy, random_setup
 from test_runtime import make_split
 
@@ -20,7 +20,7 @@ from hotsplit.artifacts.cache_plan import CachePlan
 from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.cli import main
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import Activation
+from hotsplit.model.spec import Activation
 from hotsplit.options.neuron_cache import CacheCosts, CacheOptions
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.neuron_cache.cycle import SWAP
@@ -35,7 +35,7 @@ F, L, V = 160, 3, 50
 def saved(tmp_path, kind="q8_0", activation: Activation = "relu", **shape):
     sizes = {"num_layers": L, "num_neurons": F, "context_length": 96} | shape
     model = make_model(
-        shape=make_shape(**sizes), kind=kind, activation=activation, predictor_rank=8
+        sizes=make_sizes(**sizes), kind=kind, activation=activation, predictor_rank=8
     )
     model = dataclasses.replace(model, threshold_L=(0.05,) * L, path=tmp_path / "m.gguf")
     model.save(model.path)
@@ -323,11 +323,11 @@ def test_the_comparison_finds_wrong_rows(tmp_path, wrong):
 def with_cache(tmp_path, activation="relu", predictor_rank=0, **costs):
     """A model with a tokenizer and a plan with a cache, for a fast GPU and a slow CPU."""
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=L, num_neurons=F, context_length=256, vocab_size=vocab_size, width=128
     )
     model = make_model(
-        shape=shape, kind="q8_0", activation=activation, extra_keys=keys,
+        sizes=shape, kind="q8_0", activation=activation, extra_keys=keys,
         predictor_rank=predictor_rank,
     )  # fmt: skip
     model = dataclasses.replace(model, threshold_L=(0.0,) * L, path=tmp_path / "m.gguf")

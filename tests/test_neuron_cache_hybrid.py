@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from fake_streams import FakeDevice, Race
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from random_policy import random_setup
 from reference import rel_error
 from test_native_step import BOUNDS
@@ -59,9 +59,9 @@ class Cached:
 
     @classmethod
     def of(cls, tmp_path, plan="random", mode="predicted", backend=None, seed=0, **options):
-        shape = options.pop("shape", None) or make_shape(num_layers=L, num_neurons=F)
+        shape = options.pop("shape", None) or make_sizes(num_layers=L, num_neurons=F)
         hot, dense, head, home = PLANS[plan] if isinstance(plan, str) else plan
-        model = make_model(shape=shape, predictor_rank=8, **options)
+        model = make_model(sizes=shape, predictor_rank=8, **options)
         model = dataclasses.replace(
             model, threshold_L=(0.05,) * shape.num_layers, path=tmp_path / "m.gguf"
         )
@@ -110,7 +110,7 @@ def restore(weights, kept):
 def weights_of(model, split, mode, resident):
     placement = Placement.of_split(split, (CPU,) * len(split.budgets))
     return load_weights(
-        model, placement, mode, model.shape.context_length, notice=print,
+        model, placement, mode, model.spec.context_length, notice=print,
         residence=Residence(), resident_LN=resident, are_slots_joined=False,
     )  # fmt: skip
 
@@ -132,9 +132,9 @@ def test_every_step_equals_a_static_one_bit_for_bit(tmp_path, plan, mode):
     [("f16", "exact"), ("q8_0", "predicted"), ("q4_0", "exact"), ("q6_k", "predicted")],
 )
 def test_every_type_of_rows(tmp_path, kind, mode):
-    shape = make_shape(num_layers=2, num_neurons=F, width=256 if kind == "q6_k" else 64)
+    shape = make_sizes(num_layers=2, num_neurons=F, width=256 if kind == "q6_k" else 64)
     cached = Cached.of(
-        tmp_path, mode=mode, kind=kind, shape=shape, plan=([SOME, SOME], [1, 0], True, None)
+        tmp_path, mode=mode, kind=kind, sizes=shape, plan=([SOME, SOME], [1, 0], True, None)
     )
     for position, token in enumerate(IDS[:3]):
         static, _ = cached.static()
@@ -213,12 +213,12 @@ def test_any_order_that_the_events_allow_gives_the_same_bits(tmp_path, plan, mod
 @pytest.mark.parametrize("mode", ["exact", "predicted"])
 def test_every_event_is_needed(tmp_path, mode):
     plan = ([SOME, SOME], [1, 0], True, None)
-    shape = make_shape(num_layers=2, num_neurons=F)
+    shape = make_sizes(num_layers=2, num_neurons=F)
 
     def made(**options):
         device = FakeDevice(**options)
         backend = device.backend(reference_kernels())
-        return device, Cached.of(tmp_path, mode=mode, backend=backend, shape=shape, plan=plan)
+        return device, Cached.of(tmp_path, mode=mode, backend=backend, sizes=shape, plan=plan)
 
     device, cached = made()
     cached.step.run(IDS[0], 0)
@@ -330,9 +330,9 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
     """Cold rows have the file's layout and hot ones the GPU's; Triton's kernel rearranges a row
     that becomes hot."""
     width = 256 if kind == "q6_k" else 64
-    shape = make_shape(num_layers=1, num_neurons=24, width=width, vocab_size=20)
+    shape = make_sizes(num_layers=1, num_neurons=24, width=width, vocab_size=20)
     plan = ([np.arange(9)], [1], True, None)
-    cached = Cached.of(tmp_path, mode="exact", kind=kind, shape=shape, plan=plan)
+    cached = Cached.of(tmp_path, mode="exact", kind=kind, sizes=shape, plan=plan)
     (layer,) = cached.weights.layers
     hot, cold = layer.ffn.blocks
     before = [
@@ -365,7 +365,7 @@ def test_rows_of_a_file_become_planar_on_a_gpu(tmp_path, kind):
         source = cold.down.kind
         assert torch.equal(matrix.data.view(torch.uint8), planar(want, source)[0])
     # The packed bits are those of the reference.
-    other = Cached.of(tmp_path, mode="exact", kind=kind, shape=shape, plan=plan)
+    other = Cached.of(tmp_path, mode="exact", kind=kind, sizes=shape, plan=plan)
     for position, token in enumerate([3, 7, 1]):
         other.step.run(token, position)
     shown = [np.concatenate(each.cache.policy.shown) for each in (cached, other)]

@@ -17,7 +17,7 @@ import click
 import numpy as np
 import pytest
 from checkpoints import edit_config, random_llama
-from models import make_model, make_profile, make_shape
+from models import make_model, make_profile, make_sizes
 from safetensors.numpy import load_file
 
 import hotsplit
@@ -33,10 +33,10 @@ from hotsplit.commands.options.llamacpp_flags import TABLE, translate
 from hotsplit.commands.options.outtype import OUTTYPE
 from hotsplit.commands.terminal.prompts import prompts_of
 from hotsplit.convert.convert import convert
-from hotsplit.convert.families.table import read_blueprint
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.tensor_types import TensorTypes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.table import read_blueprint
 from hotsplit.measure.evaluate.verify import verify
 from hotsplit.profile.corpus.sources import find_sources
 from hotsplit.serve.config import ServeConfig
@@ -197,7 +197,7 @@ def test_the_newline_that_ends_a_file_is_not_part_of_the_prompt(
 
 def test_a_context_of_zero_is_the_models_own_and_less_is_refused(tmp_path):
     """Users of llama.cpp write -c 0."""
-    make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
+    make_model(sizes=make_sizes(context_length=16)).save(tmp_path / "m.gguf")
     with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=0) as engine:
         assert engine.context_length == 16
     with pytest.raises(HotsplitError, match="context of -1 .*, wanted 1 to 16"):
@@ -283,8 +283,8 @@ def test_sizes_in_other_digits_are_refused():
 
 
 def test_transposing_a_stock_file_of_block_types_is_noted_once(tmp_path, capsys):
-    shape = make_shape(num_layers=3, width=32, num_neurons=64)
-    make_model(shape=shape, activation="silu").save(tmp_path / "f32.gguf")
+    shape = make_sizes(num_layers=3, width=32, num_neurons=64)
+    make_model(sizes=shape, activation="silu").save(tmp_path / "f32.gguf")
     config = ConvertConfig(source=tmp_path / "f32.gguf", output=tmp_path / "m.gguf",
                            outtype="q8_0", layout="stock")  # fmt: skip
     convert(config)
@@ -430,7 +430,7 @@ def test_the_written_file_type_matches_the_tensors(tmp_path):
     """The sources hold f32, whatever their file_type says (3: q4_1, 15: Q4_K_M)."""
     for said, outtype, want in ((3, None, 0), (3, "q8_0", 7), (15, None, 0)):
         keys = {"general.file_type": np.uint32(said)}
-        make_model(shape=make_shape(width=32, num_neurons=64), extra_keys=keys).save(tmp_path / "a")
+        make_model(sizes=make_sizes(width=32, num_neurons=64), extra_keys=keys).save(tmp_path / "a")
         config = ConvertConfig(source=tmp_path / "a", output=tmp_path / "b", outtype=outtype,
                                force=True, tensor_types=("ffn_up=f16",) * (outtype is None))  # fmt: skip
         (tmp_path / "a").rename(tmp_path / "a.gguf")
@@ -465,7 +465,7 @@ def test_values_of_other_types_are_refused_by_the_api(tmp_path):
 
 
 def test_the_refusal_of_a_long_text_says_by_how_much(tmp_path):
-    make_model(shape=make_shape(context_length=16)).save(tmp_path / "m.gguf")
+    make_model(sizes=make_sizes(context_length=16)).save(tmp_path / "m.gguf")
     with hotsplit.Engine.load(tmp_path / "m.gguf", device="cpu", context_length=8) as engine:
         with pytest.raises(HotsplitError, match="shorten the text by more than 4$"):
             engine.logits([1] * 20)
@@ -531,10 +531,10 @@ def test_predictors_may_be_given_as_a_file(tmp_path):
     make_model().save(tmp_path / "base.gguf")
     layers = tuple(
         LayerPredictor.of(
-            down_RD=np.zeros((4, model.shape.width), np.float32),
-            up_FR=np.zeros((model.shape.num_neurons, 4), np.float32),
+            down_RD=np.zeros((4, model.spec.hidden_size), np.float32),
+            up_FR=np.zeros((model.spec.most_neurons, 4), np.float32),
         )
-        for _ in range(model.shape.num_layers)
+        for _ in range(model.spec.num_layers)
     )
     info = dataclasses.replace(model.predictor, rank_L=(4,) * len(layers))
     file = tmp_path / "predictors.safetensors"
@@ -596,7 +596,7 @@ def test_an_interrupted_generation_still_ends_with_its_summary(codec_model, caps
 
 
 def test_a_conversion_that_rounds_says_what_was_compared(tmp_path):
-    make_model(shape=make_shape(width=32, num_neurons=64)).save(tmp_path / "a.gguf")
+    make_model(sizes=make_sizes(width=32, num_neurons=64)).save(tmp_path / "a.gguf")
     config = ConvertConfig(source=tmp_path / "a.gguf", output=tmp_path / "b.gguf", outtype="q4_0")
     report = convert(config, verify=lambda written: [verify(written).line])
     assert report.verified.endswith(" tokens, both with the weights as rounded to q4_0")

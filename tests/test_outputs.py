@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import random_dejavu, random_llama
-from models import make_machine, make_model, make_profile, make_shape
+from models import make_machine, make_model, make_profile, make_sizes
 from sparsify_runs import tiny_config
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -443,7 +443,7 @@ def test_a_trained_checkpoint_never_replaces_an_input(silu, trained, tmp_path):
 @pytest.fixture
 def stage_files(tmp_path) -> Path:
     """A model, its profile, a machine, and a text."""
-    model = make_model(shape=make_shape(vocab_size=50))
+    model = make_model(sizes=make_sizes(vocab_size=50))
     model.save(tmp_path / "m.gguf")
     make_profile(model).save(tmp_path / "p.safetensors")
     make_machine().save(tmp_path / "machine.json")

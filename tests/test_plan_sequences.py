@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_model, make_shape, save_solver_files
+from models import byte_level_keys, make_model, make_sizes, save_solver_files
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -30,8 +30,8 @@ CONTEXT, WORKSPACE = 100, 100 << 10
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    shape = make_shape(num_layers=3, context_length=128)
-    model = make_model(shape=shape, kind="f16", predictor_rank=8)
+    shape = make_sizes(num_layers=3, context_length=128)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=8)
     return save_solver_files(tmp_path_factory.mktemp("sequences"), model)
 
 
@@ -53,10 +53,10 @@ def small_plan(folder, num_sequences, **options):
     returns their paths."""
     path = folder / "m.gguf"
     keys, num_tokens = byte_level_keys()
-    shape = make_shape(num_layers=3, context_length=128, vocab_size=num_tokens)
-    model = replace(make_model(shape=shape, kind="f16", extra_keys=keys), path=path)
+    shape = make_sizes(num_layers=3, context_length=128, vocab_size=num_tokens)
+    model = replace(make_model(sizes=shape, kind="f16", extra_keys=keys), path=path)
     model.save(path)
-    num_layers, neurons = model.shape.num_layers, np.arange(model.shape.num_neurons)
+    num_layers, neurons = model.spec.num_layers, np.arange(model.spec.most_neurons)
     hot = [neurons[::3], *[neurons[:0]] * (num_layers - 1)]
     split = make_split(model, hot, dense_on_gpu=[1] + [0] * (num_layers - 1),
                        context_length=CONTEXT, num_sequences=num_sequences, **options)  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import rel_error
 from torch.nn import functional as F
 
@@ -21,6 +21,7 @@ from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import LayerBytes
 from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.profile.predictors.dejavu import save_dejavu
 from hotsplit.profile.predictors.examine import Examiner
@@ -311,11 +312,11 @@ def test_silu_neurons_are_named_on_both_sides_of_zero(form):
 
 def mixed(model: ModelFile, folder, **changes) -> Predictors:
     """Predictors saved in a folder: layer 0 has one q4_0 matrix, layer 1 has rank 32 in q8_0."""
-    shape = model.shape
+    shape = sizes_of(model.bare_spec)
     gate_FD = torch.from_numpy(model.tensors["blk.0.ffn_gate.weight"].read().astype(np.float32))
-    up = values_of(rounded(gate_FD, "q4_0", torch.eye(shape.width)))
+    up = values_of(rounded(gate_FD, "q4_0", torch.eye(shape.hidden_size)))
     low = [values_of(rounded(weights(*dims), "q8_0")) for dims in
-           ((32, shape.width), (shape.num_neurons, 32))]  # fmt: skip
+           ((32, shape.hidden_size), (shape.num_neurons, 32))]  # fmt: skip
     layers = (
         LayerPredictor.of(down_RD=None, up_FR=up.numpy(), kind="q4_0"),
         LayerPredictor.of(down_RD=low[0].numpy(), up_FR=low[1].numpy(), kind="q8_0",
@@ -329,7 +330,7 @@ def mixed(model: ModelFile, folder, **changes) -> Predictors:
 
 
 def small_model(tmp_path, **options) -> ModelFile:
-    model = make_model(shape=make_shape(num_layers=2, width=64), **options)
+    model = make_model(sizes=make_sizes(num_layers=2, width=64), **options)
     model.save(tmp_path / "plain.gguf")
     return ModelFile.load(tmp_path / "plain.gguf")
 
@@ -421,7 +422,7 @@ def test_kinds_that_a_model_cannot_have_are_refused(tmp_path):
 
 def test_a_silu_predictor_with_the_gate_itself_gives_what_exact_gives(tmp_path):
     model = make_model(activation="silu")
-    count = model.shape.num_layers
+    count = model.spec.num_layers
     tensors = dict(model.tensors)
     for layer in range(count):
         gate = model.tensors[f"blk.{layer}.ffn_gate.weight"].read()
@@ -446,10 +447,10 @@ def test_a_silu_predictor_with_the_gate_itself_gives_what_exact_gives(tmp_path):
 
 
 def linear_predictors(model, thresholds, **changes) -> Predictors:
-    shape = model.shape
+    shape = sizes_of(model.bare_spec)
     layers = tuple(
         LayerPredictor.of(
-            down_RD=weights(32, shape.width, seed=layer).numpy(),
+            down_RD=weights(32, shape.hidden_size, seed=layer).numpy(),
             up_FR=weights(shape.num_neurons, 32, seed=10 + layer).numpy(),
             **changes,
         )
@@ -468,7 +469,7 @@ def test_dejavus_format_names_the_same_neurons(tmp_path):
     assert json.loads((folder / "config.json").read_text())["input_layer_offset"] == 1
     state = torch.load(folder / "model_1.pt", weights_only=True)
     assert {n: tuple(t.shape) for n, t in state.items()} == {
-        "fc1.weight": (64, 64), "fc2.weight": (plain.shape.num_neurons, 64)}  # fmt: skip
+        "fc1.weight": (64, 64), "fc2.weight": (plain.spec.most_neurons, 64)}  # fmt: skip
     convert(ConvertConfig(source=plain.path, output=tmp_path / "m", predictors=folder,
                           outtype="f32"))  # fmt: skip
     model = ModelFile.load(tmp_path / "m")
@@ -553,7 +554,7 @@ def test_dejavus_folder_must_hold_nothing_else(tmp_path):
     ],
 )
 def test_wrong_options_are_refused(options, words):
-    model = make_model(shape=make_shape(width=64))
+    model = make_model(sizes=make_sizes(width=64))
     with pytest.raises(HotsplitError, match=words):
         predictor_choices(PredictorOptions(**options), model)
 
@@ -570,7 +571,7 @@ def test_wrong_options_are_refused(options, words):
 def test_the_options_that_the_error_suggests_are_accepted(kind, advice):
     """A whole predictor in q8_0 or q4_0 needs rows of whole blocks, as any in these types does."""
     given = {"form": "whole", "type": kind}
-    narrow = make_model(shape=make_shape(width=48))
+    narrow = make_model(sizes=make_sizes(width=48))
     words = " and ".join(f"--predictor-{name} {value}" for name, value in advice.items())
     with pytest.raises(HotsplitError, match=f"the model's width is 48: give {words}$"):
         predictor_choices(PredictorOptions(**given), narrow)
@@ -578,7 +579,7 @@ def test_the_options_that_the_error_suggests_are_accepted(kind, advice):
     if kind in ("q8_0", "q4_0"):
         with pytest.raises(HotsplitError, match="whole blocks"):
             predictor_choices(PredictorOptions(**given | {"form": "low-rank"}), narrow)
-    wide = make_model(shape=make_shape(width=64))
+    wide = make_model(sizes=make_sizes(width=64))
     assert predictor_choices(PredictorOptions(form="whole", type="q4_0"), wide).kinds == ("q4_0",)
 
 

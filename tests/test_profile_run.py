@@ -232,7 +232,7 @@ def test_the_resume_file_of_other_thresholds_is_refused(tmp_path, codec_model, m
     model = ModelFile.load(codec_model)
     silu = dataclasses.replace(model, activation="silu")
     for name, threshold in (("a", 0.05), ("b", 0.2)):
-        thresholds = (threshold,) * model.shape.num_layers
+        thresholds = (threshold,) * model.spec.num_layers
         dataclasses.replace(silu, threshold_L=thresholds).save(tmp_path / name)
     stopped_at(monkeypatch, 5)
     one = ProfileConfig(model=tmp_path / "a", corpora=(tmp_path / "t.txt",),

@@ -11,7 +11,7 @@ import ptx_mutants
 import ptx_plans
 import pytest
 import torch
-from models import make_shape, shape_only
+from models import make_sizes, shape_only
 from ptx.kernels import PtxKernels
 from ptx_mutants import BARRIERS, CASES, MUTANTS, is_as_expected, outcome, without_each_barrier
 
@@ -67,7 +67,7 @@ def test_the_quick_share_executes_every_kind_of_instruction(machines, compare):
 def test_launches_of_a_plan(monkeypatch):
     """A small model with predictors; the launches are the runtime's own list."""
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
-    shape = make_shape(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
+    shape = make_sizes(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
     model = ptx_plans.like(shape_only(shape), kind="q8_0", rank=64)
     found = ptx_plans.launches(model, mode="predicted", context=64)
     assert {each.kernel for each in found} >= {"dot", "predict", "gate_up", "down", "attend"}
@@ -95,7 +95,7 @@ def test_the_comparison_rejects_wrong_results(monkeypatch, wrong):
     outputs = {"dot": "out_N", "down": "parts_SD", "unpack": "out_AD", "attend": "out_HW",
                "gate_up": "hidden_N"}  # fmt: skip
     kernels = replace(right, **{name: spoilt(name, out) for name, out in outputs.items()})
-    shape = make_shape(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
+    shape = make_sizes(num_layers=3, width=64, num_neurons=96, num_heads=2, context_length=64)
     model = ptx_plans.like(shape_only(shape), kind="f16")
     for each in ptx_plans.launches(model, mode="exact", context=64):
         if each.kernel in outputs:

@@ -10,7 +10,7 @@ import pytest
 import test_gpu_rows as rows
 import torch
 from gpu_matrices import KINDS
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from ptx.kernels import PtxKernels
 
 from hotsplit.runtime.check.kernels import check_launch
@@ -71,8 +71,8 @@ def test_all(case, arch):
 def check_plan(kind: str, num_rows: int, num_sequences: int, arch: int) -> None:
     """Runs the check that a GPU gets before its first step of this many rows, with the kernels
     executed as PTX."""
-    shape = make_shape(num_layers=3, width=256, num_neurons=96, num_heads=4, context_length=128)
-    model = make_model(shape=shape, kind=kind, predictor_rank=32 if kind == "f16" else 256)
+    shape = make_sizes(num_layers=3, width=256, num_neurons=96, num_heads=4, context_length=128)
+    model = make_model(sizes=shape, kind=kind, predictor_rank=32 if kind == "f16" else 256)
     found = ptx_plans.launches(
         model, mode="predicted", context=100, num_rows=num_rows, num_sequences=num_sequences
     )

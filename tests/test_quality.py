@@ -10,7 +10,7 @@ import pytest
 import torch
 from chat_templates import CHATML
 from checkpoints import random_llama
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
@@ -147,8 +147,8 @@ def test_bytes_are_those_that_the_runtime_reads(tmp_path, mode):
 def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
     """Shares of neurons also equal plain sums over tokens."""
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(vocab_size=vocab_size, context_length=64)
-    make_model(shape=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
+    shape = make_sizes(vocab_size=vocab_size, context_length=64)
+    make_model(sizes=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     words = ["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "t.txt")]
     assert main([*words, "--mode", "predicted", "--json"]) == 0
@@ -195,8 +195,8 @@ def test_every_figure_has_an_interval_and_json_preserves_it(tmp_path, capsys):
 )
 def test_a_model_compared_with_itself_is_noted(tmp_path, capsys, words, is_itself):
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(vocab_size=vocab_size, context_length=64)
-    make_model(shape=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
+    shape = make_sizes(vocab_size=vocab_size, context_length=64)
+    make_model(sizes=shape, predictor_rank=8, extra_keys=keys).save(tmp_path / "m.gguf")
     (tmp_path / "t.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
     assert (
         main(["eval", str(tmp_path / "m.gguf"), "--corpus", str(tmp_path / "t.txt"), *words]) == 0
@@ -214,7 +214,7 @@ def test_a_model_compared_with_itself_is_noted(tmp_path, capsys, words, is_itsel
 def chat_model(tmp_path):
     keys, vocab_size = byte_level_keys()
     model = make_model(
-        shape=make_shape(vocab_size=vocab_size, context_length=512), kind="f16",
+        sizes=make_sizes(vocab_size=vocab_size, context_length=512), kind="f16",
         extra_keys={**keys, "tokenizer.chat_template": CHATML},
     )  # fmt: skip
     model.save(tmp_path / "m.gguf")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from chromium import Browser
 from matplotlib.colors import to_hex
-from models import byte_level_keys, make_machine, make_model, make_profile, make_shape
+from models import byte_level_keys, make_machine, make_model, make_profile, make_sizes
 from page_actions import needs_browser
 
 from hotsplit.artifacts.model_file import ModelFile
@@ -47,8 +47,8 @@ def folder(tmp_path_factory):
     here = tmp_path_factory.mktemp("report")
     keys, vocab_size = byte_level_keys()
     keys |= {"general.name": f"tiny {HOSTILE} & co"}
-    shape = make_shape(vocab_size=vocab_size, context_length=64)
-    model = make_model(shape=shape, extra_keys=keys)
+    shape = make_sizes(vocab_size=vocab_size, context_length=64)
+    model = make_model(sizes=shape, extra_keys=keys)
     dataclasses.replace(model, path=here / "base.gguf").save(here / "base.gguf")
     words = np.random.default_rng(0).choice(["the ", "fox ", "jumps ", "over\n", "dogs "], 3000)
     (here / "t.txt").write_text("".join(words))

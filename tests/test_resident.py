@@ -5,7 +5,7 @@ import errno
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split
 
@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("resident") / "m.gguf"
-    shape = make_shape(width=256, num_neurons=300, num_heads=8)
-    make_model(shape=shape, kind=request.param, predictor_rank=32).save(path)
+    shape = make_sizes(width=256, num_neurons=300, num_heads=8)
+    make_model(sizes=shape, kind=request.param, predictor_rank=32).save(path)
     return path
 
 
@@ -90,8 +90,8 @@ def test_mapped_and_resident_weights_give_the_same_logits(model, tmp_path, mode)
 
 
 def test_matrices_of_different_types_are_not_interleaved(tmp_path):
-    model = make_model(shape=make_shape(width=256, num_neurons=64), kind="q8_0")
-    other = make_model(shape=make_shape(width=256, num_neurons=64), kind="f32")
+    model = make_model(sizes=make_sizes(width=256, num_neurons=64), kind="q8_0")
+    other = make_model(sizes=make_sizes(width=256, num_neurons=64), kind="f32")
     home = Residence()
     entries = [model.tensors["blk.0.ffn_gate.weight"], other.tensors["blk.0.ffn_up.weight"]]
     for entry, copy in zip(entries, home.interleaved(entries, None), strict=True):
@@ -103,7 +103,7 @@ def test_matrices_of_different_types_are_not_interleaved(tmp_path):
 
 def test_memory_grows_by_segments(monkeypatch):
     monkeypatch.setattr(resident, "SEGMENT_BYTES", 10_000)
-    model = make_model(shape=make_shape(width=64, num_neurons=96), kind="f32")
+    model = make_model(sizes=make_sizes(width=64, num_neurons=96), kind="f32")
     entries = [e for name, e in model.tensors.items() if name.endswith(("up.weight", "_q.weight"))]
     home = Residence()
     copies = [home.matrix(entry) for entry in entries]  # each larger than a segment
@@ -180,7 +180,7 @@ class Cuda:
 
 
 def entries_of(kind="f32"):
-    model = make_model(shape=make_shape(width=64, num_neurons=96), kind=kind)
+    model = make_model(sizes=make_sizes(width=64, num_neurons=96), kind=kind)
     return [e for name, e in model.tensors.items() if name.endswith(("up.weight", "_q.weight"))]
 
 

@@ -21,6 +21,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
+from hotsplit.families.sizes import sizes_of
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 
 TRAINED, FACTOR = 128, 4.0
@@ -64,7 +65,7 @@ def test_logits_past_the_trained_length_equal_those_of_transformers(folder, mode
     want = oracle(folder, ids, kind)
     assert (want - oracle(folder, ids, "none")).abs().max() > 0.01 * want.abs().max()
     scaled = with_rope_scaling(model, kind, FACTOR, None)
-    assert scaled.shape.context_length == TRAINED * FACTOR
+    assert scaled.spec.context_length == TRAINED * FACTOR
     with Engine.of(scaled, device="cpu", context_length=NUM_TOKENS + 1) as engine:
         assert engine.not_native is None
         got = engine.logits(ids)
@@ -79,13 +80,13 @@ def test_a_factor_follows_from_the_context(model):
     assert scaled.shape.rope_scaling == RopeScaling(
         kind="yarn", factor=3.0, original_length=TRAINED
     )
-    assert scaled.shape.context_length == 3 * TRAINED
+    assert scaled.spec.context_length == 3 * TRAINED
     assert with_rope_scaling(model, None, 3.0, None).shape == scaled.shape
 
 
 def test_a_model_with_yarn_runs_without_it_or_with_another_factor(model):
     own = with_rope_scaling(model, "yarn", 2.0, None)
-    assert with_rope_scaling(own, "none", None, None).shape == model.shape
+    assert with_rope_scaling(own, "none", None, None).shape == sizes_of(model.bare_spec)
     longer = with_rope_scaling(own, "yarn", 8.0, None).shape
     assert (longer.rope_scaling.factor, longer.context_length) == (8.0, 8 * TRAINED)
     assert with_rope_scaling(own, None, None, None) is own
@@ -98,7 +99,7 @@ def test_a_scaled_model_is_written_and_read_back(model, tmp_path):
     )  # fmt: skip
     for wanted in (scaling, RopeScaling(kind="linear", factor=2.0), NO_SCALING):
         shape = dataclasses.replace(model.shape, rope_scaling=wanted)
-        dataclasses.replace(model, shape=shape).save(tmp_path / f"{wanted.factor}.gguf")
+        dataclasses.replace(model, sizes=shape).save(tmp_path / f"{wanted.factor}.gguf")
         assert ModelFile.load(tmp_path / f"{wanted.factor}.gguf").shape.rope_scaling == wanted
 
 
@@ -139,7 +140,7 @@ def test_useless_scalings_are_refused_in_a_line(model, words):
 def test_a_plan_for_longer_texts_wants_the_scaling_that_it_was_made_with(tmp_path):
     model = make(tmp_path)
     model.save(model.path)
-    length = model.shape.context_length
+    length = model.spec.context_length
     scaled = with_rope_scaling(model, None, 2.0, None)
     make_split(scaled, [SOME] * L, context_length=2 * length).save(tmp_path / "s.gguf")
     with pytest.raises(HotsplitError, match="give the --rope-scaling that it was made with"):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from forked import run_python
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import logits_ref, rel_error
 from test_runtime import make_split, saved
 
@@ -32,8 +32,8 @@ MODES = ("dense", "exact", "predicted")
 BOUNDS = {"f32": 1e-5, "f16": 1e-3, "q8_0": 1e-3, "q4_0": 1e-3}
 CONTEXT = 300
 # Not multiples of a group of neurons, a tile of rows, or four blocks.
-SHAPE = make_shape(width=96, num_neurons=200, num_heads=6, vocab_size=90, context_length=CONTEXT)
-SUPER_SHAPE = make_shape(width=256, num_neurons=200, vocab_size=90, context_length=CONTEXT)
+SHAPE = make_sizes(width=96, num_neurons=200, num_heads=6, vocab_size=90, context_length=CONTEXT)
+SUPER_SHAPE = make_sizes(width=256, num_neurons=200, vocab_size=90, context_length=CONTEXT)
 IDS = np.random.default_rng(0).integers(0, 90, CONTEXT).tolist()
 
 
@@ -44,7 +44,7 @@ def one_by_one(engine: Engine, ids) -> torch.Tensor:
 def model_of(tmp_path, kind: str, activation: str = "relu", **options):
     shape = SUPER_SHAPE if kind.endswith("_k") else SHAPE
     model = make_model(
-        shape=shape, kind=kind, activation=activation, predictor_rank=16, predictor_density=0.3,
+        sizes=shape, kind=kind, activation=activation, predictor_rank=16, predictor_density=0.3,
         **options,
     )  # fmt: skip
     model = dataclasses.replace(model, threshold_L=(0.02,) * 2, path=tmp_path / "m.gguf")
@@ -83,7 +83,7 @@ def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
     window. Of the columns, as many as fill whole tiles are copied, and the rest is added row after
     row."""
     library.set_level(level)
-    shape = make_shape(
+    shape = make_sizes(
         width=width,
         num_neurons=num_neurons,
         num_heads=6,
@@ -91,7 +91,7 @@ def test_rows_at_once_equal_single_steps_in_windows_of_many_neurons(
         vocab_size=90,
         context_length=CONTEXT,
     )
-    model = make_model(shape=shape, kind=kind, activation="fatrelu")
+    model = make_model(sizes=shape, kind=kind, activation="fatrelu")
     model = dataclasses.replace(model, threshold_L=(1.0,) * 2, path=tmp_path / "m.gguf")
     model.save(model.path)
     ids = IDS[:90]
@@ -194,7 +194,7 @@ def test_the_comparison_rejects_wrong_rows(tmp_path, wrong):
 
 
 def test_rows_out_of_the_model_are_refused(tmp_path):
-    model = saved(tmp_path, shape=SHAPE)
+    model = saved(tmp_path, sizes=SHAPE)
     with Engine.load(model.path) as engine:
         native = engine._live.native
         for ids, start in (([1, 90], 0), ([-1], 0), ([1, 2], CONTEXT - 1), ([1], -1)):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from models import byte_level_keys, make_machine, make_model, make_shape
+from models import byte_level_keys, make_machine, make_model, make_sizes
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
@@ -88,7 +88,7 @@ def test_a_converted_model_is_compared_with_its_source(capsys, silu):
 
 def test_a_hotsplit_model_file_is_run_in_place(capsys, cache, tmp_path):
     keys_, vocab_size = byte_level_keys()
-    model = make_model(shape=make_shape(vocab_size=vocab_size), activation="silu",
+    model = make_model(sizes=make_sizes(vocab_size=vocab_size), activation="silu",
                        extra_keys=keys_)  # fmt: skip
     model.save(tmp_path / "m.gguf")
     assert made(run(capsys, tmp_path / "m.gguf")) == []

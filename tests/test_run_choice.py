@@ -5,7 +5,7 @@ from runpy import run_path
 
 import pytest
 from checkpoints import random_dejavu
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from run_fixtures import MIB
 from test_gguf_source import powerinfer_file
 
@@ -119,9 +119,9 @@ def test_which_models_are_looked_at():
 
 
 def test_predictors_are_worth_it_where_few_neurons_fire():
-    model = make_model(shape=make_shape(num_neurons=1024), kind="f16")
+    model = make_model(sizes=make_sizes(num_neurons=1024), kind="f16")
     assert worth(model, 0.05, has_plan=False)[0] and not worth(model, 0.6, has_plan=False)[0]
-    wide = make_model(shape=make_shape(num_neurons=32, vocab_size=4096), kind="f16")
+    wide = make_model(sizes=make_sizes(num_neurons=32, vocab_size=4096), kind="f16")
     assert worth(wide, 0.05, has_plan=True)[0] and not worth(wide, 0.05, has_plan=False)[0]
     assert choice.bytes_predicted(model, 0.05) < choice.bytes_exact(model, 0.05)
 

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import Bounds, logits_ref, rel_error
 
 from hotsplit import Engine
@@ -34,7 +34,7 @@ def make_split(
 ):  # fmt: skip
     """A plan with these hot neurons and the bytes that it takes. `dense_on_gpu` is one value or
     one per layer; `home` is the GPU of each layer and the head."""
-    num_layers = model.shape.num_layers
+    num_layers = model.spec.num_layers
     is_one = isinstance(dense_on_gpu, bool)
     dense = (dense_on_gpu,) * num_layers if is_one else tuple(map(bool, dense_on_gpu))
     is_exact = model.predictor is None
@@ -122,7 +122,7 @@ def test_stored_types_are_computed_in_f32(tmp_path, kind):
     """The reference unpacks the same stored values, so only roundings differ: of the f16 KV cache
     and, for types in blocks, of x to 16 bits; for bf16, at some levels, of x to bf16."""
     bound = Bounds({kind: 2 * torch.finfo(torch.float16).eps})[kind]
-    model = saved(tmp_path, kind=kind, shape=make_shape(width=256))
+    model = saved(tmp_path, kind=kind, sizes=make_sizes(width=256))
     want = logits_ref(model, IDS)
     for mode in ("dense", "exact"):
         with Engine.load(model.path, mode=mode) as engine:
@@ -176,7 +176,7 @@ def test_predicted_drops_what_the_predictor_does_not_name(tmp_path, kind):
 
 
 def with_thresholds(model, threshold):
-    info = dataclasses.replace(model.predictor, threshold_L=(threshold,) * model.shape.num_layers)
+    info = dataclasses.replace(model.predictor, threshold_L=(threshold,) * model.spec.num_layers)
     return dataclasses.replace(model, predictor=info)
 
 
@@ -230,14 +230,14 @@ def test_a_step_reads_the_bytes_that_it_counts_and_no_others(tmp_path, mode, hot
         for name in ("gate", "up", "down", "predictor"):  # the same with an observer and without
             first, second, third = (getattr(t, name) for t in (start, before, after))
             assert third - second == second - first
-        row = 4 * model.shape.width
+        row = 4 * model.spec.hidden_size
         gates = {layer: ~seen["ffn_gate", layer][0].isnan() for layer in range(2)}
         opened = {layer: gates[layer] & (seen["ffn_gate", layer][0] > 0) for layer in range(2)}
         num_open = sum(int(m.sum()) for m in opened.values())
         assert after.gate - before.gate == row * sum(int(m.sum()) for m in gates.values())
         assert after.up - before.up == after.down - before.down == row * num_open
         assert 0 < num_open < 2 * NEURONS
-        predictor = 4 * 8 * (model.shape.width + NEURONS) * 2
+        predictor = 4 * 8 * (model.spec.hidden_size + NEURONS) * 2
         assert after.predictor - before.predictor == (predictor if mode == "predicted" else 0)
         for layer in engine.layers:
             for block in layer.ffn.blocks:
@@ -253,8 +253,8 @@ def test_a_step_reads_the_bytes_that_it_counts_and_no_others(tmp_path, mode, hot
 
 def test_a_long_prompt_equals_one_token_at_a_time(tmp_path):
     """The prompt is longer than a native pass of 128 rows, and not a multiple of it."""
-    shape = make_shape(context_length=300)
-    model = saved(tmp_path, shape=shape)
+    shape = make_sizes(context_length=300)
+    model = saved(tmp_path, sizes=shape)
     ids = np.random.default_rng(0).integers(0, 50, 281).tolist()
     with Engine.load(model.path, mode="exact") as engine:
         assert rel_error(decoded(engine, ids), engine.logits(ids)[-1]) < F32_BOUND
@@ -305,7 +305,7 @@ def test_generate_stops_where_the_context_is_full(tmp_path, codec_model):
         assert engine.last_run.stopped_by == "context"
         with pytest.raises(HotsplitError, match="17 tokens for a context of 16"):
             list(engine.generate(list(range(17)), 1))
-        longest = engine.model.shape.context_length
+        longest = engine.model.spec.context_length
         advice = f"load with -c {longest} and shorten the text by more than 1$"
         with pytest.raises(HotsplitError, match=advice):
             engine.logits([1] * (longest + 1))

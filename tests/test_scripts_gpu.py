@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import make_machine, make_model, make_shape
+from models import make_machine, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.runtime.kernels.cpu import library
@@ -34,7 +34,7 @@ del sys.path[:2]
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="the C++ kernels are not built")
 CPU = torch.device("cpu")
-TOY = make_shape(
+TOY = make_sizes(
     num_layers=3, width=256, num_neurons=1024, num_heads=8, num_kv_heads=4, vocab_size=384,
     context_length=64,
 )  # fmt: skip
@@ -97,7 +97,7 @@ def test_the_rivals_file_has_the_stock_layout(tmp_path):
 
 
 def test_the_limit_of_a_dense_step_counts_all_bytes_except_the_embedding():
-    model = make_model(shape=make_shape(width=256, num_neurons=1024), kind="f16")
+    model = make_model(sizes=make_sizes(width=256, num_neurons=1024), kind="f16")
     read = sum(entry.num_bytes for name, entry in model.tensors.items() if "token_embd" not in name)
     read += 2 * 32 // 2 * 2 * 2 * 128  # K and V, half of 32 positions, 2 layers, f16, 2 heads of 64
     found = gpu.dense_limit_seconds(model, make_machine(gpu_gb_per_s=500), 32)

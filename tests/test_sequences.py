@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from models import make_shape
+from models import make_sizes
 from test_rows import model_of
 from test_runtime import saved
 
@@ -201,7 +201,7 @@ def test_a_tree_of_drafts(tmp_path):
 
 def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
     """With an observer, the sequences of a step run one after another."""
-    model = saved(tmp_path, shape=make_shape(context_length=128))
+    model = saved(tmp_path, sizes=make_sizes(context_length=128))
     with Engine.load(model.path, num_sequences=3) as engine:
         texts = [engine.sequence() for _ in range(3)]
         tokens = [[1, 2, 3], [4, 5], [6] * 70]
@@ -219,7 +219,7 @@ def test_watched_and_python_passes_keep_sequences_apart(tmp_path):
 
 
 def test_the_reported_cache_bytes_are_those_allocated_for_every_count(tmp_path):
-    model = saved(tmp_path, shape=make_shape(context_length=200))
+    model = saved(tmp_path, sizes=make_sizes(context_length=200))
     for count in (1, 3, 8):
         with Engine.load(
             model.path, device="cpu", num_sequences=count, context_length=150
@@ -290,7 +290,7 @@ def test_an_interrupted_copy_changes_nothing(tmp_path, monkeypatch):
 
 @native
 def test_impossible_parts_are_refused(tmp_path):
-    model = saved(tmp_path, shape=make_shape(context_length=400))
+    model = saved(tmp_path, sizes=make_sizes(context_length=400))
     with (
         Engine.load(model.path, num_sequences=2) as engine,
         Engine.load(model.path, num_sequences=2) as other,
@@ -314,7 +314,7 @@ def test_impossible_parts_are_refused(tmp_path):
 
 
 def test_a_full_sequence_refuses_and_changes_nothing(tmp_path):
-    model = saved(tmp_path, shape=make_shape(context_length=100))
+    model = saved(tmp_path, sizes=make_sizes(context_length=100))
     with Engine.load(model.path, num_sequences=2) as engine:
         full, other = engine.sequence(), engine.sequence()
         want = full.extend([1] * 99)

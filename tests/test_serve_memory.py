@@ -63,7 +63,7 @@ async def asked(engine, *, is_cancelled):
     batches = []
     limits = Limits(parallel=2, queue=2)
     scheduler = Scheduler(engine, Shelf(engine, 2), limits, batches.append)
-    draws = SamplerChain(SamplingOptions(temperature=0.0), engine.model.shape.vocab_size, None)
+    draws = SamplerChain(SamplingOptions(temperature=0.0), engine.model.spec.vocab_size, None)
     options = GenerationOptions(max_tokens=4, ignores_end=True)
     jobs = [Job(ids=[1, 2, 3], codec=engine.codec, draws=draws, options=options)] * 2
     exchange = Exchange(scheduler, jobs, 1, is_stream=False)

@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
@@ -53,7 +53,7 @@ class Bench:
         given = {name: more.pop(name) for name in ("deadline", "reuses", "mask") if name in more}
         options = GenerationOptions(**{"max_tokens": 20, **more})
         codec = self.engine.codec
-        size = self.engine.model.shape.vocab_size
+        size = self.engine.model.spec.vocab_size
         draws = draws or chain_of(sampling, BreakerSets(codec), size)
         job = Job(ids=ids, codec=codec, draws=draws, options=options, **given)
         self.said[key], self.tokens[key] = "", []
@@ -91,9 +91,9 @@ class Bench:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(vocab_size=vocab_size, context_length=CONTEXT)
+    shape = make_sizes(vocab_size=vocab_size, context_length=CONTEXT)
     path = tmp_path_factory.mktemp("serve") / "model.gguf"
-    make_model(shape=shape, kind="q8_0", extra_keys=keys).save(path)
+    make_model(sizes=shape, kind="q8_0", extra_keys=keys).save(path)
     return path
 
 

@@ -12,7 +12,7 @@ from models import (
     make_machine,
     make_model,
     make_profile,
-    make_shape,
+    make_sizes,
     power_law_frequencies,
     shape_only,
 )
@@ -55,7 +55,7 @@ def tiny(seed: int, num_neurons: int | None = None):
     random = np.random.default_rng(seed)
     num_layers = int(random.integers(2, 4))
     num_neurons = num_neurons or int(random.integers(2, 7 if num_layers == 2 else 5))
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=num_layers,
         width=32,
         num_neurons=num_neurons,
@@ -67,7 +67,7 @@ def tiny(seed: int, num_neurons: int | None = None):
     )
     has_predictor = seed % 3 == 0
     model = make_model(
-        shape=shape,
+        sizes=shape,
         kind=["f32", "f16", "q8_0"][seed % 3],
         predictor_rank=2 * has_predictor,
         predictor_density=0.4 if seed % 2 else None,
@@ -167,13 +167,13 @@ def head_options(model, machine, gpu_number=0):
     """The same for the head: a norm, a product, and the copy of the logits to the CPU."""
     head, gpu = budget.head_bytes(model), machine.gpus[gpu_number]
     gpu_s = head / (gpu.bandwidth_gb_per_s.best * 1e9) + 2 * gpu.launch_s.best
-    gpu_s += 4 * model.shape.vocab_size / (gpu.host_to_device_gb_per_s.best * 1e9)
+    gpu_s += 4 * model.spec.vocab_size / (gpu.host_to_device_gb_per_s.best * 1e9)
     cpu_s = head / (machine.cpu_costs.all_rows_gb_per_s["f32"].best * 1e9)
     return np.array([(0, cpu_s, False), (head, gpu_s, True)])
 
 
 def visit_seconds(model, gpu) -> float:
-    copied = 4 * model.shape.width / (gpu.host_to_device_gb_per_s.best * 1e9)
+    copied = 4 * model.spec.hidden_size / (gpu.host_to_device_gb_per_s.best * 1e9)
     return 2 * (gpu.copy_latency_s.best + copied)
 
 
@@ -188,7 +188,7 @@ def brute_force(model, profile, machine, limit, mode, units_of_layer):
     gpu = machine.gpus[0]
     num_bytes = seconds = is_there = np.zeros(1)
     items = []
-    for layer in range(model.shape.num_layers):
+    for layer in range(model.spec.num_layers):
         subsets = list(all_subsets(units_of_layer(layer)))
         items.append(layer_options(model, profile, machine, mode, layer, subsets))
     items.append(head_options(model, machine))
@@ -354,7 +354,7 @@ def test_the_number_of_kernels_of_a_dense_block():
     # Llama: q, k, v, o; two norms; rotation, attention over parts of the cache, their combination.
     # Falcon: one norm, and one product for q, k and v. A predictor has two products.
     for architecture, count in (("llama", 9), ("falcon", 2 + 1 + 3), ("opt", 9)):
-        model = shape_only(make_shape(), predictor_rank=8, architecture=architecture)
+        model = shape_only(make_sizes(), predictor_rank=8, architecture=architecture)
         assert dense_kernels(model, 1, has_predictor=False) == count
         assert dense_kernels(model, 1, has_predictor=True) == count + 2
 
@@ -376,7 +376,7 @@ def test_least_number_of_hot_neurons():
     # In exact mode an f32 neuron of width 32 that always fires touches 384 bytes: 1 us at 0.384
     # GB/s. Hot neurons cost three launches and a round trip. Three neurons earn back 2.5 us; all
     # eight do not earn back 1 ms, so the minimum is all eight.
-    model = make_model(shape=make_shape(width=32, num_neurons=8, vocab_size=8))
+    model = make_model(sizes=make_sizes(width=32, num_neurons=8, vocab_size=8))
     profile = make_profile(model, np.ones((2, 8)))
     for round_trip_s, least in ((1.5e-6, 3), (1e-3, 8)):
         machine = make_machine(cpu_gb_per_s=0.384, launch_s=1e-6 / 3, round_trip_s=round_trip_s)
@@ -387,8 +387,8 @@ def test_least_number_of_hot_neurons():
 def test_touched_bytes_of_both_modes():
     # f32, width 64: rows of 256 bytes. Frequencies 0.5 and 0.1, mean 0.3; predictors name 0.9 of
     # all neurons, 3 for each that fires: gates are computed for min(1, 1.5) and 0.3.
-    shape = make_shape(num_layers=1, num_neurons=2)
-    model = make_model(shape=shape, predictor_rank=4, predictor_density=0.9)
+    shape = make_sizes(num_layers=1, num_neurons=2)
+    model = make_model(sizes=shape, predictor_rank=4, predictor_density=0.9)
     profile = make_profile(model, np.array([[0.1, 0.5]]))
     touched = {
         mode: problem_of(model, profile, make_machine(), 0, mode).touched_LF[0].tolist()
@@ -407,8 +407,8 @@ def test_touched_bytes_of_both_modes():
 def folder(tmp_path_factory):
     """model.gguf, profile.safetensors and machine.json of a small model with predictors."""
     folder = tmp_path_factory.mktemp("solver")
-    shape = make_shape(num_layers=3, num_neurons=NUM_NEURONS)
-    model = make_model(shape=shape, kind="f16", predictor_rank=8, predictor_density=0.3)
+    shape = make_sizes(num_layers=3, num_neurons=NUM_NEURONS)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=8, predictor_density=0.3)
     model.save(folder / "model.gguf")
     make_profile(model).save(folder / "profile.safetensors")
     # A CPU slow enough that every block is worth its place, even with a layer's round trip.
@@ -426,11 +426,11 @@ def config_of(folder: Path, output: Path, budget_bytes: int, **changes) -> Solve
 
 
 def everything_bytes(model: ModelFile, context_length: int) -> int:
-    num_layers = model.shape.num_layers
+    num_layers = model.spec.num_layers
     gpu, _ = budget.plan_bytes(
         model,
         context_length=context_length,
-        num_hot=[model.shape.num_neurons] * num_layers,
+        num_hot=[model.spec.most_neurons] * num_layers,
         dense_on_gpu=[True] * num_layers,
         head_on_gpu=True,
     )
@@ -439,7 +439,7 @@ def everything_bytes(model: ModelFile, context_length: int) -> int:
 
 def test_every_budget_from_nothing_to_everything(folder, tmp_path):
     model = ModelFile.load(folder / "model.gguf")
-    context = model.shape.context_length
+    context = model.spec.context_length
     most = everything_bytes(model, context)
     workspace = budget.workspace_bytes(model, context)
     limits = [0, *np.linspace(workspace + 40_000, most, 12).astype(int).tolist(), 2 * most]
@@ -480,7 +480,7 @@ def test_every_budget_from_nothing_to_everything(folder, tmp_path):
 
 def middle_budget(folder: Path) -> int:
     model = ModelFile.load(folder / "model.gguf")
-    context = model.shape.context_length
+    context = model.spec.context_length
     workspace = budget.workspace_bytes(model, context)
     return workspace + 3 * (everything_bytes(model, context) - workspace) // 4
 
@@ -556,7 +556,7 @@ def refusals(folder: Path, tmp_path: Path):
     model = ModelFile.load(folder / "model.gguf")
     other = make_model(shape=model.shape, seed=1)
     make_profile(other).save(tmp_path / "other.safetensors")
-    smaller = replace(make_profile(make_model(shape=make_shape())), model_id=model.model_id)
+    smaller = replace(make_profile(make_model(sizes=make_sizes())), model_id=model.model_id)
     smaller.save(tmp_path / "smaller.safetensors")
     make_machine(num_gpus=0).save(tmp_path / "no-gpu.json")
     other.save(tmp_path / "no-predictors.gguf")
@@ -645,7 +645,7 @@ def test_synthetic_models_load_again(tmp_path):
         model = make_model(kind=kind, is_tied=is_tied, predictor_rank=4, predictor_kind="relu")
         model.save(tmp_path / kind)
         again = ModelFile.load(tmp_path / kind)
-        assert again.shape.width == 64 and again.model_id == model.model_id
+        assert again.spec.hidden_size == 64 and again.model_id == model.model_id
         assert again.predictor == model.predictor and again.is_tied == is_tied
         for name, entry in model.tensors.items():
             np.testing.assert_array_equal(
@@ -658,7 +658,7 @@ def test_synthetic_models_load_again(tmp_path):
 
 
 def seven_billion(gib: float) -> Problem:
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=32,
         width=4096,
         num_neurons=11008,
@@ -701,7 +701,7 @@ def test_a_time_limit_still_gives_a_plan_and_says_so():
 def test_few_layers_with_large_fixed_costs():
     # A launch and a round trip weigh as much as a layer of 1,024 neurons here: the Lagrangian
     # bound alone leaves a gap of 0.3 % or more, and HiGHS takes minutes.
-    shape = make_shape(num_layers=8, width=256, num_neurons=1024, vocab_size=500)
+    shape = make_sizes(num_layers=8, width=256, num_neurons=1024, vocab_size=500)
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(8, 1024))
     machine = make_machine(round_trip_s=5e-6)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, make_model, make_profile, make_shape, save_solver_files
+from models import byte_level_keys, make_model, make_profile, make_sizes, save_solver_files
 from test_cache_plan import a_cache
 from test_neuron_cache_hybrid import Cached, weights_of
 
@@ -144,7 +144,7 @@ def test_the_fastest_of_the_modes_with_a_cache(files, tmp_path):
     report = solved(files, tmp_path / "plan", mode=None)
     assert report.mode != "dense" and Split.load(tmp_path / "plan").cache is not None
     assert ("dense", "reads every neuron") in [(o.name, o.why_not) for o in report.alternatives]
-    silu = make_model(shape=make_shape(num_layers=3), kind="f16", activation="silu")
+    silu = make_model(sizes=make_sizes(num_layers=3), kind="f16", activation="silu")
     silu.save(tmp_path / "silu.gguf")
     make_profile(silu).save(tmp_path / "p")
     with pytest.raises(HotsplitError, match="no mode but dense costs at most"):
@@ -320,8 +320,8 @@ def cached_ids(hot):
 def test_a_plans_cache_is_used_unless_it_is_turned_off(tmp_path):
     """The engine has a cache in the plan's mode; in another mode, or on request, it has none."""
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(num_layers=3, vocab_size=vocab_size)
-    model = make_model(shape=shape, kind="f16", predictor_rank=8, extra_keys=keys)
+    shape = make_sizes(num_layers=3, vocab_size=vocab_size)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=8, extra_keys=keys)
     save_solver_files(tmp_path, model)
     solved(tmp_path, tmp_path / "s.gguf")
     for options, has_cache in (

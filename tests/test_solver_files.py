@@ -9,7 +9,7 @@ from models import (
     make_machine,
     make_model,
     make_profile,
-    make_shape,
+    make_sizes,
     power_law_frequencies,
     shape_only,
 )
@@ -31,7 +31,7 @@ from hotsplit.solver.solve import SolveConfig, solve
 
 @pytest.fixture
 def folder(tmp_path):
-    model = make_model(shape=make_shape(num_layers=3), kind="f16", predictor_rank=8)
+    model = make_model(sizes=make_sizes(num_layers=3), kind="f16", predictor_rank=8)
     model.save(tmp_path / "m.gguf")
     make_profile(model).save(tmp_path / "p")
     make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5).save(tmp_path / "c")
@@ -239,7 +239,7 @@ def test_a_layer_in_which_nothing_fires_has_a_plan():
 
 
 def inputs_of(budget: int) -> Inputs:
-    model = shape_only(make_shape(num_layers=4, width=256, num_neurons=1024, vocab_size=512))
+    model = shape_only(make_sizes(num_layers=4, width=256, num_neurons=1024, vocab_size=512))
     profile = make_profile(model, power_law_frequencies(4, 1024))
     return Inputs(
         model=model, profile=profile, machine=make_machine(round_trip_s=1e-6, launch_s=1e-6),
@@ -314,7 +314,7 @@ def test_the_layer_split_is_dense_and_pays_for_layers():
 def test_the_heat_map_matches_the_plan(folder):
     assert main(arguments(folder, "-o", folder / "plan", "-vb", "700KiB")) == 0
     split = Split.load(folder / "plan")
-    profile = make_profile(make_model(shape=make_shape(num_layers=3), kind="f16"))
+    profile = make_profile(make_model(sizes=make_sizes(num_layers=3), kind="f16"))
     device_LR = device_of_ranks(split, profile)
     for layer, ids in enumerate(split.hot):
         order = np.argsort(-profile.active_count_LF[layer], kind="stable")

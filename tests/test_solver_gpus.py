@@ -9,7 +9,7 @@ from models import (
     make_machine,
     make_model,
     make_profile,
-    make_shape,
+    make_sizes,
     power_law_frequencies,
     shape_only,
 )
@@ -47,7 +47,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
     random = np.random.default_rng(1000 * num_gpus + seed)
     num_layers = int(random.integers(1, 4))
     num_neurons = int(random.integers(2, 6 if num_layers < 3 else 4))
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=num_layers,
         width=32,
         num_neurons=num_neurons,
@@ -57,7 +57,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
         vocab_size=int(random.integers(4, 30)),
         context_length=CONTEXT,
     )
-    model = make_model(shape=shape, kind=["f32", "f16"][seed % 2])
+    model = make_model(sizes=shape, kind=["f32", "f16"][seed % 2])
     cpu = 10 ** random.uniform(-2.3, -0.7)
     one = make_machine(
         cpu_gb_per_s=cpu,
@@ -94,7 +94,7 @@ def tiny_inputs(seed: int, num_gpus: int, tmp_path) -> Inputs:
 def brute_force(inputs: Inputs) -> float:
     """Fewest seconds per token over all homes and placements; infinite if none fits."""
     model, machine, num_gpus = inputs.model, inputs.machine, len(inputs.budgets)
-    num_layers, num_neurons = model.shape.num_layers, model.shape.num_neurons
+    num_layers, num_neurons = model.spec.num_layers, model.spec.most_neurons
     subsets = list(all_subsets([(j,) for j in range(num_neurons)]))
     options = {
         (layer, gpu): layer_options(
@@ -224,7 +224,7 @@ def test_main_memory_that_binds_has_a_tight_bound():
     # Each of two equal GPUs has room for two thirds of the model. The best plan puts less than nine
     # tenths on them, but main memory requires nine tenths. More neurons on a GPU cost nothing while
     # the CPU takes longer.
-    shape = make_shape(num_layers=12, width=1024, num_neurons=2816, num_heads=16, num_kv_heads=16)
+    shape = make_sizes(num_layers=12, width=1024, num_neurons=2816, num_heads=16, num_kv_heads=16)
     model = shape_only(shape)
     profile = make_profile(model, power_law_frequencies(12, 2816))
     machine = make_machine(
@@ -247,7 +247,7 @@ def test_main_memory_that_binds_has_a_tight_bound():
 
 @pytest.fixture
 def folder(tmp_path):
-    model = make_model(shape=make_shape(num_layers=4), kind="f16", predictor_rank=8)
+    model = make_model(sizes=make_sizes(num_layers=4), kind="f16", predictor_rank=8)
     model.save(tmp_path / "m.gguf")
     make_profile(model).save(tmp_path / "p")
     make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, num_gpus=2).save(tmp_path / "c")
@@ -316,7 +316,7 @@ def test_changed_files_invalidate_a_plan(folder):
     changes = {
         "p": (other_profile, "another profile"),
         "c": (make_machine(cpu_gb_per_s=1.0), "another machine file"),
-        "m.gguf": (make_model(shape=make_shape(num_layers=4), seed=5), "made for model"),
+        "m.gguf": (make_model(sizes=make_sizes(num_layers=4), seed=5), "made for model"),
     }
     for name, (other, words) in changes.items():
         before = (folder / name).read_bytes()

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from models import make_machine, make_model, make_profile, make_shape
+from models import make_machine, make_model, make_profile, make_sizes
 
 from hotsplit import Engine
 from hotsplit.artifacts.machine_file import Machine
@@ -27,8 +27,8 @@ CONTEXT = 512
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offload")
-    shape = make_shape(num_layers=3, context_length=4096)
-    model = make_model(shape=shape, kind="f16", predictor_rank=8)
+    shape = make_sizes(num_layers=3, context_length=4096)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=8)
     model.save(folder / "m.gguf")
     make_profile(model).save(folder / "p")
     make_machine(cpu_gb_per_s=0.005, gpu_gb_per_s=0.5, launch_s=1e-7, round_trip_s=1e-7).save(

@@ -14,7 +14,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from models import byte_level_keys, make_model, make_shape
+from models import byte_level_keys, make_model, make_sizes
 
 from hotsplit import Engine
 from hotsplit.commands.options.speculation import (
@@ -52,9 +52,9 @@ MODES = ("dense", "exact", "predicted")
 def model_path(folder: Path, kind: str, name: str = "m", seed: int = 0) -> Path:
     """A random model with predictors and a byte tokenizer; its greedy texts soon repeat."""
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(vocab_size=vocab_size, context_length=CONTEXT)
+    shape = make_sizes(vocab_size=vocab_size, context_length=CONTEXT)
     model = make_model(
-        shape=shape, kind=kind, predictor_rank=16, predictor_density=0.3, extra_keys=keys, seed=seed
+        sizes=shape, kind=kind, predictor_rank=16, predictor_density=0.3, extra_keys=keys, seed=seed
     )
     model = dataclasses.replace(model, path=folder / f"{name}.gguf")
     model.save(model.path)
@@ -461,8 +461,8 @@ def test_a_draft_model_may_have_another_number_of_padded_logits(tmp_path, target
     keys, vocab_size = byte_level_keys()
     paths = []
     for name, pad in (("m", target_pad), ("draft", draft_pad)):
-        shape = make_shape(vocab_size=vocab_size + pad, context_length=CONTEXT)
-        model = make_model(shape=shape, extra_keys=keys)
+        shape = make_sizes(vocab_size=vocab_size + pad, context_length=CONTEXT)
+        model = make_model(sizes=shape, extra_keys=keys)
         head = model.tensors["output.weight"].read().copy()
         head[vocab_size:] = 10 * head[3]  # a padded logit is the largest whenever that of 3 is
         tensors = model.tensors | {"output.weight": array_entry(head, "f32")}
@@ -496,8 +496,8 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
             first, second = sorted(vocab, key=vocab.get)[:2]
             vocab[first], vocab[second] = vocab[second], vocab[first]
             other["tokenizer.huggingface.json"] = json.dumps(content)
-        shape = make_shape(vocab_size=vocab_size + more, context_length=CONTEXT)
-        model = make_model(shape=shape, extra_keys=other)
+        shape = make_sizes(vocab_size=vocab_size + more, context_length=CONTEXT)
+        model = make_model(sizes=shape, extra_keys=other)
         dataclasses.replace(model, path=tmp_path / "draft.gguf").save(tmp_path / "draft.gguf")
         options = SpeculationOptions(type="draft")
         with Engine.load(path, mode="dense") as engine:
@@ -510,7 +510,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
 def real_texts(path: Path, mode: str, prompt: str, count: int) -> None:
     context = 2 * count + 600
     with Engine.load(path, mode=mode, device="cpu") as engine:
-        context = min(context, engine.model.shape.context_length)
+        context = min(context, engine.model.spec.context_length)
     with Engine.load(path, mode=mode, device="cpu", context_length=context) as engine:
         ids = engine.codec.encode(prompt)
         for sampling in (SamplingOptions(temperature=0.0), SamplingOptions(seed=1)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hybrid_plans import ALL, NONE, SOME
-from models import FAMILIES, family_model, make_model, make_shape
+from models import FAMILIES, family_model, make_model, make_sizes
 from replay import Replay, take
 from test_runtime import IDS, make_split
 
@@ -65,8 +65,8 @@ QUICK = ("llama with biases", "opt, norms after", "falcon, two norms")
 
 def replayed(tmp_path, family, plan, offset=1):
     """A replay of one token after three others, and its logits in the order of the program."""
-    shape = make_shape(num_layers=3, num_neurons=len(ALL))
-    model = family_model(family, shape=shape, predictor_rank=8, input_layer_offset=offset)
+    shape = make_sizes(num_layers=3, num_neurons=len(ALL))
+    model = family_model(family, sizes=shape, predictor_rank=8, input_layer_offset=offset)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     options = {}
@@ -148,8 +148,8 @@ def test_the_replay_sees_a_value_that_nothing_writes(loaded):
 
 
 def files(tmp_path, family, plan, predictor_rank=8):
-    shape = make_shape(num_layers=3, num_neurons=len(ALL))
-    model = family_model(family, shape=shape, predictor_rank=predictor_rank, input_layer_offset=1)
+    shape = make_sizes(num_layers=3, num_neurons=len(ALL))
+    model = family_model(family, sizes=shape, predictor_rank=predictor_rank, input_layer_offset=1)
     model = dataclasses.replace(model, path=tmp_path / "m.gguf")
     model.save(model.path)
     if PLANS[plan] is None:
@@ -223,8 +223,8 @@ def test_a_neuron_caches_bits_are_copied_once_per_gpu(tmp_path):
 
 
 def test_many_equal_layers_are_one_run(tmp_path):
-    shape = make_shape(num_layers=30, num_neurons=len(ALL))
-    model = family_model("llama", shape=shape, path=tmp_path / "m.gguf")
+    shape = make_sizes(num_layers=30, num_neurons=len(ALL))
+    model = family_model("llama", sizes=shape, path=tmp_path / "m.gguf")
     model.save(model.path)
     layers = [[SOME] * 12, [NONE] * 6, [SOME[:9]] * 12]
     split = make_split(model, [ids for run in layers for ids in run])
@@ -267,9 +267,9 @@ def test_inspect_shows_the_program(tmp_path, capsys):
 def demo_program(folder, capsys):
     """The lines of `inspect --graph` for a model of the bundled one's size and the demo's plan."""
     sizes = {"num_layers": 6, "width": 256, "num_neurons": 1024, "vocab_size": 4096}
-    shape = make_shape(**sizes, num_heads=8, num_kv_heads=4, context_length=1024)
-    model = make_model(shape=shape, kind="f16", is_tied=True)
-    gate = make_model(shape=shape, kind="q4_0").tensors["blk.0.ffn_gate.weight"]  # of full rank
+    shape = make_sizes(**sizes, num_heads=8, num_kv_heads=4, context_length=1024)
+    model = make_model(sizes=shape, kind="f16", is_tied=True)
+    gate = make_model(sizes=shape, kind="q4_0").tensors["blk.0.ffn_gate.weight"]  # of full rank
     layers = range(shape.num_layers)
     predictor = PredictorInfo(kind="linear", rank_L=(0,) * 6, threshold_L=(0.0,) * 6)
     tensors = model.tensors | {f"blk.{layer}.ffn_pred_up.weight": gate for layer in layers}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from fake_streams import FakeDevice, FakeStream, Race
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import logits_ref, rel_error
 from test_families import CASES, converted
 from test_runtime import make_split
@@ -120,8 +120,8 @@ def test_streamed_neurons_give_the_results_of_the_cpu(tmp_path, pattern, mode, i
 def test_every_type(tmp_path, kind, is_resident):
     if is_resident and not library.is_available():
         pytest.skip("the C++ kernels are not built")
-    shape = make_shape(width=256, num_neurons=F)
-    model, split = planned(tmp_path, PATTERNS["random"], kind=kind, shape=shape)
+    shape = make_sizes(width=256, num_neurons=F)
+    model, split = planned(tmp_path, PATTERNS["random"], kind=kind, sizes=shape)
     for mode in ("dense", "exact"):
         with Engine.load(
             model.path, split=tmp_path / "s.gguf", mode=mode, is_resident=is_resident
@@ -140,7 +140,7 @@ def test_without_gates_and_with_biases(tmp_path, case, is_resident):
     save_tokenizer(folder, 320)
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
     model = ModelFile.load(path)
-    neurons = np.arange(model.shape.num_neurons)
+    neurons = np.arange(model.spec.most_neurons)
     split = make_split(model, [neurons[::3], neurons[:0], neurons[1:]])
     split.save(tmp_path / "s.gguf")
     with Engine.load(

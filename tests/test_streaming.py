@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
 from forked import run_command
-from models import make_model, make_shape, shape_only
+from models import make_model, make_sizes, shape_only
 from reference import rel_error
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
@@ -250,7 +250,7 @@ def test_a_model_streams_only_if_it_does_not_fit(folder, tmp_path, monkeypatch):
 
 
 def test_training_takes_memory_for_each_layer_that_is_loaded():
-    model = make_model(shape=make_shape(num_layers=8, width=512, num_neurons=2048))
+    model = make_model(sizes=make_sizes(num_layers=8, width=512, num_neurons=2048))
     bare, trained = (
         memory.needs_of(model, window=128, context_length=128, choices=choices)
         for choices in (None, Choices(ranks=(64,)))
@@ -336,7 +336,7 @@ def big_folder(tmp_path_factory):
     """A model file of 417 MiB in f16: 16 layers of 26 MiB. The rows of a matrix are
     overlapping slices of the same random values."""
     made = tmp_path_factory.mktemp("big")
-    shape = make_shape(num_layers=16, width=1024, num_neurons=3072, num_heads=8, num_kv_heads=8,
+    shape = make_sizes(num_layers=16, width=1024, num_neurons=3072, num_heads=8, num_kv_heads=8,
                        vocab_size=320, context_length=512)  # fmt: skip
     model = shape_only(shape)
     generator = np.random.default_rng(0)

@@ -356,7 +356,7 @@ def test_thresholds_for_relu_models_are_refused(made, tmp_path):
     with Engine.load(tmp_path / "m.gguf") as engine:
         model_id = engine.model.model_id
         with pytest.raises(HotsplitError, match="this one is relu"):
-            engine.set_thresholds((0.1,) * engine.model.shape.num_layers)
+            engine.set_thresholds((0.1,) * engine.model.spec.num_layers)
     path = damaged(folder, tmp_path / "p", model_id=model_id)
     with pytest.raises(HotsplitError, match="this one is relu"):
         Engine.load(tmp_path / "m.gguf", thresholds=path)

@@ -3,7 +3,7 @@
 import k_quants
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from test_cpu_kernels import LEVELS
 from test_runtime import IDS, decoded
 
@@ -208,8 +208,8 @@ def test_parts_of_a_matrix_are_whole_tiles(preferred):
 @pytest.mark.parametrize("mode", ["dense", "exact", "predicted"])
 def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, kind, mode):
     width, rank = (256, 256) if kind in k_quants.BLOCK_BYTES else (64, 32)
-    shape = make_shape(width=width, num_neurons=96)
-    make_model(shape=shape, kind=kind, predictor_rank=rank).save(tmp_path / "m.gguf")
+    shape = make_sizes(width=width, num_neurons=96)
+    make_model(sizes=shape, kind=kind, predictor_rank=rank).save(tmp_path / "m.gguf")
     with (
         Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=True) as copied,
         Engine.load(tmp_path / "m.gguf", mode=mode, is_resident=False) as mapped,
@@ -227,8 +227,8 @@ def test_a_model_uses_tiles_where_all_rows_are_multiplied(preferred, tmp_path, k
 
 @pytest.mark.parametrize("kind", TILED_KIND)
 def test_only_the_generic_level_keeps_planar_rows(level, tmp_path, kind):
-    shape = make_shape(width=256 if kind in k_quants.BLOCK_BYTES else 64, num_neurons=96)
-    make_model(shape=shape, kind=kind).save(tmp_path / "m.gguf")
+    shape = make_sizes(width=256 if kind in k_quants.BLOCK_BYTES else 64, num_neurons=96)
+    make_model(sizes=shape, kind=kind).save(tmp_path / "m.gguf")
     with (
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=True) as copied,
         Engine.load(tmp_path / "m.gguf", mode="dense", is_resident=False) as mapped,

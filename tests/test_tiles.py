@@ -5,7 +5,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from models import decided_predictors, make_model, make_shape
+from models import decided_predictors, make_model, make_sizes
 from test_cpu_kernels import rounded
 
 from hotsplit.costs.budget import PREFILL_CHUNK, SHORT_CHUNK, part_neurons, tile_rows
@@ -98,8 +98,8 @@ def test_a_part_has_whole_tiles():
 
 @pytest.fixture(scope="module", params=["f16", "q8_0"])
 def model_path(request, tmp_path_factory):
-    shape = make_shape(num_layers=2, width=64, num_neurons=3000, vocab_size=50, context_length=600)
-    model = make_model(shape=shape, kind=request.param, predictor_rank=16, predictor_density=0.2)
+    shape = make_sizes(num_layers=2, width=64, num_neurons=3000, vocab_size=50, context_length=600)
+    model = make_model(sizes=shape, kind=request.param, predictor_rank=16, predictor_density=0.2)
     model.tensors.update(decided_predictors(2, 3000))
     path = tmp_path_factory.mktemp("tiles") / "m.gguf"
     model.save(path)

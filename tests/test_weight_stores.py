@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -25,7 +25,7 @@ ROWS = np.array([1, 2, 17])
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("stores") / "m.gguf"
-    made = make_model(shape=make_shape(width=64, num_neurons=32), kind="q4_0")
+    made = make_model(sizes=make_sizes(width=64, num_neurons=32), kind="q4_0")
     made.save(path)
     return type(made).load(path)
 
@@ -118,7 +118,7 @@ def test_a_device_without_a_store_of_its_own_maps_the_file():
 
 def test_blocks_have_their_plans_roles(model):
     hot = [[0, 5], [], range(32)]
-    made = make_model(shape=make_shape(num_layers=3, num_neurons=32))
+    made = make_model(sizes=make_sizes(num_layers=3, num_neurons=32))
     with Engine.of(made, make_split(made, hot), device="cpu") as engine:
         roles = [[block.role for block in layer.ffn.blocks] for layer in engine.layers]
         for layer, ids in zip(engine.layers, hot, strict=True):
@@ -131,5 +131,5 @@ def test_blocks_have_their_plans_roles(model):
             by_role((first, dataclasses.replace(second, role="hot")))
     with Engine.of(model, device="cpu") as engine:
         assert [block.role for layer in engine.layers for block in layer.ffn.blocks] == (
-            ["hot"] * model.shape.num_layers
+            ["hot"] * model.spec.num_layers
         )

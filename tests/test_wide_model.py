@@ -55,7 +55,7 @@ def _logits(model: LlamaForCausalLM) -> Tensor:
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_function_stays(tmp_path: Path, is_tied: bool) -> None:
     model = _narrow(tmp_path / "narrow", is_tied=is_tied)
-    metadata = {"format": "hotsplit.artifacts.limits_file", "num_layers": str(LAYERS)}
+    metadata = {"format": "hotsplit.limits", "num_layers": str(LAYERS)}
     limits = {f"blk.{layer}.ffn_gate.limit": 0.3 * torch.rand(NEURONS) for layer in range(LAYERS)}
     save_file(limits, tmp_path / "narrow" / LIMITS_FILE, metadata=metadata)
     widen(tmp_path / "narrow", tmp_path / "wide", COPIES, dtype=torch.float32)

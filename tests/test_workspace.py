@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from models import make_machine, make_model, make_profile, make_shape
+from models import make_machine, make_model, make_profile, make_sizes
 from torch.profiler import ProfilerActivity, profile
 
 from hotsplit.artifacts.split_file import Split
@@ -30,11 +30,11 @@ def test_peak_bytes_counts_what_is_alive_at_once():
 def planned(request, tmp_path_factory):
     """Paths of a model file and its plan. Most of the plan's bytes are weights and cache."""
     folder = tmp_path_factory.mktemp("workspace")
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=8, width=512, num_neurons=1408, num_heads=8, num_kv_heads=8,
         vocab_size=4000, context_length=CONTEXT,
     )  # fmt: skip
-    model = make_model(shape=shape, kind=request.param, predictor_rank=32, predictor_density=0.2)
+    model = make_model(sizes=shape, kind=request.param, predictor_rank=32, predictor_density=0.2)
     model.save(folder / "m.gguf")
     make_profile(model).save(folder / "p")
     make_machine(cpu_gb_per_s=5, round_trip_s=1e-6, launch_s=1e-6).save(folder / "c")
@@ -122,6 +122,6 @@ def test_all_allocations_are_within_two_percent_of_the_plan(planned):
 def test_the_workspace_depends_on_the_shape(tmp_path):
     found = {}
     for context in (64, 2048):
-        model = make_model(shape=make_shape(context_length=context), kind="f16")
+        model = make_model(sizes=make_sizes(context_length=context), kind="f16")
         found[context] = measure_workspace(model, context, "exact")
     assert found[2048] > found[64] > 0

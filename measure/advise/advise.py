@@ -41,8 +41,8 @@ from hotsplit.measure.advise.turns import (
     Timings,
     Turns,
 )
-from hotsplit.model.architecture import SMOOTH
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
+from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.sparsity.limit_meter import LimitMeter, fitting
 from hotsplit.profile.sparsity.limit_scores import LayerScores, sample_scores
@@ -97,7 +97,7 @@ class Adviser:
         self.config.check_text(windows.num_tokens)
         self.text_sha256 = windows.sha256
         cut = max(1, len(windows.ids) // 3)
-        check = fitting(windows.ids[cut:], self.model.shape.vocab_size)
+        check = fitting(windows.ids[cut:], self.model.spec.vocab_size)
         return list(windows.ids[:cut]), check
 
     def _scores(self, tune: Sequence[Tensor]) -> tuple[LayerScores, ...]:

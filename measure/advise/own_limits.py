@@ -86,7 +86,7 @@ def advise_own_limits(
 
 
 def _own_type(path: Path) -> str:
-    return ModelFile.load(path).tensors["blk.0.attn_output.weight"].kind
+    return ModelFile.load(path).own_type
 
 
 def _check_reference(path: Path, dense: Path) -> None:
@@ -95,10 +95,10 @@ def _check_reference(path: Path, dense: Path) -> None:
         raise HotsplitError(
             f"{dense}: has limits; --dense must be the model that {path} was trained from"
         )
-    if other.shape.vocab_size != model.shape.vocab_size:
+    if other.spec.vocab_size != model.spec.vocab_size:
         raise HotsplitError(
-            f"{dense}: has a vocabulary of {other.shape.vocab_size:,}, but {path} has one of"
-            f" {model.shape.vocab_size:,}; --dense must be the model that {path} was trained from"
+            f"{dense}: has a vocabulary of {other.spec.vocab_size:,}, but {path} has one of"
+            f" {model.spec.vocab_size:,}; --dense must be the model that {path} was trained from"
         )
     own, kind = _own_type(path), _own_type(dense)
     if row_bytes(WHOLE_BLOCKS, kind) < row_bytes(WHOLE_BLOCKS, own):
@@ -115,7 +115,7 @@ def _windows(config: AdviseConfig, engine: Engine) -> list[Tensor]:
         max_tokens=config.max_tokens, seed=config.seed,
     )  # fmt: skip
     config.check_text(windows.num_tokens)
-    return fitting(windows.ids, engine.model.shape.vocab_size)
+    return fitting(windows.ids, engine.model.spec.vocab_size)
 
 
 def _bytes_per_token(engine: Engine, ids_T: Tensor) -> float:

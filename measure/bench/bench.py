@@ -51,7 +51,7 @@ def bench(
 
 def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
     scaled = with_rope_scaling(file, config.rope_scaling, config.rope_scale, config.num_tokens)
-    longest = scaled.shape.context_length
+    longest = scaled.spec.context_length
     for test in config.tests:
         if test.depth + test.length > longest:
             raise HotsplitError(
@@ -98,7 +98,7 @@ def _load(config: BenchConfig, plan: Split | None) -> Engine:
 
 def _tokens(config: BenchConfig, engine: Engine) -> Tokens:
     if config.text is None:
-        return RandomTokens(config.seed, engine.model.shape.vocab_size)
+        return RandomTokens(config.seed, engine.model.spec.vocab_size)
     longest = max(max(test.depth, test.length) for test in config.tests)
     return TextTokens(config.text, engine, longest)
 
@@ -106,7 +106,7 @@ def _tokens(config: BenchConfig, engine: Engine) -> Tokens:
 def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
     if config.compare is None:
         return None
-    types = engine.layers[0].attention.cache.types
+    types = engine.cache_types
     layers = config.compare_gpu_layers
     rival = rival_of(
         RivalOptions(
@@ -119,11 +119,11 @@ def _rival(config: BenchConfig, engine: Engine, threads: int) -> Rival | None:
             gpu_layers=0 if layers is None and engine.device.type == "cpu" else layers,
         )
     )
-    if rival.about.vocab_size not in (0, engine.model.shape.vocab_size):
+    if rival.about.vocab_size not in (0, engine.model.spec.vocab_size):
         rival.close()
         raise HotsplitError(
             f"{config.compare_model or config.model}: has {rival.about.vocab_size} tokens in"
-            f" llama.cpp, {config.model} has {engine.model.shape.vocab_size}: another model;"
+            f" llama.cpp, {config.model} has {engine.model.spec.vocab_size}: another model;"
             " give the same one with --compare-model"
         )
     return rival

@@ -22,7 +22,7 @@ def load_now() -> float | None:
 def setting_of(
     engine: Engine, plan: Split | None, num_threads: int, load_before: float | None
 ) -> Setting:
-    model, types = engine.model, engine.layers[0].attention.cache.types
+    model, types = engine.model, engine.cache_types
     is_gpu = engine.device.type == "cuda"
     on_gpu = len(engine.layers) if plan is None else sum(plan.dense_on_gpu)
     return Setting(

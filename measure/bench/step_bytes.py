@@ -107,7 +107,7 @@ class Sides:
     def of(cls, engine: Engine, plan: Split | None) -> "Sides":
         whole = "cpu" if engine.device.type == "cpu" else "gpu"
         if plan is None:
-            layers, head = (whole,) * engine.model.shape.num_layers, whole
+            layers, head = (whole,) * engine.model.spec.num_layers, whole
         else:
             layers = tuple("gpu" if on_gpu else "cpu" for on_gpu in plan.dense_on_gpu)
             head = "gpu" if plan.head_on_gpu else "cpu"
@@ -134,14 +134,15 @@ def _add_vectors(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 def _add_cache(found: Bytes, engine: Engine, sides: Sides, steps: Steps) -> str | None:
     """Adds the keys and values that tokens attend to; returns the reason if they are unknown."""
-    types, shape = engine.layers[0].attention.cache.types, engine.model.shape
+    types = engine.cache_types
     last = steps.start + steps.num_steps
     if types.selection is not None and last > types.selection.longest - types.selection.block:
         return "the keys that a token reads with --kv-offload are not counted"
     positions = steps.start + (steps.num_steps + 1) / 2
-    of_one = shape.num_kv_heads * types.row_bytes(shape.head_width)
-    for side in sides.layers:
-        found[CACHE, side] += positions * of_one
+    for layer, side in zip(engine.model.spec.layers, sides.layers, strict=True):
+        attention = layer.attention
+        read = min(positions, attention.window or positions)
+        found[CACHE, side] += read * attention.num_kv_heads * types.row_bytes(attention.head_dim)
     return None
 
 
@@ -178,7 +179,7 @@ def _add_projections(found: Bytes, engine: Engine, sides: Sides) -> None:
 
 def _add_neurons(found: Bytes, engine: Engine, plan: Split | None, steps: Steps) -> str | None:
     """Adds neurons; returns the reason if the bytes of those on the GPU are unknown."""
-    model, num_neurons = engine.model, engine.model.shape.num_neurons
+    model, num_neurons = engine.model, engine.model.spec.most_neurons
     num_hot = [num_neurons] * len(engine.layers) if plan is None else list(map(len, plan.hot))
     traffic = steps.traffic
     cold = traffic.gate + traffic.up + traffic.down

@@ -121,7 +121,7 @@ def replay(
             raise HotsplitError(
                 f"{config.text}: has {len(ids)} tokens, wanted at least {LEAST_TOKENS}"
             )
-        trace = record(engine, ids, min(len(ids), engine.model.shape.context_length))
+        trace = record(engine, ids, min(len(ids), engine.model.spec.context_length))
     advance(1)
     return compare(case_of(plan, trace, config.options), advance)
 

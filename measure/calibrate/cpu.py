@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,11 +21,14 @@ from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, CpuCosts, Figure
-from hotsplit.artifacts.model_file import KINDS, ModelFile, PredictorInfo
+from hotsplit.artifacts.model_file import KINDS
+from hotsplit.artifacts.random_model import random_model
 from hotsplit.artifacts.split_file import PlanMode
-from hotsplit.files.gguf_file import TensorEntry, array_entry, row_bytes, type_of
+from hotsplit.families.llama import llama_spec
+from hotsplit.families.sizes import Sizes
+from hotsplit.files.gguf_file import TensorEntry, row_bytes, type_of
 from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
-from hotsplit.model.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
+from hotsplit.model.spec import Rotary
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
@@ -56,7 +58,7 @@ def measure_costs(
     probes = [p for kind in KINDS for p in _row_probes(kind, buffer_bytes)]
     engines = {
         (mode, n): _small_engine(
-            _small_shape(
+            _small_sizes(
                 num_layers=n, context_length=CONTEXT, num_heads=8, num_kv_heads=2, head_width=8
             ),
             has_predictors=mode == "predicted",
@@ -185,11 +187,11 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
 
 def _cache_probe() -> Probe:
     """The time of steps at the end of a context, less that of steps at its beginning."""
-    shape = _small_shape(
+    sizes = _small_sizes(
         num_layers=CACHE_LAYERS, context_length=CACHE_TOKENS, num_heads=4 * CACHE_HEADS,
         num_kv_heads=CACHE_HEADS, head_width=CACHE_WIDTH,
     )  # fmt: skip
-    engine = _small_engine(shape, has_predictors=False)
+    engine = _small_engine(sizes, has_predictors=False)
     end = CACHE_TOKENS - CACHE_STEPS
 
     def seconds() -> float:
@@ -210,39 +212,20 @@ def _step_probe(mode: str, num_layers: int, engine: Engine) -> Probe:
     return Probe(name=f"{mode} step, {num_layers} layers", seconds=seconds)
 
 
-def _small_shape(
+def _small_sizes(
     *, num_layers: int, context_length: int, num_heads: int, num_kv_heads: int, head_width: int
-) -> ModelShape:
-    return ModelShape(
-        num_layers=num_layers, width=64, num_neurons=64, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, head_width=head_width, vocab_size=512,
-        context_length=context_length, norm_epsilon=1e-5,
+) -> Sizes:
+    return Sizes(
+        num_layers=num_layers, hidden_size=64, num_neurons=64, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_dim=head_width, vocab_size=512,
+        context_length=context_length,
     )  # fmt: skip
 
 
-def _small_engine(shape: ModelShape, *, has_predictors: bool) -> Engine:
+def _small_engine(sizes: Sizes, *, has_predictors: bool) -> Engine:
     """An engine with random weights. Matrices are f16, so keys and values are too, as for any model
     that is not in f32."""
-    num_layers = shape.num_layers
-    graph, rank = ARCHITECTURES["llama"], 8 if has_predictors else None
-    shapes = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.width)}
-    for layer in range(num_layers):
-        in_layer = layer_shapes(graph, shape, "sparse", rank)
-        shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
-    random = np.random.default_rng(0)
-    zeros = (0.0,) * num_layers
-    info = PredictorInfo(kind="linear", rank_L=(8,) * num_layers, threshold_L=zeros)
-    model = ModelFile(
-        path=Path("calibrate.gguf"), layout="sparse", model_id="0" * 64, shape=shape,
-        activation="relu", threshold_L=zeros, predictor=info if has_predictors else None,
-        tensors={name: _random_entry(dims, random) for name, dims in shapes.items()},
-        extra_keys={},
-    )  # fmt: skip
+    spec = llama_spec(sizes, Rotary(theta=1e4, pairing="adjacent"), "relu")
+    model = random_model(spec, predictor_rank=8 if has_predictors else None)
     mode: PlanMode = "predicted" if has_predictors else "exact"
     return Engine.of(model, mode=mode, device="cpu")
-
-
-def _random_entry(dims: tuple[int, ...], random: np.random.Generator) -> TensorEntry:
-    if len(dims) == 1:
-        return array_entry(np.ones(dims), "f32")
-    return array_entry(random.standard_normal(dims) / np.sqrt(dims[-1]), "f16")

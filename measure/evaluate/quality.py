@@ -249,14 +249,14 @@ def report_of(
 
 def bytes_read(model: ModelFile, mode: Mode, shares: "ShareCounter") -> int:
     """Weight bytes per token, from the shares of neurons that are predicted and that fire."""
-    layers = range(model.shape.num_layers)
+    layers = range(model.spec.num_layers)
     named_L = shares.named_share_L if mode == "predicted" else (1.0,) * len(layers)
     fired_L = (1.0,) * len(layers) if mode == "dense" else shares.hidden_share_L
     total = float(head_bytes(model))
     for layer, named, fired in zip(layers, named_L, fired_L, strict=True):
         sizes = layer_bytes(model, layer)
         neuron = named * sizes.gate_row + fired * sizes.up_row + fired * sizes.down_row
-        total += sizes.attention + model.shape.num_neurons * neuron
+        total += sizes.attention + model.spec.most_neurons * neuron
         total += sizes.predictor if mode == "predicted" else 0
     return round(total)
 
@@ -266,7 +266,7 @@ def _bytes_half_width(model: ModelFile, mode: Mode, shares: "ShareCounter") -> f
     if mode == "dense":
         return 0.0
     bytes_T = torch.zeros((), dtype=torch.float64)
-    for layer in range(model.shape.num_layers):
+    for layer in range(model.spec.num_layers):
         sizes = layer_bytes(model, layer)
         bytes_T = bytes_T + sizes.up_row * shares.per_token("ffn_hidden", layer)
         bytes_T = bytes_T + sizes.down_row * shares.per_token("ffn_hidden", layer)
@@ -284,7 +284,7 @@ class ShareCounter:
 
     def __init__(self, model: ModelFile) -> None:
         self.thresholds = model.predictor.threshold_L if model.predictor else ()
-        self.num_neurons = model.shape.num_neurons
+        self.num_neurons = model.spec.most_neurons
         self.counts: dict[str, dict[int, list[Tensor]]] = {
             "ffn_predicted": {}, "ffn_hidden": {},
         }  # fmt: skip

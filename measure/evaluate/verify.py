@@ -104,7 +104,7 @@ def _in_f32(model: ModelFile) -> ModelFile:
 
 def text_token_ids(model: ModelFile) -> list[int]:
     """Token ids of TEXT by the file's tokenizer, or arbitrary ids if it has none."""
-    limit, vocab_size = min(MAX_TOKENS, model.shape.context_length), model.shape.vocab_size
+    limit, vocab_size = min(MAX_TOKENS, model.spec.context_length), model.spec.vocab_size
     try:
         ids = [token for token in TextCodec.of(model).encode(TEXT) if token < vocab_size]
     except HotsplitError:  # the file has no known tokenizer

@@ -16,7 +16,7 @@ from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import EDGES, NUM_BINS
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.native.library import NUM_BUCKETS, count
 from hotsplit.runtime.model.feed_forward import Gate
 from hotsplit.runtime.weights.neuron_block import above

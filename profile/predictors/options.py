@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.spec import SMOOTH
 
 if TYPE_CHECKING:
     from hotsplit.profile.predictors.layer_trainer import Choices
@@ -74,7 +74,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     """The candidates to try. Raises HotsplitError for options that do not suit this model."""
     from hotsplit.profile.predictors.layer_trainer import Choices  # imports torch
 
-    width, neurons = model.shape.width, model.shape.num_neurons
+    width, neurons = model.spec.hidden_size, model.spec.most_neurons
     if options.rank is not None and options.rank > min(width, neurons):
         raise HotsplitError(
             f"predictor rank is {options.rank}, wanted at most {min(width, neurons)}, the smaller"

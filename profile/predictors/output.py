@@ -14,8 +14,8 @@ from hotsplit.artifacts.predictor_file import FILE_NAME, Predictors
 from hotsplit.artifacts.profile_file import Corpus
 from hotsplit.files.outputs import check_output_folder, check_outputs
 from hotsplit.measure.evaluate.quality import EvalReport, ShareCounter, bytes_read, compare_all
-from hotsplit.model.architecture import SMOOTH
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.predictors.dejavu import dejavu_paths, is_dejavu_file, save_dejavu
 from hotsplit.profile.predictors.options import PredictorFormat
 from hotsplit.runtime.engine import Engine

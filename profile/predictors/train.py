@@ -12,7 +12,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import LayerPredictor, Predictors
 from hotsplit.costs.budget import layer_bytes
-from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.count.run import Run
 from hotsplit.profile.predictors.layer_trainer import (

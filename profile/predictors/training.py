@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.predictors.moments import Start
 from hotsplit.profile.predictors.rounding import rounded, values_of
 from hotsplit.runtime.model.predictor import Predictor

@@ -59,8 +59,9 @@ class Bytes:
             rows = [[_size(model, f"blk.{n}.{name}.weight") for name in names] for n in layers]
             return np.array(rows, np.int64).sum(axis=1)
 
-        layers = range(model.shape.num_layers)
-        gate, up = ("ffn_gate", "ffn_up") if model.graph.is_gated else ("ffn_up", "ffn_none")
+        layers = range(model.spec.num_layers)
+        is_gated = model.spec.layers[layers.start].neurons.is_gated
+        gate, up = ("ffn_gate", "ffn_up") if is_gated else ("ffn_up", "ffn_none")
         return cls(
             qkv_L=of_layers("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_q_t", "attn_k_t",
                             "attn_v_t"),

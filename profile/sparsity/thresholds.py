@@ -60,7 +60,7 @@ def thresholds_for(
 def magnitudes(engine: Engine, windows: Sequence[Tensor]) -> np.ndarray:
     """histogram_LB, int64, of |act(gate)| of all neurons; the engine must not skip any."""
     counter = Counter(
-        gates_of(engine.model, (0.0,) * len(engine.layers)), engine.model.shape.num_neurons
+        gates_of(engine.model, (0.0,) * len(engine.layers)), engine.model.spec.most_neurons
     )
     with engine.observe(counter.observe, counter.wants):
         for ids_T in windows:

@@ -80,7 +80,7 @@ def _hidden(
 ) -> Tensor:
     """Hidden states after the last layer, f32 [N, D] on the CPU; `observe` and `wants` as in
     Engine.observe."""
-    last, pieces = model.shape.num_layers - 1, []
+    last, pieces = model.spec.num_layers - 1, []
     with LayerStream(model, plan, mode=mode) as stream:
         with stream.observe(
             lambda name, layer, x_TD: pieces.append(x_TD.to(CPU, copy=True)),

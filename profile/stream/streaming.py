@@ -68,7 +68,7 @@ def plan_stream(
     train, if any.
 
     Raises HotsplitError if not even one layer fits."""
-    longest = model.shape.context_length
+    longest = model.spec.context_length
     needs = needs_of(
         model,
         window=min(WINDOW, longest),
@@ -109,16 +109,16 @@ class LayerStream:
         self.model, self.plan, self.say = model, plan, say
         info = model.predictor if mode == "predicted" else None
         self.input_layer_offset = info.input_layer_offset if info else 0
-        self.context_length = min(model.shape.context_length, DEFAULT_CONTEXT)
+        self.context_length = min(model.spec.context_length, DEFAULT_CONTEXT)
         self.codec = TextCodec.of(model)
         self.observers = Observers()
         self._builder = Builder(
             model,
-            Placement.on_one_device(model.shape.num_layers, plan.device),
+            Placement.on_one_device(model.spec.num_layers, plan.device),
             mode,
-            min(WINDOW, model.shape.context_length),
+            min(WINDOW, model.spec.context_length),
         )
-        self.rotary = self._builder.rotary(plan.device) if model.graph.rotary else None
+        self.rotary = self._builder.rotary(plan.device) if model.spec.rotary else None
 
     def observe(self, observe: Observe, wants: Wants | None = None) -> Observation:
         """Does what Engine.observe does."""
@@ -134,7 +134,7 @@ class LayerStream:
     @staticmethod
     def output_norm(model: ModelFile) -> Norm | None:
         """The model's output norm, on the CPU."""
-        placement = Placement.on_one_device(model.shape.num_layers, CPU)
+        placement = Placement.on_one_device(model.spec.num_layers, CPU)
         builder = Builder(model, placement, "dense", 1)
         return builder.norm("output_norm", CPU)
 
@@ -159,7 +159,7 @@ class LayerStream:
         waiting = self._waiting(windows, on_tokens, keeps_inputs)
         try:
             self._embed(waiting)
-            for index in range(self.model.shape.num_layers):
+            for index in range(self.model.spec.num_layers):
                 step = self._load(index, waiting)
                 if index == 0:
                     self._say_plan(step)
@@ -175,7 +175,7 @@ class LayerStream:
     ) -> "Waiting":
         """Allocates the hidden states: in the device's memory if they fit; otherwise, for a GPU, in
         main memory if they fit there; otherwise in a file."""
-        width, plan, room = self.model.shape.width, self.plan, _room(self.model, self.plan)
+        width, plan, room = self.model.spec.hidden_size, self.plan, _room(self.model, self.plan)
         starts = [0, *accumulate(len(ids_T) for ids_T in windows)]
         wanted = (2 if keeps_inputs else 1) * starts[-1] * plan.needs.state_row_bytes
         device: torch.device | None = plan.device
@@ -232,7 +232,7 @@ class LayerStream:
             for entry in self._entries(index):
                 release(entry)
         seconds = time.perf_counter() - began
-        if index + 1 < self.model.shape.num_layers:
+        if index + 1 < self.model.spec.num_layers:
             for entry in self._entries(index + 1):
                 prefetch(entry)
         return StreamedLayer(self, index, layer, waiting, seconds)
@@ -240,7 +240,7 @@ class LayerStream:
     def _say_plan(self, step: "StreamedLayer") -> None:
         """Announces the plan and an estimate of the time, from the time to read layer 0 and the
         time of one product."""
-        layers, plan, waiting = self.model.shape.num_layers, self.plan, step.waiting
+        layers, plan, waiting = self.model.spec.num_layers, self.plan, step.waiting
         entries, num_tokens = self._entries(0), waiting.starts[-1]
         num_bytes = sum(e.num_bytes for e in entries)
         values = sum(e.shape[0] * e.shape[1] for e in entries if len(e.shape) == 2)
@@ -302,7 +302,7 @@ class StreamedLayer:
             assert not self.is_through[window], (self.index, window)
             self._run(window)
             self.is_through[window] = True
-            share = 1 / self.stream.model.shape.num_layers
+            share = 1 / self.stream.model.spec.num_layers
             self.waiting.on_tokens(len(self.waiting.windows[window]) * share)
 
     @torch.inference_mode()
@@ -342,7 +342,7 @@ class StreamedLayer:
         """The layer in native operations, if they can show what observers want and support all
         layers, so that a streamed model and one in memory take the same path."""
         stream = self.stream
-        wanted = stream.observers.wanted_in_layers(stream.model.shape.num_layers)
+        wanted = stream.observers.wanted_in_layers(stream.model.spec.num_layers)
         if not shows_all(wanted):
             return None
         if self._native is None:

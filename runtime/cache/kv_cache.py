@@ -174,6 +174,12 @@ class KVCache:
     table: BlockTable
     layers: tuple[LayerCache, ...]
 
+    @property
+    def types(self) -> CacheTypes:
+        """The storage types, which all layers share."""
+        (types,) = {layer.types for layer in self.layers}
+        return types
+
     def reserve(self, sequence: int, start: int, stop: int) -> None:
         """Makes positions start .. stop-1 of a sequence writable, copying shared blocks."""
         if self.table.is_whole:

@@ -70,7 +70,7 @@ class TextEngine:
         return BreakerSets(self.codec)
 
     def _chain(self, sampling: SamplingOptions) -> SamplerChain:
-        return chain_of(sampling, self._breaker_sets, self.model.shape.vocab_size)
+        return chain_of(sampling, self._breaker_sets, self.model.spec.vocab_size)
 
     @out_of_memory_as_error()
     def hidden(self, token_ids: Sequence[int] | Tensor) -> None:
@@ -218,10 +218,10 @@ class TextEngine:
             weights=weights_digest(self.model),
             mode=self.mode,
             arithmetic="torch" if self.not_native else library.level(),
-            vocab_size=self.model.shape.vocab_size,
-            cache=str(self._live.weights.cache.layers[0].types),
+            vocab_size=self.model.spec.vocab_size,
+            cache=str(self._live.weights.cache.types),
             thresholds=tuple(self.model.threshold_L),
-            rope_scaling=self.model.shape.rope_scaling.words,
+            rope_scaling=self.model.spec.rope_scaling.words,
             activation=self.model.activation,
             predictors=predictor_words(self.model) if self.mode == "predicted" else "",
             placement=self._placement.words,
@@ -261,9 +261,9 @@ class TextEngine:
         if given.dtype not in _INTEGERS:
             raise HotsplitError(f"token ids are of type {given.dtype}, wanted integers")
         ids_T = given.to(torch.int64).cpu()
-        vocab_size = self.model.shape.vocab_size
+        vocab_size = self.model.spec.vocab_size
         if len(ids_T) > self.context_length:
-            longest = self.model.shape.context_length
+            longest = self.model.spec.context_length
             is_too_long = len(ids_T) > longest
             load = f"load with -c {longest} and " if self.context_length < longest else ""
             step = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 
-from hotsplit.model.architecture import ModelShape
+from hotsplit.model.spec import Rotary as RotarySpec
 from hotsplit.runtime.cache.key_tables import KeyTables
 from hotsplit.runtime.cache.kv_cache import LayerCache
 from hotsplit.runtime.cache.stored_rows import turn_by_hadamard
@@ -70,16 +70,20 @@ class Rotary:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, is_adjacent: bool, factors: Tensor | None, device: torch.device
+        cls, rotary: RotarySpec, width: int, factors: Tensor | None, device: torch.device
     ) -> "Rotary":
-        """The rotary embedding of a model; `factors` divide the frequencies elementwise (Llama 3's
-        long-context scaling)."""
-        theta, width, scaling = shape.rope_theta, shape.head_width, shape.rope_scaling
+        """The rotary embedding of heads of a width; `factors` divide the frequencies elementwise
+        (Llama 3's long-context scaling)."""
+        theta, scaling = rotary.theta, rotary.scaling
         pairs = torch.arange(0, width, 2, dtype=torch.float64, device=device)
         divisors = torch.as_tensor(scaling.divisors(theta, width), device=device)
         frequency = theta ** (-pairs / width) / divisors
         frequency = frequency if factors is None else frequency / factors
-        return cls(frequency_W=frequency, is_adjacent=is_adjacent, magnitude=scaling.magnitude)
+        return cls(
+            frequency_W=frequency,
+            is_adjacent=rotary.pairing == "adjacent",
+            magnitude=scaling.magnitude,
+        )
 
     def turn(self, start: int, count: int) -> "Turn":
         """The rotation for positions start .. start + count - 1."""

@@ -63,9 +63,9 @@ def load_weights(
 
 def load_predictors(model: ModelFile, device: torch.device) -> tuple[Predictor, ...]:
     """Loads the predictors of all layers without the rest of the model."""
-    placement = Placement.on_one_device(model.shape.num_layers, device)
+    placement = Placement.on_one_device(model.spec.num_layers, device)
     builder = Builder(model, placement, "predicted", 1)
-    return tuple(builder.predictor(index, device) for index in range(model.shape.num_layers))
+    return tuple(builder.predictor(index, device) for index in range(model.spec.num_layers))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Builder:
             output_norm=self.norm("output_norm", head_device, "head"),
             head=Linear(weight=head),
             head_device=head_device,
-            rotary={d: self.rotary(d) for d in devices} if model.graph.rotary else {},
+            rotary={d: self.rotary(d) for d in devices} if model.spec.rotary else {},
         )
 
     def positions(self) -> Matrix | None:
@@ -126,7 +126,7 @@ class Builder:
         return None if entry is None else matrix_of(entry, CPU)
 
     def layers(self) -> tuple[Layer, ...]:
-        layers = tuple(self.layer(index) for index in range(self.model.shape.num_layers))
+        layers = tuple(self.layer(index) for index in range(self.model.spec.num_layers))
         return _with_small_inputs(layers)
 
     def matrix(self, entry: TensorEntry, device: torch.device, item: str = "attention") -> Matrix:
@@ -143,10 +143,10 @@ class Builder:
             attn_norm_2=self.norm(f"blk.{index}.attn_norm_2", device),
             attention=self.attention(index, device),
             ffn_norm=self.norm(f"blk.{index}.ffn_norm", device),
-            is_post_norm=self.model.shape.is_post_norm,
+            is_post_norm=self.model.spec.output_norm is None,
             ffn=FeedForward(
                 layer=index,
-                num_neurons=self.model.shape.num_neurons,
+                num_neurons=self.model.spec.layers[index].neurons.number,
                 gate=self.gate(index),
                 blocks=self.neurons.blocks(index),
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
@@ -171,7 +171,7 @@ class Builder:
         if weight_D is None:
             return None
         bias_D = self.vector(f"{name}.bias", device, item)
-        return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=self.model.shape.norm_epsilon)
+        return Norm(weight_D=weight_D, bias_D=bias_D, epsilon=self.model.spec.epsilon)
 
     def linear(
         self, index: int, name: str, device: torch.device, item: str = "attention"
@@ -182,13 +182,17 @@ class Builder:
         )
 
     def rotary(self, device: torch.device) -> Rotary:
-        is_adjacent = self.model.graph.rotary == "adjacent"
         entry = self.model.tensors.get("rope_freqs.weight")
         factors = None if entry is None else vector_of(entry, device)
-        return Rotary.of(self.model.shape, is_adjacent, factors, device)
+        rotary, attention = self.model.spec.rotary, self.model.spec.layers[-1].attention
+        assert rotary is not None
+        return Rotary.of(rotary, attention.head_dim, factors, device)
 
     def attention(self, index: int, device: torch.device) -> Attention:
-        shape, attends_on = self.model.shape, self.placement.cache_device(index)
+        spec, attends_on = (
+            self.model.spec.layers[index].attention,
+            self.placement.cache_device(index),
+        )
         return Attention(
             inputs=self.attention_inputs(index, device),
             output=self.linear(index, "attn_output", device),
@@ -196,12 +200,12 @@ class Builder:
             key_norm=self.norm(f"blk.{index}.attn_k_norm", attends_on),
             cache=LayerCache.of(
                 self.table,
-                shape.num_kv_heads,
-                shape.head_width,
+                spec.num_kv_heads,
+                spec.head_dim,
                 self.cache_types or CacheTypes.of(kv_kind(self.model)),
                 self.stores.on(attends_on).cache,
             ),
-            num_heads=shape.num_heads,
+            num_heads=spec.num_heads,
             on_bytes=self.count_attention,
         )
 
@@ -211,7 +215,7 @@ class Builder:
     def attention_inputs(self, index: int, device: torch.device) -> tuple[Linear, ...]:
         """The matrices of query, key and value, or the model's fused one; one for all if they are of
         one kind, have biases all or none, and are copied anyway, to a GPU."""
-        is_fused = self.model.graph.has_fused_qkv
+        is_fused = self.model.spec.layers[index].attention.is_fused
         names = ("attn_qkv",) if is_fused else ("attn_q", "attn_k", "attn_v")
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         store, joined = self.stores.on(device), None

@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import transposed_kind
+from hotsplit.costs.budget import down_kind
 from hotsplit.files.gguf_file import TensorEntry, type_of
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, vector_of
@@ -53,7 +53,7 @@ class NeuronLoader:
         down = self._down(index)
         if self.resident_LN is not None and self.are_slots_joined:
             return (self._joined(index, down, self.resident_LN[index]),)
-        every = np.arange(self.model.shape.num_neurons)
+        every = np.arange(self.model.spec.layers[index].neurons.number)
         if self.placement.hot is None:
             return (self._block(index, down, "hot", every, "all"),)
         hot = self.placement.hot[index].astype(np.int64)
@@ -71,7 +71,7 @@ class NeuronLoader:
 
     def _block_by_output(self, index: int) -> NeuronBlock:
         """All neurons of a layer, from the matrices of a stock file as they are."""
-        names = [self.model.gate_name, *(["ffn_up"] if self.model.graph.is_gated else [])]
+        names = list(self.model.spec.layers[index].neurons.matrices)
         entries = [self.model.tensors[f"blk.{index}.{n}.weight"] for n in (*names, "ffn_down")]
         store = self.stores.on(CPU)
         *linears, down = store.neurons([[e] for e in entries], None, len(entries))
@@ -79,7 +79,7 @@ class NeuronLoader:
             Linear(weight=weight, bias_N=self._bias(f"blk.{index}.{name}.bias", store, None))
             for name, weight in zip(names, linears, strict=True)
         )
-        ids = np.arange(self.model.shape.num_neurons)
+        ids = np.arange(self.model.spec.layers[index].neurons.number)
         return NeuronBlock(
             role="hot",
             gate=gate,
@@ -93,7 +93,7 @@ class NeuronLoader:
 
     def _joined(self, index: int, down: TensorEntry, hot: np.ndarray) -> NeuronBlock:
         """One block with all neurons of a layer, preceded by slots for the neurons of `hot`, if any."""
-        num_neurons = self.model.shape.num_neurons
+        num_neurons = self.model.spec.layers[index].neurons.number
         if not len(hot):
             return self._block(index, down, "hot", np.arange(num_neurons), "all")
         rows = rows_of_slots(hot, num_neurons)
@@ -103,7 +103,7 @@ class NeuronLoader:
         self, index: int, down: TensorEntry, role: Role, ids: np.ndarray, rows: Rows
     ) -> NeuronBlock:
         chosen = ids if rows == "own" else None
-        names = [self.model.gate_name, *(["ffn_up"] if self.model.graph.is_gated else [])]
+        names = list(self.model.spec.layers[index].neurons.matrices)
         store = self.stores.on(self.placement.homes[index] if role == "hot" else CPU)
         entries = [self.model.tensors[f"blk.{index}.{name}.weight"] for name in names]
         groups = self._read_together([*entries, down])
@@ -156,7 +156,7 @@ class NeuronLoader:
         if self.model.layout == "sparse":
             return self.model.tensors[f"blk.{index}.ffn_down_t.weight"]
         stock = self.model.tensors[f"blk.{index}.ffn_down.weight"]
-        entry, error = transpose(stock, transposed_kind(self.model))
+        entry, error = transpose(stock, down_kind(self.model, index))
         if error > 0:
             self.transposed[index] = (stock.kind, entry.kind, error)
         return entry

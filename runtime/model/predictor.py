@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotsplit.model.architecture import PredictorKind
+from hotsplit.model.spec import PredictorKind
 from hotsplit.runtime.weights.matrix import Linear, side_by_side
 from hotsplit.runtime.weights.neuron_block import Gate
 

@@ -68,7 +68,7 @@ class CacheSetup:
 
         Raises HotsplitError if no layer is divided, for a `share` with a plan, and without a plan
         if there is no `share` or the device is a GPU."""
-        shape = model.shape
+        numbers = [layer.neurons.number for layer in model.spec.layers]
         if plan is not None:
             if self.share is not None:
                 raise HotsplitError("a plan says how many neurons have slots: leave share out")
@@ -79,12 +79,12 @@ class CacheSetup:
                     "the neuron cache needs a plan, whose hot neurons it starts from: make one with"
                     " hotsplit solve and give it with --split"
                 )
-            hot = (np.arange(round(self.share * shape.num_neurons)),) * shape.num_layers
-        is_divided = [0 < len(ids) < shape.num_neurons for ids in hot]
+            hot = tuple(np.arange(round(self.share * number)) for number in numbers)
+        is_divided = [0 < len(ids) < n for ids, n in zip(hot, numbers, strict=True)]
         if not any(is_divided) and plan is None:
             raise HotsplitError(
                 f"share is {self.share}, which gives slots to none or to all of a layer's"
-                f" {shape.num_neurons} neurons, so there is nothing to cache: choose another"
+                f" {max(numbers)} neurons, so there is nothing to cache: choose another"
             )
         if not any(is_divided):
             raise HotsplitError(

@@ -14,11 +14,11 @@ from hotsplit.costs.budget import (
     FLOAT_BYTES,
     LOGITS_CHUNK,
     gpu_part_neurons,
-    kv_bytes_per_layer,
+    kv_bytes,
     kv_kind,
     kv_positions,
 )
-from hotsplit.model.architecture import SMOOTH
+from hotsplit.model.spec import SMOOTH, Attention
 from hotsplit.runtime.device.device_memory import SMALL_BYTES
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
 from hotsplit.runtime.kernels.gpu.ranges import attend_scratch
@@ -50,27 +50,21 @@ def pass_bytes(
 ) -> int:
     """Upper bound on the temporary bytes of a pass over `num_tokens` at the end of the context.
     `is_flash`: the card has flash attention."""
-    shape, tokens = model.shape, num_tokens
-    width, neurons = shape.width, shape.num_neurons
-    heads, keys = (n * shape.head_width for n in (shape.num_heads, shape.num_kv_heads))
-    inputs = heads + 2 * keys
-    num_norms = 1 + ("blk.0.attn_norm_2.weight" in model.tensors)
-    hidden = tokens * (4 + num_norms) * width  # before, between and after the blocks, their inputs
-    if is_flash and kv_kind(model) == "f16" and takes_flash(shape.head_width):
-        scores = 0
-        # Queries, keys and values; one product, or half of them during the rotation; the queries in
-        # f16, and the output in f16 and f32; queries and keys after norms of their own.
-        has_norms = "blk.0.attn_q_norm.weight" in model.tensors
-        normed = heads + keys if has_norms else 0
-        attention = hidden + tokens * (
-            width + inputs + max(heads, inputs // 2) + 2 * heads + normed
-        )
-    else:
-        group = shape.num_heads // shape.num_kv_heads
-        of_token = FLOAT_BYTES * group * context_length
-        scores = 3 * of_token * min(tokens, max(1, SCORE_BYTES // of_token))
-        scores += FLOAT_BYTES * 2 * context_length * shape.head_width + 16 * context_length
-        attention = hidden + tokens * (width + 3 * inputs + 2 * heads)
+    spec, tokens = model.spec, num_tokens
+    width, neurons = spec.hidden_size, spec.most_neurons
+    hidden_norms = max(
+        len({norm.writes for norm in layer.norms.values()} & {"attn_in", "ffn_in"})
+        for layer in spec.layers
+    )
+    hidden = (
+        tokens * (3 + hidden_norms) * width
+    )  # before, between and after the blocks, their inputs
+    of_layers = [
+        _attention(model, layer.attention, tokens, context_length, is_flash=is_flash)
+        for layer in spec.layers
+    ]
+    attention = hidden + max(values for values, _ in of_layers)
+    scores = max(scores for _, scores in of_layers)
     if num_sequences > 1:
         scores += _gathered(model, context_length)
     # Gate, up and hidden values; activations with a threshold also hold masks and magnitudes.
@@ -80,14 +74,34 @@ def pass_bytes(
         is_smooth = model.predictor is not None and model.predictor.kind == "gate"
         part = max(part + neurons // 2, (4 if is_smooth else 2) * neurons)
     feed_forward = hidden + tokens * (3 * width + part)
-    head = hidden + LOGITS_CHUNK * (3 * width + 2 * shape.vocab_size)
-    in_layers = _tile_bytes((width, heads), max(inputs, neurons), tokens)
-    in_head = _tile_bytes((width,), shape.vocab_size, LOGITS_CHUNK)
+    head = hidden + LOGITS_CHUNK * (3 * width + 2 * spec.vocab_size)
+    in_layers = _tile_bytes((width, spec.most_query_size), max(spec.most_qkv_size, neurons), tokens)
+    in_head = _tile_bytes((width,), spec.vocab_size, LOGITS_CHUNK)
     return max(
         FLOAT_BYTES * attention + scores,
         FLOAT_BYTES * max(attention, feed_forward) + in_layers,
         FLOAT_BYTES * head + in_head,
     )
+
+
+def _attention(
+    model: ModelFile, attention: Attention, tokens: int, context_length: int, *, is_flash: bool
+) -> tuple[int, int]:
+    """(values of f32 beside the hidden states, bytes of scores and of unpacked keys) in
+    attention."""
+    inputs, heads, keys = attention.qkv_size, attention.query_size, attention.key_size
+    width = model.spec.hidden_size
+    if is_flash and kv_kind(model) == "f16" and takes_flash(attention.head_dim):
+        # Queries, keys and values; one product, or half of them during the rotation; the queries in
+        # f16, and the output in f16 and f32; queries and keys after norms of their own.
+        normed = heads + keys if attention.head_norm else 0
+        values = width + inputs + max(heads, inputs // 2) + 2 * heads + normed
+        return tokens * values, 0
+    group = attention.num_heads // attention.num_kv_heads
+    of_token = FLOAT_BYTES * group * context_length
+    scores = 3 * of_token * min(tokens, max(1, SCORE_BYTES // of_token))
+    scores += FLOAT_BYTES * 2 * context_length * attention.head_dim + 16 * context_length
+    return tokens * (width + 3 * inputs + 2 * heads), scores
 
 
 def _tile_bytes(widths: Sequence[int], num_rows: int, num_tokens: int) -> int:
@@ -113,7 +127,8 @@ def _gathered(model: ModelFile, context_length: int) -> int:
     """Upper bound on the bytes of a sequence's keys and values gathered from their blocks: both,
     and one of them a second time while its blocks are concatenated."""
     positions = kv_positions(context_length, 2) // 2
-    return 3 * kv_bytes_per_layer(model, positions) // 2 + 16 * positions
+    largest = max(kv_bytes(model, layer, positions) for layer in range(model.spec.num_layers))
+    return 3 * largest // 2 + 16 * positions
 
 
 def step_rows(model: ModelFile, context_length: int, workspace: int, num_sequences: int = 1) -> int:
@@ -132,12 +147,12 @@ def decode_bytes(
     """Upper bound on the bytes of a decode step's buffers on a GPU (runtime.step.hybrid_device), of
     the block table of several sequences, and of the ids shared by layers whose neurons are all
     hot."""
-    shape = model.shape
-    inputs = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_width
-    heads = shape.num_heads * shape.head_width
-    rank = max(model.predictor.rank_L) if model.predictor else 0
-    values = shape.width * (8 + _MOST_PARTS) + inputs + heads + rank + shape.vocab_size
-    values += 3 * shape.num_neurons
-    values += attend_scratch(context_length, shape.num_heads, shape.head_width)
+    spec = model.spec
+    values = spec.hidden_size * (8 + _MOST_PARTS) + spec.most_qkv_size + spec.most_query_size
+    values += spec.most_rank + spec.vocab_size + 3 * spec.most_neurons
+    values += max(
+        attend_scratch(context_length, layer.attention.num_heads, layer.attention.head_dim)
+        for layer in spec.layers
+    )
     table = num_sequences * -(-context_length // BLOCK_LENGTH)
     return FLOAT_BYTES * (num_rows * (values + 5) + table) + 256 * _DECODE_TENSORS

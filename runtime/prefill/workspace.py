@@ -46,7 +46,7 @@ def measure_workspace(model: ModelFile, context_length: int, mode: Mode) -> int:
 
     Reads one layer and the head of the file, which takes about a second for 7 B parameters."""
     tokens = min(SHORT_CHUNK, context_length)
-    ids_T = torch.arange(tokens) % model.shape.vocab_size
+    ids_T = torch.arange(tokens) % model.spec.vocab_size
     most = 0
     for hot_share in (None, HOT_SHARE):
         decoder = _two_layers(model, context_length, mode, hot_share)
@@ -95,13 +95,13 @@ def _two_layers(
 ) -> Decoder:
     """A decoder that runs the layer with the largest predictor twice. `hot_share`: the share of its
     neurons that are hot; None: they are not divided."""
-    cpu, num_layers = torch.device("cpu"), model.shape.num_layers
+    cpu, num_layers = torch.device("cpu"), model.spec.num_layers
     observers = Observers()
     observers.add(lambda name, layer, tensor: None, None)  # plans allow for observers too
     placement = Placement.on_one_device(num_layers, cpu)
     if hot_share is not None:
         step = round(1 / hot_share)
-        ids = np.arange(0, model.shape.num_neurons, step, dtype=np.int32)
+        ids = np.arange(0, model.spec.most_neurons, step, dtype=np.int32)
         placement = replace(placement, hot=(ids,) * num_layers)
     # As in an engine whose weights fit into memory. (Rows selected from a mapped file take one more
     # copy of each tile.)
@@ -118,7 +118,7 @@ def _two_layers(
         output_norm=builder.norm("output_norm", cpu),
         head=Linear(weight=matrix_of(model.tensors[model.head_name], cpu)),
         head_device=cpu,
-        rotary={cpu: builder.rotary(cpu)} if model.graph.rotary else {},
+        rotary={cpu: builder.rotary(cpu)} if model.spec.rotary else {},
     )
     offset = model.predictor.input_layer_offset if model.predictor else 0
     native = "only whole passes are measured"

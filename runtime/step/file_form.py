@@ -27,7 +27,7 @@ def file_form(model: ModelFile, split: Split | None, *, is_by_output: bool = Fal
     """The form of a step with this plan; None: everything on the host. `model` has only what is
     loaded, so no predictors if they are not used (Split.held). `is_by_output`: the feed-forward
     matrices are used as a stock file has them."""
-    num_layers = model.shape.num_layers
+    num_layers = model.spec.num_layers
     home = np.zeros(num_layers + 1, int)
     if split is not None and split.home:
         home = np.asarray(split.home)
@@ -63,8 +63,8 @@ def _layer(model: ModelFile, split: Split | None, index: int, home: str) -> Laye
     names = layer_tensors(model, index).keys()
     order: Order = "parallel"
     if "ffn_norm.weight" in names:
-        order = "post-norm" if model.shape.is_post_norm else "pre-norm"
-    num_neurons = model.shape.num_neurons
+        order = "post-norm" if model.spec.output_norm is None else "pre-norm"
+    num_neurons = model.spec.layers[index].neurons.number
     num_hot = 0 if split is None else len(split.hot[index])
     blocks: tuple[tuple[Block, str], ...] = (("hot", home), ("cold", HOST))
     if num_hot in (0, num_neurons):
@@ -88,7 +88,7 @@ def _layer(model: ModelFile, split: Split | None, index: int, home: str) -> Laye
 def _part_bytes(model: ModelFile, index: int, num_hot: int) -> dict[str, int]:
     """Bytes by part. Those of the parts that the layer's operations read sum to what plans count
     (budget.layer_bytes); "attention" contains other parts, and so does "all"."""
-    sizes, num_neurons = layer_bytes(model, index), model.shape.num_neurons
+    sizes, num_neurons = layer_bytes(model, index), model.spec.most_neurons
     found = dict.fromkeys((*NORMS, "attention", "down_bias"), 0)
     for name, entry in layer_tensors(model, index).items():
         stem = name.partition(".")[0]

@@ -155,9 +155,9 @@ def _token_id(model: ModelFile, kind: str) -> int | None:
 
 def _checked(model: ModelFile, key: str, value: object) -> int:
     is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_number or not 0 <= int(value) < model.shape.vocab_size:  # type: ignore[call-overload]
+    if not is_number or not 0 <= int(value) < model.spec.vocab_size:  # type: ignore[call-overload]
         raise HotsplitError(
             f"{model.path}: {key} is {str(value)[:40]!r}, wanted a token of the model, 0 to"
-            f" {model.shape.vocab_size - 1}; download the file again, or convert its checkpoint"
+            f" {model.spec.vocab_size - 1}; download the file again, or convert its checkpoint"
         )
     return int(value)  # type: ignore[call-overload]

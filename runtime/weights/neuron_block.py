@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hotsplit.model.architecture import SMOOTH, Activation
+from hotsplit.model.spec import SMOOTH, Activation
 from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 Mode = Literal["dense", "exact", "predicted"]

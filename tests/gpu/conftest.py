@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from models import byte_level_keys, decided_predictors, make_model, make_shape
+from models import byte_level_keys, decided_predictors, make_model, make_sizes
 
 
 def pytest_addoption(parser):
@@ -36,8 +36,8 @@ def cuda(request):
 def long_model(tmp_path):
     """A random model with room for a text of 1,100 tokens, none of which ends it."""
     keys, vocab_size = byte_level_keys()
-    shape = make_shape(num_layers=4, num_neurons=96, vocab_size=vocab_size, context_length=1100)
-    model = make_model(shape=shape, kind="f16", predictor_rank=8, extra_keys=keys)
+    shape = make_sizes(num_layers=4, num_neurons=96, vocab_size=vocab_size, context_length=1100)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=8, extra_keys=keys)
     model = dataclasses.replace(model, path=tmp_path / "long.gguf")
     model.save(model.path)
     return model
@@ -46,11 +46,11 @@ def long_model(tmp_path):
 @pytest.fixture
 def large_model(tmp_path):
     """200 MB of weights, since torch's allocator cannot enforce a budget below 128 MiB."""
-    shape = make_shape(
+    shape = make_sizes(
         num_layers=6, width=1024, num_neurons=4096, num_heads=8, num_kv_heads=8, vocab_size=512,
         context_length=256,
     )  # fmt: skip
-    model = make_model(shape=shape, kind="f16", predictor_rank=32)
+    model = make_model(sizes=shape, kind="f16", predictor_rank=32)
     tensors = model.tensors | decided_predictors(6, 4096)
     model = dataclasses.replace(model, tensors=tensors, path=tmp_path / "large.gguf")
     model.save(model.path)

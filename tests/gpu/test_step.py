@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import random_model, save_tokenizer
-from models import make_model, make_shape
+from models import make_model, make_sizes
 from reference import Bounds, rel_error
 from test_families import CASES, converted
 from test_hybrid_step import PLANS
@@ -39,8 +39,8 @@ def random_file(tmp_path, kind, *, is_tied=False, rank=8):
     """A model whose predictors' scores are seldom near zero, so that rounding selects no other
     neurons."""
     width = 256 if kind.endswith("_k") else 64
-    shape = make_shape(num_layers=L, num_neurons=F, width=width)
-    model = make_model(shape=shape, kind=kind, is_tied=is_tied, predictor_rank=rank)
+    shape = make_sizes(num_layers=L, num_neurons=F, width=width)
+    model = make_model(sizes=shape, kind=kind, is_tied=is_tied, predictor_rank=rank)
     random = np.random.default_rng(3)
     biases = {
         f"blk.{layer}.ffn_pred_up.bias": array_entry(3.0 * random.choice([-1, 1], F), "f32")
@@ -117,7 +117,7 @@ def test_every_graph_of_layers(tmp_path, device, case, outtype):
     save_tokenizer(folder, 320)
     path = converted(folder, tmp_path / "m.gguf", outtype=outtype)
     model = ModelFile.load(path)
-    neurons = np.arange(model.shape.num_neurons)
+    neurons = np.arange(model.spec.most_neurons)
     hot = [neurons[::3], neurons, neurons[:0]]
     make_split(model, hot, dense_on_gpu=[1, 1, 1]).save(tmp_path / "s.gguf")
     check(both(path, "exact", device, tmp_path / "s.gguf"), outtype)

@@ -29,7 +29,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hotsplit.model.architecture import Activation, PredictorKind
+from hotsplit.model.spec import Activation, PredictorKind
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hotsplit.model.architecture import Activation
+from hotsplit.model.spec import Activation
 from hotsplit.runtime.kernels.gpu.activation import activate, relu
 from hotsplit.runtime.kernels.gpu.blocks import columns, dot_rows, in_row, rows_at, values
 from hotsplit.runtime.kernels.gpu.launch import NUM_WARPS, Groups, Layout, rows_of_program

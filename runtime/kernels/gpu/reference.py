@@ -6,7 +6,7 @@ Letters and contracts: see kernels.py."""
 import torch
 from torch import Tensor
 
-from hotsplit.model.architecture import SMOOTH, Activation, PredictorKind
+from hotsplit.model.spec import SMOOTH, Activation, PredictorKind
 from hotsplit.runtime.device.bits import pack_bits, unpack_bits
 from hotsplit.runtime.kernels import stored
 from hotsplit.runtime.kernels.gpu.ranges import range_of

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hotsplit.model.architecture import Activation, PredictorKind
+from hotsplit.model.spec import Activation, PredictorKind
 from hotsplit.runtime.kernels.gpu import reference
 from hotsplit.runtime.kernels.gpu.kernels import Kernels
 from hotsplit.runtime.kernels.gpu.ranges import range_of

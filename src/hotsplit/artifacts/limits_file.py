@@ -17,10 +17,10 @@ from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, array_entry
 from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import Fields, shown
-from hotsplit.model.architecture import ModelShape
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
+from hotsplit.model.spec import ModelSpec
 
-FORMAT = "hotsplit.artifacts.limits_file"
+FORMAT = "hotsplit.limits"
 VERSION = 1
 # The name under which `convert` looks for limits in a checkpoint's folder.
 FILE_NAME = "hotsplit_limits.safetensors"
@@ -111,18 +111,19 @@ class Limits:
             if not (np.isfinite(limit) & (limit >= 0)).all():
                 raise HotsplitError(f"{name} is not all finite and at least 0")
 
-    def check_shape(self, shape: ModelShape, source: str) -> None:
+    def check_shape(self, spec: ModelSpec, source: str) -> None:
         """Raises HotsplitError, which quotes `source`, unless the limits fit a model of this
         shape."""
-        if len(self.layers) != shape.num_layers:
+        if len(self.layers) != spec.num_layers:
             raise HotsplitError(
-                f"{source}: limits of {len(self.layers)} layers, the model has {shape.num_layers};"
+                f"{source}: limits of {len(self.layers)} layers, the model has {spec.num_layers};"
                 " make them for this model"
             )
-        for name, limit in self.arrays().items():
-            if limit.shape != (shape.num_neurons,):
+        for number, layer in enumerate(self.layers):
+            limit_F, count = layer.gate_F, spec.layers[number].neurons.number
+            if limit_F is not None and limit_F.shape != (count,):
                 raise HotsplitError(
-                    f"{source}: {name} is {list(limit.shape)}, wanted [{shape.num_neurons}]; make"
+                    f"{source}: blk.{number}.{GATE} is {list(limit_F.shape)}, wanted [{count}]; make"
                     " the limits for this model"
                 )
 

@@ -19,17 +19,18 @@ def with_rope_scaling(
     `asked_scaling`."""
     if kind is None and factor is None:
         return model
-    own, shape = model.shape.rope_scaling, model.shape
+    spec, rotary = model.bare_spec, model.bare_spec.rotary
     why = None
-    if model.graph.rotary is None:
+    if rotary is None:
         why = "its positions are learned"
-    elif own.kind == "linear":
-        why = f"it was trained with positions divided by {own.factor:g}"
+    elif rotary.scaling.kind == "linear":
+        why = f"it was trained with positions divided by {rotary.scaling.factor:g}"
     elif "rope_freqs.weight" in model.tensors:
         why = "its frequencies are scaled already (rope_freqs.weight)"
     if why is not None:
         raise HotsplitError(f"{model.path}: {why}; leave --rope-scaling and --rope-scale out")
-    length = own.original_length or shape.context_length
+    assert rotary is not None
+    length = rotary.scaling.original_length or spec.context_length
     scaling = asked_scaling(kind, factor, context_length, length)
     longest = int(length * scaling.factor)
-    return replace(model, shape=replace(shape, rope_scaling=scaling, context_length=longest))
+    return replace(model, bare_spec=replace(spec.with_scaling(scaling), context_length=longest))

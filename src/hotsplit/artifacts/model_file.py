@@ -18,9 +18,13 @@ import numpy as np
 from gguf.quants import dequantize
 
 from hotsplit.artifacts.limits_file import GATE, Limits, limit_entries, limits_in
-from hotsplit.artifacts.model_keys import VERSION, KeyReader, quality_keys, shape_keys
+from hotsplit.artifacts.model_keys import quality_keys
 from hotsplit.artifacts.powerinfer_file import adopt
 from hotsplit.errors import HotsplitError
+from hotsplit.families.family import Architecture
+from hotsplit.families.key_reader import VERSION, KeyReader
+from hotsplit.families.spec_keys import spec_keys
+from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import (
     TensorEntry,
     Value,
@@ -30,22 +34,17 @@ from hotsplit.files.gguf_file import (
     write_gguf,
 )
 from hotsplit.files.typed import shown
-from hotsplit.model.architecture import (
-    ARCHITECTURES,
-    SMOOTH,
-    Activation,
-    Architecture,
+from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.spec import SMOOTH, Activation, ModelSpec, Predict, PredictorKind
+from hotsplit.model.tensors import (
     Layout,
-    ModelShape,
-    PredictorKind,
+    Shapes,
     layer_shapes,
-    model_spec,
+    layout_of,
     optional_layer_shapes,
     optional_outer_shapes,
     outer_shapes,
 )
-from hotsplit.model.mode_quality import ModeQuality, SparseMode
-from hotsplit.model.spec import ModelSpec, Predict
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
@@ -53,7 +52,6 @@ TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAM
 TEMPLATES_KEY = "tokenizer.chat_templates"  # the names of the named ones
 END_KEY = "tokenizer.end_token_ids"
 SPLIT_ARCHITECTURE = "hotsplit-split"  # in split files, which are GGUF too
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +74,9 @@ class PredictorInfo:
 @dataclass(frozen=True, kw_only=True)
 class ModelFile:
     path: Path
-    architecture: str = "llama"
     layout: Layout
     model_id: str
-    shape: ModelShape
-    activation: Activation
+    bare_spec: ModelSpec  # what the model is, without predictors
     # A neuron fires above it: gate > t, or |act(gate)| > t if smooth.
     threshold_L: tuple[float, ...]
     predictor: PredictorInfo | None
@@ -101,20 +97,18 @@ class ModelFile:
     def of(cls, path: Path, keys: dict[str, Value], tensors: dict[str, TensorEntry]) -> "ModelFile":
         """The model from the output of `read_model_gguf`; errors quote `path`."""
         read = KeyReader(path, keys, tensors)
-        shape = read.shape()
+        spec = read.graph.of_keys(read)
         model = cls(
             path=path,
-            architecture=read.graph.name,
-            layout="sparse" if "blk.0.ffn_down_t.weight" in tensors else "stock",
+            layout=layout_of(tensors),
             model_id=read.line("hotsplit.model_id"),
-            shape=shape,
-            activation=read.activation(),
-            threshold_L=read.thresholds("hotsplit.ffn.threshold", shape.num_layers),
-            predictor=_predictor(read, shape.num_layers),
+            bare_spec=spec,
+            threshold_L=read.thresholds("hotsplit.ffn.threshold", spec.num_layers),
+            predictor=_predictor(read, spec.num_layers),
             tensors=tensors,
             extra_keys={k: v for k, v in keys.items() if _is_extra(k, read.graph.name)},
             quality=read.quality(),
-            is_trained_sparse=read.flag("hotsplit.artifacts.limits_file.trained"),
+            is_trained_sparse=read.flag("hotsplit.limits.trained"),
         )
         model.validate()
         return model
@@ -134,8 +128,7 @@ class ModelFile:
 
     def validate(self) -> None:
         """Raises HotsplitError unless all required tensors and no unknown ones are there, in
-        valid shapes and types, and limits, optional tensors, rotary factors and predictors are
-        valid for the model."""
+        valid shapes and types, and limits, rotary factors and predictors are valid for the model."""
         self._check_limits()
         required, optional = self.expected_shapes()
         unknown = sorted(self.tensors.keys() - required.keys() - optional.keys())
@@ -144,7 +137,7 @@ class ModelFile:
             what = f"unknown tensor {shown(unknown[0])}" if unknown else f"no tensor {missing[0]!r}"
             raise HotsplitError(
                 f"{self.path}: {what} for a {self.layout} {self.architecture} of"
-                f" {self.shape.num_layers} layers; convert the checkpoint again"
+                f" {self.spec.num_layers} layers; convert the checkpoint again"
             )
         wanted = required | optional
         for name, entry in self.tensors.items():
@@ -159,22 +152,19 @@ class ModelFile:
                     f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
                     f" wanted {list(shape)} of one of {', '.join(KINDS)}"
                 )
-        self._check_options()
         self._check_rotary()
         if self.predictor is not None:
             self._check_predictor(self.predictor)
 
     def expected_shapes(self) -> tuple[Shapes, Shapes]:
         """The tensors that must be present, and those that may be."""
-        required = outer_shapes(self.graph, self.shape)
-        optional = optional_outer_shapes(self.graph, self.shape)
-        for layer in range(self.shape.num_layers):
-            rank = None if self.predictor is None else self.predictor.rank_L[layer]
-            in_layer = layer_shapes(self.graph, self.shape, self.layout, rank)
-            required |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
-            in_layer = optional_layer_shapes(self.graph, self.shape, rank)
-            in_layer |= {GATE: (self.shape.num_neurons,)}
-            optional |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
+        spec = self.spec
+        required, optional = outer_shapes(spec), optional_outer_shapes(spec)
+        for index, layer in enumerate(spec.layers):
+            in_layer = layer_shapes(spec, layer, self.layout)
+            required |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
+            in_layer = optional_layer_shapes(layer) | {GATE: (layer.neurons.number,)}
+            optional |= {f"blk.{index}.{name}": dims for name, dims in in_layer.items()}
         return required, optional
 
     def _check_limits(self) -> None:
@@ -205,25 +195,6 @@ class ModelFile:
                     " same gates, blk.N.ffn_gate.limit; leave one of the two out"
                 )
 
-    def _check_options(self) -> None:
-        """Checks that optional tensors are in all layers or in none, and that they do not
-        contradict each other about the order of blocks."""
-        of_layer = [
-            {name for name in optional_layer_shapes(self.graph, self.shape, None)
-             if f"blk.{layer}.{name}" in self.tensors}
-            for layer in range(self.shape.num_layers)
-        ]  # fmt: skip
-        for layer, names in enumerate(of_layer):
-            if names != of_layer[0]:
-                raise HotsplitError(
-                    f"{self.path}: {min(names ^ of_layer[0])} is in layer 0 or in layer {layer},"
-                    " but not in both; convert the checkpoint again"
-                )
-        if {"attn_norm_2.weight", "ffn_norm.weight"} <= of_layer[0]:
-            raise HotsplitError(
-                f"{self.path}: attn_norm_2 and ffn_norm exclude each other; convert it again"
-            )
-
     def _check_rotary(self) -> None:
         """Raises HotsplitError unless the divisors of the frequencies are finite and positive."""
         entry = self.tensors.get("rope_freqs.weight")
@@ -249,20 +220,23 @@ class ModelFile:
             )
 
     @property
+    def architecture(self) -> str:
+        return self.bare_spec.architecture
+
+    @property
     def graph(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
+
+    @property
+    def activation(self) -> Activation:
+        return self.bare_spec.activation
 
     @cached_property
     def spec(self) -> ModelSpec:
         """What the model is, with its predictors."""
-        options = {n.removeprefix("blk.0.") for n in self.tensors if n.startswith("blk.0.")}
-        spec = model_spec(
-            self.graph, self.shape, self.activation, options,
-            has_rope_factors="rope_freqs.weight" in self.tensors,
-        )  # fmt: skip
         info = self.predictor
         if info is None:
-            return spec
+            return self.bare_spec
         predicts = [
             Predict(kind=info.kind, rank=rank, threshold=threshold,
                     input_layer_offset=info.input_layer_offset)
@@ -270,19 +244,14 @@ class ModelFile:
         ]  # fmt: skip
         layers = [
             layer.with_predict(predict)
-            for layer, predict in zip(spec.layers, predicts, strict=True)
+            for layer, predict in zip(self.bare_spec.layers, predicts, strict=True)
         ]
-        return spec.with_layers(layers)
-
-    @property
-    def gate_name(self) -> str:
-        """The matrix whose product decides which neurons fire: without gates, the up projection."""
-        return "ffn_gate" if self.graph.is_gated else "ffn_up"
+        return self.bare_spec.with_layers(layers)
 
     @cached_property
     def limits(self) -> Limits:
         """The limits of gates; empty if there are none."""
-        return limits_in(self.tensors, self.model_id, self.shape.num_layers)
+        return limits_in(self.tensors, self.model_id, self.bare_spec.num_layers)
 
     @property
     def has_limits(self) -> bool:
@@ -303,7 +272,7 @@ class ModelFile:
             limits.validate()
         except HotsplitError as error:
             raise HotsplitError(f"{source}: {error}; make the limits again") from error
-        limits.check_shape(self.shape, source)
+        limits.check_shape(self.bare_spec, source)
         tensors = {name: e for name, e in self.tensors.items() if not name.endswith(".limit")}
         threshold_L = tuple(
             0.0 if layer.gate_F is not None else threshold
@@ -316,6 +285,19 @@ class ModelFile:
         )  # fmt: skip
         model._check_limits()
         return model
+
+    def with_tensors(self, tensors: Mapping[str, TensorEntry]) -> "ModelFile":
+        return replace(self, tensors=dict(tensors))
+
+    @cached_property
+    def own_type(self) -> str:
+        """The type of the up projections, of most layers if they differ."""
+        kinds = [self.entry(layer, "ffn_up.weight").kind for layer in range(self.spec.num_layers)]
+        return max(kinds, key=kinds.count)
+
+    def entry(self, layer: int, name: str) -> TensorEntry:
+        """A tensor of a layer by its name there."""
+        return self.tensors[f"blk.{layer}.{name}"]
 
     @property
     def is_tied(self) -> bool:
@@ -337,7 +319,7 @@ class ModelFile:
         )
 
     def _own_keys(self) -> dict[str, Value]:
-        keys = shape_keys(self.graph, self.shape) | {"hotsplit.model_id": self.model_id}
+        keys = spec_keys(self.bare_spec) | {"hotsplit.model_id": self.model_id}
         if self.layout == "sparse":
             keys["hotsplit.version"] = np.uint32(VERSION)
             keys["hotsplit.ffn.activation"] = self.activation
@@ -351,7 +333,7 @@ class ModelFile:
             if p.density_L:
                 keys["hotsplit.predictor.density"] = list(p.density_L)
         if self.is_trained_sparse:
-            keys["hotsplit.artifacts.limits_file.trained"] = True
+            keys["hotsplit.limits.trained"] = True
         return keys | quality_keys(self.quality)
 
 

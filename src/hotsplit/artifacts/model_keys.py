@@ -22,5 +22,3 @@ def quality_keys(quality: Mapping[SparseMode, ModeQuality]) -> dict[str, Value]:
                     np.uint64(value) if is_count else np.float64(value)
                 )
     return keys
-
-

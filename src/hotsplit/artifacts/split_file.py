@@ -252,15 +252,15 @@ class Split:
                 f"{path}: made for model {self.model_id[:12]}, but {model.path} is"
                 f" {model.model_id[:12]}; run hotsplit solve on this model"
             )
-        if self.context_length > model.shape.context_length:
+        if self.context_length > model.spec.context_length:
             raise HotsplitError(
                 f"{path}: for a context of {self.context_length} tokens, {model.path} has up to"
-                f" {model.shape.context_length}; give the --rope-scaling that it was made with, or run"
+                f" {model.spec.context_length}; give the --rope-scaling that it was made with, or run"
                 " hotsplit solve again"
             )
-        num_neurons = model.shape.num_neurons
+        num_neurons = model.spec.most_neurons
         ids = np.concatenate(self.hot)
-        if len(self.hot) != model.shape.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
+        if len(self.hot) != model.spec.num_layers or (ids < 0).any() or (ids >= num_neurons).any():
             raise HotsplitError(f"{path}: names layers or neurons missing in {model.path}")
         if self.cache is not None and self.cache.frequency_LF.shape[1] != num_neurons:
             raise HotsplitError(

@@ -9,8 +9,8 @@ from pathlib import Path
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.errors import HotsplitError
-from hotsplit.model.architecture import SMOOTH
 from hotsplit.model.mode_quality import ModeQuality, SparseMode
+from hotsplit.model.spec import SMOOTH
 
 
 def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
@@ -34,10 +34,10 @@ def with_thresholds(model: ModelFile, path: Path) -> ModelFile:
             f"{path}: a profile of model {profile.model_id[:12]}, this is {model.model_id[:12]};"
             " profile this model"
         )
-    if profile.active_count_LF.shape != (model.shape.num_layers, model.shape.num_neurons):
+    if profile.active_count_LF.shape != (model.spec.num_layers, model.spec.most_neurons):
         raise HotsplitError(
             f"{path}: counts are {list(profile.active_count_LF.shape)}, wanted"
-            f" {[model.shape.num_layers, model.shape.num_neurons]}; profile this model"
+            f" {[model.spec.num_layers, model.spec.most_neurons]}; profile this model"
         )
     changed = replace_thresholds(model, profile.threshold_L, str(path))
     return dataclasses.replace(changed, quality=_quality(model, profile))
@@ -62,9 +62,9 @@ def replace_thresholds(model: ModelFile, threshold_L: Sequence[float], source: s
             " which itself decides which neurons are zero; leave the thresholds out"
         )
     is_valid = all(0 <= threshold < math.inf for threshold in threshold_L)
-    if len(threshold_L) != model.shape.num_layers or not is_valid:
+    if len(threshold_L) != model.spec.num_layers or not is_valid:
         raise HotsplitError(
-            f"{source}: thresholds are {tuple(threshold_L)}, wanted {model.shape.num_layers} finite"
+            f"{source}: thresholds are {tuple(threshold_L)}, wanted {model.spec.num_layers} finite"
             " numbers, at least 0; profile this model again"
         )
     return dataclasses.replace(model, threshold_L=tuple(threshold_L), quality={})

@@ -205,7 +205,7 @@ def _types(model: Path, asked: Sequence[str]) -> tuple[str, ...]:
     """The model's own type, and the smaller ones (of those asked for, if any)."""
     from hotsplit.artifacts.model_file import ModelFile
 
-    own = ModelFile.load(model).tensors["blk.0.attn_output.weight"].kind
+    own = ModelFile.load(model).own_type
     if own not in SMALLER:
         raise HotsplitError(
             f"{model}: is in {own}, in which rules cannot be tried; give the model in f16 or q8_0"

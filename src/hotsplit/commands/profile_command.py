@@ -171,7 +171,7 @@ def _check_outputs(config: "ProfileConfig", plots: Path | None) -> None:
     outputs = [config.output, *report_paths(config.output)]
     if (folder := config.train_predictors) is not None:
         to = PredictorOutput(folder=folder, format=config.predictors.format, force=config.force)
-        outputs += to.paths(ModelFile.load(config.model).shape.num_layers)
+        outputs += to.paths(ModelFile.load(config.model).spec.num_layers)
     if plots is not None:
         outputs += [plots / name for name in PICTURES]
     inputs = texts_and_model(config.model, config.corpora)

@@ -86,9 +86,12 @@ def layer_tensors(model: ModelFile, layer: int) -> dict[str, TensorEntry]:
     return {n.removeprefix(prefix): e for n, e in model.tensors.items() if n.startswith(prefix)}
 
 
+_NEURONS = ("ffn_gate.", "ffn_up.", "ffn_down.weight", "ffn_down_t.", "ffn_pred_")
+
+
 def is_dense(name: str) -> bool:
     """True if a layer's tensor is part of the dense block: attention, norms, the down bias."""
-    return name.startswith(("attn_", "ffn_norm", "ffn_down.bias"))
+    return not name.startswith(_NEURONS)
 
 
 _HEAD_NORMS = ("attn_q_norm.", "attn_k_norm.")
@@ -100,8 +103,7 @@ def is_predictor(name: str) -> bool:
 
 def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
     """The exact bytes of a layer, from the tensor table of its model file."""
-    entries = layer_tensors(model, layer)
-    down = entries.get("ffn_down_t.weight")
+    entries, neurons = layer_tensors(model, layer), model.spec.layers[layer].neurons
 
     def row(name: str) -> int:
         bias = FLOAT_BYTES if f"{name}.bias" in entries else 0
@@ -111,16 +113,24 @@ def layer_bytes(model: ModelFile, layer: int) -> LayerBytes:
         attention=sum(e.num_bytes for n, e in entries.items() if is_dense(n)),
         head_norms=sum(e.num_bytes for n, e in entries.items() if n.startswith(_HEAD_NORMS)),
         predictor=sum(e.num_bytes for n, e in entries.items() if is_predictor(n)),
-        gate_row=row(model.gate_name),
-        up_row=row("ffn_up") if model.graph.is_gated else 0,
-        down_row=down.row_bytes if down else row_bytes(model.shape.width, transposed_kind(model)),
+        gate_row=row(neurons.gate_name),
+        up_row=row("ffn_up") if neurons.is_gated else 0,
+        down_row=row_bytes(model.spec.hidden_size, down_kind(model, layer)),
+    )
+
+
+def all_neuron_bytes(model: ModelFile) -> int:
+    """Bytes of the neurons of all layers."""
+    return sum(
+        layer.neurons.number * layer_bytes(model, index).neuron
+        for index, layer in enumerate(model.spec.layers)
     )
 
 
 def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
     """Bytes of a layer's feed-forward matrices, and of the biases of gate and up, as stored in the
     file."""
-    names = (model.gate_name, "ffn_up", "ffn_down", "ffn_down_t")
+    names = (*model.spec.layers[layer].neurons.matrices, "ffn_down", "ffn_down_t")
     return sum(
         entry.num_bytes
         for name, entry in layer_tensors(model, layer).items()
@@ -128,39 +138,49 @@ def stored_neuron_bytes(model: ModelFile, layer: int) -> int:
     )
 
 
-def transposed_kind(model: ModelFile) -> str:
-    """The type of a stock file's down projection once it is transposed, which happens at load
-    except where the CPU runs all of it in mode "dense".
+def down_kind(model: ModelFile, layer: int) -> str:
+    """The type of a layer's down projection as a matrix of neurons.
 
+    That of a stock file is transposed at load, except where the CPU runs all of it in mode "dense".
     Float types are kept; block types become f16, because their blocks run along the other
     dimension."""
-    kind = model.tensors["blk.0.ffn_down.weight"].kind
+    entries = layer_tensors(model, layer)
+    if "ffn_down_t.weight" in entries:
+        return entries["ffn_down_t.weight"].kind
+    kind = entries["ffn_down.weight"].kind
     return kind if kind in ("f32", "f16", "bf16") else "f16"
 
 
 def kv_kind(model: ModelFile) -> str:
     """Default type of the KV cache: f32 for a model file in f32, otherwise f16, which is llama.cpp's
     default."""
-    projection = "attn_qkv" if model.graph.has_fused_qkv else "attn_k"
-    return "f32" if model.tensors[f"blk.0.{projection}.weight"].kind == "f32" else "f16"
+    kinds = {
+        model.tensors[f"blk.{index}.{name}.weight"].kind
+        for index, layer in enumerate(model.spec.layers)
+        for name in layer.attention.projections
+    }
+    return "f32" if kinds == {"f32"} else "f16"
 
 
-def kv_bytes_per_layer(
-    model: ModelFile, context_length: int, types: CacheTypes | None = None
+def kv_bytes(
+    model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
 ) -> int:
-    """Bytes of the keys and values of `context_length` tokens in one layer, and of the tables that
+    """Bytes of the keys and values of `context_length` tokens in a layer, and of the tables that
     select keys; by default in the type `kv_kind`."""
-    types = types or CacheTypes.of(kv_kind(model))
-    return model.shape.num_kv_heads * types.head_bytes(context_length, model.shape.head_width)
+    types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    return attention.num_kv_heads * types.head_bytes(context_length, attention.head_dim)
 
 
-def kv_read_per_layer(
-    model: ModelFile, context_length: int, types: CacheTypes | None = None
+def kv_read(
+    model: ModelFile, layer: int, context_length: int, types: CacheTypes | None = None
 ) -> float:
     """Bytes of a layer's keys, values and tables that a token reads when half of the context is
     filled."""
-    types, shape = types or CacheTypes.of(kv_kind(model)), model.shape
-    return shape.num_kv_heads * types.read_bytes(context_length / 2, shape.head_width)
+    types, attention = types or CacheTypes.of(kv_kind(model)), model.spec.layers[layer].attention
+    positions = context_length / 2
+    if attention.window is not None:
+        positions = min(positions, attention.window)
+    return attention.num_kv_heads * types.read_bytes(positions, attention.head_dim)
 
 
 def kv_positions(context_length: int, num_sequences: int) -> int:
@@ -191,15 +211,15 @@ def workspace_bytes(model: ModelFile, context_length: int, *, is_short: bool = T
     long, unobserved pass), the unpacked keys and values of the whole context, the attention
     mask (TC), logits, and the tile that weights are unpacked into. A native step takes about as
     much or less (Work in step.cpp)."""
-    shape = model.shape
+    spec = model.spec
     tokens = min(SHORT_CHUNK if is_short else PREFILL_CHUNK, context_length)
-    neurons = shape.num_neurons
+    neurons = spec.most_neurons
     if not is_short:
-        neurons = min(neurons, part_neurons(shape.width, tokens))
-    kv = 2 * context_length * shape.num_kv_heads * shape.head_width
-    values = tokens * (8 * shape.width + 4 * neurons + context_length) + kv
-    tile = tile_rows(shape.width) * shape.width
-    return FLOAT_BYTES * (values + LOGITS_CHUNK * shape.vocab_size + tile)
+        neurons = min(neurons, part_neurons(spec.hidden_size, tokens))
+    kv = 2 * context_length * max(layer.attention.key_size for layer in spec.layers)
+    values = tokens * (8 * spec.hidden_size + 4 * neurons + context_length) + kv
+    tile = tile_rows(spec.hidden_size) * spec.hidden_size
+    return FLOAT_BYTES * (values + LOGITS_CHUNK * spec.vocab_size + tile)
 
 
 def is_cached(num_hot: int, num_neurons: int) -> bool:
@@ -211,7 +231,7 @@ def staging_bytes(model: ModelFile, most_rows: int) -> int:
     """Bytes of a neuron cache's staging, the same on the GPU and in main memory: the rows and
     biases of `most_rows` neurons of the largest layer, and each swap's copy descriptors and
     numbers."""
-    parts_L = [_parts(model, layer) for layer in range(model.shape.num_layers)]
+    parts_L = [_parts(model, layer) for layer in range(model.spec.num_layers)]
     row = max(sum(map(staged, parts)) for parts in parts_L)
     return bytes_in_staging(row, max(map(len, parts_L)), most_rows)
 
@@ -225,7 +245,7 @@ def bytes_in_staging(row_bytes: int, num_parts: int, most_rows: int) -> int:
 def _parts(model: ModelFile, layer: int) -> list[int]:
     """Bytes of each part of a neuron: its rows, then its biases."""
     sizes, entries = layer_bytes(model, layer), layer_tensors(model, layer)
-    names = (model.gate_name, "ffn_up") if model.graph.is_gated else (model.gate_name,)
+    names = model.spec.layers[layer].neurons.matrices
     rows = [entries[f"{name}.weight"].row_bytes for name in names]
     biases = [FLOAT_BYTES for name in names if f"{name}.bias" in entries]
     return [*rows, sizes.down_row, *biases]
@@ -238,7 +258,7 @@ def staged(num_bytes: int) -> int:
 
 def step_bits_bytes(model: ModelFile) -> int:
     """Bytes of one bit for each neuron of the model; each layer starts at a new 32-bit word."""
-    return model.shape.num_layers * NUMBER_BYTES * -(-model.shape.num_neurons // 32)
+    return model.spec.num_layers * NUMBER_BYTES * -(-model.spec.most_neurons // 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,15 +275,15 @@ class CacheSize:
         slot of each neuron of the cached layers."""
         packing = step_bits_bytes(model)
         packing += sum(
-            NUMBER_BYTES * model.shape.num_neurons
-            for hot in num_hot
-            if is_cached(hot, model.shape.num_neurons)
+            NUMBER_BYTES * layer.neurons.number
+            for hot, layer in zip(num_hot, model.spec.layers, strict=False)
+            if is_cached(hot, layer.neurons.number)
         )
         return staging_bytes(model, self.most_rows) + packing * self.packs_bits
 
     def most_gpu_bytes(self, model: ModelFile) -> int:
         """Upper bound on `gpu_bytes`: its value if every layer is cached."""
-        tables = NUMBER_BYTES * model.shape.num_neurons * model.shape.num_layers
+        tables = NUMBER_BYTES * model.spec.num_neurons
         return self.gpu_bytes(model, ()) + tables * self.packs_bits
 
     def host_bytes(self, model: ModelFile, num_hot: Sequence[int]) -> int:
@@ -272,10 +292,10 @@ class CacheSize:
         the runtime. The tables hold, for each neuron, two scores (f32, padded to whole words of
         bits), its slot twice (int32), two bits (in a slot by the plan, in a slot now) and a bit for
         each of the last PENDING_TOKENS tokens. They also hold the policy's candidates."""
-        shape, bits = model.shape, step_bits_bytes(model)
+        bits, spec = step_bits_bytes(model), model.spec
         scores = 2 * FLOAT_BYTES * 8 * bits
-        slots = 2 * NUMBER_BYTES * shape.num_layers * shape.num_neurons
-        candidates = CANDIDATE_BYTES * shape.num_layers * self.most_rows
+        slots = 2 * NUMBER_BYTES * spec.num_layers * spec.most_neurons
+        candidates = CANDIDATE_BYTES * spec.num_layers * self.most_rows
         tables = scores + slots + (2 + PENDING_TOKENS) * bits + candidates
         steps = (2 + self.packs_bits) * bits
         staging = staging_bytes(model, self.most_rows)
@@ -288,13 +308,13 @@ def copied_bytes(model: ModelFile, num_hot: Sequence[int]) -> int:
     return sum(
         hot * (layer_bytes(model, layer).neuron + 2 * NUMBER_BYTES)
         for layer, hot in enumerate(num_hot)
-        if is_cached(hot, model.shape.num_neurons)
+        if is_cached(hot, model.spec.layers[layer].neurons.number)
     )
 
 
 def bytes_on_one_side(model: ModelFile, context_length: int) -> Items:
     """Itemised bytes of a whole model on one device, with the temporaries of short passes."""
-    layers = model.shape.num_layers
+    layers = model.spec.num_layers
     _, items = plan_bytes(
         model,
         context_length=context_length,
@@ -356,7 +376,7 @@ def plan_bytes_of_gpus(
     `workspace_bytes`. Of the embedding matrix only one row is read per token, so an untied one
     stays on the CPU. With key selection, all keys and values are on the CPU, and so are the norms
     of queries and keys per head."""
-    home = home or (0,) * (model.shape.num_layers + 1)
+    home = home or (0,) * (model.spec.num_layers + 1)
     workspace = workspace_bytes(model, context_length) if workspace is None else workspace
     positions = kv_positions(context_length, num_sequences)
     gpus = [dict.fromkeys(ITEMS, 0) for _ in range(max(home) + 1)]
@@ -368,9 +388,9 @@ def plan_bytes_of_gpus(
         side["attention"] += sizes.attention - sizes.head_norms
         keys_side["attention"] += sizes.head_norms
         side["predictor"] += sizes.predictor
-        keys_side["kv_cache"] += kv_bytes_per_layer(model, positions, cache_types)
+        keys_side["kv_cache"] += kv_bytes(model, layer, positions, cache_types)
         gpu["neurons"] += hot * sizes.neuron
-        cpu["neurons"] += (model.shape.num_neurons - hot) * sizes.neuron
+        cpu["neurons"] += (model.spec.layers[layer].neurons.number - hot) * sizes.neuron
     (gpus[home[-1]] if head_on_gpu else cpu)["head"] += head_bytes(model)
     cpu["embedding"] += embedding_bytes(model)
     cpu["workspace"] += workspace

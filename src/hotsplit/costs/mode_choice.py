@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import head_bytes, layer_bytes
-from hotsplit.model.architecture import SMOOTH
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, RunMode, SparseMode
+from hotsplit.model.spec import SMOOTH
 
 # Types whose weights take far fewer bytes in a smaller type.
 LARGE_KINDS = ("f32", "f16", "bf16", "q8_0")
@@ -94,13 +94,13 @@ def loss_line(model: ModelFile, mode: RunMode, max_loss: float) -> str | None:
 
 def dense_bytes(model: ModelFile) -> int:
     """Weight bytes that a token reads in mode dense."""
-    sizes = [layer_bytes(model, layer) for layer in range(model.shape.num_layers)]
-    neurons = sum(size.neuron for size in sizes) * model.shape.num_neurons
+    sizes = [layer_bytes(model, layer) for layer in range(model.spec.num_layers)]
+    neurons = sum(size.neuron for size in sizes) * model.spec.most_neurons
     return neurons + sum(size.attention for size in sizes) + head_bytes(model)
 
 
 def predictor_bytes(model: ModelFile) -> int:
-    return sum(layer_bytes(model, layer).predictor for layer in range(model.shape.num_layers))
+    return sum(layer_bytes(model, layer).predictor for layer in range(model.spec.num_layers))
 
 
 def bytes_per_token(model: ModelFile, mode: SparseMode) -> float | None:
@@ -154,7 +154,7 @@ def _costly_line(
     if not is_smooth(model):
         return line
     line += "; better: "
-    if model.tensors["blk.0.ffn_up.weight"].kind in LARGE_KINDS:
+    if model.own_type in LARGE_KINDS:
         line += "a smaller type saves more for less (hotsplit convert --outtype q4_0), and "
     return line + "hotsplit sparsify trains a model to be sparse"
 

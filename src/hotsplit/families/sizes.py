@@ -96,5 +96,22 @@ class Sizes:
         return (layer,) * self.num_layers
 
 
+def sizes_of(spec: ModelSpec) -> Sizes:
+    """The numbers of a model whose layers are all alike."""
+    (layer,) = set(spec.layers)
+    attention, (norm, *_) = layer.attention, layer.norms.values()
+    return Sizes(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_neurons=layer.neurons.number,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        epsilon=norm.epsilon,
+    )
+
+
 def _biased(names: Iterable[str], options: Collection[str]) -> frozenset[str]:
     return frozenset(name for name in names if f"{name}.bias" in options)

@@ -13,15 +13,14 @@ from hotsplit.artifacts.model_file import (
     SPLIT_ARCHITECTURE,
     TEMPLATE_KEY,
     TOKENIZER_KEY,
-    Activation,
-    Layout,
     ModelFile,
-    ModelShape,
     PredictorInfo,
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import TensorEntry, Value, open_gguf
 from hotsplit.inspection.artifact_summaries import SplitSummary
+from hotsplit.model.spec import Activation, ModelSpec
+from hotsplit.model.tensors import Layout
 
 SHOWN_LENGTH = 80  # characters of a text
 # The beginning of a tensor's name, without "blk.N.", -> its part; the first match wins.
@@ -31,6 +30,7 @@ PARTS = (
     ("fc2.", "predictors"),
     ("attn_", "attention"),
     ("ffn_norm", "attention"),
+    ("post_", "attention"),
     ("ffn_", "ffn"),
     ("token_embd", "embedding"),
     ("position_embd", "embedding"),
@@ -72,7 +72,7 @@ class ModelFacts:
 
     layout: Layout
     model_id: str
-    shape: ModelShape
+    spec: ModelSpec
     activation: Activation
     threshold_L: tuple[float, ...]
     limits: str | None  # sha256, as profiles and predictors name it; None: no limits
@@ -140,7 +140,7 @@ def _model_facts(model: ModelFile) -> ModelFacts:
     return ModelFacts(
         layout=model.layout,
         model_id=model.model_id,
-        shape=model.shape,
+        spec=model.bare_spec,
         activation=model.activation,
         threshold_L=model.threshold_L,
         limits=model.limits.sha256,

@@ -17,6 +17,7 @@ from hotsplit.inspection.artifact_summaries import (
 )
 from hotsplit.inspection.gguf_summary import Amount, GgufSummary, TensorFact, TokenizerFacts
 from hotsplit.inspection.inspect_file import Summary
+from hotsplit.model.spec_facts import spec_facts
 from hotsplit.system.sizes import format_bytes
 
 WIDTH_OF_A_PIPE = 120  # columns if stdout is not a terminal
@@ -99,21 +100,13 @@ def _gguf_facts(summary: GgufSummary) -> list[Row]:
     if summary.refusal is not None:
         rows.append(("refused by the runtime", summary.refusal))
     if summary.model is not None:
-        m, s = summary.model, summary.model.shape
+        m = summary.model
         rows += [
             ("layout", m.layout),
             ("activation", m.activation),
             ("thresholds", _span(m.threshold_L)),
             *([("limits", f"sha256 {m.limits[:12]}")] if m.limits else []),
-            ("layers", s.num_layers),
-            ("width", f"{s.width:,}"),
-            ("neurons a layer", f"{s.num_neurons:,}"),
-            ("heads", f"{s.num_heads} of {s.head_width}, {s.num_kv_heads} for keys and values"),
-            ("vocabulary", f"{s.vocab_size:,}"),
-            ("context", f"{s.context_length:,}"),
-            ("rotary base", f"{s.rope_theta:g}"),
-            ("rotary scaling", s.rope_scaling.words),
-            ("norm epsilon", f"{s.norm_epsilon:g}"),
+            *spec_facts(m.spec),
             ("output head", "the embedding (tied)" if m.is_tied else "its own matrix (not tied)"),
             *_predictor_facts(m.predictor),
             ("model id", m.model_id),
@@ -152,7 +145,7 @@ def _gguf_tables(summary: GgufSummary, all_tensors: bool) -> list[Table]:
 
 
 def _stands_for_others(fact: TensorFact) -> bool:
-    return not fact.name.startswith("blk.") or fact.name.startswith("blk.0.")
+    return not fact.name.startswith("blk.") or fact.name.split(".")[1] == "0"
 
 
 def _amounts(title: str, amounts: dict[str, Amount]) -> Table:

@@ -21,8 +21,8 @@ def to_json(summary: "Summary | DataclassInstance") -> str:
 def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+    if isinstance(value, list | tuple | frozenset):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):

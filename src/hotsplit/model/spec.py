@@ -226,6 +226,30 @@ class ModelSpec:
         attentions = [layer.attention for layer in self.layers]
         return next((a.rotary for a in attentions if a.rotary and a.window is None), None)
 
+    @cached_property
+    def most_rank(self) -> int:
+        """The largest rank of a predictor; 0 without predictors."""
+        return max((layer.predict.rank for layer in self.layers if layer.predict), default=0)
+
+    @cached_property
+    def most_query_size(self) -> int:
+        """H * W of the widest layer."""
+        return max(layer.attention.query_size for layer in self.layers)
+
+    @cached_property
+    def most_qkv_size(self) -> int:
+        """Values of queries, keys and values of a token, in the widest layer."""
+        return max(layer.attention.qkv_size for layer in self.layers)
+
+    @property
+    def epsilon(self) -> float:
+        """That of the norms of the first layer."""
+        return next(iter(self.layers[0].norms.values())).epsilon
+
+    @property
+    def rope_scaling(self) -> RopeScaling:
+        return NO_SCALING if self.rotary is None else self.rotary.scaling
+
     def with_layers(self, layers: Sequence[LayerSpec]) -> "ModelSpec":
         return replace(self, layers=tuple(layers))
 

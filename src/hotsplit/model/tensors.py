@@ -3,6 +3,7 @@
 Names are llama.cpp's where it has them. In the layout `stock` all are as llama.cpp loads them; in
 `sparse` the down projection is transposed, so that each row of a feed-forward matrix is a neuron."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict
@@ -52,10 +53,14 @@ def optional_outer_shapes(spec: ModelSpec) -> Shapes:
     """The shapes of an output matrix, without which the head is the embedding, and of the divisors
     of rotary frequencies."""
     shapes: Shapes = {"output.weight": (spec.vocab_size, spec.hidden_size)}
-    attentions = [layer.attention for layer in spec.layers]
-    return shapes | {
-        "rope_freqs.weight": (a.head_dim // 2,) for a in attentions if a.rotary is not None
-    }
+    rotating = [layer.attention.head_dim for layer in spec.layers if layer.attention.rotary]
+    return shapes | ({"rope_freqs.weight": (max(rotating) // 2,)} if rotating else {})
+
+
+def layout_of(names: Iterable[str]) -> Layout:
+    """The layout of a file with these tensors."""
+    is_sparse = any(name.endswith(".ffn_down_t.weight") for name in names)
+    return "sparse" if is_sparse else "stock"
 
 
 def _norm(norm: Norm) -> Shapes:

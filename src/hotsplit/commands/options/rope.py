@@ -35,5 +35,5 @@ def scaling_lines(
     from hotsplit.artifacts.model_file import ModelFile
 
     file = with_rope_scaling(ModelFile.load(model), kind, factor, context_length)
-    scaling = file.shape.rope_scaling
+    scaling = file.spec.rope_scaling
     return [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]

@@ -103,7 +103,7 @@ def speculating(
     else:
         assert model_draft is not None
         with _draft_engine(engine, model_draft) as draft, draft.sequence() as sequence:
-            num_ids = min(e.model.shape.vocab_size for e in (engine, draft))
+            num_ids = min(e.model.spec.vocab_size for e in (engine, draft))
             yield Speculation(DraftModel(sequence, options.min_probability, num_ids), options)
 
 
@@ -119,11 +119,11 @@ def _draft_engine(engine: "Engine", path: Path) -> "Engine":
     try:
         check_vocabulary(
             engine.codec.tokenizer,
-            engine.model.shape.vocab_size,
+            engine.model.spec.vocab_size,
             TextCodec.of(file).tokenizer,
-            file.shape.vocab_size,
+            file.spec.vocab_size,
         )
     except HotsplitError as error:
         raise HotsplitError(f"{path}: {error}") from None
-    context_length = min(engine.context_length, file.shape.context_length)
+    context_length = min(engine.context_length, file.spec.context_length)
     return Engine.of(file, device="cpu", context_length=context_length)

@@ -56,7 +56,7 @@ def report_of(
         f"; {found['device']} reserved at most {format_bytes(found['peak_reserved'])}"
         for found in memory
     )
-    scaling = engine.model.shape.rope_scaling
+    scaling = engine.model.spec.rope_scaling
     if scaling.kind != "none":
         where += f"; rotary embeddings: {scaling.words}"
     slow = f", steps in Python because {not_native}" if not_native else ""

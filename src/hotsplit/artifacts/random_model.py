@@ -1,0 +1,39 @@
+"""A model file in memory with random weights, for measurements and checks of machines."""
+
+from pathlib import Path
+
+import numpy as np
+
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.files.gguf_file import TensorEntry, array_entry
+from hotsplit.model.spec import ModelSpec
+
+
+def random_model(spec: ModelSpec, *, predictor_rank: int | None = None) -> ModelFile:
+    """Matrices in f16, whose products neither grow nor vanish, norms of ones, and if there is a
+    rank, linear predictors of it with threshold 0."""
+    zeros = (0.0,) * spec.num_layers
+    info = None
+    if predictor_rank is not None:
+        ranks = (predictor_rank,) * spec.num_layers
+        info = PredictorInfo(kind="linear", rank_L=ranks, threshold_L=zeros)
+    empty = ModelFile(
+        path=Path("random.gguf"),
+        layout="sparse",
+        model_id="0" * 64,
+        bare_spec=spec,
+        threshold_L=zeros,
+        predictor=info,
+        tensors={},
+        extra_keys={},
+    )
+    required, _ = empty.expected_shapes()
+    required["output.weight"] = (spec.vocab_size, spec.hidden_size)
+    random = np.random.default_rng(0)
+    return empty.with_tensors({name: _entry(dims, random) for name, dims in required.items()})
+
+
+def _entry(dims: tuple[int, ...], random: np.random.Generator) -> TensorEntry:
+    if len(dims) == 1:
+        return array_entry(np.ones(dims), "f32")
+    return array_entry(random.standard_normal(dims) / np.sqrt(dims[-1]), "f16")

@@ -1,0 +1,45 @@
+"""What a spec says, as rows for people."""
+
+from collections.abc import Callable
+
+from hotsplit.model.spec import Attention, LayerSpec, ModelSpec
+
+
+def spec_facts(spec: ModelSpec) -> list[tuple[str, str]]:
+    """(name, value) of the numbers of a model; of numbers that differ between layers, each."""
+
+    def each(text: Callable[[LayerSpec], str | None]) -> str:
+        found = [value for layer in spec.layers if (value := text(layer)) is not None]
+        return ", ".join(dict.fromkeys(found))
+
+    rows = [
+        ("layers", str(spec.num_layers)),
+        ("hidden size", f"{spec.hidden_size:,}"),
+        ("neurons a layer", each(lambda layer: f"{layer.neurons.number:,}")),
+        ("heads", each(lambda layer: _heads(layer.attention))),
+        ("vocabulary", f"{spec.vocab_size:,}"),
+        ("context", f"{spec.context_length:,}"),
+        ("window", each(lambda layer: _window(spec, layer.attention))),
+        ("rotary base", each(lambda layer: _theta(layer.attention))),
+        ("rotary scaling", spec.rotary.scaling.words if spec.rotary else ""),
+        ("norm epsilon", each(lambda layer: f"{max(n.epsilon for n in layer.norms.values()):g}")),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _heads(attention: Attention) -> str:
+    return (
+        f"{attention.num_heads} of {attention.head_dim}, {attention.num_kv_heads} for keys and"
+        " values"
+    )
+
+
+def _window(spec: ModelSpec, attention: Attention) -> str | None:
+    if attention.window is None:
+        return None
+    count = sum(layer.attention.window == attention.window for layer in spec.layers)
+    return f"{attention.window:,} tokens in {count} layers"
+
+
+def _theta(attention: Attention) -> str | None:
+    return None if attention.rotary is None else f"{attention.rotary.theta:g}"
