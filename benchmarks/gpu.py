@@ -41,10 +41,10 @@ from processes import Process, ProcessError
 from hotsplit.artifacts.machine_file import Machine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.split_file import PlanMode
-from hotsplit.costs.budget import head_bytes, kv_bytes_per_layer, layer_bytes
+from hotsplit.costs.budget import head_bytes, kv_bytes, layer_bytes
+from hotsplit.families.sizes import Sizes
 from hotsplit.files.atomic import partial_file
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate
-from hotsplit.model.architecture import ModelShape
 from hotsplit.runtime.prefill.workspace import measure_workspace
 from hotsplit.solver.solve import SolveConfig, solve
 
@@ -63,7 +63,7 @@ class Scale:
     """One model, its budgets, and how much to measure."""
 
     name: str
-    shape: ModelShape
+    sizes: Sizes
     rank: int
     budgets: tuple[float, ...]  # shares of the model's bytes
     resident: tuple[str, ...]  # modes that are run with the whole model on the GPU
@@ -72,11 +72,11 @@ class Scale:
 
 
 def _shape(layers: int, width: int, neurons: int, heads: int, kv_heads: int, vocab: int = 32_000,
-           context_length: int = 2048) -> ModelShape:  # fmt: skip
-    return ModelShape(
-        num_layers=layers, width=width, num_neurons=neurons, num_heads=heads,
-        num_kv_heads=kv_heads, head_width=width // heads, vocab_size=vocab,
-        context_length=context_length, norm_epsilon=1e-5,
+           context_length: int = 2048) -> Sizes:  # fmt: skip
+    return Sizes(
+        num_layers=layers, hidden_size=width, num_neurons=neurons, num_heads=heads,
+        num_kv_heads=kv_heads, head_dim=width // heads, vocab_size=vocab,
+        context_length=context_length,
     )  # fmt: skip
 
 
@@ -91,13 +91,13 @@ def _workspace(model: ModelFile, context_length: int, mode: PlanMode) -> int:
 
 
 SCALES = (
-    Scale(name="7B", shape=_shape(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
+    Scale(name="7B", sizes=_shape(32, 4096, 11008, 32, 32), rank=256, budgets=(0.45, 0.6, 0.8),
           resident=("dense", "exact", "predicted"), context_length=1024, steps=32),
-    Scale(name="70B/10", shape=_shape(8, 8192, 28672, 64, 8), rank=256, budgets=(0.45, 0.6, 0.8),
+    Scale(name="70B/10", sizes=_shape(8, 8192, 28672, 64, 8), rank=256, budgets=(0.45, 0.6, 0.8),
           resident=(), context_length=1024, steps=32),
 )  # fmt: skip
 SMOKE = Scale(
-    name="toy", shape=_shape(3, 256, 1024, 8, 4, vocab=384, context_length=64), rank=32,
+    name="toy", sizes=_shape(3, 256, 1024, 8, 4, vocab=384, context_length=64), rank=32,
     budgets=(0.6,), resident=("dense",), context_length=64, steps=4,
 )  # fmt: skip
 
@@ -125,7 +125,7 @@ def dense_limit_seconds(model: ModelFile, machine: Machine, context_length: int)
     for layer in range(model.spec.num_layers):
         sizes = layer_bytes(model, layer)
         total += sizes.attention + model.spec.most_neurons * sizes.neuron
-        total += kv_bytes_per_layer(model, context_length) // 2
+        total += kv_bytes(model, 0, context_length) // 2
     return total / (machine.gpus[0].bandwidth_gb_per_s.best * 1e9)
 
 
@@ -209,7 +209,7 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _model(self, scale: Scale, folder: Path) -> ModelFile:
-        planted = Planted(shape=scale.shape, rank=scale.rank, device=self.device)
+        planted = Planted(sizes=scale.sizes, rank=scale.rank, device=self.device)
         model, profile = write_planted(planted, folder / "model.gguf")
         profile.save(folder / "profile.safetensors")
         if self.asked.rival:
@@ -272,7 +272,7 @@ class Bench:
             return
         amount = Amount(
             prompt=scale.context_length // 2, steps=scale.steps,
-            vocab_size=scale.spec.vocab_size, rounds=self.asked.rounds,
+            vocab_size=scale.sizes.vocab_size, rounds=self.asked.rounds,
         )  # fmt: skip
         try:
             with self.timed(f"{scale.name}: load, {what}"):
@@ -293,8 +293,8 @@ class Bench:
         sizes = layer_bytes(model, 0)
         rival = RivalModel(
             folder=self.asked.rival, model=folder / "stock.gguf",
-            context_length=scale.context_length, num_layers=scale.spec.num_layers,
-            layer_bytes=sizes.attention + scale.spec.most_neurons * sizes.neuron,
+            context_length=scale.context_length, num_layers=scale.sizes.num_layers,
+            layer_bytes=sizes.attention + scale.sizes.most_neurons * sizes.neuron,
         )  # fmt: skip
         found: dict[int, Rival | str] = {}  # by budget
         for case in cases:

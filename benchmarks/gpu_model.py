@@ -27,8 +27,10 @@ from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import StoredMatrix
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.convert.tokenizer import tokenizer_keys
+from hotsplit.families.llama import llama_spec
+from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
-from hotsplit.model.architecture import ARCHITECTURES, ModelShape, layer_shapes, outer_shapes
+from hotsplit.model.spec import Rotary
 from hotsplit.model.tensors import Layout
 
 GAIN = 0.9  # a matrix multiplies a vector's norm by about this
@@ -42,7 +44,7 @@ MADE_ROWS = 512  # rows per draw of random numbers
 class Planted:
     """The model to make; matrices are f16, predictors q8_0."""
 
-    shape: ModelShape
+    sizes: Sizes
     rank: int  # R, a multiple of 32
     device: torch.device  # where random values are made
 
@@ -58,10 +60,10 @@ class Gates:
 
 def write_planted(planted: Planted, path: Path) -> tuple[ModelFile, Profile]:
     """Writes the model file; returns it with a profile of its neurons' firing probabilities."""
-    num_layers = planted.spec.num_layers
+    num_layers = planted.sizes.num_layers
     gates = _gates_of(planted)
     gates(0)  # torch loads its solvers for CUDA at their first use; several threads at once fail
-    firing_LF = np.stack([_firing(planted.shape, layer) for layer in range(num_layers)])
+    firing_LF = np.stack([_firing(planted.sizes, layer) for layer in range(num_layers)])
     info = PredictorInfo(
         kind="linear",
         rank_L=(planted.rank,) * num_layers,
@@ -112,24 +114,24 @@ def _model(
     path: Path,
     info: PredictorInfo | None,
 ) -> ModelFile:
-    shape, graph = planted.shape, ARCHITECTURES["llama"]
-    dims = outer_shapes(graph, shape) | {"output.weight": (shape.vocab_size, shape.hidden_size)}
-    for layer in range(shape.num_layers):
-        in_layer = layer_shapes(graph, shape, layout, planted.rank if info else None)
-        dims |= {f"blk.{layer}.{name}": found for name, found in in_layer.items()}
-    write_tokenizer(path.parent, shape.vocab_size)
-    keys = tokenizer_keys(path.parent, shape.vocab_size, layout).keys
-    return ModelFile(
+    sizes = planted.sizes
+    rotary = Rotary(theta=10000.0, pairing="adjacent")
+    spec = llama_spec(sizes, rotary, "relu" if layout == "sparse" else "silu")
+    write_tokenizer(path.parent, sizes.vocab_size)
+    keys = tokenizer_keys(path.parent, sizes.vocab_size, layout).keys
+    model = ModelFile(
         path=path,
         layout=layout,
-        model_id=hashlib.sha256(f"{shape} {planted.rank} {layout}".encode()).hexdigest(),
-        sizes=shape,
-        activation="relu" if layout == "sparse" else "silu",
-        threshold_L=(0.0,) * shape.num_layers,
+        model_id=hashlib.sha256(f"{sizes} {planted.rank} {layout}".encode()).hexdigest(),
+        bare_spec=spec,
+        threshold_L=(0.0,) * sizes.num_layers,
         predictor=info,
-        tensors={name: entry(name, found) for name, found in dims.items()},
-        extra_keys={"general.name": "planted", "general.file_type": np.uint32(1), **keys},
+        tensors={},
+        extra_keys=keys,
     )
+    dims, _ = model.expected_shapes()
+    dims |= {"output.weight": (sizes.vocab_size, sizes.hidden_size)}
+    return model.with_tensors({name: entry(name, found) for name, found in dims.items()})
 
 
 def _profile(model: ModelFile, firing_LF: np.ndarray) -> Profile:
@@ -154,7 +156,7 @@ def _named(firing_F: np.ndarray) -> np.ndarray:
 
 def _gates_of(planted: Planted) -> Callable[[int], Gates]:
     """A function that makes the gates of a layer, and caches those of the last four layers."""
-    shape, rank, device = planted.shape, planted.rank, planted.device
+    shape, rank, device = planted.sizes, planted.rank, planted.device
     whole = (1 + COMMON**2) ** 0.5
 
     @lru_cache(maxsize=4)
@@ -173,20 +175,20 @@ def _gates_of(planted: Planted) -> Callable[[int], Gates]:
     return gates
 
 
-def _firing(shape: ModelShape, layer: int) -> np.ndarray:
+def _firing(shape: Sizes, layer: int) -> np.ndarray:
     """The firing probability of each neuron of a layer, f64 [F]."""
     return planted_frequencies(shape.num_neurons, torch.Generator().manual_seed(layer))
 
 
 def _gate_rows(name: str, planted: Planted, gates: Gates, start: int, stop: int) -> Tensor:
-    rest_ND = _normal_rows(name, start, stop, planted.spec.hidden_size, planted.device)
+    rest_ND = _normal_rows(name, start, stop, planted.sizes.hidden_size, planted.device)
     rest_ND -= (rest_ND @ gates.down_RD.T) @ gates.down_RD
     rest_ND *= UNSEEN * (1 + COMMON**2) ** 0.5 / rest_ND.norm(dim=1, keepdim=True)
     return gates.up_FR[start:stop] @ gates.down_RD + rest_ND
 
 
 def _embedding_rows(name: str, planted: Planted, start: int, stop: int) -> Tensor:
-    width, device = planted.spec.hidden_size, planted.device
+    width, device = planted.sizes.hidden_size, planted.device
     rows_ND = _normal_rows(name, start, stop, width, device)
     return rows_ND + COMMON * width**0.5 * _common(width, device)
 

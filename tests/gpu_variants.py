@@ -23,13 +23,12 @@ os.environ["TRITON_CACHE_DIR"] = _cache.name
 
 import torch  # noqa: E402
 from gpu_compilation import AbsentDevice, compile_instead_of_launching  # noqa: E402
-from models import make_sizes  # noqa: E402
+from models import family_spec, make_sizes, required_shapes  # noqa: E402
 from test_runtime import make_split  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo  # noqa: E402
 from hotsplit.files.gguf_file import TensorEntry, row_bytes  # noqa: E402
-from hotsplit.model.architecture import ARCHITECTURES, layer_shapes, outer_shapes  # noqa: E402
 from hotsplit.runtime import gpu_setup  # noqa: E402
 from hotsplit.runtime.check.launches import Launch, launches_of  # noqa: E402
 from hotsplit.runtime.device.device_memory import DeviceMemory  # noqa: E402
@@ -51,17 +50,15 @@ SHAPE = make_sizes(
 
 def model_of(kind: str) -> ModelFile:
     """A model of zeros with predictors."""
-    graph = ARCHITECTURES["llama"]
-    shapes = outer_shapes(graph, SHAPE) | {"output.weight": (SHAPE.vocab_size, SHAPE.width)}
-    for layer, rank in enumerate(RANKS):
-        in_layer = layer_shapes(graph, SHAPE, "sparse", rank)
-        shapes |= {f"blk.{layer}.{name}": dims for name, dims in in_layer.items()}
     zeros = (0.0,) * len(HOT)
-    return ModelFile(
-        path=Path("7b.gguf"), layout="sparse", model_id="0" * 64, sizes=SHAPE, activation="relu",
-        threshold_L=zeros, predictor=PredictorInfo(kind="linear", rank_L=RANKS, threshold_L=zeros),
-        tensors={name: _zeros(dims, kind) for name, dims in shapes.items()}, extra_keys={},
+    model = ModelFile(
+        path=Path("7b.gguf"), layout="sparse", model_id="0" * 64,
+        bare_spec=family_spec("llama", SHAPE), threshold_L=zeros,
+        predictor=PredictorInfo(kind="linear", rank_L=RANKS, threshold_L=zeros),
+        tensors={}, extra_keys={},
     )  # fmt: skip
+    shapes = required_shapes(model)
+    return model.with_tensors({name: _zeros(dims, kind) for name, dims in shapes.items()})
 
 
 def _zeros(dims: tuple[int, ...], kind: str) -> TensorEntry:

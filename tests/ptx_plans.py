@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from gpu_matrices import EPS, assert_close, make_matrix, product_bound, rounding, sizes
-from models import make_model
 from test_gpu_attention import norm_bound
 from test_gpu_neurons import down_bound, hidden_bound
 from test_runtime import make_split
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
+from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime import gpu_setup
 from hotsplit.runtime.check.launches import Launch, launches_of
 from hotsplit.runtime.device.bits import unpack_bits
@@ -67,32 +67,34 @@ def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons:
     """A model of zeros with the architecture and widths of `model`, and predictors of rank `rank`.
     Its matrices have the type `kind`, or if that is None, the types of the first layer of `model`
     (f16 for those that it lacks). Its vocabulary is cut to 4,096 tokens."""
-    shape = dataclasses.replace(
-        model.shape, num_layers=layers, num_neurons=neurons or model.spec.most_neurons,
-        vocab_size=min(model.spec.vocab_size, 4096),
+    bare, count = model.bare_spec, neurons or model.spec.most_neurons
+    first = bare.layers[0]
+    blocks = [
+        dataclasses.replace(
+            block, number=count, activation=changes.get("activation", model.activation)
+        )
+        if isinstance(block, Neurons)
+        else block
+        for block in first.blocks
+    ]
+    spec = dataclasses.replace(
+        bare, layers=(LayerSpec(blocks=tuple(blocks)),) * layers,
+        vocab_size=min(bare.vocab_size, 4096),
     )  # fmt: skip
-    made = make_model(
-        shape=dataclasses.replace(shape, width=32, num_neurons=32, num_heads=1, num_kv_heads=1,
-                                  head_width=32),
-        predictor_rank=rank, predictor_kind=predictor,
+    zeros, predictor_info = (0.0,) * layers, None
+    if rank:
+        predictor_info = PredictorInfo(kind=predictor, rank_L=(rank,) * layers, threshold_L=zeros)
+    made = dataclasses.replace(
+        model, bare_spec=spec, layout="sparse", model_id="0" * 64, threshold_L=zeros,
+        predictor=predictor_info, quality={}, is_trained_sparse=False,
     )  # fmt: skip
-    assert isinstance(made.predictor, PredictorInfo) or not rank
-    return dataclasses.replace(
-        made, sizes=shape, activation=changes.get("activation", model.activation),
-        architecture=model.architecture, tensors=_zeros(model, shape, kind, rank),
-    )  # fmt: skip
+    return made.with_tensors(_zeros(model, made, kind))
 
 
-def _zeros(model: ModelFile, shape, kind: str | None, rank: int) -> dict[str, TensorEntry]:
-    from hotsplit.model.architecture import ARCHITECTURES, layer_shapes, outer_shapes
-
-    graph = ARCHITECTURES[model.architecture]
-    dims = outer_shapes(graph, shape)
+def _zeros(model: ModelFile, made: ModelFile, kind: str | None) -> dict[str, TensorEntry]:
+    dims, _ = made.expected_shapes()
     if "output.weight" in model.tensors:
-        dims |= {"output.weight": (shape.vocab_size, shape.hidden_size)}
-    for layer in range(shape.num_layers):
-        inner = layer_shapes(graph, shape, "sparse", rank or None)
-        dims |= {f"blk.{layer}.{name}": size for name, size in inner.items()}
+        dims |= {"output.weight": (made.spec.vocab_size, made.spec.hidden_size)}
     found = {}
     for name, size in dims.items():
         own = model.tensors.get(name.replace(f"blk.{name.split('.')[1]}.", "blk.0."))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_families import CASES
 
-from hotsplit.convert import config_reader
 from hotsplit.errors import HotsplitError
+from hotsplit.families import config_reader
 from hotsplit.families.table import FAMILIES, read_blueprint
 
 PATH = Path("config.json")

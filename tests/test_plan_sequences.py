@@ -15,7 +15,7 @@ from hotsplit.artifacts.model_file import SPLIT_ARCHITECTURE, ModelFile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
 from hotsplit.commands.serve import _places_of, _say_loaded
-from hotsplit.costs.budget import kv_bytes_per_layer, kv_positions
+from hotsplit.costs.budget import kv_bytes, kv_positions
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import read_gguf, write_gguf
 from hotsplit.inspection.inspect_file import inspect_file
@@ -70,7 +70,7 @@ def test_the_budget_includes_the_cache_of_all_sequences_to_the_byte(files, tmp_p
     split, model = Split.load(tmp_path / "plan"), ModelFile.load(files / "m.gguf")
     positions = CONTEXT if count == 1 else count * 128  # two blocks of 64 per sequence
     assert kv_positions(CONTEXT, count) == positions
-    wanted = 3 * kv_bytes_per_layer(model, positions)
+    wanted = 3 * kv_bytes(model, 0, positions)
     assert split.gpu_bytes["kv_cache"] + split.cpu_bytes["kv_cache"] == wanted
     assert split.num_sequences == report.num_sequences == count
     assert sum(split.gpu_bytes.values()) <= split.vram_budget_bytes

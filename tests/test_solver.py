@@ -105,7 +105,7 @@ def layer_options(model, profile, machine, mode, layer, subsets, gpu_number=0):
         gpu.bandwidth_gb_per_s.best * 1e9,
         max(f.best for f in machine.cpu_bandwidth_gb_per_s.values()) * 1e9,
     )
-    kv = budget.kv_bytes_per_layer(model, 8)
+    kv = budget.kv_bytes(model, 0, 8)
     fired = [count / profile.num_tokens for count in profile.active_count_LF[layer]]
     gate, costs = [1.0] * len(fired), machine.cpu_costs
     if mode == "predicted":

@@ -106,7 +106,7 @@ def brute_force(inputs: Inputs) -> float:
     head, costs = budget.head_bytes(model), machine.cpu_costs
     everything = sum(
         budget.layer_bytes(model, layer).attention
-        + budget.kv_bytes_per_layer(model, CONTEXT)
+        + budget.kv_bytes(model, 0, CONTEXT)
         + num_neurons * budget.layer_bytes(model, layer).neuron
         for layer in range(num_layers)
     )

@@ -12,7 +12,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
 from hotsplit.cli import main
-from hotsplit.costs.budget import kv_bytes_per_layer, kv_read_per_layer
+from hotsplit.costs.budget import kv_bytes, kv_read
 from hotsplit.errors import HotsplitError
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.options.key_selection import KeySelection
@@ -73,13 +73,13 @@ def test_keys_are_in_main_memory_and_their_room_goes_to_neurons(
     types = replace(CacheTypes.of("f16"), selection=KeySelection.parse(RULE))
     positions = num_sequences * CONTEXT
     assert split.gpu_bytes["kv_cache"] == 0
-    assert split.cpu_bytes["kv_cache"] == 3 * kv_bytes_per_layer(known["model"], positions, types)
+    assert split.cpu_bytes["kv_cache"] == 3 * kv_bytes(known["model"], 0, positions, types)
     assert split.kv_offload == types.selection and report.kv_offload == str(types.selection)
     longer, again = solved(files, tmp_path / "l", context_length=4096, **options)
     assert longer.gpu_bytes == report.gpu_bytes  # the same for any context
     assert set(asked) == set(again) == {types.selection.longest}
     assert sum(report.gpu_bytes.values()) <= WORKSPACE + (110 << 10)
-    freed = 3 * kv_bytes_per_layer(known["model"], positions)
+    freed = 3 * kv_bytes(known["model"], 0, positions)
     enough = report.advice.fits_from_bytes
     assert enough == plain.advice.fits_from_bytes - freed
     room, _ = solved(files, tmp_path / "r", vram_budget_bytes=enough, **options)
@@ -119,8 +119,8 @@ def test_the_bytes_that_a_token_reads_by_hand(files):
         (256, 80 * row + (256 - 48) / 16 * summary + 64 * code),
         (100, 80 * row + (100 - 48) / 16 * summary + 52 * code),
     ):
-        assert kv_read_per_layer(model, 2 * half, types) == 2 * want
-    assert kv_read_per_layer(model, 512) == kv_bytes_per_layer(model, 512) / 2
+        assert kv_read(model, 0, 2 * half, types) == 2 * want
+    assert kv_read(model, 0, 512) == kv_bytes(model, 0, 512) / 2
 
 
 def test_main_memory_that_is_too_small_names_what_fits(files, tmp_path):
