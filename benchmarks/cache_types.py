@@ -42,7 +42,7 @@ def losses(model: Path, corpus: Path, num_tokens: int) -> dict[str, Any]:
     wanted += [("q4_0", "f16"), ("f16", "q4_0"), ("q8_0", "q4_0")]
     found: dict[str, Any] = {}
     with Engine.load(model, mode="dense", device="cpu", cache_type_k="f16") as plain:
-        width = plain.model.shape.head_dim
+        width = plain.model.spec.layers[-1].attention.head_dim
         windows = read_windows(
             (corpus,), plain.codec, context_length=2048, max_tokens=num_tokens, seed=0
         ).ids

@@ -19,7 +19,14 @@ from hotsplit.families import falcon, llama, opt
 from hotsplit.families.sizes import Sizes
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
 from hotsplit.model.rope import NO_SCALING, RopeScaling
-from hotsplit.model.spec import Activation, ModelSpec, PredictorKind, Rotary
+from hotsplit.model.spec import (
+    Activation,
+    Attention,
+    Block,
+    ModelSpec,
+    PredictorKind,
+    Rotary,
+)
 
 
 def make_sizes(
@@ -68,6 +75,19 @@ def family_spec(
     return llama.llama_spec(
         sizes, halves, activation, options, architecture=family, has_head_norms=family == "qwen3"
     )
+
+
+def changed(spec: ModelSpec, kind: type, **changes: object) -> ModelSpec:
+    """The spec with these changes to each of its blocks of a kind; for Rotary, to those of its
+    attentions."""
+
+    def block_of(block: Block) -> Block:
+        if kind is Rotary and isinstance(block, Attention) and block.rotary:
+            return replace(block, rotary=replace(block.rotary, **changes))
+        return replace(block, **changes) if isinstance(block, kind) else block
+
+    layers = [replace(x, blocks=tuple(map(block_of, x.blocks))) for x in spec.layers]
+    return spec.with_layers(layers)
 
 
 def make_model(
@@ -206,7 +226,7 @@ def _random_entry(
         )
     else:
         data = quants.quantize(values, type_of(kind))
-    return TensorEntry(sizes=shape, kind=kind, read_rows=lambda a, b: data[a:b])
+    return TensorEntry(shape=shape, kind=kind, read_rows=lambda a, b: data[a:b])
 
 
 def shape_only(

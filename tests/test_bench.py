@@ -156,7 +156,7 @@ def test_a_selection_of_keys_leaves_no_limit(bench_files, small_buffer, depth, i
 @needs_kernels
 def test_tests_may_be_longer_than_the_training_with_scaled_embeddings(bench_files, small_buffer):
     path = bench_files / "dense.gguf"
-    depth = ModelFile.load(path).shape.context_length
+    depth = ModelFile.load(path).spec.context_length
     options = {"device": "cpu", "depths": (depth,), "prompt_lengths": (0,), "gen_lengths": (4,)}
     with pytest.raises(HotsplitError, match="or --rope-scaling yarn"):
         bench(config_of(path, **options))

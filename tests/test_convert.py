@@ -342,7 +342,7 @@ def test_rotary_frequencies_equal_those_of_transformers(copy, tmp_path, rope, is
     old = {"rope_theta": 500.0, "rope_scaling": None if rope["rope_type"] == "default" else rope}
     edit_config(copy, lambda c: c.update(old if is_old else {"rope_parameters": parameters}))
     model = run(copy, tmp_path / "m.gguf")
-    scaling, theta = model.shape.rope_scaling, model.shape.rope_theta
+    scaling, theta = model.spec.rotary.scaling, model.spec.rotary.theta
     got = theta ** (-np.arange(8) / 8) / scaling.divisors(theta, 16)
     if rope is LLAMA3:
         got = got / values_of(model, "rope_freqs.weight")

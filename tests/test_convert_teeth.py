@@ -45,7 +45,7 @@ def test_the_context_ends_where_a_window_would_slide(tmp_path, config, context):
     if isinstance(config, Qwen2Config) and not config.use_sliding_window:
         edit_config(folder, lambda c: c.update(WINDOW))
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    assert ModelFile.load(path).shape.context_length == context
+    assert ModelFile.load(path).spec.context_length == context
     with Engine.load(path, mode="dense") as engine:
         ids = (IDS * 6)[:context]
         engine.logits(ids)
@@ -63,7 +63,7 @@ def test_rope_parameters_take_precedence(tmp_path, top, inner, theta):
     edit_config(folder, lambda c: c.update(rope_parameters=rope))
     edit_config(folder, lambda c: c.update({"rope_theta": top} if top else {}))
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    assert ModelFile.load(path).shape.rope_theta == theta
+    assert ModelFile.load(path).spec.rotary.theta == theta
     with Engine.load(path, mode="dense") as engine:
         assert rel_error(engine.logits(IDS), transformers_logits(folder)) < 1e-5
 
@@ -72,7 +72,7 @@ def test_rope_parameters_take_precedence(tmp_path, top, inner, theta):
 def test_falcons_epsilon_is_that_of_the_config(tmp_path, epsilon):
     folder = random_model(tmp_path / "hf", FalconConfig(**FALCON, layer_norm_epsilon=epsilon))
     path = converted(folder, tmp_path / "m.gguf", outtype="f32")
-    assert ModelFile.load(path).shape.norm_epsilon == np.float32(epsilon)
+    assert ModelFile.load(path).spec.epsilon == np.float32(epsilon)
 
 
 @pytest.mark.parametrize("name, activation", [("gelu", "gelu"), ("gelu_new", "gelu_tanh"),

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.artifacts.model_file import ModelFile, read_model_gguf
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import plan_bytes
@@ -309,5 +309,8 @@ def test_a_plan_gives_the_logits_of_the_whole_model(checkpoints, tmp_path, case,
 def test_a_file_that_lacks_some_biases_is_refused(checkpoints, tmp_path):
     model = ModelFile.load(converted(checkpoints("opt"), tmp_path / "m.gguf"))
     tensors = {name: e for name, e in model.tensors.items() if name != "blk.1.ffn_up.bias"}
-    with pytest.raises(HotsplitError, match="ffn_up.bias is in layer 0 or in layer 1"):
+    with pytest.raises(HotsplitError, match=r"no tensor 'blk.1.ffn_up.bias'"):
         dataclasses.replace(model, tensors=tensors).validate()
+    keys, _ = read_model_gguf(tmp_path / "m.gguf")
+    with pytest.raises(HotsplitError, match="ffn_up.bias is in layer 0 or in layer 1"):
+        ModelFile.of(tmp_path / "m.gguf", keys, tensors)

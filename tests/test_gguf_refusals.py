@@ -83,10 +83,10 @@ def test_keys_that_would_be_computed_wrongly_are_refused(stock, tmp_path, words)
 def test_the_linear_factor_is_that_of_llama_cpp(stock, tmp_path, kind, factor):
     keys = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": np.float32(4)}
     path = changed(stock(), tmp_path / "in.gguf", keys | {"llama.attention.causal": True}, {})
-    assert ModelFile.load(path).shape.rope_scaling.factor == factor
+    assert ModelFile.load(path).spec.rope_scaling.factor == factor
     convert(ConvertConfig(source=path, output=tmp_path / "out.gguf"))
-    assert ModelFile.load(tmp_path / "out.gguf").shape.rope_scaling.factor == factor
-    assert ModelFile.load(stock()).shape.rope_scaling == NO_SCALING
+    assert ModelFile.load(tmp_path / "out.gguf").spec.rope_scaling.factor == factor
+    assert ModelFile.load(stock()).spec.rope_scaling == NO_SCALING
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, np.inf, np.nan])

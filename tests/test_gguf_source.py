@@ -13,6 +13,7 @@ import torch
 from checkpoints import edit_config, random_dejavu, random_llama, random_model
 from gguf.quants import dequantize, quantize
 from k_quants import random_rows
+from models import changed as changed_spec
 from reference import rel_error
 from test_families import CASES, IDS, transformers_logits
 
@@ -29,6 +30,7 @@ from hotsplit.families.sizes import sizes_of
 from hotsplit.files.gguf_file import TensorEntry, array_entry, read_gguf, type_of, write_gguf
 from hotsplit.files.written import Written
 from hotsplit.measure.evaluate.verify import verify
+from hotsplit.model.spec import Neurons, Rotary
 from hotsplit.profile.predictors.check import check_predictors
 
 
@@ -189,7 +191,7 @@ def test_a_budget_counts_the_bytes_of_k_quants(stock, tmp_path):
     old, new = (layer_bytes(ModelFile.load(tmp_path / name), 0) for name in ("k.gguf", "m.gguf"))
     assert (old.gate_row, old.up_row, old.down_row) == (144, 144, 2 * 256)  # f16 when transposed
     assert (new.gate_row, new.up_row, new.down_row) == (144, 144, 256 // 32 * 34)
-    shape = ModelFile.load(tmp_path / "k.gguf").shape
+    shape = sizes_of(ModelFile.load(tmp_path / "k.gguf").bare_spec)
     kv = 2 * shape.num_kv_heads * shape.head_dim
     matrices = (2 * 256 + kv) * 144  # a row is one block of 256 values
     assert old.attention == new.attention == matrices + 2 * 256 * 4
@@ -465,9 +467,11 @@ def test_verification_refuses_a_wrong_graph(silu, tmp_path, monkeypatch, outtype
         if wrong == "order":
             return dataclasses.replace(plan, rows={})
         if wrong == "activation":
-            return dataclasses.replace(plan, activation="relu")
+            return dataclasses.replace(
+                plan, spec=changed_spec(plan.spec, Neurons, activation="relu")
+            )
         if wrong == "constant":
-            return dataclasses.replace(plan, shape=dataclasses.replace(plan.shape, rope_theta=1e6))
+            return dataclasses.replace(plan, spec=changed_spec(plan.spec, Rotary, theta=1e6))
         other = {"ffn_gate": "ffn_up", "ffn_up": "ffn_gate"}
 
         def name_of(source):

@@ -14,10 +14,12 @@ from models import make_machine, make_model, make_profile, make_sizes
 from test_artifacts import make_predictors, one_of_each
 from test_runtime import make_split
 
+from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
 from hotsplit.costs.budget import plan_bytes
 from hotsplit.files.gguf_file import TensorEntry, array_entry, write_gguf
 from hotsplit.inspection.gguf_summary import part_of
+from hotsplit.inspection.to_json import to_json
 
 KINDS = ["model file", "profile", "machine file", "split file", "predictors"]  # of one_of_each
 
@@ -80,7 +82,9 @@ def test_a_model(tmp_path, capsys, is_tied, kind):
     assert (facts["layout"], facts["activation"]) == ("sparse", "relu")
     assert facts["is_tied"] is is_tied
     assert facts["model_id"] == model.model_id
-    assert facts["shape"] == dataclasses.asdict(model.shape) | {"norm_epsilon": pytest.approx(1e-5)}
+    spec = facts["spec"]
+    assert (len(spec["layers"]), spec["hidden_size"], spec["vocab_size"]) == (3, 64, 50)
+    assert spec["layers"] == json.loads(to_json(ModelFile.load(tmp_path / "m").bare_spec))["layers"]
     assert facts["predictor"]["rank_L"] == [5, 5, 5]
     assert facts["predictor"]["density_L"] == [0.25] * 3
     assert found["tokenizer"] == {

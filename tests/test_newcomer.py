@@ -568,7 +568,7 @@ def test_a_checkpoint_folder_is_inspected(tmp_path, capsys):
     assert found["num_tensors"] == len(weights)
     assert found["num_parameters"] == sum(weight.size for weight in weights.values())
     assert (found["architecture"], found["graph"]) == ("LlamaForCausalLM", "llama")
-    assert found["refusal"] is None and found["shape"]["num_layers"] > 0
+    assert found["refusal"] is None and len(found["spec"]["layers"]) > 0
     edit_config(folder, lambda config: config.update(architectures=["MixtralForCausalLM"]))
     assert main(["inspect", str(folder)]) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -21,7 +21,6 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
-from hotsplit.families.sizes import sizes_of
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 
 TRAINED, FACTOR = 128, 4.0
@@ -77,17 +76,15 @@ def test_logits_past_the_trained_length_equal_those_of_transformers(folder, mode
 
 def test_a_factor_follows_from_the_context(model):
     scaled = with_rope_scaling(model, "yarn", None, 3 * TRAINED)
-    assert scaled.shape.rope_scaling == RopeScaling(
-        kind="yarn", factor=3.0, original_length=TRAINED
-    )
+    assert scaled.spec.rope_scaling == RopeScaling(kind="yarn", factor=3.0, original_length=TRAINED)
     assert scaled.spec.context_length == 3 * TRAINED
-    assert with_rope_scaling(model, None, 3.0, None).shape == scaled.shape
+    assert with_rope_scaling(model, None, 3.0, None).spec == scaled.spec
 
 
 def test_a_model_with_yarn_runs_without_it_or_with_another_factor(model):
     own = with_rope_scaling(model, "yarn", 2.0, None)
-    assert with_rope_scaling(own, "none", None, None).shape == sizes_of(model.bare_spec)
-    longer = with_rope_scaling(own, "yarn", 8.0, None).shape
+    assert with_rope_scaling(own, "none", None, None).spec == model.spec
+    longer = with_rope_scaling(own, "yarn", 8.0, None).spec
     assert (longer.rope_scaling.factor, longer.context_length) == (8.0, 8 * TRAINED)
     assert with_rope_scaling(own, None, None, None) is own
 
@@ -98,9 +95,9 @@ def test_a_scaled_model_is_written_and_read_back(model, tmp_path):
         attn_factor=0.75,
     )  # fmt: skip
     for wanted in (scaling, RopeScaling(kind="linear", factor=2.0), NO_SCALING):
-        shape = dataclasses.replace(model.shape, rope_scaling=wanted)
-        dataclasses.replace(model, sizes=shape).save(tmp_path / f"{wanted.factor}.gguf")
-        assert ModelFile.load(tmp_path / f"{wanted.factor}.gguf").shape.rope_scaling == wanted
+        spec = model.bare_spec.with_scaling(wanted)
+        dataclasses.replace(model, bare_spec=spec).save(tmp_path / f"{wanted.factor}.gguf")
+        assert ModelFile.load(tmp_path / f"{wanted.factor}.gguf").spec.rope_scaling == wanted
 
 
 def test_yarn_at_its_borders():

@@ -554,7 +554,7 @@ def test_verify_refuses_every_wrong_plan(folder, tmp_path):
 def refusals(folder: Path, tmp_path: Path):
     """(changes to a good request, its budget, words of the refusal) for each."""
     model = ModelFile.load(folder / "model.gguf")
-    other = make_model(shape=model.shape, seed=1)
+    other = make_model(spec=model.bare_spec, seed=1)
     make_profile(other).save(tmp_path / "other.safetensors")
     smaller = replace(make_profile(make_model(sizes=make_sizes())), model_id=model.model_id)
     smaller.save(tmp_path / "smaller.safetensors")

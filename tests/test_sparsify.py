@@ -28,6 +28,7 @@ from hotsplit.cli import main
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError, Interrupted
+from hotsplit.families.sizes import sizes_of
 from hotsplit.sparsify import state
 from hotsplit.sparsify.config import SparsifyConfig
 from hotsplit.sparsify.feed_forward import Update, matrix_names, whole_matrices
@@ -268,7 +269,7 @@ def test_a_model_file_with_limits_is_not_trained(inputs, tmp_path, field, size):
     names."""
     file, limited = tmp_path / "m.gguf", tmp_path / "limited.gguf"
     convert(ConvertConfig(source=inputs[0], output=file, outtype="f32"))
-    shape = ModelFile.load(file).shape
+    shape = sizes_of(ModelFile.load(file).bare_spec)
     layer = LayerLimits(**{field: np.full(getattr(shape, size), 0.01, np.float32)})
     LimitsFile(model_id=None, layers=(layer,) * shape.num_layers).save(tmp_path / "limits")
     convert(ConvertConfig(source=file, output=limited, limits=tmp_path / "limits"))

@@ -245,7 +245,7 @@ def test_tasks_run_under_a_scaling_of_positions(here):
         rope_scale=4.0,
     )  # fmt: skip
     with _load(config, 1) as engine:
-        assert engine.model.shape.rope_scaling.words.startswith("YaRN, 4 times the")
+        assert engine.model.spec.rope_scaling.words.startswith("YaRN, 4 times the")
     with pytest.raises(HotsplitError, match="rope scaling 'x' is unknown"):
         dataclasses.replace(config, rope_scaling="x", rope_scale=None)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import edit_config, random_llama, random_model
+from models import changed as changed_spec
 from test_families import CASES, FALCON, GATED, OPT
 from transformers import FalconConfig, LlamaConfig, OPTConfig
 
@@ -18,6 +19,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.verify import BOUND, Verification, verify
 from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.model.spec import Neurons, Norm, Rotary
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 # Right files must be this many times below BOUND. The largest difference from transformers measured
@@ -57,10 +59,15 @@ YARN = {
 }  # fmt: skip
 
 
-def shape(**changes):
-    return lambda plan: dataclasses.replace(
-        plan, shape=dataclasses.replace(plan.shape, **changes)
-    )  # fmt: skip
+def spec(kind, **changes):
+    def mutated(plan):
+        found = changed_spec(plan.spec, kind, **changes)
+        if kind is Norm:
+            last = dataclasses.replace(plan.spec.output_norm, **changes)
+            found = dataclasses.replace(found, output_norm=last)
+        return dataclasses.replace(plan, spec=found)
+
+    return mutated
 
 
 def changed(**changes):
@@ -70,22 +77,22 @@ def changed(**changes):
 # For each mistake: a checkpoint's config, and a function that makes the mistake in what was read.
 MUTATIONS = {
     "rows not permuted": (LlamaConfig(**SMALL), changed(rows={})),
-    "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), shape(rope_scaling=NO_SCALING)),
+    "linear factor": (LlamaConfig(**SMALL, rope_parameters=LINEAR), spec(Rotary, scaling=NO_SCALING)),
     "yarn factor": (
         LlamaConfig(**SMALL, rope_parameters=YARN),
-        shape(rope_scaling=RopeScaling(kind="yarn", factor=3.0, original_length=64)),
+        spec(Rotary, scaling=RopeScaling(kind="yarn", factor=3.0, original_length=64)),
     ),
     "yarn magnitude": (
         LlamaConfig(**SMALL, rope_parameters=YARN),
-        shape(rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=64, attn_factor=0.9)),
+        spec(Rotary, scaling=RopeScaling(kind="yarn", factor=4.0, original_length=64, attn_factor=0.9)),
     ),
-    "rope theta": (LlamaConfig(**SMALL), shape(rope_theta=1.2e4)),
-    "llama epsilon": (LlamaConfig(**GATED, rms_norm_eps=1e-5), shape(norm_epsilon=1e-6)),
-    "opt epsilon": (OPTConfig(**OPT), shape(norm_epsilon=1e-3)),
+    "rope theta": (LlamaConfig(**SMALL), spec(Rotary, theta=1.2e4)),
+    "llama epsilon": (LlamaConfig(**GATED, rms_norm_eps=1e-5), spec(Norm, epsilon=1e-6)),
+    "opt epsilon": (OPTConfig(**OPT), spec(Norm, epsilon=1e-3)),
     "falcon epsilon": (
-        FalconConfig(**FALCON, layer_norm_epsilon=1e-6), shape(norm_epsilon=1e-5),
+        FalconConfig(**FALCON, layer_norm_epsilon=1e-6), spec(Norm, epsilon=1e-5),
     ),
-    "form of gelu": (LlamaConfig(**GATED, hidden_act="gelu_new"), changed(activation="gelu")),
+    "form of gelu": (LlamaConfig(**GATED, hidden_act="gelu_new"), spec(Neurons, activation="gelu")),
 }  # fmt: skip
 
 
