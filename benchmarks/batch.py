@@ -14,8 +14,9 @@ import os
 import random
 import statistics
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from machine import machine, processor, slug
@@ -23,6 +24,7 @@ from rival import Rival
 
 from hotsplit import Engine
 from hotsplit.files.atomic import partial_file
+from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.step.sequences import Part
 
@@ -63,19 +65,23 @@ def _measure(arguments: argparse.Namespace, modes: list[str]) -> dict[str, dict[
         )
         for mode in modes
     }  # fmt: skip
-    samples: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     generator = random.Random(0)
-    for number in range(arguments.rounds + 1):
-        for count in COUNTS:
-            ids = [generator.randrange(3, 30_000) for _ in range(STEPS)]
-            found = {mode: _ours(engine, ids, count) for mode, engine in engines.items()}
-            for flash, side in ((False, "llama.cpp"), (True, "llama.cpp, flash")):
-                found[side] = rival.batch_s(arguments.threads, flash, ids, count)
-            for side, seconds in found.items():
-                if number:  # the first warms up
-                    samples[side][count].append(seconds)
+    texts = [
+        [generator.randrange(3, 30_000) for _ in range(STEPS)] for _ in range(arguments.rounds + 1)
+    ]
+    sides: dict[str, Callable[[list[int], int], float]] = {
+        **{mode: partial(_ours, engine) for mode, engine in engines.items()},
+        "llama.cpp": partial(rival.batch_s, arguments.threads, False),
+        "llama.cpp, flash": partial(rival.batch_s, arguments.threads, True),
+    }
+
+    def turn_of(side: str, count: int) -> Callable[[int], float]:
+        return lambda number: sides[side](texts[number], count)
+
+    keys = [(side, count) for count in COUNTS for side in sides]
+    found = take_turns({key: turn_of(*key) for key in keys}, arguments.rounds)
     rival.close()
-    return samples
+    return {side: {count: found[side, count] for count in COUNTS} for side in sides}
 
 
 def _ours(engine: Engine, ids: list[int], count: int) -> float:

@@ -36,6 +36,7 @@ from rival import Rival
 from hotsplit import Engine
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.weights.resident import Residence
 
@@ -105,7 +106,7 @@ def _type(
         rounds = [Round(engine, rival, count, weight) for count in threads]
         for number in range(arguments.rounds + 1):
             for one in rounds:
-                one.run(generator, measured[one.threads] if number else Measured())  # 0 warms up
+                one.run(generator, measured[one.threads] if number else Measured(), number)
     rival.close()
     report = {str(count): _report(kind, count, measured[count]) for count in threads}
     return {"rival": rival.about, **report}
@@ -118,18 +119,20 @@ class Round:
         self.engine, self.rival, self.threads, self.weight = engine, rival, threads, weight
         self._known: dict[tuple[int, str], float] = {}  # seconds of a prompt in the previous round
 
-    def run(self, generator: random.Random, measured: Measured) -> None:
+    def run(self, generator: random.Random, measured: Measured, number: int) -> None:
+        """Adds the samples of a round; 0 warms up."""
         library.set_threads(self.threads)
         measured.bandwidths.append(_bandwidth(self.weight))
         ids = self._ids(generator, STEPS)
-        seconds, measured.step_bytes = self._our_decode(ids)
-        measured.decode[OURS].append(seconds)
-        for side in (PLAIN, FLASH):
-            seconds = self.rival.decode_s(self.threads, side == FLASH, ids)
+        for side in in_turn(SIDES, number):
+            if side == OURS:
+                seconds, measured.step_bytes = self._our_decode(ids)
+            else:
+                seconds = self.rival.decode_s(self.threads, side == FLASH, ids)
             measured.decode[side].append(seconds)
         for length in LENGTHS:
             ids = self._ids(generator, length)
-            for side in SIDES:
+            for side in in_turn(SIDES, number):
                 repeats = self._repeats(length, side)
                 seconds = self._prompt(side)(ids, repeats)
                 self._known[length, side] = seconds

@@ -35,6 +35,7 @@ from hotsplit import Engine
 from hotsplit.convert.convert import ConvertConfig, convert
 from hotsplit.files.atomic import partial_file
 from hotsplit.files.gguf_file import array_entry
+from hotsplit.measure.timing.rounds import in_turn
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Gate
@@ -136,14 +137,15 @@ def _type(
                 "llama.cpp": partial(_theirs, rival, count, some),
             }
             probes = [_bandwidth(weight)]
-            for mode, run in runs.items():
-                seconds, num_bytes = run()
+            for mode in in_turn(list(runs), number):
+                seconds, num_bytes = runs[mode]()
                 probes.append(_bandwidth(weight))
                 if number:
                     times.setdefault((count, mode), []).append(seconds)
                     bandwidths.setdefault((count, mode), []).append(sum(probes[-2:]) / 2)
                     read[mode] = num_bytes
-            known[count] = seconds
+                if mode == "llama.cpp":
+                    known[count] = seconds
     rival.close()
     for engine in engines.values():
         engine.close()

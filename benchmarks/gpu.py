@@ -11,9 +11,9 @@ and measures them alternately (gpu_cases.py). A plan's limit is the solver's: th
 touches on the GPU and on the CPU, over the measured bandwidth of each, with both overlapped and
 without fixed costs.
 
-It writes gpu.json as it goes and timeline.png of one step, and at the end prints a table, notes and
-a line of JSON. To end within --minutes, it starts no shape in the last LEAST_SECONDS and no case of
-a round in the last 15 s; what was not measured is reported."""
+It writes gpu.json as it goes, and at the end prints a table, notes and a line of JSON. To end
+within --minutes, it starts no shape in the last LEAST_SECONDS and no case of a round in the last
+15 s; what was not measured is reported."""
 
 import argparse
 import json
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu_cases
-import gpu_timeline
 import torch
 from gpu_cases import Amount, Case
 from gpu_model import Planted, write_planted, write_stock
@@ -284,7 +283,6 @@ class Bench:
                 gpu_cases.measure(cases, amount, self.deadline - 15)
             self.result["rows"] += [gpu_cases.row(case, amount) for case in cases]
             self.save()
-            self._timeline(cases, amount)
         finally:
             gpu_cases.close(cases)
 
@@ -309,31 +307,6 @@ class Bench:
                 case.rival_error = known
             else:
                 case.rival = known
-
-    def _timeline(self, cases: list[Case], amount: Amount) -> None:
-        """Draws one timeline per run: of the middle measured plan that splits a model."""
-        picture = self.results / "timeline.png"
-        divided = [case for case in cases if case.is_measured and "%" in case.name]
-        if "timeline" in self.result or not divided:
-            return
-        case = divided[len(divided) // 2]
-        trace = self.folder / "trace.json"
-        try:
-            answer = case.process.ask("timeline", path=str(trace), start=amount.prompt)
-        except ProcessError as error:
-            gpu_cases.fail(case, error)
-            self.note(str(error))
-            return
-        events = json.loads(trace.read_text())["traceEvents"]
-        timeline = gpu_timeline.timeline_of(events, answer["steps"])
-        self.result["timeline"] = {"case": case.name, "step_us": timeline.length,
-                                   "overlapped": timeline.overlapped}  # fmt: skip
-        if timeline.kernels:
-            gpu_timeline.draw(timeline, picture)
-            self.note(f"timeline: {timeline.overlapped:.0%} of the CPU's time overlaps kernels")
-        else:
-            self.note("timeline: no kernels in the trace")
-        self.save()
 
 
 def _arguments() -> argparse.Namespace:

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from hotsplit import Engine
 from hotsplit.errors import HotsplitError
 from hotsplit.runtime.kernels.threads import use_threads
-
-TIMELINE_STEPS = 3
 
 
 def main() -> None:
@@ -53,7 +50,6 @@ class Worker:
             "prefill": self.prefill,
             "decode": self.decode,
             "memory": self.memory,
-            "timeline": self.timeline,
         }
 
     @property
@@ -96,16 +92,6 @@ class Worker:
     def memory(self) -> dict[str, Any]:
         """The engine's memory report of each device."""
         return {"devices": [dict(vars(found)) for found in self.engine.memory_report()]}
-
-    def timeline(self, path: str, start: int) -> dict[str, Any]:
-        """Writes a Chrome trace of TIMELINE_STEPS decode steps to `path`, after a warm-up step."""
-        kinds = [ProfilerActivity.CPU]
-        kinds += [ProfilerActivity.CUDA] if self.arguments.device.startswith("cuda") else []
-        self.engine.decode_seconds(steps=1, start=start)
-        with profile(activities=kinds) as profiled:
-            self.engine.decode_seconds(steps=TIMELINE_STEPS, start=start)
-        profiled.export_chrome_trace(path)
-        return {"steps": TIMELINE_STEPS}
 
 
 def _arguments() -> argparse.Namespace:

@@ -19,7 +19,9 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ from rival import Rival
 
 from hotsplit import Engine
 from hotsplit.files.atomic import partial_file
+from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.threads import use_threads
 
@@ -71,17 +74,22 @@ def _type(arguments: argparse.Namespace, kind: str, threads: list[int]) -> dict[
         for mode in arguments.modes.split(",")
     }
     rival = Rival(arguments.rival, folder / f"{kind}-stock.gguf", 2 * num_tokens)
-    times: dict[tuple[int, str], list[float]] = {}
     generator = random.Random(0)
-    for number in range(arguments.rounds + 1):  # the first warms up
-        for count in threads if number else threads[:1]:
-            use_threads(count)
-            ids = [generator.randrange(3, Shape.vocab_size) for _ in range(num_tokens)]
-            runs = {mode: _ours(engine, ids) for mode, engine in engines.items()}
-            runs["llama.cpp"] = rival.prefill_s(count, False, ids)
-            runs["llama.cpp, flash"] = rival.prefill_s(count, True, ids)
-            for name, seconds in runs.items() if number else ():
-                times.setdefault((count, name), []).append(seconds)
+    texts = [
+        [generator.randrange(3, Shape.vocab_size) for _ in range(num_tokens)]
+        for _ in range(arguments.rounds + 1)
+    ]
+    sides: dict[str, Callable[[int, list[int]], float]] = {
+        **{mode: partial(_ours, engine) for mode, engine in engines.items()},
+        "llama.cpp": lambda count, ids: rival.prefill_s(count, False, ids),
+        "llama.cpp, flash": lambda count, ids: rival.prefill_s(count, True, ids),
+    }
+
+    def turn_of(count: int, side: str) -> Callable[[int], float]:
+        return lambda number: sides[side](count, texts[number])
+
+    keys = [(count, side) for count in threads for side in sides]
+    times = take_turns({key: turn_of(*key) for key in keys}, arguments.rounds)
     rival.close()
     for engine in engines.values():
         engine.close()
@@ -91,7 +99,8 @@ def _type(arguments: argparse.Namespace, kind: str, threads: list[int]) -> dict[
     return report
 
 
-def _ours(engine: Engine, ids: list[int]) -> float:
+def _ours(engine: Engine, count: int, ids: list[int]) -> float:
+    use_threads(count)
     ids_T = torch.tensor(ids)
     began = time.perf_counter()
     engine._prefill(ids_T)

@@ -19,16 +19,11 @@ class Rival:
     """llama.cpp with one model; `about` is its own report of the instructions that it uses."""
 
     def __init__(
-        self,
-        python: str,
-        model: Path,
-        context_length: int,
-        num_sequences: int = 1,
-        cache: str = "f16",
+        self, python: str, model: Path, context_length: int, num_sequences: int = 1
     ) -> None:
         program = Path(__file__).with_name("llamacpp_cpu.py")
         self.process = subprocess.Popen(
-            [python, program, str(model), str(context_length), str(num_sequences), cache],
+            [python, program, str(model), str(context_length), str(num_sequences)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.about = str(self._line())
@@ -44,15 +39,6 @@ class Rival:
     def batch_s(self, threads: int, flash: bool, ids: list[int], num_sequences: int) -> float:
         """Mean seconds of a step with one token of each of `num_sequences` sequences."""
         return statistics.mean(self._ask("batch", threads, flash, ids, sequences=num_sequences))
-
-    def deep_s(self, threads: int, flash: bool, ids: list[int], depth: int) -> float:
-        """Median seconds per token of decoding `ids` one by one, after `depth` tokens."""
-        return statistics.median(self._ask("deep", threads, flash, ids, depth=depth))
-
-    def grown_s(self, threads: int, ids: list[int], depth: int) -> float:
-        """Like `deep_s` with flash attention; the cache holds a short text's keys and values,
-        repeated up to `depth`."""
-        return statistics.median(self._ask("grown", threads, True, ids, depth=depth))
 
     def close(self) -> None:
         self.process.terminate()

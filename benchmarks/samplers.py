@@ -21,6 +21,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ import torch
 from machine import machine, processor, slug
 
 from hotsplit.files.atomic import partial_file
+from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
 
@@ -86,14 +88,17 @@ def _size(size: int, arguments: argparse.Namespace) -> dict[str, object]:
     calls = {name: _call(rows, history, values) for name, values in CASES.items()}
     calls["logprobs, 5"] = _logprobs_call(rows)
     calls["default, half masked"] = _masked_call(rows, history)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    rival: dict[str, list[float]] = {}
-    for _ in range(arguments.rounds):
-        for name, call in calls.items():
-            samples[name].append(_microseconds(call))
-        if arguments.rival:
-            for name, value in _rival(arguments.rival, rows).items():
-                rival.setdefault(name, []).append(value)
+    turns: dict[str, Callable[[int], dict[str, float]]] = {
+        name: partial(_sampled, name, call) for name, call in calls.items()
+    }
+    if arguments.rival:
+        turns["llama.cpp"] = lambda number: _rival(arguments.rival, rows)
+    found = take_turns(turns, arguments.rounds)
+    samples = {name: [each[name] for each in found[name]] for name in calls}
+    theirs_of = found.get("llama.cpp", [])
+    rival = {
+        name: [each[name] for each in theirs_of] for name in (theirs_of[0] if theirs_of else ())
+    }
     entropy = statistics.mean(_entropy_bits(row) for row in rows)
     print(f"{size:,} tokens, entropy {entropy:.1f} bits")
     middle = {name: statistics.median(values) for name, values in samples.items()}
@@ -103,6 +108,10 @@ def _size(size: int, arguments: argparse.Namespace) -> dict[str, object]:
     for name, value in theirs.items():
         print(f"  {'llama.cpp, ' + name:24} {value:9.1f} us   {value / middle[name]:.2f}x ours")
     return {"entropy_bits": entropy, "us": middle, "llama_cpp_us": theirs, "samples": samples}
+
+
+def _sampled(name: str, call: Callable[[int], object], number: int) -> dict[str, float]:
+    return {name: _microseconds(call)}
 
 
 def _logits(size: int) -> torch.Tensor:

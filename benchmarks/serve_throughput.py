@@ -43,6 +43,7 @@ from machine import machine, processor, slug
 from serve_load import WORDS
 
 from hotsplit.files.atomic import partial_file
+from hotsplit.measure.timing.rounds import in_turn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from serve_client import COMPLETE, Answer, ServerProcess, ask, stream  # noqa: E402
@@ -137,25 +138,19 @@ async def measure(arguments: argparse.Namespace, ports: dict[str, int]) -> Sampl
         draw = random.Random(number)
         for count in COUNTS:
             texts = [_words(draw, PROMPT_WORDS) for _ in range(count)]
-            for side in _turn(ports, number):
+            for side in in_turn(list(ports), number):
                 found = await _together(ports[side], texts, arguments.tokens)
                 if number:  # round 0 is a warm-up
                     for name, value in found.items():
                         samples[side][f"{name}, {count} clients"].append(value)
         beginning = _words(draw, PREFIX_WORDS)
-        for side in _turn(ports, number):
+        for side in in_turn(list(ports), number):
             found = await _prefix(ports[side], beginning)
             if number:
                 for name, value in found.items():
                     samples[side][name].append(value)
         print(f"round {number} of {arguments.rounds}", file=sys.stderr)
     return samples
-
-
-def _turn(ports: dict[str, int], number: int) -> list[str]:
-    """The order of the sides in a round; each round begins with the next side."""
-    sides = list(ports)
-    return sides[number % len(sides) :] + sides[: number % len(sides)]
 
 
 async def _together(port: int, texts: list[str], num_tokens: int) -> dict[str, float]:

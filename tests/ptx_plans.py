@@ -8,16 +8,20 @@ keeps its variant when its matrices are replaced by a few random rows."""
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from gpu_matrices import EPS, assert_close, make_matrix, product_bound, rounding, sizes
+from models import make_sizes, shape_only
 from test_gpu_attention import norm_bound
 from test_gpu_neurons import down_bound, hidden_bound
 from test_runtime import make_split
 from torch import Tensor
 
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
+from hotsplit.convert.convert import convert
+from hotsplit.convert.options import ConvertConfig
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime import gpu_setup
@@ -305,3 +309,63 @@ _COMPARE = {
     "rotate_append": _rotate_append, "attend": _attend, "predict": _predict, "gate_up": _gate_up,
     "down": _down,
 }  # fmt: skip
+
+
+# ---- the plans of docs/gpu-proof.md ----------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+ARCHITECTURES = (89, 120)
+CONTEXT = 512
+_KINDS = ("f32", "f16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
+# By name: (model, type of the weights, mode, kind of predictors).
+PLANS = {
+    **{
+        f"{model}, {kind}, {mode}": (model, kind, mode, "")
+        for model in ("tiny-relu", "tiny-silu")
+        for kind in ("f16", "q8_0", "q4_0")
+        for mode in ("dense", "exact")
+    },
+    **{
+        f"tiny-relu, {kind}, predicted ({predictor})": ("tiny-relu", kind, "predicted", predictor)
+        for kind in ("f16", "q8_0", "q4_0")
+        for predictor in ("linear", "relu")
+    },
+    "tiny-silu, f16, predicted (gate)": ("tiny-silu", "f16", "predicted", "gate"),
+    "tiny-silu, q4_0, predicted (gate)": ("tiny-silu", "q4_0", "predicted", "gate"),
+    **{
+        f"SmolLM2, {kind}, {mode}": ("SmolLM2", kind, mode, "")
+        for kind in ("f16", "q8_0", "q4_0")
+        for mode in ("dense", "exact")
+    },
+    **{f"7B, {kind}, exact": ("7B", kind, "exact", "") for kind in _KINDS},
+    **{f"7B, {kind}, predicted": ("7B", kind, "predicted", "linear") for kind in _KINDS},
+}  # fmt: skip
+
+
+def launches_of_plan(name: str, folder: Path) -> tuple:
+    """The launches of a plan; empty if the model is missing."""
+    whose, kind, mode, predictor = PLANS[name]
+    model = _model(whose, kind, folder)
+    if model is None:
+        return ()
+    rank = 1024 if whose == "7B" else 40 if kind == "f16" else 64
+    if whose == "7B":
+        model = like(model, kind=kind, rank=rank if predictor else 0)
+    elif predictor:
+        model = like(model, kind=kind, rank=rank, predictor=predictor)
+    return launches(model, mode=mode, context=CONTEXT)
+
+
+def _model(whose: str, kind: str, folder: Path):
+    if whose == "7B":  # its width and heads, with fewer layers and neurons and a smaller vocabulary
+        return shape_only(
+            make_sizes(num_layers=3, width=4096, num_neurons=2560, num_heads=32, num_kv_heads=32,
+                       vocab_size=4096, context_length=4096)
+        )  # fmt: skip
+    if whose == "SmolLM2":
+        path = ROOT / "build" / "smollm2" / f"{kind}.gguf"
+        return ModelFile.load(path) if path.exists() else None
+    path = folder / f"{whose}-{kind}.gguf"
+    if not path.exists():
+        convert(ConvertConfig(source=ROOT / "examples" / whose, output=path, outtype=kind))
+    return ModelFile.load(path)

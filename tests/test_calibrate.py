@@ -18,7 +18,7 @@ from hotsplit.measure.calibrate import calibrate as calibrating
 from hotsplit.measure.calibrate import gpu as calibrate_gpu
 from hotsplit.measure.calibrate.calibrate import CalibrateConfig, calibrate, report, thread_counts
 from hotsplit.measure.calibrate.cpu import _tenths
-from hotsplit.measure.timing.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds
+from hotsplit.measure.timing.rounds import MAX_ROUNDS, MIN_ROUNDS, Probe, run_rounds, take_turns
 
 RTX = Path(__file__).parent.parent / "examples" / "machines" / "rtx-4060-8gb.json"
 
@@ -115,6 +115,24 @@ def test_tenths_are_disjoint_and_equal(count):
     assert [len(ids) for ids in tenths] == [count // 10] * 10
     assert len(set(torch.cat(tenths).tolist())) == count // 10 * 10
     assert all((ids.diff() > 0).all() and ids.max() < count for ids in tenths)
+
+
+def test_turns_alternate_and_the_first_round_warms_up():
+    order: list[str] = []
+
+    def turn_of(name: str):
+        def turn(number: int) -> str:
+            order.append(f"{name}{number}")
+            return order[-1]
+
+        return turn
+
+    turns = {name: turn_of(name) for name in "abc"}
+    assert take_turns(turns, 2) == {name: [f"{name}1", f"{name}2"] for name in "abc"}
+    assert order == ["a0", "b0", "c0", "c1", "b1", "a1", "a2", "b2", "c2"]
+    order.clear()
+    assert take_turns(turns, 9, alternates=False, is_over=lambda n: n > 1)["b"] == ["b1"]
+    assert order == ["a0", "b0", "c0", "a1", "b1", "c1"]
 
 
 def test_rounds_are_interleaved_and_the_first_is_not_counted():

@@ -1,9 +1,8 @@
 """The GPU kernels compiled and executed as PTX: the comparisons of their own tests, the launches of
 plans, and planted faults. A share that executes every kind of instruction runs by default; the rest
-is marked slow. The results in docs/gpu-proof.md are those of benchmarks/gpu_proof.py."""
+is marked slow. docs/gpu-proof.md has the results of one run of all of it."""
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from ptx_mutants import BARRIERS, CASES, MUTANTS, is_as_expected, outcome, witho
 from hotsplit.runtime.kernels.gpu import launch
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu_proof  # noqa: E402
+RESULT = ROOT / "benchmarks" / "results" / "gpu-proof.json"
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the device instead")
 HOPPER, BLACKWELL = 90, 120
@@ -58,7 +56,7 @@ def test_the_quick_share_executes_every_kind_of_instruction(machines, compare):
     """Every kind that the launches of all plans execute. A kind is an instruction's first word."""
     for case, arch in QUICK:
         compare(case, arch)
-    known = json.loads(gpu_proof.RESULT.read_text())["instructions"]
+    known = json.loads(RESULT.read_text())["instructions"]
     executed = {name.split(".")[0] for m in machines.values() for name in m.num_lane_instructions}
     missing = {name.split(".")[0] for names in known.values() for name in names} - executed
     assert not missing
@@ -160,11 +158,11 @@ def test_a_mutant_that_changes_nothing_is_an_error():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", gpu_proof.ARCHITECTURES)
-@pytest.mark.parametrize("plan", gpu_proof.PLANS)
+@pytest.mark.parametrize("arch", ptx_plans.ARCHITECTURES)
+@pytest.mark.parametrize("plan", ptx_plans.PLANS)
 def test_launches_of_all_plans(monkeypatch, tmp_path, plan, arch):
     monkeypatch.setattr(launch, "LEAST_PROGRAMS", 512)
-    found = gpu_proof.launches_of_plan(plan, tmp_path)
+    found = ptx_plans.launches_of_plan(plan, tmp_path)
     if not found:
         pytest.skip("its model is not here: make smollm2")
     kernels = PtxKernels(arch).kernels

@@ -22,7 +22,6 @@ import gpu  # noqa: E402
 import gpu_cases  # noqa: E402
 import gpu_ready  # noqa: E402
 import gpu_rival  # noqa: E402
-import gpu_timeline  # noqa: E402
 import processes  # noqa: E402
 import test_step  # noqa: E402
 from gpu_model import Planted, write_planted, write_stock  # noqa: E402
@@ -102,40 +101,6 @@ def test_the_limit_of_a_dense_step_counts_all_bytes_except_the_embedding():
     read += 2 * 32 // 2 * 2 * 2 * 128  # K and V, half of 32 positions, 2 layers, f16, 2 heads of 64
     found = gpu.dense_limit_seconds(model, make_machine(gpu_gb_per_s=500), 32)
     assert found == pytest.approx(read / 500e9)
-
-
-def event(name, category, start, duration):
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
-
-
-def step_of_a_trace(start):
-    return [
-        event("predict", "kernel", start, 10),
-        event("Memcpy DtoH", "gpu_memcpy", start + 10, 2),
-        event("Memcpy DtoH", "gpu_memcpy", start + 12, 3),
-        event("gate_up", "kernel", start + 12, 23),
-        event("Memcpy HtoD", "gpu_memcpy", start + 55, 5),
-        event("norm", "kernel", start + 60, 40),
-        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": start, "dur": 900},
-    ]
-
-
-def test_a_timeline_covers_the_last_step_and_measures_overlap(tmp_path):
-    events = [e for step in range(3) for e in step_of_a_trace(1000.0 + 100 * step)]
-    timeline = gpu_timeline.timeline_of(events, 3)
-    assert timeline.kernels == ((0, 10), (12, 35), (60, 100))
-    assert timeline.copies == ((10, 12), (12, 15), (55, 60))
-    assert timeline.host == ((15, 55),)
-    assert timeline.overlapped == pytest.approx(0.5)  # 20 of 40 microseconds
-    gpu_timeline.draw(timeline, tmp_path / "t.png")
-    assert (tmp_path / "t.png").stat().st_size > 1000
-    assert gpu_timeline.timeline_of([], 3).overlapped == 0
-
-
-def test_nothing_overlaps_where_cpu_and_gpu_take_turns():
-    events = [event("k", "kernel", 0, 10), event("Memcpy DtoH", "gpu_memcpy", 10, 1),
-              event("Memcpy HtoD", "gpu_memcpy", 30, 1), event("k", "kernel", 31, 9)]  # fmt: skip
-    assert gpu_timeline.timeline_of(events, 1).overlapped == 0
 
 
 LOG = """\
@@ -336,22 +301,6 @@ def test_a_rival_that_cannot_be_loaded_is_tried_once_a_budget(tmp_path, monkeypa
     gpu.Bench._add_rivals(run, scale, tmp_path, make_model(shape=TOY), cases)
     assert tried == [1, 2] and len(said) == 2
     assert [case.rival_error for case in cases] == ["no room in 1"] * 2 + ["no room in 2"]
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        ("kv_tasks.py", ["m", "t", "--facts", "1"], "--facts is 1, wanted 2 or more"),
-        ("long_context.py", ["m", "s", "--rival", "p", "--depths", "8192,9000"],
-         "a depth is 9000, wanted 1 to 8192, or a multiple of 8192"),
-    ],
-)  # fmt: skip
-def test_sizes_that_a_benchmark_cannot_measure_are_refused(script, arguments, message):
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{script}", *arguments],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 2 and message in done.stderr.splitlines()[-1]
 
 
 GOOD_AND_BAD = """

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import serve_hostile
 from chat_templates import CHATML
 from serve_client import (
     CHAT,
@@ -39,7 +40,6 @@ except ImportError:  # the tests that need it are skipped
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import serve_hostile  # noqa: E402
 import serve_load  # noqa: E402
 
 SMOLLM2 = ROOT / "build" / "smollm2" / "q8_0.gguf"
@@ -300,10 +300,10 @@ def test_the_growth_of_a_server_that_has_ended_is_unknown():
 
 
 def run_script(name: str, *arguments: object) -> dict[str, object]:
-    """Runs a script of benchmarks/ and checks that it found no failures; returns the JSON object
+    """Runs a script, named from the root, and checks that it found no failures; returns the JSON object
     that it prints."""
     found = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / name, *map(str, arguments)],
+        [sys.executable, ROOT / name, *map(str, arguments)],
         capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert found.stdout, found.stderr[-3000:]
@@ -315,7 +315,7 @@ def run_script(name: str, *arguments: object) -> dict[str, object]:
 @pytest.mark.slow
 @needs_smollm2
 def test_two_hundred_clients_for_twenty_minutes(tmp_path):
-    result = run_script("serve_load.py", SMOLLM2, "--output", tmp_path / "load.json")
+    result = run_script("benchmarks/serve_load.py", SMOLLM2, "--output", tmp_path / "load.json")
     assert result["clients"] == 200 and result["seconds"] >= 1200 and result["finished"] > 1000
     assert result["most_running"] == 16 and result["rss_growth"] <= 0.02
     assert json.loads((tmp_path / "load.json").read_text()) == result
@@ -324,7 +324,7 @@ def test_two_hundred_clients_for_twenty_minutes(tmp_path):
 @pytest.mark.slow
 @needs_smollm2
 def test_two_thousand_hostile_requests():
-    assert run_script("serve_hostile.py", SMOLLM2, "--count", 2000)["count"] == 2000
+    assert run_script("tests/serve_hostile.py", SMOLLM2, "--count", 2000)["count"] == 2000
 
 
 def test_the_checks_under_load_reject_wrong_answers_and_growth():

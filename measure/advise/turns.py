@@ -17,11 +17,13 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Protocol, Self
 
 from hotsplit.measure.advise.choice import Gain, Point, Trial
+from hotsplit.measure.timing.rounds import take_turns
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.model.feed_forward import Mode
 from hotsplit.system.system_memory import free_memory_bytes
@@ -184,22 +186,16 @@ class Turns:
         for point in group:
             if point.trial not in self.opened:
                 self.opened[point.trial] = point, self.open_point(point)
-        decoders = [self.opened[point.trial][1] for point in group]
-        for decoder in decoders:  # warms up
-            self._turn(decoder, 0)
-        rows, at = list[tuple[float, ...]](), 0
-        for number in range(count):
-            at = 0 if at + STEPS >= self.num_positions else at
-            order = decoders if number % 2 else decoders[::-1]
-            times = [self._turn(decoder, at) for decoder in order]
-            rows.append(tuple(times if number % 2 else times[::-1]))
-            at += STEPS + 1
-        trials = tuple(point.trial for point in group)
-        found = Rounds(trials=trials, seconds=tuple(rows))
+        turns = {p.trial: partial(self._turn, self.opened[p.trial][1]) for p in group}
+        times = take_turns(turns, count)
+        found = Rounds(trials=tuple(times), seconds=tuple(zip(*times.values(), strict=True)))
         self.timings = Timings((*self.timings.groups, found))
 
-    def _turn(self, decoder: Decoder, at: int) -> float:
-        """Seconds per token of STEPS tokens, after one that refills the processor's caches."""
+    def _turn(self, decoder: Decoder, number: int) -> float:
+        """Seconds per token of STEPS tokens, after one that refills the processor's caches; each
+        round goes on in the text where the previous one ended."""
+        places = self.num_positions // (STEPS + 1)  # in the text
+        at = max(0, number - 1) % places * (STEPS + 1)
         decoder.step(at)
         began = self.clock()
         for position in range(at + 1, at + 1 + STEPS):

@@ -8,6 +8,7 @@ from hotsplit.measure.bench.bandwidth import Bandwidth
 from hotsplit.measure.bench.config import BenchConfig, BenchTest
 from hotsplit.measure.bench.rival import Rival
 from hotsplit.measure.bench.runner import Runner, Sample, Tokens
+from hotsplit.measure.timing.rounds import in_turn
 
 WARM_UP = 4  # tokens generated in a warm-up
 
@@ -67,11 +68,9 @@ class Rounds:
         measured, ids = self.measured[test], self.tokens.take(test.length)
         measured.began = measured.began or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         measured.bandwidths.append(bandwidth)
-        is_first = number % 2 == 0
-        if is_first:
-            measured.ours.append(self.runner.run(test, ids))
-        if self.rival is not None:
-            measured.theirs.append(self.rival.run(test, ids))
-        if not is_first:
-            measured.ours.append(self.runner.run(test, ids))
+        for side in in_turn((self.runner, self.rival), number):
+            if side is self.runner:
+                measured.ours.append(self.runner.run(test, ids))
+            elif self.rival is not None:
+                measured.theirs.append(self.rival.run(test, ids))
         self.on_test(1)

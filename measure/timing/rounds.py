@@ -1,13 +1,50 @@
 """Times several operations in turn, round by round, so that a slow moment of the machine affects
-all of them alike and shows in the spread of each."""
+all of them alike and shows in the spread of each.
+
+`take_turns` runs the rounds and `in_turn` is the order of one; `run_rounds` makes figures of a
+machine file."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hotsplit.artifacts.machine_file import Figure
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 15
+
+Side = TypeVar("Side")
+Name = TypeVar("Name", bound=Hashable)
+Sample = TypeVar("Sample")
+
+
+def in_turn(sides: Sequence[Side], number: int) -> list[Side]:
+    """The order of the sides in a round: reversed in every second one, so that on average each has
+    the same place in a round and a slow drift affects all alike."""
+    return list(sides) if number % 2 == 0 else list(sides)[::-1]
+
+
+def take_turns(
+    turns: Mapping[Name, Callable[[int], Sample]],
+    num_rounds: int,
+    *,
+    alternates: bool = True,
+    is_over: Callable[[int], bool] = lambda number: False,
+) -> dict[Name, list[Sample]]:
+    """The samples of each side, one a round. A turn is called with the number of its round.
+
+    Round 0 warms up and is not counted. The order is `in_turn`'s if it alternates, and else always
+    the given one, in which no side has two turns in succession. If `is_over(number)` is true before
+    a round, from 1 on, the rounds end there."""
+    samples: dict[Name, list[Sample]] = {name: [] for name in turns}
+    for number in range(num_rounds + 1):
+        if number and is_over(number):
+            break
+        for name in in_turn(list(turns), number if alternates else 0):
+            sample = turns[name](number)
+            if number:
+                samples[name].append(sample)
+    return samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +72,22 @@ def run_rounds(
     """Figures of the probes by name, from up to MAX_ROUNDS rounds: fewer once the time is up, but
     at least MIN_ROUNDS. A warm-up round comes first and is not counted."""
     began = clock()
-    times: dict[str, list[float]] = {probe.name: [] for probe in probes}
-    assert len(times) == len(probes), "two probes have one name"
-    for count in range(MAX_ROUNDS + 1):
-        if count > MIN_ROUNDS and clock() - began > time_limit_s:
-            break
-        for probe in probes:
+
+    def turn_of(probe: Probe) -> Callable[[int], float]:
+        def turn(number: int) -> float:
             taken = probe.seconds()
-            if count:
-                times[probe.name].append(taken)
             on_probe(1)
+            return taken
+
+        return turn
+
+    turns = {probe.name: turn_of(probe) for probe in probes}
+    assert len(turns) == len(probes), "two probes have one name"
+    # Always in one order: what a probe has just read is in a cache for its next turn.
+    times = take_turns(
+        turns, MAX_ROUNDS, alternates=False,
+        is_over=lambda number: number > MIN_ROUNDS and clock() - began > time_limit_s,
+    )  # fmt: skip
     return {probe.name: probe.figure(times[probe.name]) for probe in probes}
 
 

@@ -4,7 +4,7 @@ Each must be answered with a status that is correct for it, never a 5xx, or be d
 that is correct; afterwards the server must answer an honest request as before, and its memory must
 not have grown by more than the share MAX_GROWTH since the first SETTLING (a share) of the requests.
 
-    python benchmarks/serve_hostile.py MODEL [--count 2000] [--seed 0]
+    python tests/serve_hostile.py MODEL [--count 2000] [--seed 0]
 
 About half of the requests are honest ones with one or two values replaced or added."""
 
@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from serve_client import (  # noqa: E402
+from serve_client import (
     CHAT,
     COMPLETE,
     Broken,
