@@ -25,6 +25,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.model.mode_quality import MAX_LOSS, RunMode
 from hotsplit.model.rope import check_scaling
 from hotsplit.model.tensors import Layout
+from hotsplit.model.weight_types import BY_QUALITY, FLOAT_NAMES
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.source import Source
 from hotsplit.runtime.engine_options import cache_types_of, device_of
@@ -33,14 +34,11 @@ from hotsplit.runtime.prefill.workspace import measure_workspace
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import memory_limit_bytes
 
-# From nearly lossless to the smallest useful type.
-BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
-LARGE = ("f32", "f16", "bf16")
 # Shares of memory given to a model: of all that the process may use, and of what is free on a GPU.
 # The rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
 STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs get the same
-# Assumed until predictors are trained: the bytes of a whole gate matrix in q4_0 relative to those
+# Assumed until predictors are trained: the bytes of a whole gate matrix in 4-bit blocks relative to those
 # of its layer's neurons, by the neurons' type (docs/predictors.md); and a tenth more neurons named
 # than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
@@ -218,7 +216,7 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
     own = source.own
-    if own is None and source.own_type not in LARGE:
+    if own is None and source.own_type not in FLOAT_NAMES:
         stock = source.stock
         is_run = stock is not None and _reads_all(stock, wishes, room)
         own = stock if is_run else source.draft(None)
