@@ -9,8 +9,8 @@ import pytest
 from hotsplit.runtime.kernels.cpu.signatures import SIGNATURES
 
 RUNTIME = Path(__file__).parent.parent / "runtime"
-HEADERS = ("kernels.h", "step.h", "row_copies.h")
-DECLARED = re.compile(r"^(\w[\w* ]*?[* ])(spark_\w+)\(([^)]*)\);", re.MULTILINE)
+HEADERS = ("kernels.h", "step.h", "row_copies.h", "struct_layout.h")
+DECLARED = re.compile(r"^(\w[\w* ]*?[* ])(hs_\w+)\(([^)]*)\);", re.MULTILINE)
 TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "double": ctypes.c_double,
          "void": None}  # fmt: skip
 
@@ -53,5 +53,5 @@ def test_another_declaration_is_found(old, new):
 def test_every_function_that_is_called_has_a_signature():
     """Without one, ctypes takes any arguments and cuts a result to 32 bits."""
     text = (RUNTIME / "kernels" / "cpu" / "library.py").read_text(encoding="utf-8")
-    called = set(re.findall(r"\bspark_\w+", text))
+    called = set(re.findall(r"\bhs_\w+", text))
     assert len(called) >= 15 and called <= set(SIGNATURES)
