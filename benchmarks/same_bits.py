@@ -29,7 +29,8 @@ from test_runtime import IDS, make_split
 
 from hotsplit import Engine
 from hotsplit.artifacts.limits_file import Limits
-from hotsplit.artifacts.model_file import KINDS, ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.gpu.kernels import reference_kernels
 from hotsplit.runtime.step.plain_backend import plain_backend

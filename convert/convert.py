@@ -35,18 +35,10 @@ from hotsplit.files.outputs import check_output
 from hotsplit.files.written import Restored, Written
 from hotsplit.model.spec import ModelSpec
 from hotsplit.model.tensors import layer_shapes
+from hotsplit.model.weight_types import TYPES
 
 STOCK_NAMES = {"silu": "SiLU", "gelu": "GELU"}
-FILE_TYPES = {
-    "f32": LlamaFileType.ALL_F32,
-    "f16": LlamaFileType.MOSTLY_F16,
-    "bf16": LlamaFileType.MOSTLY_BF16,
-    "q8_0": LlamaFileType.MOSTLY_Q8_0,
-    "q4_0": LlamaFileType.MOSTLY_Q4_0,
-    "q4_k": LlamaFileType.MOSTLY_Q4_K_S,
-    "q5_k": LlamaFileType.MOSTLY_Q5_K_S,
-    "q6_k": LlamaFileType.MOSTLY_Q6_K,
-}
+FILE_TYPES: dict[str, LlamaFileType] = {each.name: LlamaFileType[each.file_type] for each in TYPES}
 
 
 @dataclass(frozen=True, kw_only=True)

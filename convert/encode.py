@@ -12,19 +12,11 @@ from torch import Tensor
 from hotsplit.convert.native.library import encode_rows
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import type_of
+from hotsplit.model.weight_types import TYPES
 
-# The smallest magnitude that is refused. Floats: where rounding overflows the type. Blocks: where
-# their f16 scale (the largest magnitude over 127 or 8) overflows. K-quants: about half of that at
-# which the f16 scale of the minima of q4_k and q5_k (the largest magnitude over 63) overflows.
-F16_LIMIT = 65520.0
-LIMITS = {
-    "f32": math.inf,
-    "f16": F16_LIMIT,
-    "bf16": float.fromhex("0x1.FFp127"),
-    "q8_0": 127 * F16_LIMIT,
-    "q4_0": 8 * F16_LIMIT,
-    **dict.fromkeys(("q4_k", "q5_k", "q6_k"), 32 * F16_LIMIT),
-}
+LIMITS: dict[str, float] = {
+    each.name: each.overflows_at for each in TYPES
+}  # the smallest magnitude that is refused
 DTYPES = {"f32": np.float32, "f16": np.float16}
 
 

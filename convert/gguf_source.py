@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
-from hotsplit.artifacts.model_file import KINDS, TOKENIZER_KEY, ModelFile, read_model_gguf
+from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile, read_model_gguf
 from hotsplit.convert.encode import encode
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.convert.rounding import restore
@@ -25,12 +25,10 @@ from hotsplit.files.gguf_file import TensorEntry, Value, row_bytes, type_of
 from hotsplit.files.written import Restored
 from hotsplit.model.spec import SMOOTH
 from hotsplit.model.tensors import Layout, layout_of
+from hotsplit.model.weight_types import BY_NAME, FLOAT_NAMES, NAMES
 from hotsplit.tokens.tokenizer_text import read_tokenizer
 
-FLOATS = ("f32", "f16", "bf16")
 BF16_EXPONENT = np.uint16(0x7F80)  # all ones: infinite or NaN
-# Where a block's f16 numbers are, if not in its first two bytes.
-HALVES = {"q4_k": slice(0, 4), "q5_k": slice(0, 4), "q6_k": slice(208, 210)}
 
 
 def model_of_gguf(config: ConvertConfig) -> tuple[ModelFile, tuple[str, ...]]:
@@ -130,7 +128,7 @@ def _entry(
     kind = types.override(target) if len(shape) > 1 else None
     if kind is not None or (config.outtype and "ffn_pred_" not in target):
         kind = types.kind(target, shape)
-    elif entry.kind in KINDS and (entry.kind in FLOATS or not is_transposed):
+    elif entry.kind in NAMES and (entry.kind in FLOAT_NAMES or not is_transposed):
         kind = entry.kind
     else:  # q8_0 loses least; a transposed matrix is repacked, because blocks run along rows
         kind = TensorTypes(outtype="q8_0").kind(target, shape)
@@ -167,8 +165,9 @@ def _is_finite(data: np.ndarray, kind: str) -> bool:
     if kind == "bf16":
         return bool(((data.view(np.uint16) & BF16_EXPONENT) != BF16_EXPONENT).all())
     blocks = data.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])
-    places = HALVES.get(kind, slice(0, 2))
-    return bool(np.isfinite(np.ascontiguousarray(blocks[:, places]).view(np.float16)).all())
+    halves = BY_NAME[kind].halves
+    assert halves is not None, kind
+    return bool(np.isfinite(np.ascontiguousarray(blocks[:, slice(*halves)]).view(np.float16)).all())
 
 
 def _unpacked_rows(entry: TensorEntry, start: int, stop: int) -> np.ndarray:
@@ -216,7 +215,7 @@ def _error_notes(
     first: dict[tuple[str, str], str] = {}
     for target, entry in entries.items():
         old = tensors[names[target]]
-        if old.kind not in FLOATS and entry is not old:
+        if old.kind not in FLOAT_NAMES and entry is not old:
             first.setdefault((old.kind, entry.kind), target)
     notes = []
     for (old_kind, kind), target in first.items():

@@ -2,21 +2,21 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
 from hotsplit.model.spec import Activation
 from hotsplit.model.tensors import Layout
+from hotsplit.model.weight_types import NAMES, TypeName
 
-Outtype = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
+Outtype = TypeName
 
 
 def check_outtype(kind: str, what: str) -> None:
     """Raises HotsplitError, about `what`, for a type that no tensor can be written in."""
-    known = get_args(Outtype)
-    if kind not in known:
-        raise HotsplitError(f"{what}: {kind!r} is unknown; known: {', '.join(known)}")
+    if kind not in NAMES:
+        raise HotsplitError(f"{what}: {kind!r} is unknown; known: {', '.join(NAMES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from hotsplit.costs.budget import (
     workspace_bytes,
 )
 from hotsplit.errors import HotsplitError
+from hotsplit.model.weight_types import BY_NAME, PREDICTOR_NAMES
 from hotsplit.profile.predictors.layer_trainer import KEPT_TOKENS, Choices
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes
@@ -26,7 +27,9 @@ from hotsplit.system.system_memory import free_memory_bytes
 FREE_SHARE = 0.9
 # Observers get a gate in f32 and derive magnitudes, bins (int64) and firings.
 OBSERVER_BYTES_PER_VALUE = 32
-_BYTES_PER_VALUE = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+_BYTES_PER_VALUE: dict[str, float] = {
+    name: BY_NAME[name].bytes_per_value for name in PREDICTOR_NAMES
+}
 # Code loaded on first use (10 MiB), temporaries of products and observers that nothing below
 # counts, and freed memory that the C library keeps.
 SLACK_BYTES = 24 << 20

@@ -5,7 +5,6 @@ memories is decided before any stage runs; whether predictors pay off is decided
 at how many neurons fire (`worth`). The user's options take precedence."""
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 
@@ -22,9 +21,9 @@ from hotsplit.costs.budget import (
 )
 from hotsplit.costs.mode_choice import can_silence, is_smooth
 from hotsplit.errors import HotsplitError
-from hotsplit.model.mode_quality import MAX_LOSS, RunMode
-from hotsplit.model.rope import check_scaling
 from hotsplit.model.tensors import Layout
+from hotsplit.model.weight_types import BY_QUALITY, FLOAT_NAMES
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.run.source import Source
 from hotsplit.runtime.engine_options import cache_types_of, device_of
@@ -33,14 +32,11 @@ from hotsplit.runtime.prefill.workspace import measure_workspace
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import memory_limit_bytes
 
-# From nearly lossless to the smallest useful type.
-BY_QUALITY: tuple[Outtype, ...] = ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0")
-LARGE = ("f32", "f16", "bf16")
 # Shares of memory given to a model: of all that the process may use, and of what is free on a GPU.
 # The rest is for the process and the page cache.
 MAIN_SHARE, GPU_SHARE = 0.85, 0.9
 STEP_BYTES = 256 << 20  # default budgets are multiples of it, so that most runs get the same
-# Assumed until predictors are trained: the bytes of a whole gate matrix in q4_0 relative to those
+# Assumed until predictors are trained: the bytes of a whole gate matrix in 4-bit blocks relative to those
 # of its layer's neurons, by the neurons' type (docs/predictors.md); and a tenth more neurons named
 # than fire.
 PREDICTOR_SHARE = {"f32": 0.05, "f16": 0.094, "bf16": 0.094, "q8_0": 0.176}
@@ -62,30 +58,13 @@ class Wishes:
     """The user's options; None leaves the choice to this module."""
 
     vram: tuple[int, ...] | None = None
-    context_length: int | None = None
     outtype: Outtype | None = None
-    mode: RunMode | None = None
-    max_loss: float = MAX_LOSS
-    device: str | None = None
     tokens: int | None = None  # to profile on
-    cache_type_k: str | None = None
-    cache_type_v: str | None = None
-    kv_offload: str | None = None
-    rope_scaling: str | None = None  # as in EngineConfig
-    rope_scale: float | None = None
+    engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
-        if self.mode is not None and self.mode not in get_args(RunMode):
-            raise HotsplitError(f"mode {self.mode!r}; wanted one of {get_args(RunMode)}")
-        if not self.max_loss >= 0:
-            raise HotsplitError(f"max loss is {self.max_loss}, wanted 0 or more")
         if self.tokens is not None and self.tokens < 1:
             raise HotsplitError(f"tokens is {self.tokens}, wanted 1 or more")
-        check_scaling(self.rope_scaling, self.rope_scale)
-
-    @property
-    def rope(self) -> tuple[str | None, float | None]:
-        return self.rope_scaling, self.rope_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +94,11 @@ class Choice:
 def room_here(wishes: Wishes) -> Room:
     """This machine's memory for a model; a VRAM budget given by the user is taken as it is."""
     main = int(MAIN_SHARE * memory_limit_bytes())
-    if not torch.cuda.is_available() or (wishes.device or "cuda").startswith("cpu"):
+    if not torch.cuda.is_available() or (wishes.engine.device or "cuda").startswith("cpu"):
         return Room(main=main)
     if wishes.vram is not None:
         return Room(main=main, gpus=wishes.vram if any(wishes.vram) else ())
-    free = GPU_SHARE * torch.cuda.mem_get_info(torch.device(wishes.device or "cuda"))[0]
+    free = GPU_SHARE * torch.cuda.mem_get_info(torch.device(wishes.engine.device or "cuda"))[0]
     return Room(main=main, gpus=(int(free) // STEP_BYTES * STEP_BYTES,))
 
 
@@ -132,11 +111,11 @@ def choose(source: Source, wishes: Wishes, room: Room) -> Choice:
     _check_mode(source, model, wishes)
     context = context_of(model, wishes)
     room = _usable(model, wishes, room)
-    fits = wishes.kv_offload is None and run_bytes(model, context) <= sum(room.gpus[:1])
+    fits = wishes.engine.kv_offload is None and run_bytes(model, context) <= sum(room.gpus[:1])
     limited = model.has_limits
     budgets = () if fits or limited or not room.gpus else room.gpus
     predictors, mode_line = choose_predictors(model, wishes, is_on_gpu=fits and bool(room.gpus))
-    device = "cpu" if limited or not room.gpus else wishes.device
+    device = "cpu" if limited or not room.gpus else wishes.engine.device
     _check_cache(model, wishes, budgets, device)
     where = _where_line(model, wishes, room, budgets, context)
     notes = source.stock_notes if own is not None and layout == "stock" else ()
@@ -158,21 +137,23 @@ def _usable(model: ModelFile, wishes: Wishes, room: Room) -> Room:
 def context_of(model: ModelFile, wishes: Wishes) -> int:
     """The context length to use. Raises HotsplitError for more than the model supports with the
     scaling of rotary embeddings that is asked for, or if it cannot be scaled."""
-    model = with_rope_scaling(model, *wishes.rope, wishes.context_length)
-    selection = None if wishes.kv_offload is None else KeySelection.parse(wishes.kv_offload)
-    return longest_text(model, None, wishes.context_length, selection)
+    model = with_rope_scaling(model, *wishes.engine.rope, wishes.engine.context_length)
+    selection = (
+        None if wishes.engine.kv_offload is None else KeySelection.parse(wishes.engine.kv_offload)
+    )
+    return longest_text(model, None, wishes.engine.context_length, selection)
 
 
 def _check_cache(
     model: ModelFile, wishes: Wishes, budgets: tuple[int, ...], device: str | None
 ) -> None:
     """Raises HotsplitError for cache options that the engine would refuse after all stages."""
-    asked = (wishes.cache_type_k, wishes.cache_type_v, wishes.kv_offload)
-    if any(option is not None for option in asked):
-        offload = wishes.kv_offload
+    asked = wishes.engine
+    offload = asked.kv_offload
+    if any(option is not None for option in (asked.cache_type_k, asked.cache_type_v, offload)):
         planned = KeySelection.parse(offload) if budgets and offload is not None else None
         has_plan = bool(budgets)
-        cache_types_of(model, *asked, has_plan=has_plan, device=device_of(device), planned=planned)
+        cache_types_of(model, asked, has_plan=has_plan, device=device_of(device), planned=planned)
 
 
 def run_bytes(model: ModelFile, context_length: int) -> int:
@@ -205,7 +186,7 @@ def choose_layout(source: Source, outtype: Outtype | None, wishes: Wishes, room:
 def _reads_all(model: ModelFile, wishes: Wishes, room: Room) -> bool:
     """True if the CPU reads every neuron for every token."""
     is_silent = can_silence(model) or model.has_limits or model.predictor is not None
-    return not room.gpus and wishes.mode in (None, "dense") and not is_silent
+    return not room.gpus and wishes.engine.mode in (None, "dense") and not is_silent
 
 
 # ---- the type -----------------------------------------------------------------------------------
@@ -218,7 +199,7 @@ def choose_type(source: Source, wishes: Wishes, room: Room) -> tuple[Outtype | N
     if wishes.outtype is not None:
         return wishes.outtype, f"type {wishes.outtype}: asked for"
     own = source.own
-    if own is None and source.own_type not in LARGE:
+    if own is None and source.own_type not in FLOAT_NAMES:
         stock = source.stock
         is_run = stock is not None and _reads_all(stock, wishes, room)
         own = stock if is_run else source.draft(None)
@@ -270,7 +251,7 @@ def _type_line(source: Source, kind: Outtype | None, size: int, limit: int, plac
 
 
 def _check_mode(source: Source, model: ModelFile, wishes: Wishes) -> None:
-    if wishes.mode == "predicted" and model.predictor is None and not can_silence(model):
+    if wishes.engine.mode == "predicted" and model.predictor is None and not can_silence(model):
         raise HotsplitError(
             f"{source.name}: every neuron of this {model.activation} model fires, so there is"
             " nothing to predict; leave --mode out, or make it sparse first: hotsplit sparsify"
@@ -281,11 +262,11 @@ def choose_predictors(
     model: ModelFile, wishes: Wishes, *, is_on_gpu: bool
 ) -> tuple[bool | None, str]:
     """(whether to train predictors, why); None if a look decides."""
-    if wishes.mode in ("dense", "exact"):
-        return False, f"mode {wishes.mode}: asked for"
+    if wishes.engine.mode in ("dense", "exact"):
+        return False, f"mode {wishes.engine.mode}: asked for"
     if model.predictor is not None:
         return False, "the file has predictors: the fastest mode by its own record"
-    if wishes.mode == "predicted":
+    if wishes.engine.mode == "predicted":
         return True, "mode predicted: asked for"
     if not can_silence(model):
         return False, (
@@ -355,7 +336,7 @@ def _where_line(
         )
     if room.gpus:
         return f"entirely on the GPU, with a context of {context:,} tokens"
-    if (wishes.device or "cuda").startswith("cpu"):
+    if (wishes.engine.device or "cuda").startswith("cpu"):
         return "on the CPU, without a plan: --device cpu"
     if wishes.vram is not None and not any(wishes.vram):
         return "on the CPU, without a plan: --vram 0"

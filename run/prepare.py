@@ -134,10 +134,12 @@ def prepare(job: Job, planned: Estimate) -> Ready:
             f"interrupted{where}; the same command continues from there", number
         ) from error
     choice, wishes = job.choice, job.wishes
-    is_planned = split is not None and not any(wishes.rope)  # a scaling may follow from the context
+    is_planned = split is not None and not any(
+        wishes.engine.rope
+    )  # a scaling may follow from the context
     return Ready(
-        model=model, split=split, mode=None if split else wishes.mode, device=choice.device,
-        context_length=None if is_planned else wishes.context_length,
+        model=model, split=split, mode=None if split else wishes.engine.mode, device=choice.device,
+        context_length=None if is_planned else wishes.engine.context_length,
         seconds=time.perf_counter() - began, made=tuple(steps.made),
     )  # fmt: skip
 

@@ -98,9 +98,9 @@ def plan_key(job: Job, tokens: int | None) -> dict[str, Any]:
     of_profile = look_key(job) if tokens is None else profile_key(job, tokens)
     return {
         "profile": of_profile, "predictors": tokens is not None, "machine": machine_key(),
-        "kv_offload": job.wishes.kv_offload, "budgets": job.choice.budgets, "context": job.choice.context_length,
-        "mode": job.wishes.mode, "max loss": job.wishes.max_loss,
-        **({"rope": job.wishes.rope} if any(job.wishes.rope) else {}),
+        "kv_offload": job.wishes.engine.kv_offload, "budgets": job.choice.budgets, "context": job.choice.context_length,
+        "mode": job.wishes.engine.mode, "max loss": job.wishes.engine.max_loss,
+        **({"rope": job.wishes.engine.rope} if any(job.wishes.engine.rope) else {}),
     }  # fmt: skip
 
 
@@ -237,9 +237,9 @@ def make_plan(
     config = SolveConfig(
         model=model, profile=profiled, machine=machine, output=folder / PLAN,
         vram_budget_bytes=job.choice.budgets, context_length=job.choice.context_length,
-        mode=job.wishes.mode, max_loss=job.wishes.max_loss, force=True,
-        kv_offload=job.wishes.kv_offload, rope_scaling=job.wishes.rope_scaling,
-        rope_scale=job.wishes.rope_scale,
+        mode=job.wishes.engine.mode, max_loss=job.wishes.engine.max_loss, force=True,
+        kv_offload=job.wishes.engine.kv_offload, rope_scaling=job.wishes.engine.rope_scaling,
+        rope_scale=job.wishes.engine.rope_scale,
     )  # fmt: skip
     with reading(model, profiled, machine):
         report = solve(config, measure_workspace)

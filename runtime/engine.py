@@ -60,9 +60,7 @@ class Engine(TextEngine):
         hotsplit.options.engine_config.EngineConfig, which documents them.
 
         Raises HotsplitError for a wrong file, plan, mode, device, profile, limits or types."""
-        config = EngineConfig(**options)
-        file = with_positions(ModelFile.load(Path(model)), config)
-        return cls._of(file, open_plan(split, file), config)
+        return load_engine(model, split, EngineConfig(**options))
 
     @classmethod
     def of(
@@ -201,3 +199,9 @@ class Engine(TextEngine):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def load_engine(model: str | Path, split: str | Path | None, config: EngineConfig) -> Engine:
+    """Same as `Engine.load`, with its options as one configuration."""
+    file = with_positions(ModelFile.load(Path(model)), config)
+    return Engine._of(file, open_plan(split, file), config)

@@ -13,9 +13,8 @@ from hotsplit.artifacts.split_file import Split
 from hotsplit.costs.budget import DEFAULT_CONTEXT, Items, kv_kind, plan_bytes, workspace_bytes
 from hotsplit.costs.mode_choice import choose_mode, loss_line
 from hotsplit.errors import HotsplitError
-from hotsplit.model.mode_quality import MAX_LOSS
 from hotsplit.options.cache_types import CacheTypes
-from hotsplit.options.engine_config import check_device
+from hotsplit.options.engine_config import EngineConfig, check_device
 from hotsplit.options.key_selection import MOST, KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.feed_forward import Mode
@@ -54,17 +53,17 @@ def residence_of(
 
 def mode_of(
     model: ModelFile,
-    mode: Mode | None,
+    config: EngineConfig,
     plan: Split | None = None,
-    max_loss: float = MAX_LOSS,
     notice: Notice = lambda line: None,
     warn: Notice = lambda line: None,
 ) -> Mode:
-    """The requested mode, else the plan's, else that of mode_choice for `max_loss`. `notice` gets
+    """The requested mode, else the plan's, else that of mode_choice for max_loss. `notice` gets
     the reason for the choice, `warn` a warning about a larger loss.
 
     Raises HotsplitError for a mode that the model or the plan does not support."""
-    choice = choose_mode(model, max_loss) if mode is None else None
+    mode = config.mode
+    choice = choose_mode(model, config.max_loss) if mode is None else None
     asked = mode if plan is None else mode or plan.mode
     if choice is not None and asked in (None, choice.mode):
         _check_mode(model, choice.mode, plan)
@@ -73,7 +72,7 @@ def mode_of(
         return choice.mode
     assert asked is not None
     _check_mode(model, asked, plan)
-    line = loss_line(model, asked, max_loss)
+    line = loss_line(model, asked, config.max_loss)
     if line is not None:
         warn(line)
     return asked
@@ -115,22 +114,20 @@ def placement_of(
     model: ModelFile,
     plan: Split | None,
     gpus: tuple[torch.device, ...],
-    *,
-    cpu_ffn: bool,
-    is_offloaded: bool = False,
+    config: EngineConfig,
 ) -> Placement:
-    """The device of each part of the model. With `cpu_ffn`, `is_offloaded` puts keys and values on the
+    """The device of each part of the model. With cpu_ffn, kv_offload puts keys and values on the
     CPU, too; a plan states this itself."""
     num_layers = model.spec.num_layers
-    if plan is not None and cpu_ffn:
+    if plan is not None and config.cpu_ffn:
         raise HotsplitError(
             "a plan says where the neurons go, and so does --cpu-ffn (cpu_ffn): leave one out"
         )
     if plan is not None:
         return Placement.of_split(plan, gpus)
-    if cpu_ffn:
+    if config.cpu_ffn:
         placement = Placement.without_neurons(num_layers, gpus[0])
-        return replace(placement, is_cache_on_host=is_offloaded)
+        return replace(placement, is_cache_on_host=config.kv_offload is not None)
     return Placement.on_one_device(num_layers, gpus[0])
 
 
@@ -246,21 +243,19 @@ def sequences_of(asked: int, plan: Split | None) -> int:
 
 def cache_types_of(
     model: ModelFile,
-    key: str | None,
-    value: str | None,
-    offload: str | None,
+    config: EngineConfig,
     *,
     has_plan: bool,
     device: torch.device,
     planned: KeySelection | None = None,
-    cpu_ffn: bool = False,
 ) -> CacheTypes:
     """How keys and values are stored and which of them are read. Defaults: the model's own type for
     keys, the keys' type for values, and the plan's selection `planned` (None: all are read)."""
     own = kv_kind(model)
-    key = own if key is None else key
+    key = own if config.cache_type_k is None else config.cache_type_k
+    offload = config.kv_offload
     selection = planned if offload is None else KeySelection.parse(offload)
-    types = replace(CacheTypes.of(key, value), selection=selection)
+    types = replace(CacheTypes.of(key, config.cache_type_v), selection=selection)
     if has_plan and selection != planned:
         raise HotsplitError(_other_offload(selection, planned))
     stored = replace(types, selection=None)
@@ -268,7 +263,7 @@ def cache_types_of(
         raise HotsplitError(
             f"a cache in {stored} asked for, but a plan budgets it in {own}; leave one of the two out"
         )
-    is_on_cpu = device.type == "cpu" or (selection is not None and (has_plan or cpu_ffn))
+    is_on_cpu = device.type == "cpu" or (selection is not None and (has_plan or config.cpu_ffn))
     if types != CacheTypes.of(own) and not is_on_cpu:
         raise HotsplitError(
             f"a cache in {types} asked for on {device}, where it needs a plan: run hotsplit solve with"

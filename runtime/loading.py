@@ -92,9 +92,8 @@ def open_plan(split: str | Path | None, model: ModelFile) -> Split | None:
 
 def with_positions(model: ModelFile, config: EngineConfig) -> ModelFile:
     """The model with the requested scaling of rotary embeddings."""
-    kind, scale = config.rope_scaling, config.rope_scale
-    scaled = with_rope_scaling(model, kind, scale, config.context_length)
-    if scale == 1.0 and scaled.spec.context_length == model.spec.context_length:
+    scaled = with_rope_scaling(model, *config.rope, config.context_length)
+    if config.rope_scale == 1.0 and scaled.spec.context_length == model.spec.context_length:
         log.info("%s: a rope scale of 1 changes nothing; 2 allows texts twice as long", model.path)
     return scaled
 
@@ -166,8 +165,7 @@ class _Load:
         )
 
     def _choose_mode(self) -> None:
-        asked, max_loss = self.config.mode, self.config.max_loss
-        self.mode = mode_of(self.model, asked, self.plan, max_loss, self.notice, self.warn)
+        self.mode = mode_of(self.model, self.config, self.plan, self.notice, self.warn)
 
     def _check_devices(self) -> None:
         """If a device fails its check, everything runs on the CPU."""
@@ -179,11 +177,7 @@ class _Load:
         check_limits(self.model, self.gpu)
 
     def _place(self) -> None:
-        cpu_ffn = self.config.cpu_ffn
-        self.placement = placement_of(
-            self.model, self.plan, self.gpus, cpu_ffn=cpu_ffn,
-            is_offloaded=self.config.kv_offload is not None,
-        )  # fmt: skip
+        self.placement = placement_of(self.model, self.plan, self.gpus, self.config)
         # A plan's workspace in main memory is that of short passes.
         placement = self.placement
         is_whole = placement.head_on_gpu and all(placement.dense_on_gpu)
@@ -194,8 +188,7 @@ class _Load:
         model, plan, config = self.model, self.plan, self.config
         self.num_sequences = sequences_of(config.num_sequences, plan)
         self.cache_types = cache_types_of(
-            model, config.cache_type_k, config.cache_type_v, config.kv_offload,
-            has_plan=plan is not None, device=self.gpu, cpu_ffn=config.cpu_ffn,
+            model, config, has_plan=plan is not None, device=self.gpu,
             planned=None if plan is None else plan.kv_offload,
         )  # fmt: skip
         selection = self.cache_types.selection

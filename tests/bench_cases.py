@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.runtime.kernels.cpu import library
 
@@ -12,4 +13,6 @@ needs_kernels = pytest.mark.skipif(not library.is_available(), reason="needs the
 
 def config_of(path: Path, **options) -> BenchConfig:
     given = {"prompt_lengths": (5,), "gen_lengths": (4,), "repetitions": 2, "threads": 1}
-    return BenchConfig(model=path, **given | options)
+    given |= options
+    engine = take_engine_options(given)
+    return BenchConfig(model=path, engine=engine, **given)

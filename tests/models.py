@@ -13,7 +13,7 @@ from k_quants import BLOCK_BYTES, random_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
-from hotsplit.artifacts.model_file import KINDS, ModelFile, PredictorInfo
+from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.families import falcon, llama, opt
 from hotsplit.families.sizes import Sizes
@@ -27,6 +27,7 @@ from hotsplit.model.spec import (
     PredictorKind,
     Rotary,
 )
+from hotsplit.model.weight_types import NAMES as KINDS
 
 
 def make_sizes(

@@ -19,6 +19,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.measure.advise.turns import Rounds, Timings, Turns
 from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(not library.is_available(), reason="no C++ kernels")
@@ -66,8 +67,8 @@ def test_limits_that_pay_are_advised_and_what_is_said_is_found_again(made, monke
     advice = advice_of(made, "--max-loss", 0.5)
     best = advice["best"]
     assert (best["type"], best["rule"], best["is_whole"]) == ("f16", "limits", True), advice["why"]
-    found = evaluate(EvalConfig(model=made / "own.gguf", corpora=(made / "t.txt",), mode="exact",
-                                max_tokens=6144))  # fmt: skip
+    found = evaluate(EvalConfig(model=made / "own.gguf", corpora=(made / "t.txt",),
+                                engine=EngineConfig(mode="exact"), max_tokens=6144))  # fmt: skip
     assert found.kl_mean > 1e-4
     assert best["close"]["kl"] == pytest.approx(found.kl_mean, rel=0.2)
     assert best["bytes_per_token"] == pytest.approx(found.bytes_per_token, rel=0.01)

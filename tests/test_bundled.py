@@ -17,6 +17,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.artifacts.profile_file import Profile
 from hotsplit.artifacts.split_file import Split
+from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.costs.budget import plan_bytes
@@ -82,7 +83,10 @@ def exact(made):
 
 
 def held_out(made, model, **options):
-    return EvalConfig(model=made / model, corpora=(made / "held-out.txt",), **options)
+    engine = take_engine_options(options)
+    return EvalConfig(
+        model=made / model, corpora=(made / "held-out.txt",), engine=engine, **options
+    )
 
 
 def test_the_model_is_what_its_card_says(made, exact):

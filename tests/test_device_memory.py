@@ -19,11 +19,11 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import KINDS
 from hotsplit.costs.budget import ITEMS, SHORT_CHUNK, workspace_bytes
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import array_entry
 from hotsplit.model.spec import Activation
+from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime import engine_options, gpu_setup
 from hotsplit.runtime.device import device_memory
 from hotsplit.runtime.device.device_memory import ALIGNMENT, DeviceMemory, out_of_memory_as_error

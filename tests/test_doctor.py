@@ -179,14 +179,15 @@ def test_a_library_that_is_missing_broken_or_for_another_processor_is_reported(b
 
 def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
     from hotsplit.doctor import probe_kernels
+    from hotsplit.runtime.check import cpu_kernels
 
-    was = probe_kernels._rows
+    was = cpu_kernels.rows_of
 
-    def rows(lib, kind, random):
-        data, exact = was(lib, kind, random)
-        return data, exact * (1.0 + 0.1 * (kind == "q4_0"))
+    def rows(lib, each, form, random):
+        data, exact = was(lib, each, form, random)
+        return data, exact * (1.0 + 0.1 * (each.name == "q4_0" and form in (None, "tiled")))
 
-    monkeypatch.setattr(probe_kernels, "_rows", rows)
+    monkeypatch.setattr(cpu_kernels, "rows_of", rows)
     monkeypatch.setattr(probe_kernels, "leave_no_core", lambda: None)
     level = library.level()
     try:
@@ -194,8 +195,11 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
     finally:
         library.set_level(level)
     done = json.loads(capsys.readouterr().out.splitlines()[-1])["done"]
-    assert {line.split(":")[0].split(", ")[1] for line in done["wrong"]} == {"q4_0"}
-    assert len(done["wrong"]) == 3 * len(library.usable_levels())
+    assert {line.split(":")[0].split(", ")[1] for line in done["wrong"]} == {
+        "q4_0",
+        "q4_0_tiled",
+    }
+    assert len(done["wrong"]) == (3 + 2) * len(library.usable_levels())
 
 
 def test_a_child_that_hangs_is_ended(broken, monkeypatch):

@@ -8,11 +8,13 @@ import click
 import pytest
 
 from hotsplit.commands.all_commands import cli
+from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.config import BenchConfig
 from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.measure.evaluate.tasks_config import TasksConfig
 from hotsplit.options.engine_config import EngineConfig, EngineOptions
+from hotsplit.run.choice import Wishes
 from hotsplit.runtime.engine import Engine
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
@@ -103,10 +105,15 @@ def test_another_default_is_found():
     assert sorted(others(wrong)) == ["cpu_ffn", "max_loss"]
 
 
-@pytest.mark.parametrize("config", [BenchConfig, EvalConfig, TasksConfig])
-def test_configurations_of_stages_have_the_same_defaults(config):
-    same = [field for field in dataclasses.fields(config) if field.name in DEFAULTS]
-    assert len(same) >= 3
-    for field in same:
-        if field.name != "limits":
-            assert field.default == DEFAULTS[field.name], field.name
+@pytest.mark.parametrize("config", [BenchConfig, EvalConfig, TasksConfig, Wishes])
+def test_configurations_of_stages_have_an_engines_whole(config):
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    assert defaults["engine"] == EngineConfig() and not {*defaults} & {*DEFAULTS}
+
+
+def test_a_command_takes_the_options_of_an_engine():
+    options = {"mode": "exact", "max_loss": 0.5, "limit": 3}
+    assert take_engine_options(options) == EngineConfig(mode="exact", max_loss=0.5)
+    assert options == {"limit": 3}
+    with pytest.raises(HotsplitError, match="max_loss is -1"):
+        take_engine_options({"max_loss": -1})

@@ -16,8 +16,8 @@ from reference import rel_error
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import KINDS
 from hotsplit.errors import HotsplitError
+from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime.device.device_memory import DeviceMemory, out_of_memory_as_error
 from hotsplit.runtime.device.streams import CudaStream
 from hotsplit.runtime.kernels.cpu import library as cpu_kernels

@@ -29,6 +29,7 @@ from hotsplit.errors import HotsplitError, Interrupted
 from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.measure.evaluate.eval_file import eval_content
 from hotsplit.measure.evaluate.quality import evaluate
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile import memory
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
@@ -207,7 +208,9 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
     options = {"train_predictors": tmp_path / "pred", "predictors": PredictorOptions(rank=32)}
     profile(config_of(made, a, tmp_path / "p", max_tokens=2500, **options))
     compared = evaluate(
-        EvalConfig(model=a, corpora=(made / "t.txt",), mode="exact", max_tokens=200)
+        EvalConfig(
+            model=a, corpora=(made / "t.txt",), engine=EngineConfig(mode="exact"), max_tokens=200
+        )
     )
     assert compared.limits == ModelFile.load(a).limits.sha256 != ModelFile.load(b).limits.sha256
     (tmp_path / "e.json").write_text(json.dumps(eval_content(compared)))
@@ -267,7 +270,7 @@ def test_the_bytes_that_a_profile_records_are_those_that_steps_read(tmp_path, ma
     """The bytes saved against mode dense agree with the runtime's counters, one token at a time."""
     model = with_limits(made, limits_of(made, *fields), tmp_path / "m.gguf")
     options = {"model": model, "corpora": (made / "t.txt",), "max_tokens": 400}
-    found = evaluate(EvalConfig(**options, mode="exact"))
+    found = evaluate(EvalConfig(**options, engine=EngineConfig(mode="exact")))
     read = {}
     for mode in ("dense", "exact"):
         with Engine.load(model, mode=mode) as engine:

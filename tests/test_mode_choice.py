@@ -101,7 +101,7 @@ def test_the_choice(changes, mode, words):
         assert choice.line is None
     else:
         assert words in choice.line and "\n" not in choice.line
-    assert mode_of(a_model(**changes), None) == mode
+    assert mode_of(a_model(**changes), EngineConfig()) == mode
 
 
 def test_the_limit_is_the_users():
@@ -118,7 +118,8 @@ def test_a_requested_mode_is_used_with_a_warning():
     model = a_model(exact=(0.18, 0.76))
     for mode, count in (("dense", 0), ("exact", 1), ("predicted", 0)):
         lines, others = [], []
-        assert mode_of(model, mode, notice=others.append, warn=lines.append) == mode
+        config = EngineConfig(mode=mode)
+        assert mode_of(model, config, notice=others.append, warn=lines.append) == mode
         assert len(lines) == count and not others
     assert "+18 %" in loss_line(model, "exact", 0.01) and loss_line(model, "exact", 0.18) is None
     assert refusal(model, "dense", 0.0) is None

@@ -30,6 +30,7 @@ from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
 from hotsplit.measure.timing.rounds import MIN_ROUNDS
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.predictors.options import PredictorOptions, Target
@@ -225,7 +226,7 @@ def test_training_beats_chance_and_keeps_the_contribution_it_promises(
     )
     assert ModelFile.load(tmp_path / "m.gguf").predictor.input_layer_offset == offset
     result = evaluate(EvalConfig(model=tmp_path / "m.gguf", corpora=(random_model / "text.txt",),
-                                 mode="predicted", max_tokens=500))  # fmt: skip
+                                 engine=EngineConfig(mode="predicted"), max_tokens=500))  # fmt: skip
     named = [q.chosen.predicted_density for q in report.quality_L]
     assert np.allclose(result.named_share_L, named, atol=0.12)  # 500 tokens are few
     assert 0 < result.kl_mean < 0.1
@@ -258,7 +259,7 @@ def test_thresholds_of_a_known_histogram():
 
 def test_eval_of_dense_against_itself_is_perfect(random_model):
     result = evaluate(EvalConfig(model=random_model / "m.gguf", corpora=(random_model / "text.txt",),
-                                 mode="dense", max_tokens=300))  # fmt: skip
+                                 engine=EngineConfig(mode="dense"), max_tokens=300))  # fmt: skip
     assert (result.kl_mean, result.top1_agreement) == (0.0, 1.0)
     assert result.perplexity == result.dense_perplexity
     assert math.log(result.perplexity) < 2 * math.log(320)

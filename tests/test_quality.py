@@ -36,6 +36,7 @@ from hotsplit.measure.evaluate.quality import (
     compare_all,
     evaluate,
 )
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.corpus.chat_windows import read_chat_windows
@@ -315,7 +316,7 @@ def test_profile_records_both_modes_and_convert_keeps_them(tmp_path):
     assert ModelFile.load(tmp_path / "m2.gguf").quality == record
     # eval measures about the same on 1,000 tokens of the text.
     found = evaluate(EvalConfig(model=tmp_path / "m2.gguf", corpora=(tmp_path / "t.txt",),
-                                mode="exact", max_tokens=1000))  # fmt: skip
+                                engine=EngineConfig(mode="exact"), max_tokens=1000))  # fmt: skip
     assert found.hidden_share_L == pytest.approx([0.5] * 3, abs=0.1)
     assert found.bytes_per_token == pytest.approx(record["exact"].bytes_per_token, rel=0.05)
     assert_warnings(report)

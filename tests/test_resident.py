@@ -10,8 +10,8 @@ from reference import rel_error
 from test_runtime import IDS, PATTERNS, decoded, make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import KINDS
 from hotsplit.errors import HotsplitError
+from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime import engine_options
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library

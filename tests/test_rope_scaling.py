@@ -22,6 +22,7 @@ from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.model.rope import NO_SCALING, RopeScaling
+from hotsplit.options.engine_config import EngineConfig
 
 TRAINED, FACTOR = 128, 4.0
 NUM_TOKENS = 300
@@ -179,15 +180,17 @@ def test_eval_compares_modes_under_a_scaling_and_says_which(model, tmp_path, cap
     text = tmp_path / "t.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 300)
     config = EvalConfig(
-        model=model.path, corpora=(text,), mode="exact", max_tokens=600, device="cpu",
-        context_length=512, rope_scaling="yarn",
+        model=model.path, corpora=(text,), max_tokens=600,
+        engine=EngineConfig(mode="exact", device="cpu", context_length=512, rope_scaling="yarn"),
     )  # fmt: skip
     totals, pieces = [], []
     report = evaluate(config, pieces.append, totals.append)
     assert max(pieces) > TRAINED and sum(pieces) == sum(totals)
     assert report.perplexity == pytest.approx(report.dense_perplexity, rel=1e-3)
-    plain = evaluate(dataclasses.replace(config, context_length=None, rope_scaling=None))
-    linear = evaluate(dataclasses.replace(config, rope_scaling="linear"))
+    own = dataclasses.replace(config.engine, context_length=None, rope_scaling=None)
+    plain = evaluate(dataclasses.replace(config, engine=own))
+    other = dataclasses.replace(config.engine, rope_scaling="linear")
+    linear = evaluate(dataclasses.replace(config, engine=other))
     assert len({each.dense_perplexity for each in (report, plain, linear)}) == 3
     words = ["eval", str(model.path), "--corpus", str(text), "--mode", "exact", "--tokens", "300"]
     assert main([*words, "--device", "cpu", "-c", "512", "--rope-scaling", "yarn"]) == 0

@@ -11,6 +11,7 @@ from test_gguf_source import powerinfer_file
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.cli import main
+from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.convert.convert import convert
 from hotsplit.convert.options import ConvertConfig
 from hotsplit.run import choice, corpora, estimate, prepare, stages
@@ -58,6 +59,11 @@ def test_a_file_in_llamacpps_layout_keeps_its_type(silu, tmp_path):
     assert kind is None and line.startswith("type q8_0: the file's own (")
 
 
+def wishes_of(**options):
+    engine = take_engine_options(options)
+    return Wishes(engine=engine, **options)
+
+
 def test_a_plan_is_made_only_where_one_is_needed(source):
     fits = size(source, "q8_0")
     for gpus, budgets, device in (
@@ -66,7 +72,7 @@ def test_a_plan_is_made_only_where_one_is_needed(source):
     ):  # fmt: skip
         found = choose(source, Wishes(outtype="q8_0"), Room(main=1 << 40, gpus=gpus))
         assert (found.budgets, found.device) == (budgets, device), gpus
-    short = Wishes(outtype="q8_0", context_length=32, vram=(2_000_000,))
+    short = wishes_of(outtype="q8_0", context_length=32, vram=(2_000_000,))
     found = choose(source, short, Room(main=1 << 40, gpus=(2_000_000,)))
     assert (found.budgets, found.device) == ((2_000_000,), None)
     assert "a plan for 1.91 MiB of VRAM" in found.lines[-1]
@@ -85,7 +91,7 @@ def test_a_plan_is_made_only_where_one_is_needed(source):
 )
 def test_it_says_why_no_gpu_is_used(source, monkeypatch, wishes, has_cuda, why):
     monkeypatch.setattr(choice.torch.cuda, "is_available", lambda: has_cuda)
-    found = choose(source, Wishes(outtype="q8_0", **wishes), Room(main=1 << 40))
+    found = choose(source, wishes_of(outtype="q8_0", **wishes), Room(main=1 << 40))
     assert found.lines[-1].startswith(f"on the CPU, without a plan: {why}")
 
 
@@ -96,10 +102,10 @@ def test_the_default_budget_is_that_of_the_gpu_asked_for(monkeypatch):
         choice.torch.cuda, "mem_get_info", lambda device: (free[device.index], 8 << 30)
     )
     for device, index in ((None, 0), ("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)):
-        (budget,) = choice.room_here(Wishes(device=device)).gpus
+        (budget,) = choice.room_here(wishes_of(device=device)).gpus
         wanted = choice.GPU_SHARE * free[index]
         assert wanted - choice.STEP_BYTES < budget <= wanted, device
-    assert choice.room_here(Wishes(device="cpu")).gpus == ()
+    assert choice.room_here(wishes_of(device="cpu")).gpus == ()
 
 
 def test_which_models_are_looked_at():
@@ -107,8 +113,8 @@ def test_which_models_are_looked_at():
         ("silu", Wishes(), False, False),
         ("relu", Wishes(), False, None),
         ("relu", Wishes(), True, False),
-        ("relu", Wishes(mode="exact"), False, False),
-        ("relu", Wishes(mode="predicted"), True, True),
+        ("relu", wishes_of(mode="exact"), False, False),
+        ("relu", wishes_of(mode="predicted"), True, True),
     )
     for activation, wishes, is_on_gpu, wanted in cases:
         model = make_model(activation=activation)
@@ -143,7 +149,7 @@ def test_powerinfers_files_are_run_as_they_are(relu, tmp_path):
 def job_of(relu, **wishes):
     cache = Cache.open()
     given = look_at(relu, None, cache.folder / "none.gguf")
-    return prepare.job_of(given, Wishes(**wishes), (), cache)
+    return prepare.job_of(given, wishes_of(**wishes), (), cache)
 
 
 def test_estimates_follow_the_measured_rates(relu):

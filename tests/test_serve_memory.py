@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from hotsplit import Engine
 from hotsplit.commands.serve import _cache_bytes, _check_memory
 from hotsplit.errors import HotsplitError
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.runtime.generate.chain import SamplerChain
 from hotsplit.runtime.generate.generation_options import GenerationOptions
 from hotsplit.runtime.generate.sampling_options import SamplingOptions
@@ -39,10 +40,10 @@ def test_a_cache_that_does_not_fit_is_refused_before_the_model_is_loaded(model, 
     with Engine.load(model, context_length=100, num_sequences=7) as engine:
         cache = _cache_bytes(engine)
     monkeypatch.setattr("hotsplit.system.system_memory.free_memory_bytes", lambda: cache)
-    _check_memory(model, 100, 7, (None, None, None), (None, None))
+    _check_memory(model, EngineConfig(context_length=100), 7)
     monkeypatch.setattr("hotsplit.system.system_memory.free_memory_bytes", lambda: cache - 1)
     with pytest.raises(HotsplitError, match="--context"):
-        _check_memory(model, 100, 7, (None, None, None), (None, None))
+        _check_memory(model, EngineConfig(context_length=100), 7)
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

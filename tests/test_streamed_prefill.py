@@ -15,7 +15,8 @@ from test_families import CASES, converted
 from test_runtime import make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.model_file import KINDS, ModelFile
+from hotsplit.artifacts.model_file import ModelFile
+from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime.device import staging
 from hotsplit.runtime.device.staging import Staging
 from hotsplit.runtime.device.streams import PlainStream

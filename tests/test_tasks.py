@@ -20,6 +20,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.tasks import Score, TasksReport, _load
 from hotsplit.measure.evaluate.tasks_config import TasksConfig
+from hotsplit.options.engine_config import EngineConfig
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed"
@@ -241,13 +242,13 @@ def test_unavailable_tasks_give_one_line(here, capsys, monkeypatch):
 
 def test_tasks_run_under_a_scaling_of_positions(here):
     config = TasksConfig(
-        model=here / "m.gguf", tasks=("x",), device="cpu", mode="dense", rope_scaling="yarn",
-        rope_scale=4.0,
+        model=here / "m.gguf", tasks=("x",),
+        engine=EngineConfig(device="cpu", mode="dense", rope_scaling="yarn", rope_scale=4.0),
     )  # fmt: skip
     with _load(config, 1) as engine:
         assert engine.model.spec.rope_scaling.words.startswith("YaRN, 4 times the")
     with pytest.raises(HotsplitError, match="rope scaling 'x' is unknown"):
-        dataclasses.replace(config, rope_scaling="x", rope_scale=None)
+        dataclasses.replace(config.engine, rope_scaling="x", rope_scale=None)
 
 
 def test_without_lm_eval_the_command_says_what_to_install(here, capsys, monkeypatch):

@@ -20,6 +20,7 @@ from hotsplit.convert.options import ConvertConfig
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.measure.evaluate.quality import evaluate
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.profile.collect import profile
 from hotsplit.profile.config import ProfileConfig
 from hotsplit.profile.sparsity import thresholds as module
@@ -301,7 +302,9 @@ def test_thresholds_beside_a_model_equal_those_in_it(made, tmp_path):
     )
     common = {"corpora": (folder / "t.txt",), "max_tokens": 300}
     inside = evaluate(EvalConfig(model=tmp_path / "m2", **common))
-    beside = evaluate(EvalConfig(model=folder / "m.gguf", thresholds=folder / "p", **common))
+    beside = evaluate(
+        EvalConfig(model=folder / "m.gguf", engine=EngineConfig(thresholds=folder / "p"), **common)
+    )
     without = evaluate(EvalConfig(model=folder / "m.gguf", **common))
     assert inside == beside and beside.kl_mean > 0 == without.kl_mean
     assert sum(beside.hidden_share_L) < 0.7 * sum(without.hidden_share_L)

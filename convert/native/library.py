@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes
+from hotsplit.model.weight_types import NAMES
 
 LEVELS = ("generic", "avx2", "avx512")  # enum Level in encode.h
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")  # enum Kind
+KINDS = NAMES  # enum Kind
 SOURCE_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OK = 0
 

@@ -6,6 +6,7 @@ llama.cpp alternate in going first. Each test is warmed up before its timed runs
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from hotsplit.artifacts.longer_texts import with_rope_scaling
 from hotsplit.artifacts.model_file import ModelFile
@@ -19,7 +20,7 @@ from hotsplit.measure.bench.rounds import Rounds
 from hotsplit.measure.bench.runner import RandomTokens, Runner, TextTokens, Tokens
 from hotsplit.measure.bench.setting import load_now, setting_of
 from hotsplit.measure.bench.summary import report_of
-from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.runtime.kernels.threads import use_threads
 
 
@@ -50,7 +51,7 @@ def bench(
 
 
 def _check_lengths(config: BenchConfig, file: ModelFile) -> None:
-    scaled = with_rope_scaling(file, config.rope_scaling, config.rope_scale, config.num_tokens)
+    scaled = with_rope_scaling(file, *config.engine.rope, config.num_tokens)
     longest = scaled.spec.context_length
     for test in config.tests:
         if test.depth + test.length > longest:
@@ -80,20 +81,9 @@ def _load(config: BenchConfig, plan: Split | None) -> Engine:
             f"{config.split}: the plan has a context of {plan.context_length}, the longest test takes"
             f" {config.num_tokens}; give shorter lengths, or solve again with --context"
         )
-    return Engine.load(
-        config.model,
-        config.split,
-        mode=config.mode,
-        device=config.device,
-        context_length=config.num_tokens if plan is None else None,
-        max_loss=config.max_loss,
-        cache_type_k=config.cache_type_k,
-        cache_type_v=config.cache_type_v,
-        kv_offload=config.kv_offload,
-        rope_scaling=config.rope_scaling,
-        rope_scale=config.rope_scale,
-        neuron_cache=config.neuron_cache,
-    )
+    context_length = config.num_tokens if plan is None else None
+    asked = replace(config.engine, context_length=context_length)
+    return load_engine(config.model, config.split, asked)
 
 
 def _tokens(config: BenchConfig, engine: Engine) -> Tokens:

@@ -6,10 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from hotsplit.errors import HotsplitError
-from hotsplit.model.mode_quality import RunMode
-from hotsplit.model.rope import check_scaling
 from hotsplit.options.engine_config import EngineConfig
-from hotsplit.options.neuron_cache import CacheOptions, Off
 
 MOST_TOKENS = 1 << 24  # upper limit of -p, -n and -d
 MOST_TESTS, MOST_REPETITIONS = 256, 10_000
@@ -44,15 +41,7 @@ class BenchConfig:
     depths: tuple[int, ...] = (0,)
     repetitions: int = 5
     threads: int | None = None
-    mode: RunMode | None = None
-    max_loss: float = EngineConfig.max_loss
-    device: str | None = None
-    cache_type_k: str | None = None
-    cache_type_v: str | None = None
-    kv_offload: str | None = None
-    rope_scaling: str | None = None
-    rope_scale: float | None = None
-    neuron_cache: CacheOptions | Off | None = None  # None: as in the plan
+    engine: EngineConfig = EngineConfig()  # without a plan, the tests need their own context
     text: Path | None = None  # the tokens' source; None draws them at random from `seed`
     seed: int = 0
     compare: Path | None = None  # a Python that has llama_cpp, or a llama-bench
@@ -73,7 +62,6 @@ class BenchConfig:
                 if not self.tests
                 else f"{len(self.tests)} tests asked for, wanted at most {MOST_TESTS}"
             )
-        check_scaling(self.rope_scaling, self.rope_scale)
         if self.seed < 0:
             raise HotsplitError(f"seed is {self.seed}, wanted 0 or more")
         if self.compare is None and (self.compare_model or self.compare_gpu_layers is not None):

@@ -1,7 +1,7 @@
 """llama.cpp's half of a comparison, run by a Python that has llama-cpp-python.
 
 It imports nothing from hotsplit; its source is passed with -c. Its argument is a JSON object:
-model, context, type_k, type_v, threads, gpu_layers (null: all). The first line on stdout describes
+model, context, type_k and type_v (ggml's numbers), threads, gpu_layers (null: all). The first line on stdout describes
 llama.cpp and the model, or is {"error": ...}; then each line on stdin gets one on stdout:
     {"do": "depth", "ids": [...]}     fills the cache with these tokens: {}
     {"do": "pp", "ids": [...]}        times a prompt after them, BATCH at a time: {"ns": ...}
@@ -19,7 +19,6 @@ except ImportError as error:
     print(json.dumps({"error": f"it has no llama_cpp ({error})"}), flush=True)
     raise SystemExit(0) from None
 
-TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml.h
 BATCH, UBATCH = 2048, 512  # llama-bench's
 AUTO = -1  # LLAMA_FLASH_ATTN_TYPE_AUTO
 ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -64,7 +63,7 @@ def tell(answer: dict) -> None:  # type: ignore[type-arg]
 def context_of(model, options):  # type: ignore[no-untyped-def]
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = options["context"], BATCH, UBATCH
-    params.type_k, params.type_v = TYPES[options["type_k"]], TYPES[options["type_v"]]
+    params.type_k, params.type_v = options["type_k"], options["type_v"]
     params.n_threads = params.n_threads_batch = options["threads"]
     params.flash_attn_type = AUTO
     return llama.llama_init_from_model(model, params)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from hotsplit.errors import HotsplitError
+from hotsplit.files.gguf_file import type_of
 from hotsplit.measure.bench.config import BenchTest
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
@@ -112,7 +113,7 @@ class PythonRival:
         self._path = options.path
         asked = {
             "model": str(options.model), "context": options.context_length,
-            "type_k": options.type_k, "type_v": options.type_v, "threads": options.threads,
+            "type_k": type_of(options.type_k), "type_v": type_of(options.type_v), "threads": options.threads,
             "gpu_layers": options.gpu_layers,
         }  # fmt: skip
         self._errors = tempfile.TemporaryFile()

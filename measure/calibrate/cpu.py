@@ -17,21 +17,21 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from hotsplit.artifacts.machine_file import CHOSEN_SHARE, CpuCosts, Figure
-from hotsplit.artifacts.model_file import KINDS
 from hotsplit.artifacts.random_model import random_model
 from hotsplit.artifacts.split_file import PlanMode
 from hotsplit.families.llama import llama_spec
 from hotsplit.families.sizes import Sizes
-from hotsplit.files.gguf_file import TensorEntry, row_bytes, type_of
+from hotsplit.files.gguf_file import TensorEntry, row_bytes
 from hotsplit.measure.timing.rounds import Probe, run_rounds, seconds_of
 from hotsplit.model.spec import Rotary
+from hotsplit.model.weight_types import BY_NAME, NAMES
 from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.engine import Engine
 from hotsplit.runtime.kernels.cpu import library
+from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.feed_forward import Gate, NeuronBlock
 from hotsplit.runtime.model.native_neurons import NativeNeurons
 from hotsplit.runtime.weights.matrix import Linear, Matrix, matrix_of
@@ -45,17 +45,13 @@ CONTEXT = 64
 CACHE_STEPS = 8
 # Layers, tokens, key-value heads and their width: 64 MiB of keys and values in f16.
 CACHE_LAYERS, CACHE_TOKENS, CACHE_HEADS, CACHE_WIDTH = 4, 4096, 8, 128
-# Indices of the upper bytes of a block's f16 numbers, which are set to those of 1.0: the speed does
-# not depend on the values, except for denormals.
-UPPER_BYTES = {"q8_0": (1,), "q4_0": (1,), "q4_k": (1, 3), "q5_k": (1, 3), "q6_k": (209,)}
-FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def measure_costs(
     buffer_bytes: int, time_limit_s: float, on_probe: Callable[[float], None]
 ) -> CpuCosts:
     """Measures with all threads that the runtime uses; matrices take up to `buffer_bytes` each."""
-    probes = [p for kind in KINDS for p in _row_probes(kind, buffer_bytes)]
+    probes = [p for kind in NAMES for p in _row_probes(kind, buffer_bytes)]
     engines = {
         (mode, n): _small_engine(
             _small_sizes(
@@ -75,8 +71,8 @@ def measure_costs(
         for mode in ("exact", "predicted")
     }
     return CpuCosts(
-        all_rows_gb_per_s={kind: found[f"{kind}, all rows"] for kind in KINDS},
-        chosen_rows_gb_per_s={kind: found[f"{kind}, chosen rows"] for kind in KINDS},
+        all_rows_gb_per_s={kind: found[f"{kind}, all rows"] for kind in NAMES},
+        chosen_rows_gb_per_s={kind: found[f"{kind}, chosen rows"] for kind in NAMES},
         kv_gb_per_s=found["cache"],
         layer_s=layer_s,
         token_s=_rest(few, layer_s["exact"]),
@@ -180,8 +176,10 @@ def _random_rows(kind: str, num_bytes: int) -> TensorEntry:
         raw = (data.view(torch.uint8) if kind == "bf16" else data).numpy()
     else:
         raw = np.ones((count, size), np.uint8)
-        for at in UPPER_BYTES[kind]:
-            raw.reshape(-1, GGML_QUANT_SIZES[type_of(kind)][1])[:, at] = 0x3C
+        # The upper bytes of f16 numbers are those of 1.0: the speed does not depend on the values,
+        # except for denormals.
+        start, stop = BY_NAME[kind].halves or (0, 0)
+        raw.reshape(-1, BY_NAME[kind].block_bytes)[:, start + 1 : stop : 2] = 0x3C
     return TensorEntry(shape=(count, ROW_VALUES), kind=kind, read_rows=lambda a, b: raw[a:b])
 
 

@@ -4,7 +4,8 @@ Letters: T tokens, L layers, F neurons."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from hotsplit.measure.evaluate.eval_config import EvalConfig
 from hotsplit.model.mode_quality import ModeQuality, is_recordable
 from hotsplit.profile.corpus.chat_windows import read_chat_windows
 from hotsplit.profile.corpus.corpus import read_windows
-from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.runtime.model.feed_forward import Mode
 
 
@@ -119,30 +120,14 @@ def evaluate(
     `on_total` is called once with the number of tokens to run, `on_tokens` after each window with
     its number of tokens. The total is below `max_tokens` for a short text, and may be above it with
     a chat template, whose own tokens are run too."""
+    own = ("thresholds", "limits", "cache_type_k", "cache_type_v", "kv_offload", "neuron_cache")
+    plain: dict[str, Any] = dict.fromkeys(own)
+    # Whole windows only, no decode steps; no limit of the loss: it is about to be measured.
+    common = replace(config.engine, is_resident=False, max_loss=math.inf)
     with (
-        Engine.load(
-            config.model,
-            mode="dense",
-            device=config.device,
-            is_resident=False,
-            context_length=config.context_length,
-            rope_scaling=config.rope_scaling,
-            rope_scale=config.rope_scale,
-        ) as dense,
-        Engine.load(
-            config.model,
-            split=config.split,
-            mode=_mode(config, dense.model),
-            device=config.device,
-            thresholds=config.thresholds,
-            is_resident=False,  # whole windows only, no decode steps
-            max_loss=math.inf,  # no limit: it is about to be measured
-            context_length=config.context_length,
-            rope_scaling=config.rope_scaling,
-            rope_scale=config.rope_scale,
-            cache_type_k=config.cache_type_k,
-            cache_type_v=config.cache_type_v,
-            kv_offload=config.kv_offload,
+        load_engine(config.model, None, replace(common, mode="dense", **plain)) as dense,
+        load_engine(
+            config.model, config.split, replace(common, mode=_mode(config, dense.model))
         ) as engine,
     ):
         windows, counted = _windows(config, dense, engine)
@@ -151,8 +136,9 @@ def evaluate(
 
 
 def _mode(config: EvalConfig, model: ModelFile) -> Mode | None:
-    if config.mode is not None or config.split is not None or config.thresholds is not None:
-        return config.mode
+    engine = config.engine
+    if engine.mode is not None or config.split is not None or engine.thresholds is not None:
+        return engine.mode
     return mode_meant(model)
 
 

@@ -5,14 +5,14 @@ lm_eval_model."""
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import one_line, shown
 from hotsplit.measure.evaluate.tasks_config import TasksConfig
 from hotsplit.model.mode_quality import RunMode
-from hotsplit.runtime.engine import Engine
+from hotsplit.runtime.engine import Engine, load_engine
 from hotsplit.runtime.engine_options import device_of
 
 NORMAL_95 = 1.96  # half-width of a 95 % interval, in standard errors
@@ -55,7 +55,7 @@ def run_tasks(
     lm-eval cannot prepare the tasks."""
     lm_eval = _library()
     manager = _manager(config)
-    is_plain = config.split is None and device_of(config.device).type == "cpu"
+    is_plain = config.split is None and device_of(config.engine.device).type == "cpu"
     num_texts = NUM_TEXTS if is_plain else 1
     with _load(config, num_texts) as engine:
         model = _model(engine, num_texts, config.seed, on_requests)
@@ -122,12 +122,8 @@ def _manager(config: TasksConfig) -> Any:
 
 
 def _load(config: TasksConfig, num_texts: int) -> Engine:
-    return Engine.load(
-        config.model, split=config.split, mode=config.mode, device=config.device,
-        thresholds=config.thresholds, num_sequences=num_texts,
-        context_length=config.context_length, rope_scaling=config.rope_scaling,
-        rope_scale=config.rope_scale,
-    )  # fmt: skip
+    asked = replace(config.engine, num_sequences=num_texts)
+    return load_engine(config.model, config.split, asked)
 
 
 def _model(engine: Engine, num_texts: int, seed: int, on_requests: Callable[[float], None]) -> Any:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from hotsplit.errors import HotsplitError
 from hotsplit.files.typed import shown
-from hotsplit.model.mode_quality import RunMode
-from hotsplit.model.rope import check_scaling
+from hotsplit.options.engine_config import EngineConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,14 +15,9 @@ class TasksConfig:
     limit: int | None = None  # documents per task; None is all
     num_fewshot: int | None = None  # None is the task's own
     folder: Path | None = None  # of tasks in addition to lm-eval's own
-    mode: RunMode | None = None
+    engine: EngineConfig = EngineConfig()
     split: Path | None = None
-    thresholds: Path | None = None
-    device: str | None = None
     seed: int = 0
-    context_length: int | None = None
-    rope_scaling: str | None = None  # as in EngineConfig
-    rope_scale: float | None = None
 
     def __post_init__(self) -> None:
         if not self.tasks or not all(self.tasks) or len(set(self.tasks)) < len(self.tasks):
@@ -37,4 +31,3 @@ class TasksConfig:
                 raise HotsplitError(f"{name} is {value}, wanted {least} or more")
         if self.folder is not None and not self.folder.is_dir():
             raise HotsplitError(f"{self.folder}: no such folder; wanted one with tasks (YAML)")
-        check_scaling(self.rope_scaling, self.rope_scale)

@@ -25,6 +25,7 @@ from torch import Tensor
 from hotsplit.artifacts.predictor_file import LayerPredictor
 from hotsplit.costs.budget import LayerBytes
 from hotsplit.files.gguf_file import is_whole_blocks
+from hotsplit.model.weight_types import PREDICTOR_NAMES
 from hotsplit.profile.predictors.examine import Examiner
 from hotsplit.profile.predictors.moments import Moments
 from hotsplit.profile.predictors.options import Target
@@ -46,7 +47,7 @@ class Choices:
     low-rank predictor is f16 if none is left."""
 
     ranks: tuple[int, ...]
-    kinds: tuple[str, ...] = ("f16", "q8_0", "q4_0")
+    kinds: tuple[str, ...] = PREDICTOR_NAMES
     forms: tuple[str, ...] = ("low-rank", "whole")
     has_bias: bool = True
     target: Target = Target()

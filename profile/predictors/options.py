@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.errors import HotsplitError
 from hotsplit.model.spec import SMOOTH
+from hotsplit.model.weight_types import SMALL_BLOCK_NAMES, SMALLEST, PredictorTypeName
 
 if TYPE_CHECKING:
     from hotsplit.profile.predictors.layer_trainer import Choices
 
 PredictorForm = Literal["auto", "low-rank", "whole"]
-PredictorType = Literal["auto", "f16", "q8_0", "q4_0"]
+PredictorType = Literal["auto", PredictorTypeName]
 PredictorFormat = Literal["hotsplit", "dejavu"]
 # Ranks tried by default are multiples of it, so that every type can hold them; in models too small
 # for any, the rank is a quarter of the width.
@@ -84,7 +85,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     fitting = tuple(sorted(rank for rank in blocks if rank < width and rank <= neurons))
     ranks = (options.rank,) if options.rank else fitting or (max(1, width // 4),)
     # q8_0 is as good as f16 at about half the bytes.
-    kinds = ("q8_0", "q4_0") if options.type == "auto" else (options.type,)
+    kinds = SMALL_BLOCK_NAMES if options.type == "auto" else (options.type,)
     if options.form == "whole" and width % BLOCK:
         is_blocks = options.type not in ("auto", "f16")
         raise HotsplitError(
@@ -105,7 +106,7 @@ def predictor_choices(options: PredictorOptions, model: ModelFile) -> "Choices":
     if options.form == "whole" and options.type == "f16":
         raise HotsplitError(
             "a whole predictor has as many values as the gate matrix, so that it pays only in a"
-            " type smaller than f16; give --predictor-type q4_0 or --predictor-form low-rank"
+            f" type smaller than f16; give --predictor-type {SMALLEST} or --predictor-form low-rank"
         )
     if options.format == "dejavu":
         if model.activation in SMOOTH:

@@ -1,6 +1,6 @@
 """Rounds a predictor's matrix to its type in the model file.
 
-If the input's second moment is given, q4_0 is rounded with error feedback (GPTQ, arXiv 2210.17323):
+If the input's second moment is given, nibbles are rounded with error feedback (GPTQ, arXiv 2210.17323):
 the columns that follow compensate for the error that rounding a column adds to the product. The
 scale of a block is ggml's, the value of largest magnitude over -8, so that encoding the rounded
 values again gives the same bytes.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hotsplit.artifacts.predictor_file import StoredMatrix
 from hotsplit.files.gguf_file import is_whole_blocks, type_of
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.runtime.kernels.stored import unpack
 from hotsplit.runtime.weights.matrix import Matrix
 
@@ -23,14 +24,14 @@ F16_LIMIT = 65504.0
 
 
 def rounded(weight_NM: Tensor, kind: str, moment_MM: Tensor | None = None) -> Matrix:
-    """The matrix as stored; `moment_MM` is E[x x^T] of its input (q4_0 only)."""
+    """The matrix as stored; `moment_MM` is E[x x^T] of its input (nibbles only)."""
     num_rows, width = weight_NM.shape
     assert is_whole_blocks(width, kind), (width, kind)
     weight_NM = weight_NM.float()
     if kind == "f16":
         data = weight_NM.clamp(-F16_LIMIT, F16_LIMIT).half().contiguous()
         return Matrix(data=data, kind=kind, width=width)
-    if kind == "q4_0" and moment_MM is not None:
+    if BY_NAME[kind].has_nibbles and moment_MM is not None:
         weight_NM = with_feedback(weight_NM, moment_MM)
     values = np.ascontiguousarray(weight_NM.cpu().numpy())
     data = torch.from_numpy(quants.quantize(values, type_of(kind))).to(weight_NM.device)
@@ -47,7 +48,7 @@ def values_of(matrix: Matrix) -> Tensor:
 
 
 def with_feedback(weight_NM: Tensor, moment_MM: Tensor) -> Tensor:
-    """f32 [N, M]: values that q4_0 represents exactly, close to the weights in the norm that the
+    """f32 [N, M]: values that nibbles represent exactly, close to the weights in the norm that the
     moment defines."""
     inverse = torch.cholesky_inverse(_damped_factor(moment_MM.double()))
     factor_MM = torch.linalg.cholesky(inverse, upper=True).float()

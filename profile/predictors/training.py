@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hotsplit.model.spec import SMOOTH
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.profile.predictors.moments import Start
 from hotsplit.profile.predictors.rounding import rounded, values_of
 from hotsplit.runtime.model.predictor import Predictor
@@ -213,7 +214,7 @@ class LowRank:
         up_FR = self.up_FR.detach()
         down = rounded(down_RD, kind, self.start.moment_DD)
         moment_RR = None
-        if kind == "q4_0":  # `up` is fitted to the rounded `down`
+        if BY_NAME[kind].has_nibbles:  # `up` is fitted to the rounded `down`
             rounded_RD = values_of(down)
             through_DR = (self.start.moment_DD @ rounded_RD.T).double()
             moment_RR = rounded_RD.double() @ through_DR

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hotsplit.files.atomic import partial_file
 from hotsplit.measure.evaluate.quality import EvalReport
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality
+from hotsplit.model.weight_types import SMALLEST
 from hotsplit.profile.predictors.layer_trainer import LayerQuality
 from hotsplit.profile.predictors.selection import Quality
 from hotsplit.system.sizes import format_bytes
@@ -76,7 +77,7 @@ def warnings(report: "ProfileReport") -> list[str]:
         *lines,
         f"{line}; a model file made with this runs dense unless asked otherwise."
         f" --perplexity-budget {MAX_LOSS:g} finds thresholds that cost no more, a smaller type may"
-        " save more for less (hotsplit convert --outtype q4_0), and hotsplit sparsify trains a"
+        f" save more for less (hotsplit convert --outtype {SMALLEST}), and hotsplit sparsify trains a"
         " model to be sparse",
     ]
 

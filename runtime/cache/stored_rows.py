@@ -7,14 +7,15 @@ of a row."""
 import torch
 from torch import Tensor
 
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheType
+from hotsplit.runtime.kernels.stored import FLOATS
 
 BLOCK = 32
-_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def dtype_of(kind: CacheType) -> torch.dtype:
-    return _FLOATS.get(kind.kind, torch.uint8)
+    return FLOATS.get(kind.kind, torch.uint8)
 
 
 def kept_width(kind: CacheType, width: int) -> int:
@@ -30,7 +31,7 @@ def encode(x: Tensor, kind: CacheType) -> Tensor:
     is_finite_N1 = x_N32.isfinite().all(dim=-1, keepdim=True)
     x_N32 = torch.where(is_finite_N1, x_N32, 0.0)
     largest_N1 = x_N32.gather(-1, x_N32.abs().argmax(dim=-1, keepdim=True))
-    if kind.kind == "q8_0":
+    if not BY_NAME[kind.kind].has_nibbles:
         scale_N1 = largest_N1.abs() / 127.0
         scaled = x_N32 * _inverse(scale_N1)
         whole = scaled.trunc()  # rounds halves away from zero, like C's round()
@@ -49,11 +50,11 @@ def decode(rows: Tensor, kind: CacheType) -> Tensor:
     """Decodes rows [..., X] -> [..., W], blocks to f32; float types are returned unchanged."""
     if not kind.is_blocks:
         return rows
-    size = 2 + (BLOCK if kind.kind == "q8_0" else BLOCK // 2)
-    blocks = rows.unflatten(-1, (-1, size))
+    weight_type = BY_NAME[kind.kind]
+    blocks = rows.unflatten(-1, (-1, weight_type.block_bytes))
     scale_N1 = blocks[..., :2].contiguous().view(torch.float16).float()
     quants = blocks[..., 2:]
-    if kind.kind == "q8_0":
+    if not weight_type.has_nibbles:
         values = quants.contiguous().view(torch.int8).float()
     else:
         values = torch.cat([quants & 15, quants >> 4], dim=-1).float() - 8.0

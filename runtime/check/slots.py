@@ -9,12 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.runtime.check.kernels import Wrong
 from hotsplit.runtime.kernels.gpu.slots import FORMS, SlotKernels, pack_open_ref, scatter_ref
 
 _CPU = torch.device("cpu")
 # Bytes of a block, by form.
-_BLOCK_BYTES = {"": 2, "q4_0": 18, "q8_0": 34, "q6_k": 210}
+_BLOCK_BYTES = {form: BY_NAME[form].block_bytes if form else 2 for form in FORMS}
 _LONG_BYTES = 5000  # at most this many per row: three programs of 2 KiB each
 _ID_BYTES = 4  # of a neuron's id
 _GAP = 64  # bytes after each copy that must not be written; rows are 16-byte aligned

@@ -1,11 +1,11 @@
 """Grouped rows: 64 rows stored together, in the order in which the CPU reads them as it sums, for
 down projections whose rows are all added for every token.
 
-In q4_0 and q8_0, the products of coefficient and weight scale of the 64 neurons share one scale in
+In small blocks, the products of coefficient and weight scale of the 64 neurons share one scale in
 each block of 32 columns (kernels/cpu/grouped_template.h). The lanes of a vector are columns, so
 quants and f16 values need not be interleaved. A group has as many bytes as its rows in the file:
 
-    q4_0_grouped   for each block of columns: 64 scales f16 | for p = 0 .. 15 and each byte of
+    nibbles        for each block of columns: 64 scales f16 | for p = 0 .. 15 and each byte of
                    a row's nibbles, that byte of rows p, p + 16, p + 32 and p + 48
     q8_0_grouped   the same with values
     f16_grouped, bf16_grouped   for each block of columns: the values of each row, 64 bytes
@@ -15,11 +15,12 @@ quants and f16 values need not be interleaved. A group has as many bytes as its 
 import torch
 from torch import Tensor
 
+from hotsplit.model.weight_types import BY_NAME, kinds_in
+
 GROUP_ROWS = 64
 # The grouped kind of each kind in a file.
-GROUPED_KIND = {kind: f"{kind}_grouped" for kind in ("q4_0", "q8_0", "f16", "bf16")}
+GROUPED_KIND = kinds_in("grouped")
 _FILE_KIND = {grouped: kind for kind, grouped in GROUPED_KIND.items()}
-_QUANT_BYTES = {"q4_0": 16, "q8_0": 32}  # of a block, without its scale
 _FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -37,7 +38,7 @@ def from_grouped(data: Tensor, kind: str) -> tuple[Tensor, str]:
         tiles = data.contiguous().view(-1, data.shape[1] // 64, GROUP_ROWS, 64)
         rows = tiles.transpose(1, 2).reshape(data.shape)
         return rows.view(_FLOATS[file_kind]), file_kind
-    return _blocks(data, _QUANT_BYTES[file_kind]), file_kind
+    return _blocks(data, BY_NAME[file_kind].block_bytes - 2), file_kind
 
 
 def _blocks(data: Tensor, size: int) -> Tensor:

@@ -8,7 +8,9 @@ A part is 32 values of a block."""
 import torch
 from torch import Tensor
 
-KINDS = ("q4_k", "q5_k", "q6_k")
+from hotsplit.model.weight_types import K_QUANT_NAMES
+
+KINDS = K_QUANT_NAMES
 
 
 def unpack_blocks(blocks: Tensor, kind: str) -> Tensor:

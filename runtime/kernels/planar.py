@@ -1,27 +1,26 @@
 """Planar rows: each part of a row's blocks (scales, nibbles, ...) is contiguous. GPUs read this
-layout, and the CPU does for q4_0 and q8_0 (made there by library.pack_rows).
+layout, and the CPU does for small blocks (made there by library.pack_rows).
 
-The blocks of q4_0, q8_0 and q6_K in a file have 18, 34 and 210 bytes, so 16-byte loads are not
-aligned. In a planar row each part is contiguous over all blocks; the row has as many bytes as in
+Blocks of 18, 34 and 210 bytes, as a file has them, do not align 16-byte loads. In a planar row each part is contiguous over all blocks; the row has as many bytes as in
 the file:
 
-    q4_0_planar   scales f16 | nibbles, 16 bytes per block
+    nibbles       scales f16 | nibbles, 16 bytes per block
     q8_0_planar   scales f16 | values, 32 bytes per block
     q6_k_planar   ql, 128 bytes per super-block | qh, 64 | scales int8, 16 | d f16"""
 
 import torch
 from torch import Tensor
 
+from hotsplit.model.weight_types import TYPES
+
 # The planar kind of each kind in a file; other kinds are read as stored.
-PLANAR_KIND = {"q4_0": "q4_0_planar", "q8_0": "q8_0_planar", "q6_k": "q6_k_planar"}
+PLANAR_KIND: dict[str, str] = {
+    each.name: each.gpu_kind for each in sorted(TYPES, key=lambda e: e.block_bytes) if each.planes
+}
 FILE_KIND = {planar: kind for kind, planar in PLANAR_KIND.items()}
 
 # (first byte in a block of the file, bytes), in planar order.
-_PLANES = {
-    "q4_0_planar": ((0, 2), (2, 16)),
-    "q8_0_planar": ((0, 2), (2, 32)),
-    "q6_k_planar": ((0, 128), (128, 64), (192, 16), (208, 2)),
-}
+_PLANES = {each.gpu_kind: each.planes for each in TYPES if each.planes}
 
 
 def planar(data: Tensor, kind: str) -> tuple[Tensor, str]:

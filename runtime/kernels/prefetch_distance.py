@@ -19,6 +19,7 @@ from torch import Tensor
 from hotsplit import __version__
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import partial_file
+from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.device import huge_pages
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.system.cache_place import PREFETCH_FILE, cache_folder
@@ -29,7 +30,11 @@ LEAST_GAIN = 0.05  # a distance other than 0 must be faster by this share, twice
 ROUNDS = 4
 MOST_SECONDS = 1.0  # after which an unfinished measurement is given up
 WIDTH, MATRIX_BYTES = 2048, 32 << 20
-KINDS = {"q8_0_tiled": 2176, "q4_0_tiled": 1152}  # bytes of a row of WIDTH values
+KINDS = {  # bytes of a row of WIDTH values
+    each.kind_in("tiled"): WIDTH // each.block_values * each.block_bytes
+    for each in TYPES
+    if each.has_small_blocks
+}
 TOGETHER = 16  # rows of a tile
 MOST_FILE_BYTES = 1 << 20
 

@@ -6,10 +6,9 @@ Letters: N rows, D row width, A chosen rows."""
 from dataclasses import dataclass
 
 import torch
-from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
-from hotsplit.files.gguf_file import type_of
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.runtime.kernels import k_quants
 from hotsplit.runtime.kernels.grouped import from_grouped
 from hotsplit.runtime.kernels.planar import from_planar
@@ -23,19 +22,20 @@ def unpack(data: Tensor, kind: str) -> Tensor:
     data, kind = from_grouped(*from_tiled(*from_planar(data, kind)))
     if kind in FLOATS:
         return data.float()
-    blocks = data.unflatten(-1, (-1, GGML_QUANT_SIZES[type_of(kind)][1]))
-    if kind in k_quants.KINDS:
+    weight_type = BY_NAME[kind]
+    blocks = data.unflatten(-1, (-1, weight_type.block_bytes))
+    if weight_type.is_k_quant:
         return k_quants.unpack_blocks(blocks, kind).flatten(-2)
     scale = blocks[..., :2].contiguous().view(torch.float16).float()
-    if kind == "q8_0":
-        values = blocks[..., 2:].contiguous().view(torch.int8).float()
-    else:
+    if weight_type.has_nibbles:
         values = _from_nibbles(blocks[..., 2:])
+    else:
+        values = blocks[..., 2:].contiguous().view(torch.int8).float()
     return (values * scale).flatten(-2)
 
 
 def _from_nibbles(bytes_16: Tensor) -> Tensor:
-    """The quants f32 [..., 32] of q4_0's bytes [..., 16], without their scale."""
+    """The quants f32 [..., 32] of a block's bytes [..., 16], without their scale."""
     return torch.cat([bytes_16 & 15, bytes_16 >> 4], dim=-1).float() - 8
 
 

@@ -3,7 +3,7 @@
 Each lane of a vector is then a row, for one token and for several, and nothing has to be
 transposed. A tile has as many bytes as its rows in the file:
 
-    q4_0_tiled   for every two blocks (the last may be alone): for each block, the f16 scales of 16
+    nibbles      for every two blocks (the last may be alone): for each block, the f16 scales of 16
                  rows | for each block, its nibbles, four bytes of each of 16 rows in turn
     q8_0_tiled   the same with values
     q4_k_tiled, q5_k_tiled, q6_k_tiled   for each block, interleaving 16 rows: the f16 numbers, one
@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hotsplit.model.weight_types import BY_NAME, kinds_in
+
 TILE_ROWS = 16
 # The tiled kind of each kind in a file.
-TILED_KIND = {kind: f"{kind}_tiled" for kind in ("q4_0", "q8_0", "q4_k", "q5_k", "q6_k")}
+TILED_KIND = kinds_in("tiled")
 _FILE_KIND = {tiled: kind for kind, tiled in TILED_KIND.items()}
-_QUANT_BYTES = {"q4_0": 16, "q8_0": 32}  # of a block, without its scale
 
 
 class _Piece(NamedTuple):
@@ -59,7 +60,7 @@ def from_tiled(data: Tensor, kind: str) -> tuple[Tensor, str]:
 
 
 def _small_rows(tiles: Tensor, kind: str) -> Tensor:
-    size = _QUANT_BYTES[kind]
+    size = BY_NAME[kind].block_bytes - 2
     count = tiles.shape[1] // TILE_ROWS // (2 + size)
     blocks = tiles.new_empty(len(tiles), TILE_ROWS, count, 2 + size)
     for first in range(0, count, 2):

@@ -17,6 +17,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import down_kind
 from hotsplit.files.gguf_file import TensorEntry, type_of
+from hotsplit.runtime.kernels.stored import FLOATS
 from hotsplit.runtime.model.placement import Placement
 from hotsplit.runtime.weights.matrix import Linear, vector_of
 from hotsplit.runtime.weights.neuron_block import Mode, NeuronBlock, Role
@@ -186,8 +187,7 @@ def runs_by_output(model: ModelFile, mode: Mode, placement: Placement) -> bool:
 def transpose(entry: TensorEntry, kind: str) -> tuple[TensorEntry, float]:
     """A [D, F] matrix as [F, D] of a float type, and its relative error |new - old| / |old|."""
     old = torch.from_numpy(np.array(dequantize(entry.read(), type_of(entry.kind))))
-    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
-    new = old.T.to(dtype).contiguous()
+    new = old.T.to(FLOATS[kind]).contiguous()
     error = ((new.T.float() - old).norm() / old.norm().clamp(min=1e-30)).item()
     data = (new.view(torch.uint8) if kind == "bf16" else new).numpy()
     return TensorEntry(shape=tuple(new.shape), kind=kind, read_rows=lambda a, b: data[a:b]), error

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hotsplit.costs.budget import tile_rows
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.kernels.grouped import is_grouped
 from hotsplit.runtime.kernels.planar import PLANAR_KIND
@@ -23,7 +24,7 @@ from hotsplit.runtime.kernels.stored import FLOATS, StoredMatrix, unpack
 from hotsplit.runtime.weights import gpu_products
 
 # Layouts for GPUs that the CPU's kernels do not read.
-_GPU_KINDS = ("q6_k_planar",)
+_GPU_KINDS = tuple(t.gpu_kind for t in TYPES if t.planes and "planar" not in t.forms)
 
 
 @dataclass(frozen=True, kw_only=True)

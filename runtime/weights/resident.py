@@ -4,7 +4,7 @@ Mapped pages of a file have 4 KiB, and a neuron's gate, up and down are far apar
 are copied once, at load time, into huge pages (if the system has them), interleaved so that one
 neuron is contiguous; in mode "exact", which reads all gates but few rows of the others, gates are
 contiguous and up and down interleaved; in mode "dense" each matrix of an undivided layer is
-contiguous. In q4_0 and q8_0 rows all scales come first, which halves the instructions of products
+contiguous. In rows of small blocks all scales come first, which halves the instructions of products
 and sums; with AVX-512, matrices that are multiplied whole are tiled (runtime.kernels.tiled), which
 halves them again, and a matrix all of whose rows are added is grouped (runtime.kernels.grouped).
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hotsplit.commands.options.shared import take_engine_options
 from hotsplit.errors import HotsplitError
 from hotsplit.measure.bench.bench import bench
 from hotsplit.measure.bench.config import BenchConfig
@@ -30,7 +31,8 @@ def config_of(**options) -> BenchConfig:
         "model": MODEL, "mode": "dense", "device": "cpu", "prompt_lengths": (8,),
         "gen_lengths": (3,), "depths": (0, 4), "repetitions": 2, "compare": PYTHON,
     }  # fmt: skip
-    return BenchConfig(**given | options)
+    given |= options
+    return BenchConfig(engine=take_engine_options(given), **given)
 
 
 @pytest.mark.parametrize("kind", [None, "q8_0"])

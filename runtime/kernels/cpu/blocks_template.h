@@ -1,4 +1,4 @@
-// Products of rows of q8_0 and q4_0, in the file's layout and planar, with vectors of 16-bit
+// Products of rows of small blocks, in the file's layout and planar, with vectors of 16-bit
 // integers. Included by rows_template.h.
 //
 // Results are bit-identical at every level and for any number of vectors. With I(b) the sum of a

@@ -1,9 +1,9 @@
 // Integer products of four bytes at a time (AVX-512 VNNI), for blocks_template.h. A value of x is
-// 256 * high + low, two signed bytes; weights are made unsigned (q8_0: + 128, q4_0: + 8).
+// 256 * high + low, two signed bytes; weights are made unsigned (q8_0: + 128, nibbles: + 8).
 
 #include "blocks_bytes.h"
 
-// For q8_0, a unit of packed x has two blocks: 64 high bytes, then 64 low ones. For q4_0, it has
+// For q8_0, a unit of packed x has two blocks: 64 high bytes, then 64 low ones. For nibbles, it has
 // four: the high bytes of the first 16 values of each, then of the last 16; then the low bytes
 // likewise.
 template <class F>

@@ -11,7 +11,7 @@
 //   product  = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]))
 // d*s and m*t are exact.
 //
-// There are two kernels, as for q8_0 and q4_0. One takes SUPER_ROWS rows and one vector; its lanes are pairs
+// There are two kernels, as for small blocks. One takes SUPER_ROWS rows and one vector; its lanes are pairs
 // of a row and a part. The other takes LANES rows and up to TILE_TOKENS vectors; its lanes are rows, and a
 // part is unpacked once for all vectors (level avx2: super_panels.h). A level defines
 //   SUPER_ROWS, SuperSums              number of rows multiplied together; type of their part[p]

@@ -1,12 +1,11 @@
 """Calls the C++ kernels in this folder on torch tensors.
 
 A weight matrix is stored row by row as in a GGUF file: `kind` "f32", "f16" and "bf16" are tensors
-[F, D] of that dtype; "q8_0" and "q4_0" are uint8 [F, row_bytes] with 34 and 18 bytes per 32 values;
-"q4_k", "q5_k" and "q6_k" have 144, 176 and 210 bytes per 256 values. Kinds that end in "_planar",
+[F, D] of that dtype; the others are uint8 [F, row_bytes] (hotsplit.model.weight_types). Kinds that end in "_planar",
 "_tiled" and "_grouped" are the layouts that `pack_rows` makes (runtime.kernels.planar, tiled and
 grouped). Weights are unpacked in registers and all arithmetic is f32, with three exceptions: if the
 weights are in blocks, `dot_rows` quantises x to blocks of 16-bit integers (kernels.h, Input); for
-q8_0 and q4_0 `accumulate_rows` rounds coefficients times scales to 16 bits (planar_template.h); and
+small blocks `accumulate_rows` rounds coefficients times scales to 16 bits (planar_template.h); and
 for bf16, levels for which `rounds_to_bf16` is true round x and coefficients (bf16_pairs.h).
 Results do not depend on the number of threads.
 
@@ -17,26 +16,21 @@ Shapes: F rows of the matrix, D values in a row, A chosen rows."""
 import ctypes
 import logging
 import os
-from importlib.util import find_spec
-from typing import Literal, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from hotsplit.errors import HotsplitError
-from hotsplit.runtime.kernels.cpu import signatures
+from hotsplit.model.weight_types import TYPES, Form
+from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS, open_library
 from hotsplit.runtime.kernels.grouped import GROUP_ROWS, is_grouped
 from hotsplit.runtime.kernels.tiled import TILE_ROWS, is_tiled
 
-# Instruction sets, best first.
-LEVELS = ("amx", "avx512bf16", "avx512vnni", "avx512", "avxvnni", "avx2", "generic")
-LEVEL_VARIABLE = "HOTSPLIT_CPU_LEVEL"
 _BF16_LEVELS = ("amx", "avx512bf16")  # those with bf16_pairs.h
 log = logging.getLogger(__name__)
 
 
-# Layouts of rows in memory.
-Form = Literal["planar", "tiled", "grouped"]
 _ROWS_TOGETHER = {"planar": 1, "tiled": TILE_ROWS, "grouped": GROUP_ROWS}
 
 
@@ -47,27 +41,26 @@ class _Layout(NamedTuple):
     unit_values: int
 
 
-_LAYOUTS: dict[str, _Layout] = {
-    "f32": _Layout(0, torch.float32, 1, 1),
-    "f16": _Layout(1, torch.float16, 1, 1),
-    "bf16": _Layout(2, torch.bfloat16, 1, 1),
-    "q8_0": _Layout(3, torch.uint8, 34, 32),
-    "q4_0": _Layout(4, torch.uint8, 18, 32),
-    "q4_k": _Layout(5, torch.uint8, 144, 256),
-    "q5_k": _Layout(6, torch.uint8, 176, 256),
-    "q6_k": _Layout(7, torch.uint8, 210, 256),
-    "q4_0_planar": _Layout(8, torch.uint8, 18, 32),
-    "q8_0_planar": _Layout(9, torch.uint8, 34, 32),
-    "q4_0_tiled": _Layout(10, torch.uint8, 18, 32),
-    "q8_0_tiled": _Layout(11, torch.uint8, 34, 32),
-    "q4_0_grouped": _Layout(12, torch.uint8, 18, 32),
-    "q8_0_grouped": _Layout(13, torch.uint8, 34, 32),
-    "f16_grouped": _Layout(14, torch.uint8, 64, 32),
-    "bf16_grouped": _Layout(15, torch.uint8, 64, 32),
-    "q4_k_tiled": _Layout(16, torch.uint8, 144, 256),
-    "q5_k_tiled": _Layout(17, torch.uint8, 176, 256),
-    "q6_k_tiled": _Layout(18, torch.uint8, 210, 256),
-}
+_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _layouts() -> dict[str, _Layout]:
+    """The layouts of all kinds. Rows of floats are elements of their dtype; all others are bytes,
+    in units of 32 values if a group of rows shares them."""
+    layouts: dict[str, _Layout] = {}
+    for each in TYPES:
+        dtype = _DTYPES.get(each.name, torch.uint8)
+        size = 1 if each.is_float else each.block_bytes
+        layouts[each.name] = _Layout(each.code, dtype, size, each.block_values)
+    for each in TYPES:
+        unit = 32 if each.is_float else each.block_values
+        size = unit // each.block_values * each.block_bytes
+        for form, code in each.forms.items():
+            layouts[each.kind_in(form)] = _Layout(code, torch.uint8, size, unit)
+    return layouts
+
+
+_LAYOUTS = _layouts()
 
 # enum Status in kernels.h
 (_OK, _BAD_ARGUMENT, _INDEX_OUT_OF_RANGE, _UNKNOWN_LEVEL, _UNUSABLE_LEVEL, _NO_THREADS,
@@ -76,13 +69,9 @@ _LAYOUTS: dict[str, _Layout] = {
 
 def _load() -> ctypes.CDLL | None:
     """The shared library; None if it is not built."""
-    spec = find_spec("hotsplit.runtime._cpu")  # finds the file in every kind of install
-    if spec is None or spec.origin is None:
-        return None
-    lib = ctypes.CDLL(spec.origin)
-    signatures.declare(lib)
-    faulty = lib.hs_faulty_level()
-    if faulty is not None:
+    lib = open_library()
+    faulty = None if lib is None else lib.hs_faulty_level()
+    if lib is not None and faulty is not None:
         log.warning(
             f"the processor advertises {faulty.decode()} but its instructions fail here;"
             f" using {lib.hs_level().decode()}"
@@ -421,7 +410,7 @@ def pack_rows(
     weight: Tensor, kind: str, index_A: Tensor | None, out: Tensor, form: Form = "planar"
 ) -> str:
     """Copies rows of a contiguous matrix (index None: all) into `out` [A, row_bytes]. Returns the
-    kind of the copies: q4_0 and q8_0 take the form, or become planar if A is not a multiple of the
+    kind of the copies: small blocks take the form, or become planar if A is not a multiple of the
     rows of a tile or group; K-quants become tiled if that is the form and A is a multiple of a
     tile's rows; f16 and bf16 become grouped if that is the form, A is a multiple of a group's rows
     and D of 32; otherwise rows are copied unchanged.

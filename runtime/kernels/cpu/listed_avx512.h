@@ -1,4 +1,4 @@
-// Listed sums of planar q8_0 and q4_0 rows, four blocks of columns at a time, bit-identical to add_group().
+// Listed sums of planar rows of small blocks, four blocks of columns at a time, bit-identical to add_group().
 // Included by listed_sums.h.
 //
 // Lanes of factors are four rows times four blocks, and those of the largest products four groups times four

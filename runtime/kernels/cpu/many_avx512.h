@@ -1,4 +1,4 @@
-// Sums of rows of q8_0 and q4_0 for several vectors, all rows of a group at a time. The sums are
+// Sums of rows of small blocks for several vectors, all rows of a group at a time. The sums are
 // bit-identical to those of many_template.h. Included by rows_template.h.
 //
 // The lanes of factors are eight vectors times two blocks, so that few vectors and short rows fill them

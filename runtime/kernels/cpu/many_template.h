@@ -1,4 +1,4 @@
-// Sums of rows of q8_0 and q4_0 for several vectors, all rows of a group at a time. Included by
+// Sums of rows of small blocks for several vectors, all rows of a group at a time. Included by
 // rows_template.h; AVX-512 uses many_avx512.h instead.
 //
 // The quants of each pair of rows are split once for all vectors.

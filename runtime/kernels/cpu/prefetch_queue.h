@@ -4,7 +4,7 @@
 
 // Rows in the order in which they will be read. A kernel that reads rows takes some from here and prefetches
 // them line by line, a line of each in turn: as many as it reads, and as many again if more are queued than it
-// will read; sums of q8_0 and q4_0 rows take QUEUED_ROWS. A core drops prefetches beyond the misses that it can
+// will read; sums of rows of small blocks take QUEUED_ROWS. A core drops prefetches beyond the misses that it can
 // wait for, so they must be spread evenly (docs/log/kernels.md).
 class PrefetchQueue {
   public:

@@ -1,4 +1,4 @@
-// rows_avx512.cpp with -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8: products of q8_0 and q4_0 with many
+// rows_avx512.cpp with -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8: products of small blocks with many
 // vectors use blocks_amx.h, and bf16 rows bf16_pairs.h.
 #define LEVEL_AMX
 #ifdef __AVX512BF16__  // not in tests that emulate tiles

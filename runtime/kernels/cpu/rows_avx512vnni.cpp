@@ -1,4 +1,4 @@
-// rows_avx512.cpp with -mavx512vnni: products of q8_0 and q4_0 use blocks_vnni.h, those of K-quants
+// rows_avx512.cpp with -mavx512vnni: products of small blocks use blocks_vnni.h, those of K-quants
 // k_products_512.h, and other sums of integer products take one instruction instead of two or
 // three.
 #include "rows_avx512.cpp"

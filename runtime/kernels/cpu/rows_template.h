@@ -78,7 +78,7 @@ inline Vector in_register(Vector v) {
     return v;
 }
 
-// Loads in program order: gcc would delay some, and a Zen 4 core would then read 9 GB/s of q4_0 from
+// Loads in program order: gcc would delay some, and a Zen 4 core would then read 9 GB/s of nibbles from
 // memory instead of 26.
 inline Ints load_in_order(const uint8_t* p) {
     Ints v = load_ints(p);

@@ -16,8 +16,7 @@ The cache of one sequence is [C, K, W]; that of several sequences is in blocks [
 position p of sequence s is in block table_SN[s, p // C], int32 on the device, where C is a multiple
 of 64.
 
-A matrix is f32, f16, bf16, q4_0_planar, q8_0_planar, q4_k, q5_k or q6_k_planar
-(hotsplit.runtime.kernels.planar).
+A matrix has the `gpu_kind` of one of hotsplit.model.weight_types (hotsplit.runtime.kernels.planar).
 
 Letters: T rows of a step, D width, F neurons of the layer, N rows of a matrix or neurons of a
 block, R rank, H heads, K key-value heads, W head width, C positions of the cache or of one of
@@ -30,11 +29,14 @@ from typing import Protocol
 from torch import Tensor
 
 from hotsplit.model.spec import Activation, PredictorKind
+from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
 ROWS = (1, 2, 4, 8, 16, 32)
 # Kinds of matrices for which a row's rounding depends on T.
-INEXACT_ROWS = ("q4_k", "q5_k", "q6_k", "q6_k_planar")
+INEXACT_ROWS = tuple(
+    sorted({kind for t in TYPES if not t.has_exact_rows for kind in (t.name, t.gpu_kind)})
+)
 
 
 class Dot(Protocol):
@@ -60,7 +62,7 @@ class Embed(Protocol):
 class Unpack(Protocol):
     def __call__(self, matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
         """Unpacks the rows (those at `index_A`, int64 or int32, if given) to f32, f16 or bf16;
-        output rows may be strided too. Also takes q8_0, q4_0 and q6_k as stored in files."""
+        output rows may be strided too. Also takes types with a planar layout as stored in files."""
 
 
 class AddNorm(Protocol):

@@ -18,10 +18,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hotsplit.model.weight_types import TYPES
 from hotsplit.runtime.kernels.stored import StoredMatrix
 
-_FLOAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-_BYTE_KINDS = ("q8_0", "q8_0_planar")
+_FLOAT_BYTES: dict[str, int] = {each.name: each.block_bytes for each in TYPES if each.is_float}
+_BYTE_KINDS = {
+    kind
+    for each in TYPES
+    if each.has_small_blocks and not each.has_nibbles
+    for kind in (each.name, each.gpu_kind)
+}
 NUM_WARPS = 4
 LEAST_PROGRAMS = 512
 _TILE_BYTES = {1: 64 * 32 * NUM_WARPS, 2: 32 * 32 * NUM_WARPS}  # by parts of a unit

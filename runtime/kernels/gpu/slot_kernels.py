@@ -29,7 +29,7 @@ def _scatter(staging, copies, UNITS: tl.constexpr):
     byte_U = 2 * (tl.program_id(1) * UNITS + tl.arange(0, UNITS)).to(tl.int64)
     is_there_U = byte_U < num_bytes
     at_U = byte_U
-    if form == 1:  # q4_0: scales, nibbles
+    if form == 1:  # 18 bytes: scales, nibbles
         at_U = _moved(at_U, byte_U, num_bytes // 18, 18, 0, 0, 2)
         at_U = _moved(at_U, byte_U, num_bytes // 18, 18, 2, 2, 16)
     if form == 2:  # q8_0: scales, values

@@ -17,7 +17,7 @@ from hotsplit.runtime.device.bits import pack_bits
 from hotsplit.runtime.kernels.planar import PLANAR_KIND, planar
 
 COPY = 4  # int64 numbers of a copy: offset in staging, target address, bytes, form
-FORMS = ("", *PLANAR_KIND)  # "q4_0", "q8_0", "q6_k" of a file
+FORMS = ("", *PLANAR_KIND)  # of a file, smallest blocks first
 
 
 def form_of(kind: str, target_kind: str) -> int:

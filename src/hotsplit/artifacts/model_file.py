@@ -45,8 +45,8 @@ from hotsplit.model.tensors import (
     optional_outer_shapes,
     outer_shapes,
 )
+from hotsplit.model.weight_types import NAMES
 
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k")
 TOKENIZER_KEY = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"  # the default one; named ones add .NAME
 TEMPLATES_KEY = "tokenizer.chat_templates"  # the names of the named ones
@@ -142,7 +142,7 @@ class ModelFile:
         wanted = required | optional
         for name, entry in self.tensors.items():
             shape = wanted[name]
-            if entry.shape != shape or entry.kind not in KINDS:
+            if entry.shape != shape or entry.kind not in NAMES:
                 if entry.shape == shape:
                     raise HotsplitError(
                         f"{self.path}: {name} is in {entry.kind}, which cannot be computed with"
@@ -150,7 +150,7 @@ class ModelFile:
                     )
                 raise HotsplitError(
                     f"{self.path}: {name} is {entry.kind} {list(entry.shape)},"
-                    f" wanted {list(shape)} of one of {', '.join(KINDS)}"
+                    f" wanted {list(shape)} of one of {', '.join(NAMES)}"
                 )
         self._check_rotary()
         if self.predictor is not None:

@@ -19,6 +19,7 @@ from hotsplit.files.safetensors_file import load_arrays, save_arrays
 from hotsplit.files.typed import Fields, shown
 from hotsplit.model.mode_quality import ModeQuality, SparseMode, quality_values, read_quality
 from hotsplit.model.spec import PredictorKind
+from hotsplit.model.weight_types import PREDICTOR_NAMES
 
 FORMAT = "hotsplit.predictors"
 VERSION = 3
@@ -27,7 +28,8 @@ FILE_NAME = "predictors.safetensors"
 CHECKED_VALUES = 1 << 22  # values unpacked and checked at a time
 
 
-STORED = {"f32": np.float32, "f16": np.float16, "q8_0": np.uint8, "q4_0": np.uint8}
+_FLOATS = {"f32": np.float32, "f16": np.float16}
+STORED = {name: _FLOATS.get(name, np.uint8) for name in ("f32", *PREDICTOR_NAMES)}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hotsplit.commands.options.shared import (
 from hotsplit.errors import HotsplitError
 from hotsplit.files.atomic import temporary_folder
 from hotsplit.files.outputs import check_outputs
+from hotsplit.model.weight_types import BY_NAME, LARGE_NAMES, SMALL_BLOCK_NAMES
 
 if TYPE_CHECKING:
     from hotsplit.artifacts.limits_file import Limits
@@ -34,8 +35,15 @@ if TYPE_CHECKING:
     from hotsplit.measure.advise.choice import Point
     from hotsplit.measure.advise.config import AdviseConfig
 
-SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q4_0"),
-           "q8_0": ("q4_0",)}  # fmt: skip
+# Rules are compared with the model in smaller types of small blocks.
+SMALLER = {
+    large: tuple(
+        name
+        for name in SMALL_BLOCK_NAMES
+        if BY_NAME[name].bytes_per_value < BY_NAME[large].bytes_per_value
+    )
+    for large in LARGE_NAMES
+}
 
 
 @click.command(
@@ -45,7 +53,7 @@ SMALLER = {"f32": ("q8_0", "q4_0"), "f16": ("q8_0", "q4_0"), "bf16": ("q8_0", "q
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
               help="Text like what you will use the model on: a text, .jsonl or .parquet file, or a"
                    " folder of them.")  # fmt: skip
-@click.option("--type", "types", multiple=True, type=click.Choice(["q8_0", "q4_0"]),
+@click.option("--type", "types", multiple=True, type=click.Choice(SMALL_BLOCK_NAMES),
               help="Smaller types to compare with. [default: all below the model's own]")  # fmt: skip
 @click.option("--tokens", "max_tokens", default=16_384, show_default=True,
               help="Tokens to measure on.")  # fmt: skip

@@ -20,6 +20,7 @@ from hotsplit.commands.options.shared import (
     mode_option,
     say,
     split_option,
+    take_engine_options,
     threads_option,
 )
 from hotsplit.system.sizes import whole_number
@@ -96,7 +97,10 @@ def bench(
         raise click.UsageError("--json and --md are two forms of one report: leave one out.")
     lengths = {"prompt_lengths": prompt_lengths, "gen_lengths": gen_lengths, "depths": depths}
     options |= {name: sum(values, ()) for name, values in lengths.items() if values}
-    config = BenchConfig(**options)  # refuses wrong options before the imports, which take seconds
+    engine = take_engine_options(options)
+    config = BenchConfig(
+        engine=engine, **options
+    )  # refuses wrong options before the imports, which take seconds
     from hotsplit.measure.bench.bench import bench as run
     from hotsplit.measure.bench.fields import to_json
     from hotsplit.measure.bench.tables import lines_of, markdown_of

@@ -124,8 +124,8 @@ def talk(
     endings = GenerationOptions(max_tokens=max_tokens, stops=stops, ignores_end=ignores_end)
     template_values = template_variables(variables)
     system = system_message(system, system_file)
-    EngineConfig(**options)  # refuses wrong options before the imports, which take seconds
-    from hotsplit.runtime.engine import Engine
+    config = EngineConfig(**options)  # refuses wrong options before the imports, which take seconds
+    from hotsplit.runtime.engine import load_engine
     from hotsplit.runtime.generate.chat import ChatOptions
     from hotsplit.runtime.kernels.threads import use_threads
 
@@ -133,7 +133,7 @@ def talk(
         generation=endings, variables=template_values, drops_oldest=drops_oldest
     )
     use_threads(threads)
-    with Engine.load(model, split, **options) as engine:
+    with load_engine(model, split, config) as engine:
         constraint_of(constraint, engine.codec)  # refuses wrong options before the first message
         new_mask = None
         if constraint != ConstraintOptions():

@@ -20,6 +20,7 @@ from hotsplit.commands.options.shared import (
     json_option,
     let_threads_sleep,
     mode_option,
+    take_engine_options,
     threads_option,
     thresholds_option,
 )
@@ -27,7 +28,6 @@ from hotsplit.commands.options.shared import (
 if TYPE_CHECKING:
     from hotsplit.measure.evaluate.eval_config import EvalConfig
     from hotsplit.measure.evaluate.quality import EvalReport
-    from hotsplit.measure.evaluate.tasks_config import TasksConfig
 
 ONLY_TEXT = (
     "corpora", "max_tokens", "chat_template", "cache_type_k", "cache_type_v", "kv_offload",
@@ -107,7 +107,8 @@ def _refuse_others(ctx: click.Context, names: tuple[str, ...], chosen: str) -> N
 def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> None:
     from hotsplit.measure.evaluate.eval_config import EvalConfig
 
-    config = EvalConfig(**options)  # refuses wrong options before the imports, which take seconds
+    # Refuses wrong options before the imports, which take seconds.
+    config = EvalConfig(engine=take_engine_options(options), **options)
     from hotsplit.measure.evaluate.eval_file import eval_content
     from hotsplit.measure.evaluate.quality import evaluate as run
     from hotsplit.runtime.kernels.threads import use_threads
@@ -126,7 +127,7 @@ def _on_text(options: dict[str, Any], threads: int | None, as_json: bool) -> Non
     report = replace(report, notes=tuple(notes))
     lines = [*(f"note: {note}" for note in notes), f"{report.mode}: {report.line}",
              report.neurons_line, "± is half of the 95 % confidence interval",
-             *_scaling_lines(config)]  # fmt: skip
+             *scaling_lines(config.model, config.engine)]  # fmt: skip
     finish(eval_content(report) if as_json else {}, as_json, lines)
 
 
@@ -136,7 +137,7 @@ def _notes(config: "EvalConfig", report: "EvalReport", num_found: int) -> list[s
 
     notes = []
     if report.mode == "dense" and not (
-        config.cache_type_k or config.cache_type_v or config.kv_offload
+        config.engine.cache_type_k or config.engine.cache_type_v or config.engine.kv_offload
     ):
         notes.append("mode dense is what all modes are compared with, so this compares the model"
                      " with itself; give --mode exact or predicted")  # fmt: skip
@@ -158,7 +159,8 @@ def _by_tasks(
 
     folder: Path | None = options.pop("task_folder")
     # Refuses wrong options before the imports, which take seconds.
-    config = TasksConfig(tasks=tasks, folder=folder, **options)
+    engine = take_engine_options(options)
+    config = TasksConfig(tasks=tasks, folder=folder, engine=engine, **options)
     from hotsplit.measure.evaluate.tasks import run_tasks
     from hotsplit.runtime.kernels.threads import use_threads
     from hotsplit.system.progress import progress
@@ -166,10 +168,4 @@ def _by_tasks(
     use_threads(threads)
     with progress("answering", None, "requests") as advance:
         report = run_tasks(config, advance)
-    finish(report, as_json, [*report.lines, *_scaling_lines(config)])
-
-
-def _scaling_lines(config: "EvalConfig | TasksConfig") -> list[str]:
-    return scaling_lines(
-        config.model, config.rope_scaling, config.rope_scale, config.context_length
-    )
+    finish(report, as_json, [*report.lines, *scaling_lines(config.model, config.engine)])

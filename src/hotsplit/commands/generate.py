@@ -172,12 +172,13 @@ def write(
         endings.num_logprobs, is_json=wanted.output != "text", is_chat=is_chat, system=wanted.system,
         template=template,
     )  # fmt: skip
-    EngineConfig(**options)  # refuses wrong options before the imports, which take seconds
-    from hotsplit.runtime.engine import Engine
+    # Refuses wrong options before the imports, which take seconds.
+    config = EngineConfig(num_sequences=max(1, len(prompts)), **options)
+    from hotsplit.runtime.engine import load_engine
     from hotsplit.runtime.kernels.threads import use_threads
 
     num_threads = use_threads(threads)
-    with Engine.load(model, split, num_sequences=max(1, len(prompts)), **options) as engine:
+    with load_engine(model, split, config) as engine:
         make = lambda: constraint_of(constraints, engine.codec)  # noqa: E731
         if wanted.is_many:
             code, writings = _write_many(engine, wanted, sampling, endings, make)

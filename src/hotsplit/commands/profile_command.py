@@ -25,6 +25,7 @@ from hotsplit.commands.options.shared import (
 )
 from hotsplit.errors import HotsplitError
 from hotsplit.files.outputs import check_apart, check_outputs
+from hotsplit.model.weight_types import PREDICTOR_NAMES
 
 if TYPE_CHECKING:
     from hotsplit.profile.collect import ProfileReport
@@ -57,7 +58,7 @@ NEARLY_ALL = 0.99  # density above which a note says that hardly any neuron is e
 @click.option("--predictor-form", type=click.Choice(["auto", "low-rank", "whole"]),
               default="auto", show_default=True,
               help="Two thin matrices, or the whole gate matrix; auto chooses by measuring.")  # fmt: skip
-@click.option("--predictor-type", type=click.Choice(["auto", "f16", "q8_0", "q4_0"]),
+@click.option("--predictor-type", type=click.Choice(["auto", *PREDICTOR_NAMES]),
               default="auto", show_default=True,
               help="Type of the predictors' matrices; auto chooses by measuring.")  # fmt: skip
 @click.option("--predictor-format", type=click.Choice(["hotsplit", "dejavu"]),

@@ -29,6 +29,7 @@ from hotsplit.commands.options.shared import (
     max_loss_option,
     mode_option,
     say,
+    take_engine_options,
     threads_option,
 )
 from hotsplit.commands.options.speculation import speculation_options
@@ -120,11 +121,8 @@ def run(
     from hotsplit.runtime.kernels.threads import use_threads
 
     use_threads(options["threads"])
-    names = ("context_length", "mode", "max_loss", "device", "cache_type_k", "cache_type_v",
-             "kv_offload", "rope_scaling", "rope_scale")  # fmt: skip
-    wishes = Wishes(
-        vram=vram or None, outtype=outtype, tokens=tokens, **{n: options[n] for n in names}
-    )
+    engine = take_engine_options(dict(options))
+    wishes = Wishes(vram=vram or None, outtype=outtype, tokens=tokens, engine=engine)
     with Cache.open(say) as cache:
         given = look_at(source, activation, cache.folder / "planned.gguf")
         job = job_of(given, wishes, corpora, cache, is_verified=is_verified)

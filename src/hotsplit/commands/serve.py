@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,12 @@ from hotsplit.commands.options.shared import (
     mode_option,
     say,
     split_option,
+    take_engine_options,
     threads_option,
     thresholds_option,
 )
 from hotsplit.errors import HotsplitError
+from hotsplit.options.engine_config import EngineConfig
 from hotsplit.system.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -95,11 +98,8 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 @device_option
 @json_option
 def serve(
-    model: Path, split: Path | None, context_length: int | None, as_json: bool,
-    api_key: str | None, threads: int | None, mode: str | None, device: str | None,
-    thresholds: Path | None, cpu_ffn: bool, max_loss: float, cache_type_k: str | None,
-    cache_type_v: str | None, kv_offload: str | None, rope_scaling: str | None,
-    rope_scale: float | None, **options: Any,
+    model: Path, split: Path | None, as_json: bool, api_key: str | None, threads: int | None,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Serve a model over OpenAI's API, with a chat page.
 
@@ -109,14 +109,14 @@ def serve(
     from hotsplit.serve.config import ServeConfig
 
     options["api_key"] = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
-    sampling = take_sampling_options(options)
+    sampling, asked = take_sampling_options(options), take_engine_options(options)
     plan_places = None
     if split is not None:
         plan_places = Split.load(split).num_sequences
         options |= _places_of(split, plan_places, options["parallel"], options["kept"])
     config = ServeConfig(model=model, sampling=sampling, **options)
     _check_packages()
-    from hotsplit.runtime.engine import Engine
+    from hotsplit.runtime.engine import load_engine
     from hotsplit.runtime.engine_options import device_of
     from hotsplit.runtime.kernels.threads import use_threads
     from hotsplit.serve.request_log import start_log
@@ -128,17 +128,9 @@ def serve(
     def open_engine() -> "Engine":
         use_threads(threads)
         say(f"{model}: loading")
-        if split is None and device_of(device).type == "cpu" and not cpu_ffn:
-            _check_memory(
-                model, context_length, num_places, (cache_type_k, cache_type_v, kv_offload),
-                (rope_scaling, rope_scale),
-            )  # fmt: skip
-        engine = Engine.load(
-            model, split, mode=mode, device=device, context_length=context_length,  # type: ignore[arg-type]
-            thresholds=thresholds, cpu_ffn=cpu_ffn, num_sequences=num_places,
-            max_loss=max_loss, cache_type_k=cache_type_k, cache_type_v=cache_type_v,
-            kv_offload=kv_offload, rope_scaling=rope_scaling, rope_scale=rope_scale,
-        )  # fmt: skip
+        if split is None and device_of(asked.device).type == "cpu" and not asked.cpu_ffn:
+            _check_memory(model, asked, num_places)
+        engine = load_engine(model, split, replace(asked, num_sequences=num_places))
         _say_loaded(engine, config, plan_places)
         return engine
 
@@ -181,13 +173,7 @@ def _places_of(split: Path, places: int, parallel: int, kept: int | None) -> dic
     return {"parallel": parallel, "kept": kept}
 
 
-def _check_memory(
-    model: Path,
-    context_length: int | None,
-    num_places: int,
-    cache: tuple[str | None, str | None, str | None],
-    rope: tuple[str | None, float | None],
-) -> None:
+def _check_memory(model: Path, asked: EngineConfig, num_places: int) -> None:
     """Checks before loading that the KV cache fits into free memory, since torch fills it with
     zeros and thus allocates all of it at once."""
     import torch
@@ -198,9 +184,9 @@ def _check_memory(
     from hotsplit.system.system_memory import free_memory_bytes
 
     file, device = ModelFile.load(model), torch.device("cpu")
-    file = with_rope_scaling(file, *rope, context_length)
-    types = cache_types_of(file, *cache, has_plan=False, device=device)
-    context_length = context_of(file, None, context_length, types.selection)
+    file = with_rope_scaling(file, *asked.rope, asked.context_length)
+    types = cache_types_of(file, asked, has_plan=False, device=device)
+    context_length = context_of(file, None, asked.context_length, types.selection)
     items = bytes_by_role_of(
         file, None, context_length, device, num_sequences=num_places, cache_types=types
     )

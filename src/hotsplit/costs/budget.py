@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.files.gguf_file import TensorEntry, row_bytes
+from hotsplit.model.weight_types import BY_NAME
 from hotsplit.options.cache_types import CacheTypes
 
 # The items of a plan's bytes.
@@ -147,8 +148,7 @@ def down_kind(model: ModelFile, layer: int) -> str:
     entries = layer_tensors(model, layer)
     if "ffn_down_t.weight" in entries:
         return entries["ffn_down_t.weight"].kind
-    kind = entries["ffn_down.weight"].kind
-    return kind if kind in ("f32", "f16", "bf16") else "f16"
+    return BY_NAME[entries["ffn_down.weight"].kind].transposed
 
 
 def kv_kind(model: ModelFile) -> str:

@@ -16,9 +16,7 @@ from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import head_bytes, layer_bytes
 from hotsplit.model.mode_quality import MAX_LOSS, ModeQuality, RunMode, SparseMode
 from hotsplit.model.spec import SMOOTH
-
-# Types whose weights take far fewer bytes in a smaller type.
-LARGE_KINDS = ("f32", "f16", "bf16", "q8_0")
+from hotsplit.model.weight_types import LARGE_NAMES, SMALLEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +152,8 @@ def _costly_line(
     if not is_smooth(model):
         return line
     line += "; better: "
-    if model.own_type in LARGE_KINDS:
-        line += "a smaller type saves more for less (hotsplit convert --outtype q4_0), and "
+    if model.own_type in LARGE_NAMES:
+        line += f"a smaller type saves more for less (hotsplit convert --outtype {SMALLEST}), and "
     return line + "hotsplit sparsify trains a model to be sparse"
 
 

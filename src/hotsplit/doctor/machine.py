@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hotsplit.doctor.children import Result
 from hotsplit.doctor.finding import Finding, note, ok, wrong
-from hotsplit.doctor.probe_kernels import LEVEL_VARIABLE, LEVELS
 from hotsplit.errors import HotsplitError
+from hotsplit.runtime.kernels.cpu.shared_library import LEVEL_VARIABLE, LEVELS
 from hotsplit.system.cache_place import VARIABLE, cache_folder
 from hotsplit.system.sizes import format_bytes
 from hotsplit.system.system_memory import free_memory_bytes, memory_bytes, memory_limit_bytes

@@ -28,7 +28,7 @@ from hotsplit.files.gguf_reader import NUMBERS, Magic, TensorInfo, Value, read_h
 from hotsplit.files.mapped_files import map_whole
 from hotsplit.files.pipeline import in_order, num_threads
 
-# Values read, encoded and written at a time. On 2 busy cores a q4_0 file took 4.1-5.1, 2.4-4.3,
+# Values read, encoded and written at a time. On 2 busy cores a file of 4-bit blocks took 4.1-5.1, 2.4-4.3,
 # 2.1-3.2 and 2.2-3.8 s with 1, 2, 4 and 8 Mi; from 4 MiB on numpy asks for huge pages.
 PIECE_VALUES = 4 << 20
 

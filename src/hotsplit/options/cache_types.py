@@ -1,22 +1,21 @@
 """Storage types of keys and values in the cache: their names and sizes.
 
     f32 f16 bf16           values of that type
-    q8_0 q4_0              blocks of 32 as in a model file; rows are multiplied by a Hadamard
-                           matrix first (runtime/kernels/cpu/cache_rows.h)
-    q8_0-plain q4_0-plain  the same blocks without the rotation, for comparison
+    types of small blocks  as in a model file; rows are multiplied by a Hadamard matrix first
+                           (runtime/kernels/cpu/cache_rows.h)
+    with "-plain"          the same blocks without the rotation, for comparison
 
 The cache itself is in runtime.cache."""
 
 from dataclasses import dataclass
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from hotsplit.errors import HotsplitError
 from hotsplit.files.gguf_file import row_bytes
+from hotsplit.model.weight_types import BY_NAME, CACHE_NAMES, SMALL_BLOCK_NAMES
 from hotsplit.options.key_selection import KeySelection
 
 PLAIN = "-plain"
-NAMES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q8_0-plain", "q4_0-plain")
+NAMES = (*CACHE_NAMES, *(f"{name}{PLAIN}" for name in SMALL_BLOCK_NAMES))
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class CacheType:
 
     @property
     def is_blocks(self) -> bool:
-        return self.kind in ("q8_0", "q4_0")
+        return self.kind in SMALL_BLOCK_NAMES
 
     @property
     def is_rotated(self) -> bool:
@@ -48,7 +47,7 @@ class CacheType:
 
     def check(self, width: int) -> None:
         """Raises HotsplitError unless a head is a whole number of blocks."""
-        block = GGML_QUANT_SIZES[GGMLQuantizationType[self.kind.upper()]][0]
+        block = BY_NAME[self.kind].block_values
         if width % block:
             raise HotsplitError(
                 f"a cache in {self.name} needs heads whose width is a multiple of {block}, this"

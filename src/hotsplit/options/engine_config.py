@@ -1,7 +1,7 @@
 """The options of an engine: one list of their names, types, defaults and rules.
 
-`Engine.load` and `Engine.of` take the fields as keywords; the command line reads its defaults from
-here, without importing torch. Whatever depends on the model, the plan or the machine is checked at
+`Engine.load` and `Engine.of` take the fields as keywords; whoever else has options of an engine holds an
+EngineConfig. The command line reads its defaults from here, without importing torch. Whatever depends on the model, the plan or the machine is checked at
 load (runtime.engine_options)."""
 
 import re
@@ -122,6 +122,11 @@ class EngineConfig:
     rope_scaling: str | None = None
     rope_scale: float | None = None
     neuron_cache: CacheOptions | OwnPolicy | Off | None = None
+
+    @property
+    def rope(self) -> tuple[str | None, float | None]:
+        """Kind and scale of the rotary embeddings asked for."""
+        return self.rope_scaling, self.rope_scale
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in MODES:

@@ -8,6 +8,7 @@ import click
 
 from hotsplit.commands.options.shared import engine_option
 from hotsplit.model.rope import KINDS
+from hotsplit.options.engine_config import EngineConfig
 
 Command = Callable[..., Any]
 
@@ -27,13 +28,11 @@ def rope_options(command: Command) -> Command:
     return scaling(scale(command))
 
 
-def scaling_lines(
-    model: Path, kind: str | None, factor: float | None, context_length: int | None
-) -> list[str]:
+def scaling_lines(model: Path, config: EngineConfig) -> list[str]:
     """The line that says how the model's positions are scaled with these options, if they are."""
     from hotsplit.artifacts.longer_texts import with_rope_scaling
     from hotsplit.artifacts.model_file import ModelFile
 
-    file = with_rope_scaling(ModelFile.load(model), kind, factor, context_length)
+    file = with_rope_scaling(ModelFile.load(model), *config.rope, config.context_length)
     scaling = file.spec.rope_scaling
     return [] if scaling.kind == "none" else [f"rotary embeddings: {scaling.words}"]

@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,13 @@ threads_option = click.option(
 def engine_option(name: str, *flags: str, **attributes: Any) -> Callable[[Any], Any]:
     """An option for a field of EngineConfig, with that field's default."""
     return click.option(*flags, name, default=getattr(EngineConfig, name), **attributes)
+
+
+def take_engine_options(options: dict[str, Any]) -> EngineConfig:
+    """Removes the options that are fields of EngineConfig. Raises HotsplitError for values that no
+    model allows."""
+    names = [field.name for field in fields(EngineConfig) if field.name in options]
+    return EngineConfig(**{name: options.pop(name) for name in names})
 
 
 device_option = engine_option(

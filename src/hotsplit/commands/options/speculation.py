@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DEFAULTS = SpeculationOptions()
 # docs/measured.md: rewriting a file with changes is 2.6 times as fast in q8_0; all other cases, in
-# q8_0 and q4_0, are at most 2 % slower.
+# small blocks, are at most 2 % slower.
 _UNLESS_TOLD: SpecType = "ngram"
 _OPTIONS = (
     click.option(
