@@ -4,16 +4,12 @@
         --tune train.txt --check held-out.txt
 
 Each type is compared with its own dense self, on held-out text. Shares are of all weight bytes that
-a token reads, the head included. Rules (profile/sparsity/limit_search.py):
+a token reads, the head included. Rules:
 
     cats     one threshold per layer on |act(gate)|, the same share in every layer (arXiv
              2404.08763)
     gates    neurons, by the contribution expected from |act(gate_j)|, a share for each layer
-    hidden   rows of down, by |h_j| |down_j|, a share for each layer
-    neurons  gates and hidden together
-    inputs   columns of query, key, value, output, gate and up, a share for each layer (arXiv
-             2408.14690, 2505.19427)
-    mixed    all of these, with the shares of each layer and kind that cost least per byte
+             (profile/sparsity/limit_search.py)
 
 Every measurement is saved to the JSON at once, so an interrupted run can resume."""
 
@@ -32,11 +28,12 @@ from hotsplit.artifacts.limits_file import LayerLimits
 from hotsplit.files.atomic import partial_file
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.sparsity.limit_meter import LimitMeter
-from hotsplit.profile.sparsity.limit_scores import INPUTS, LayerScores, sample_scores
-from hotsplit.profile.sparsity.limit_search import RULES, Allocation, Bytes, allocate
+from hotsplit.profile.sparsity.limit_scores import LayerScores, sample_scores
+from hotsplit.profile.sparsity.limit_search import Allocation, Bytes, allocate
 from hotsplit.profile.sparsity.thresholds import up_to
 
 ROOT = Path(__file__).resolve().parent.parent
+RULES = ("cats", "gates")
 SHARES = (0.08, 0.12, 0.16, 0.20, 0.23, 0.28)
 SCORE_TOKENS, PROBE_TOKENS = 2048, 512
 
@@ -100,20 +97,18 @@ def _limits(
     allocation: Allocation,
     bytes_of: Bytes,
 ) -> tuple[tuple[LayerLimits, ...], float, Any] | None:
-    """Limits, the share of the bytes that they save, and the mean share silenced of each kind.
+    """Limits, the share of the bytes that they save, and the mean share of silent neurons.
 
     None if the rule cannot save that much."""
     if rule == "cats":
-        neurons = share * bytes_of.total / float((bytes_of.up_L + bytes_of.down_L).sum())
+        neurons = share * bytes_of.total / float(bytes_of.saved_L.sum())
         if neurons >= 1:
             return None
         return tuple(s.uniform_gate(neurons) for s in scores), share, {"gate": neurons}
-    choice = allocation.best(rule, share)
+    choice = allocation.best(share)
     if choice is None:
         return None
-    means = {"gate": float(np.mean(choice.gate_L)), "hidden": float(np.mean(choice.hidden_L))}
-    for name in INPUTS:
-        means[name] = float(np.mean([shares.get(name, 0.0) for shares in choice.inputs_L]))
+    means = {"gate": float(np.mean(choice.share_L))}
     return choice.limits(scores, None).layers, choice.saved_share, means
 
 
@@ -126,7 +121,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), sharey=True,
                                    squeeze=False, layout="constrained")  # fmt: skip
     for panel, kind in zip(axes[0], kinds, strict=True):
-        for rule in ("cats", *RULES):
+        for rule in RULES:
             points = [p for p in result["types"][kind]["points"] if p["rule"] == rule]
             points.sort(key=lambda p: p["saved_share"])
             if points:
@@ -148,7 +143,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tune", type=Path, required=True, help="text that limits are chosen on")
     parser.add_argument("--check", type=Path, required=True, help="held-out text, to measure on")
     parser.add_argument("--tokens", type=int, default=16_384)
-    parser.add_argument("--rules", nargs="+", default=["cats", *RULES])
+    parser.add_argument("--rules", nargs="+", default=RULES)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--plot", type=Path)
     return parser.parse_args()

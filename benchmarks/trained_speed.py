@@ -91,10 +91,9 @@ class Timed:
         count = sum(map(len, self.rounds)) + STEPS  # with those that warmed up
         round_s = [*earlier.get("round_s", ()), *(sum(t) / len(t) for t in self.rounds)]
         model = self.engine.model
-        layers, shape = model, model.shape
         whole_up = sum(
-            shape.num_neurons * layers.tensors[f"blk.{layer}.ffn_up.weight"].row_bytes
-            for layer in range(shape.num_layers)
+            model.tensors[f"blk.{layer}.ffn_up.weight"].num_bytes
+            for layer in range(model.shape.num_layers)
         )
         return {
             "bytes": head_bytes(model) + sum(self.read.values()) / count,

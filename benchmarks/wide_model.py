@@ -33,7 +33,6 @@ from hotsplit.sparsify.source import as_checkpoint
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 SMALLEST_SHARE = 0.5  # before shares are divided by their sum; the largest is 1.5
 OF_NEURONS = ("gate_proj", "up_proj")  # matrices with a row for each neuron
-OF_NEURON_LIMITS = ("ffn_gate.limit", "ffn_down.limit")
 
 
 def split(values: Tensor, copies: int, generator: torch.Generator) -> Tensor:
@@ -79,14 +78,12 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def widen_limits(source: Path, target: Path, copies: int, order_LF: list[Tensor]) -> None:
-    """Repeats limits; those of neurons in the wide model's order."""
+    """Repeats the limits of neurons, in the wide model's order."""
     found = {}
     with safe_open(source, "pt") as file:
         metadata = file.metadata()
         for name in file.keys():  # noqa: SIM118 - no mapping
-            limits = file.get_tensor(name).repeat(copies)
-            of_neurons = name.endswith(OF_NEURON_LIMITS)
-            found[name] = limits[order_LF[int(name.split(".")[1])]] if of_neurons else limits
+            found[name] = file.get_tensor(name).repeat(copies)[order_LF[int(name.split(".")[1])]]
     save_file(found, target, metadata=metadata)
 
 
