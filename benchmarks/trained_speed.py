@@ -93,7 +93,7 @@ class Timed:
         model = self.engine.model
         whole_up = sum(
             model.tensors[f"blk.{layer}.ffn_up.weight"].num_bytes
-            for layer in range(model.shape.num_layers)
+            for layer in range(model.spec.num_layers)
         )
         return {
             "bytes": head_bytes(model) + sum(self.read.values()) / count,
