@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from hybrid_plans import PLANS, F, L, planned, stepped
 from models import FAMILIES, family_model, make_model, make_sizes
 from test_hybrid_step import hybrid, steps
-from test_limits import ALL, ATTENTION, NEURONS, STORED, Reference, model_of, stored
+from test_limits import Reference
+from test_limits import model_of as limited_model
 from test_runtime import IDS, make_split
 
 from hotsplit import Engine
-from hotsplit.artifacts.limits_file import Limits
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.model.weight_types import NAMES as KINDS
 from hotsplit.runtime.kernels.cpu import library
@@ -90,30 +90,21 @@ def hashes() -> Iterator[tuple[str, list[str]]]:
         yield from of_limits(folder)
 
 
-def chosen_limits(model: ModelFile, fields: tuple[str, ...] = ALL) -> Limits:
-    reference = Reference(model, fields=fields)
-    reference.logits(IDS)
-    return reference.made()
-
-
 def of_limits(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Models with limits, in every form of storage, and one whose neurons a plan divides."""
-    for way, fields in STORED.items():
-        model = stored(model_of("q8_0"), fields)
-        model = model.with_limits(chosen_limits(model), "here")
-        model = dataclasses.replace(model, path=folder / "limits.gguf")
-        model.save(model.path)
-        for mode in ("dense", "exact"):
-            with Engine.load(model.path, mode=mode) as engine:
-                yield f"limits, {way}, {mode}", of_engine(engine)
-    model = model_of("q8_0")
-    made = chosen_limits(model, (*NEURONS, *ATTENTION))
-    model = dataclasses.replace(model.with_limits(made, "here"), path=folder / "limits.gguf")
+    """A model with limits, and the same with a plan that divides its neurons."""
+    model = limited_model("q8_0")
+    reference = Reference(model)
+    reference.logits(IDS)
+    model = model.with_limits(reference.made(), "here")
+    model = dataclasses.replace(model, path=folder / "limits.gguf")
     model.save(model.path)
+    for mode in ("dense", "exact"):
+        with Engine.load(model.path, mode=mode) as engine:
+            yield f"limits of gates, {mode}", of_engine(engine)
     split = make_split(model, [np.arange(5, 70), [5]], context_length=64)
     split.save(folder / "s.gguf")
     with Engine.load(model.path, split=folder / "s.gguf", mode="exact") as engine:
-        yield "limits, divided", of_engine(engine)
+        yield "limits of gates, divided", of_engine(engine)
 
 
 def main() -> None:

@@ -57,41 +57,16 @@ def signed(share: float, digits: int = 1) -> str:
 # ---- what sparsity costs --------------------------------------------------------------------------
 
 
-def rules_points(rule: str) -> list[Any]:
-    points = result(RULES)["types"]["f16"]["points"]
-    return [point for point in points if point["rule"] == rule]
-
-
 def rules() -> str:
-    rows = []
-    for cats, mixed in zip(rules_points("cats"), rules_points("mixed"), strict=True):
-        assert cats["share"] == mixed["share"]
-        rows.append([percent(mixed["share"]), f"{cats['kl']:.4f}",
-                     signed(cats["perplexity_increase"]),
-                     f"{mixed['kl']:.4f} ± {mixed['kl_error']:.4f}",
-                     signed(mixed["perplexity_increase"]), percent(mixed["same_top"], 1)])  # fmt: skip
-    header = [
-        "bytes not read",
-        "CATS: KL",
-        "perplexity",
-        "mixed: KL",
-        "perplexity",
-        "same top token",
-    ]
-    return markdown(header, rows)
-
-
-def rules_all() -> str:
-    """KL and perplexity of every rule, share and type; "-" where a rule cannot save that much."""
+    """KL and perplexity of each rule, share and type; "-" where a rule cannot save that much."""
     found = result(RULES)
     rows = []
     for kind, measured in found["types"].items():
         points = {(p["rule"], p["share"]): p for p in measured["points"]}
         for share in found["shares"]:
-            cells = [points.get((rule, share)) for rule in ("cats", *found["rules"])]
+            cells = [points.get((rule, share)) for rule in ("cats", "gates")]
             rows.append([kind, percent(share), *map(_cost, cells)])
-    header = ["type", "bytes not read", "CATS", *found["rules"]]
-    return markdown(header, rows)
+    return markdown(["type", "bytes not read", "CATS", "gates"], rows)
 
 
 def _cost(point: Any) -> str:
@@ -352,7 +327,6 @@ def fair_share() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "rules": rules,
-    "rules-all": rules_all,
     "silu-thresholds": silu_thresholds,
     "sparsify-quality": sparsify_quality,
     "sparsify-curve": sparsify_curve,

@@ -4,6 +4,7 @@ the expectation rests on. The numbers of both are the same by construction."""
 from dataclasses import dataclass
 
 from table_contents import (
+    RULES,
     SPARSIFY,
     TRAINED_SPEED,
     TYPES,
@@ -13,7 +14,6 @@ from table_contents import (
     markdown,
     percent,
     result,
-    rules_points,
     signed,
     times,
 )
@@ -61,7 +61,7 @@ ENGLISH = Words(
     dense="SiLU chat model, dense, {kind}",
     no_loss="the type's rounding",
     larger="dense, larger, q8_0",
-    skipped="SiLU chat model, small values skipped, untrained",
+    skipped="SiLU chat model, small gates skipped, untrained",
     no_faster="no faster yet",
     cost="{perplexity} perplexity for {share} fewer bytes",
     trained="the same, trained to be {share} silent",
@@ -85,7 +85,7 @@ CHINESE = Words(
     dense="SiLU 对话模型，dense，{kind}",
     no_loss="仅该类型的舍入误差",
     larger="dense，更大的模型，q8_0",
-    skipped="SiLU 对话模型，未经训练，跳过小值",
+    skipped="SiLU 对话模型，未经训练，跳过小的门控值",
     no_faster="目前没有更快",
     cost="少读 {share} 字节时困惑度 {perplexity}",
     trained="同上，训练到 {share} 的神经元静默",
@@ -123,7 +123,8 @@ def expected(words: Words) -> str:
         for kind in TYPES
     ]
     rows.append([words.larger, words.synthetic, planted(words, "dense"), words.no_loss])
-    (rule,) = (point for point in rules_points("mixed") if point["share"] == 0.16)
+    points = result(RULES)["types"]["f16"]["points"]
+    (rule,) = (p for p in points if (p["rule"], p["share"]) == ("gates", 0.08))
     cost = words.cost.format(
         perplexity=signed(rule["perplexity_increase"]), share=percent(rule["share"])
     )

@@ -33,7 +33,7 @@ class ConvertConfig:
     - `predictor_input_layer_offset`: the layer whose input they read, if the folder does not state
       it: 0 their own, 1 the one before.
     - `thresholds`: a profile whose thresholds the model is to run with.
-    - `limits`: a limits file (hotsplit.artifacts.limits_file); by default the one in the checkpoint's
+    - `limits`: a limits file (artifacts.limits_file); by default the one in the checkpoint's
       folder, if any."""
 
     source: Path

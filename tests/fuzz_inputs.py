@@ -19,7 +19,7 @@ from test_runtime import make_split
 from texts import byte_level_tokenizer, put_tokenizer, sentencepiece_tokenizer
 
 from hotsplit import Engine
-from hotsplit.artifacts.limits_file import LayerLimits, Limits, limit_shapes
+from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import TOKENIZER_KEY, ModelFile, PredictorInfo
 from hotsplit.artifacts.predictor_file import FILE_NAME, LayerPredictor, Predictors
 from hotsplit.artifacts.profile_file import Corpus
@@ -110,14 +110,12 @@ def predictors_of(model: ModelFile, limits: Limits | None = None, **changes: obj
 
 
 def limits_for(model: ModelFile, model_id: str | None = None, limit: float = 0.01) -> Limits:
-    """The same limit for gates, hidden values and the feed-forward's inputs."""
-    sizes = {name: size for name, (size,) in limit_shapes(model.shape).items()}
-    layer = LayerLimits(
-        gate_F=np.full(sizes["ffn_gate.limit"], limit, np.float32),
-        hidden_F=np.full(sizes["ffn_down.limit"], limit, np.float32),
-        ffn_D=np.full(sizes["ffn_input.limit"], limit, np.float32),
+    """The same limit for all gates."""
+    layers = (
+        LayerLimits(gate_F=np.full(layer.neurons.number, limit, np.float32))
+        for layer in model.spec.layers
     )
-    return Limits(model_id=model_id, layers=(layer,) * model.spec.num_layers)
+    return Limits(model_id=model_id, layers=tuple(layers))
 
 
 def _model_files(folder: Path) -> None:

@@ -56,13 +56,12 @@ def test_advise_measures_rules_and_recommends_one(files):
     dense = [p for p in advice["points"] if p["rule"] == "dense"]
     assert [p["type"] for p in dense] == ["f16", "q8_0"]
     assert dense[0]["close"]["kl"] == 0.0  # against itself
-    rules = {p["rule"] for p in advice["points"]}  # a rule may not reach any share
-    assert {"dense", "mixed"} <= rules <= {"dense", "gates", "hidden", "mixed"}
+    assert {p["rule"] for p in advice["points"]} == {"dense", "gates"}
     assert all(p["seconds"] > 0 for p in advice["points"])
-    mixed = [p for p in advice["points"] if (p["type"], p["rule"]) == ("f16", "mixed")]
-    kl, read = ([p[key] for p in mixed] for key in ("share", "bytes_per_token"))
-    assert kl == sorted(kl) and read == sorted(read, reverse=True)
-    assert mixed[0]["close"]["kl"] < mixed[-1]["close"]["kl"]
+    gates = [p for p in advice["points"] if (p["type"], p["rule"]) == ("f16", "gates")]
+    share, read = ([p[key] for p in gates] for key in ("share", "bytes_per_token"))
+    assert share == sorted(share) and read == sorted(read, reverse=True)
+    assert gates[0]["close"]["kl"] < gates[-1]["close"]["kl"]
     assert advice["best"]["close"]["perplexity_increase"] <= 0.01
     timed = {(p["type"], p["rule"], p["share"]): p for p in advice["points"] if p["is_timed"]}
     assert tuple(advice["reference"]) == ("f16", "dense", 0.0)
@@ -119,7 +118,6 @@ def test_a_rule_that_pays_is_advised_where_no_smaller_type_can_be_used(
 def test_a_smaller_type_is_advised_where_every_neuron_works(tmp_path, text, times_by_bytes):
     path = tmp_path / "m.gguf"
     every_neuron_works(path)
-    # Attention, a fiftieth of the bytes, is all that can be left out for less than this.
     advice = advice_of(path, text, "--max-loss", 0.001)
     best = advice["best"]
     assert best["rule"] == "dense" and best["type"] in ("q8_0", "q4_0"), advice["why"]
@@ -138,7 +136,7 @@ def test_what_is_said_of_a_rule_is_found_again(tmp_path, text, monkeypatch):
     path, sparse = tmp_path / "m.gguf", tmp_path / "sparse.gguf"
     most_neurons_idle(path, num_neurons=24_576)
     config = advise_module.AdviseConfig(
-        model=path, corpora=(text,), max_tokens=3072, rules=("gates",), shares=(0.16, 0.32)
+        model=path, corpora=(text,), max_tokens=3072, shares=(0.16, 0.32)
     )
     files = _Files(path, tmp_path)
     advice, adviser = advise_module.advise(config, files.of_type, files.with_limits, ("f16",))
@@ -172,7 +170,7 @@ def ids_of(engine, seed):
 def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     config = advise_module.AdviseConfig(
-        model=files / "m.gguf", corpora=(files / "t.txt",), max_tokens=2048, rules=("mixed",),
+        model=files / "m.gguf", corpora=(files / "t.txt",), max_tokens=2048,
         shares=(0.16,),
     )  # fmt: skip
     said = []
@@ -181,7 +179,7 @@ def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch,
     runs = [x for x in capsys.readouterr().err.splitlines() if x.startswith("probing: ")]
     assert f": {len(runs)} runs of " in line
     assert "(100%)" in runs[-1]
-    _, point = adviser.points_of("f16", adviser.engine, config.rules)
+    _, point = adviser.points_of("f16", adviser.engine)
     adviser.limits_of(point).save(files / "l.safetensors")
     quality = Limits.load(files / "l.safetensors").quality["exact"]
     assert quality.kl_mean == point.close.kl
@@ -199,7 +197,7 @@ def test_limits_of_a_point_record_their_cost_in_a_model_file(files, monkeypatch,
     costly = dataclasses.replace(point.close, perplexity_increase=0.5)
     monkeypatch.setattr(adviser.meter, "measure", lambda limits, engine: costly)
     with Engine.load(files / "m.gguf", mode="exact") as engine:  # as if in a smaller type
-        (dense,) = adviser.points_of("q4_0", engine, config.rules)
+        (dense,) = adviser.points_of("q4_0", engine)
     assert dense.rule == "dense" and "no rule is tried" in said[-1]
 
 

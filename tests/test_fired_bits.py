@@ -97,11 +97,11 @@ def test_bits_of_divided_layers_and_other_types(tmp_path, kind, mode):
         assert (one != seen_bits(engine)).float().mean() < 0.01
 
 
-def test_a_silenced_hidden_value_sets_no_bit(tmp_path):
-    """With limits of hidden values, a bit stands for a row of `down` that is read."""
+def test_a_silenced_gate_sets_no_bit(tmp_path):
+    """With limits, a bit stands for a neuron whose rows of up and down are read."""
     model = saved(tmp_path, "silu")
     limit_F = np.full(F, 0.05, np.float32)
-    layers = (LayerLimits(hidden_F=limit_F), LayerLimits(hidden_F=limit_F, gate_F=limit_F))
+    layers = (LayerLimits(gate_F=limit_F), LayerLimits(gate_F=2 * limit_F))
     seen = {}
     with Engine.load(model.path, mode="exact") as engine:
         engine.set_limits(Limits(model_id=None, layers=layers))

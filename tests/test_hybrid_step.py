@@ -435,13 +435,12 @@ def test_triton_kernels_give_the_references_logits(tmp_path):
         assert rel_error(got, want) < BOUNDS["q4_0"]
 
 
-@pytest.mark.parametrize("name", ["gate_F", "hidden_F"])
-def test_limits_of_neurons_on_a_gpu_are_refused_rather_than_ignored(tmp_path, name):
+def test_limits_of_neurons_on_a_gpu_are_refused_rather_than_ignored(tmp_path):
     """If all neurons with limits are on the CPU, the step applies the limits."""
     made = make(tmp_path, activation="silu", threshold=0.0)
     tensors = {n: e for n, e in made.tensors.items() if "ffn_pred_" not in n}
     model = dataclasses.replace(made, predictor=None, tensors=tensors)
-    limits = tuple(LayerLimits(**{name: np.full(F, 0.02, np.float32)}) for _ in range(L))
+    limits = tuple(LayerLimits(gate_F=np.full(F, 0.02, np.float32)) for _ in range(L))
     model.with_limits(Limits(model_id=None, layers=limits), "here").save(model.path)
     for plan, is_refused in (("random", True), ("no neuron on the GPU", False)):
         split = planned(tmp_path, ModelFile.load(model.path), plan)

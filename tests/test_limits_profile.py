@@ -1,6 +1,6 @@
 """Profiles, predictors and plans of model files with limits.
 
-Firings are counted again from transformers' activations in float64, in which everything at or below
+Firings are counted again from transformers' activations in float64, in which every gate at or below
 its limit is silenced. Letters: L layers, T tokens, D model width, F neurons."""
 
 import dataclasses
@@ -49,8 +49,6 @@ from hotsplit.sparsify.run import sparsify
 
 L, D, F = 3, 96, 160
 ROOT = Path(__file__).parent.parent
-NEURONS, ALL = ("gate_F", "hidden_F"), ("gate_F", "hidden_F", "qkv_D", "output_H", "ffn_D")
-SIZES = {"gate_F": F, "hidden_F": F, "qkv_D": D, "output_H": D, "ffn_D": D}
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +65,21 @@ def made(tmp_path_factory) -> Path:
 
 
 @torch.no_grad()
-def scales(folder: Path) -> list[dict[str, float]]:
-    """The median magnitude of the values, by layer and field of LayerLimits."""
-    seen: list[dict[str, float]] = [{} for _ in range(L)]
-    model = hooked(folder, lambda layer, name, value: seen[layer].setdefault(
-        name, float(value.abs().median())))  # fmt: skip
+def scales(folder: Path) -> list[float]:
+    """The median magnitude of each layer's activated gates."""
+    seen: dict[int, float] = {}
+    model = hooked(folder, lambda layer, gate: seen.setdefault(layer, float(gate.abs().median())))
     model(torch.arange(3, 120)[None])
-    return seen
+    return [seen[layer] for layer in range(L)]
 
 
-def limits_of(folder: Path, *fields: str, seed: int = 0, layers: tuple[int, ...] = (0, 1, 2)):
-    """Limits that silence about half of the values of these fields, different for each value."""
+def limits_of(folder: Path, *, seed: int = 0, layers: tuple[int, ...] = (0, 1, 2)) -> Limits:
+    """Limits that silence about half of the neurons, different for each neuron."""
     random = np.random.default_rng(seed)
     found = []
     for layer, scale in enumerate(scales(folder)):
-        own = {f: (scale[f] * random.uniform(0.5, 1.6, SIZES[f])).astype("f4") for f in fields}
-        found.append(LayerLimits(**own) if layer in layers else LayerLimits())
+        own = LayerLimits(gate_F=(scale * random.uniform(0.5, 1.6, F)).astype("f4"))
+        found.append(own if layer in layers else LayerLimits())
     return Limits(model_id=None, layers=tuple(found), is_trained=True)
 
 
@@ -95,46 +92,31 @@ def with_limits(folder: Path, limits: Limits, to: Path) -> Path:
 
 
 def hooked(folder: Path, change) -> torch.nn.Module:
-    """transformers' model in float64. If `change(layer, field, value)` returns a tensor, it
-    replaces the value."""
+    """transformers' model in float64. If `change(layer, gate)` returns a tensor, it replaces the
+    activated gates."""
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float64).eval()
 
-    def told(layer: int, name: str, value: torch.Tensor) -> torch.Tensor | None:
-        found = change(layer, name, value)
+    def told(layer: int, gate: torch.Tensor) -> torch.Tensor | None:
+        found = change(layer, gate)
         return found if isinstance(found, torch.Tensor) else None
-
-    def before(module: torch.nn.Module, layer: int, name: str) -> None:
-        module.register_forward_pre_hook(
-            lambda module, args: None if (v := told(layer, name, args[0])) is None else (v,)
-        )
 
     for index, layer in enumerate(model.model.layers):
         layer.mlp.act_fn.register_forward_hook(
-            lambda module, args, out, index=index: told(index, "gate_F", out)
+            lambda module, args, out, index=index: told(index, out)
         )
-        before(layer.mlp.down_proj, index, "hidden_F")
-        before(layer.self_attn.o_proj, index, "output_H")
-        for name in ("q_proj", "k_proj", "v_proj"):
-            before(getattr(layer.self_attn, name), index, "qkv_D")
-        for name in ("gate_proj", "up_proj"):
-            before(getattr(layer.mlp, name), index, "ffn_D")
     return model
 
 
 @torch.no_grad()
 def counted_again(folder: Path, limits: Limits, windows) -> np.ndarray:
-    """Firings i64 [L, F]: by hidden values where those have limits, else by gates."""
+    """Firings i64 [L, F]."""
     count_LF = np.zeros((L, F), np.int64)
 
-    def change(layer: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        own = limits.layers[layer]
-        limit = getattr(own, name)
-        passes = value.abs() > (-1.0 if limit is None else torch.from_numpy(limit).double())
-        if name not in NEURONS:
-            passes[:, 0] = True  # the first token's inputs always pass
-        if name == ("gate_F" if own.hidden_F is None else "hidden_F"):
-            count_LF[layer] += passes[0].sum(0).numpy()
-        return value * passes
+    def change(layer: int, gate: torch.Tensor) -> torch.Tensor:
+        limit_F = limits.layers[layer].gate_F
+        fires = gate.abs() > (-1.0 if limit_F is None else torch.from_numpy(limit_F).double())
+        count_LF[layer] += fires[0].sum(0).numpy()
+        return gate * fires
 
     model = hooked(folder, change)
     for ids_T in windows:
@@ -153,13 +135,9 @@ def windows_of(folder: Path, model: Path, max_tokens: int = 1500):
                             max_tokens=max_tokens, seed=0).ids  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "fields, layers",
-    [(("gate_F",), (0, 1, 2)), (("hidden_F",), (0, 2)), (NEURONS, (0, 1)), (ALL, (0, 1, 2)),
-     (ALL[2:], (0, 1, 2))],
-)  # fmt: skip
-def test_counts_equal_those_of_transformers_with_the_same_limits(tmp_path, made, fields, layers):
-    limits = limits_of(made, *fields, layers=layers)
+@pytest.mark.parametrize("layers", [(0, 1, 2), (0, 2)])
+def test_counts_equal_those_of_transformers_with_the_same_limits(tmp_path, made, layers):
+    limits = limits_of(made, layers=layers)
     model = with_limits(made, limits, tmp_path / "m.gguf")
     report = profile(config_of(made, model, tmp_path / "p"))
     found, windows = Profile.load(tmp_path / "p"), windows_of(made, model)
@@ -170,20 +148,20 @@ def test_counts_equal_those_of_transformers_with_the_same_limits(tmp_path, made,
     assert found.limits == report.limits == limits.sha256 and found.limits is not None
     for layer, own in enumerate(limits.layers):
         share = found.density_L[layer]
-        assert share == 1.0 if not own.has_neurons else 0.15 < share < 0.7, (layer, share)
+        assert share == 1.0 if own.gate_F is None else 0.15 < share < 0.7, (layer, share)
     # the check notices limits that are ignored, and those of another layer
     none = Limits(model_id=None, layers=(LayerLimits(),) * L)
     turned = dataclasses.replace(limits, layers=limits.layers[1:] + limits.layers[:1])
-    for wrong in (none, turned) if set(fields) & set(NEURONS) else ():
+    for wrong in (none, turned) if len(layers) < L else (none,):
         error_LF = found.active_count_LF - counted_again(made, wrong, windows)
         assert np.abs(error_LF).sum() > 0.05 * want_LF.sum()
     quality = report.record["exact"]
     assert quality.kl_mean > 1e-4
-    assert (quality.bytes_per_token < quality.dense_bytes_per_token) == limits.has_neurons
+    assert quality.bytes_per_token < quality.dense_bytes_per_token
 
 
 def test_a_streamed_profile_counts_the_same(tmp_path, made, monkeypatch):
-    model = with_limits(made, limits_of(made, *ALL[:4]), tmp_path / "m.gguf")
+    model = with_limits(made, limits_of(made), tmp_path / "m.gguf")
     options = {"train_predictors": tmp_path / "whole", "predictors": PredictorOptions(rank=32)}
     whole = profile(config_of(made, model, tmp_path / "p", max_tokens=2500, **options))
     needs = memory.needs_of
@@ -202,7 +180,7 @@ def test_a_streamed_profile_counts_the_same(tmp_path, made, monkeypatch):
 def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monkeypatch):
     """The model files come from one checkpoint, so they have the same model_id and size."""
     for name, seed in (("a.gguf", 0), ("b.gguf", 1)):
-        with_limits(made, limits_of(made, "gate_F", seed=seed), tmp_path / name)
+        with_limits(made, limits_of(made, seed=seed), tmp_path / name)
     a, b, plain = tmp_path / "a.gguf", tmp_path / "b.gguf", made / "m.gguf"
     make_machine().save(tmp_path / "machine.json")
     options = {"train_predictors": tmp_path / "pred", "predictors": PredictorOptions(rank=32)}
@@ -265,10 +243,9 @@ def test_a_profile_or_predictors_of_other_limits_do_not_fit(tmp_path, made, monk
         profile(config_of(made, a, tmp_path / "cut"))
 
 
-@pytest.mark.parametrize("fields", [("gate_F",), ("hidden_F",), NEURONS])
-def test_the_bytes_that_a_profile_records_are_those_that_steps_read(tmp_path, made, fields):
+def test_the_bytes_that_a_profile_records_are_those_that_steps_read(tmp_path, made):
     """The bytes saved against mode dense agree with the runtime's counters, one token at a time."""
-    model = with_limits(made, limits_of(made, *fields), tmp_path / "m.gguf")
+    model = with_limits(made, limits_of(made), tmp_path / "m.gguf")
     options = {"model": model, "corpora": (made / "t.txt",), "max_tokens": 400}
     found = evaluate(EvalConfig(**options, engine=EngineConfig(mode="exact")))
     read = {}
@@ -286,32 +263,19 @@ def test_the_bytes_that_a_profile_records_are_those_that_steps_read(tmp_path, ma
 
 
 def test_what_limits_rule_out_is_refused(tmp_path, made):
-    gates = with_limits(made, limits_of(made, "gate_F"), tmp_path / "gates.gguf")
-    inputs = with_limits(made, limits_of(made, "qkv_D"), tmp_path / "inputs.gguf")
-    hidden = with_limits(made, limits_of(made, "hidden_F"), tmp_path / "hidden.gguf")
+    gates = with_limits(made, limits_of(made), tmp_path / "gates.gguf")
     for options in ({"target_sparsity": 0.5}, {"perplexity_budget": 0.01}):
         with pytest.raises(HotsplitError, match="has limits, by which its firings are counted"):
             profile(config_of(made, gates, tmp_path / "p", **options))
-    with pytest.raises(HotsplitError, match="which leaves nothing to predict") as refused:
-        profile(config_of(made, inputs, tmp_path / "p", train_predictors=tmp_path / "pred"))
-    assert "--target-sparsity" not in str(refused.value)  # which files with limits refuse too
     profile(config_of(made, made / "m.gguf", tmp_path / "t", target_sparsity=0.5))
     with pytest.raises(HotsplitError, match="without limits of gates"):
         convert(ConvertConfig(source=gates, output=tmp_path / "x", thresholds=tmp_path / "t"))
-    make_machine().save(tmp_path / "machine.json")
-    for model in (inputs, hidden):
-        profile(config_of(made, model, tmp_path / "p", force=True))
-        config = SolveConfig(model=model, profile=tmp_path / "p", output=tmp_path / "plan",
-                             machine=tmp_path / "machine.json", vram_budget_bytes=(0,))  # fmt: skip
-        with pytest.raises(HotsplitError, match="models only those of gates"):
-            solve(config, lambda *about: 1 << 20)
 
 
-@pytest.mark.parametrize("fields", [("gate_F",), NEURONS])
-def test_predictors_learn_the_firings_by_limits(tmp_path, made, fields, monkeypatch):
+def test_predictors_learn_the_firings_by_limits(tmp_path, made, monkeypatch):
     """The labels equal the firings in transformers. Predictors that name all neurons give the bits
     of mode exact."""
-    limits = limits_of(made, *fields)
+    limits = limits_of(made)
     model = with_limits(made, limits, tmp_path / "m.gguf")
     labels = [np.zeros(F, np.int64) for _ in range(L)]
     trainers: list[LayerTrainer] = []
@@ -319,7 +283,7 @@ def test_predictors_learn_the_firings_by_limits(tmp_path, made, fields, monkeypa
 
     def examine(self, x_TD, gate_TF, hidden_TF):
         trainers.append(self) if self not in trainers else None
-        labels[trainers.index(self)] += self.fires(gate_TF, hidden_TF).sum(0).numpy()
+        labels[trainers.index(self)] += self.fires(gate_TF).sum(0).numpy()
         plain(self, x_TD, gate_TF, hidden_TF)
 
     monkeypatch.setattr(LayerTrainer, "_examine", examine)
@@ -352,8 +316,8 @@ def test_predictors_learn_the_firings_by_limits(tmp_path, made, fields, monkeypa
 
 
 def test_a_profile_keeps_the_digest_of_its_limits(tmp_path, made):
-    """The digest changes with a limit's name, layer or value."""
-    limits = limits_of(made, *NEURONS)
+    """The digest changes with a limit's layer or value."""
+    limits = limits_of(made)
     limits.save(tmp_path / "l")
     assert Limits.load(tmp_path / "l").sha256 == limits.sha256
     first, *others = limits.layers
@@ -361,7 +325,6 @@ def test_a_profile_keeps_the_digest_of_its_limits(tmp_path, made):
     other_F[7] = np.nextafter(other_F[7], np.float32(1))
     for layers in (
         (dataclasses.replace(first, gate_F=other_F), *others),
-        (dataclasses.replace(first, gate_F=first.hidden_F, hidden_F=first.gate_F), *others),
         (*others, first),
         (LayerLimits(), *others),
     ):

@@ -3,7 +3,6 @@ that must go through torch."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from models import make_model, make_sizes
@@ -13,10 +12,7 @@ from test_native_step import BOUNDS, PAIRS
 from test_runtime import PATTERNS, make_split, saved
 
 from hotsplit import Engine
-from hotsplit.artifacts.limits_file import LayerLimits, Limits
 from hotsplit.artifacts.model_file import PredictorInfo
-from hotsplit.convert.convert import convert
-from hotsplit.convert.options import ConvertConfig
 from hotsplit.families.sizes import sizes_of
 from hotsplit.measure.evaluate.quality import compare_all
 from hotsplit.runtime.kernels.cpu import library
@@ -186,24 +182,6 @@ def test_what_one_layer_wants_decides_for_all(tmp_path, calls):
                 engine.hidden(IDS)
         assert seen == [(name, 1)] and calls == expected
         calls.clear()
-
-
-def test_gates_stored_by_inputs_go_through_torch(tmp_path, calls):
-    """In one layer or in all."""
-    model = saved(tmp_path, activation="silu")
-    limits = LayerLimits(ffn_D=np.full(model.spec.hidden_size, 0.1, np.float32))
-    for layers in ((limits, limits), (LayerLimits(), limits)):
-        path = tmp_path / "limits.json"
-        Limits(model_id=model.model_id, layers=layers).save(path)
-        config = ConvertConfig(
-            source=model.path, output=tmp_path / "l.gguf", limits=path, force=True
-        )
-        convert(config)
-        with Engine.load(tmp_path / "l.gguf", mode="exact") as engine:
-            assert any(b.is_transposed for layer in engine.layers for b in layer.ffn.blocks)
-            assert not engine.has_native_layers
-            assert {name for name, _ in observed(engine, SHOWN)} >= {"ffn_norm", "layer_out"}
-    assert not calls
 
 
 @pytest.mark.parametrize("is_native", [True, False])

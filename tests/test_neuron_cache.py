@@ -184,11 +184,7 @@ def test_limits_and_thresholds_stay_with_their_neurons(tmp_path):
     model = saved(tmp_path, "f32", "silu")
     random = np.random.default_rng(2)
     layers = tuple(
-        LayerLimits(
-            gate_F=random.uniform(0, 0.1, F).astype(np.float32),
-            hidden_F=random.uniform(0, 0.01, F).astype(np.float32),
-        )
-        for _ in range(L)
+        LayerLimits(gate_F=random.uniform(0, 0.1, F).astype(np.float32)) for _ in range(L)
     )
     limits = Limits(model_id=None, layers=layers)
     with (

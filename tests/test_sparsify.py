@@ -263,14 +263,11 @@ def test_a_model_file_becomes_the_checkpoint_it_was_made_of(inputs, tmp_path, la
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("field, size", [("gate_F", "num_neurons"), ("qkv_D", "width")])
-def test_a_model_file_with_limits_is_not_trained(inputs, tmp_path, field, size):
-    """In a file with limits of inputs, some matrices are transposed, and a checkpoint has no such
-    names."""
+def test_a_model_file_with_limits_is_not_trained(inputs, tmp_path):
     file, limited = tmp_path / "m.gguf", tmp_path / "limited.gguf"
     convert(ConvertConfig(source=inputs[0], output=file, outtype="f32"))
     shape = sizes_of(ModelFile.load(file).bare_spec)
-    layer = LayerLimits(**{field: np.full(getattr(shape, size), 0.01, np.float32)})
+    layer = LayerLimits(gate_F=np.full(shape.num_neurons, 0.01, np.float32))
     LimitsFile(model_id=None, layers=(layer,) * shape.num_layers).save(tmp_path / "limits")
     convert(ConvertConfig(source=file, output=limited, limits=tmp_path / "limits"))
     with pytest.raises(HotsplitError, match="limited.gguf: has limits already; give the model"):

@@ -176,14 +176,14 @@ def test_of_dense_types_that_are_as_fast_the_closest_is_taken():
 
 def test_only_what_may_be_advised_has_all_rounds():
     far = point("q8_0", "gates", 0.3, 700, 0.5)  # costs too much
-    slow = point("f16", "mixed", 0.1, 1900, 0.001)
+    slow = point("f16", "gates", 0.1, 1900, 0.001)
     costs = COSTS | {LARGE_RULE.trial: 0.009, far.trial: 0.007, slow.trial: 0.021}
     turns = turns_of(Machine(1, costs))
     points = [OWN, SMALLER, SMALLEST, LARGE_RULE, far, slow]
     found = {p.name: p.num_rounds for p in timed(points, points, turns, 0.01, print)}
     assert found == {"f16 dense": FEW + MORE, "q8_0 dense": FEW + MORE, "q4_0 dense": FEW,
                      "q8_0 limits 30%": FEW + MORE, "q8_0 gates 30%": FEW,
-                     "f16 mixed 10%": FEW}  # fmt: skip
+                     "f16 gates 10%": FEW}  # fmt: skip
     assert set(turns.opened) == {OWN.trial, SMALLER.trial, LARGE_RULE.trial}
 
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_into_memory_together_is_timed_beside_the_reference(mo
 
 
 def test_trial_files_are_open_together_only_if_the_disk_has_room():
-    rules = [point("f16", name, 0.1, 1800, 0.001) for name in ("gates", "hidden", "mixed")]
+    rules = [point("f16", "gates", share, 1800, 0.001) for share in (0.1, 0.2, 0.3)]
     turns = turns_of(Machine(1, COSTS), free_disk=lambda: 2)
     assert turns.groups([OWN, SMALLER, *rules]) == [[OWN, SMALLER, *rules[:2]], [OWN, rules[2]]]
 
@@ -230,7 +230,7 @@ def test_a_rule_is_timed_beside_the_dense_model_of_its_type(monkeypatch):
 
 def test_a_rule_of_a_type_that_does_not_fit_whole_is_still_beside_its_dense_model(monkeypatch):
     monkeypatch.setattr(module, "free_memory_bytes", lambda: 12.0)
-    rules = [point("q8_0", name, 0.1, 900, 0.001) for name in ("gates", "hidden", "mixed")]
+    rules = [point("q8_0", "gates", share, 900, 0.001) for share in (0.1, 0.2, 0.3)]
     groups = turns_of(Machine(1, COSTS)).groups([OWN, SMALLEST, SMALLER, *rules])
     assert groups == [[OWN, SMALLEST], *([OWN, SMALLER, rule] for rule in rules)]
 

@@ -91,16 +91,6 @@ def test_every_store_has_the_vectors_and_the_cache(stores, kind):
     assert store.is_mapped == (kind == "mapped")
 
 
-def test_only_a_resident_store_joins_matrices(model, stores):
-    entries = [model.tensors[f"blk.0.{name}.weight"] for name in NAMES[:2]]
-    for store, _ in (stores["mapped"], stores["device"]):
-        assert store.joined(entries) is None
-    if library.is_available():
-        joined = stores["resident"][0].joined(entries)
-        halves = [values(MappedStore(CPU).matrix(entry, "neurons")) for entry in entries]
-        assert torch.equal(values(joined), torch.cat(halves, dim=1))
-
-
 def test_biases_are_kept_only_for_gpus_to_copy():
     residence = Residence()
     alone = ResidentStore(residence=residence, is_streamed=False)

@@ -1,6 +1,6 @@
-"""Recommends a weight type and a sparsity rule for a model, measured on a user's text and machine.
+"""Recommends a weight type and limits, if any, for a model, measured on a user's text and machine.
 
-Rules are first measured on a part of the text, and each is timed at one share, all in turns
+Limits are first measured on a part of the text, and timed at one share, all in turns
 (profile.turns). Then the point that profile.advice_choice recommends is measured on the whole text
 and timed, until it recommends one for which both are done. So no recommendation rests on an
 estimate.
@@ -46,15 +46,16 @@ from hotsplit.model.spec import SMOOTH
 from hotsplit.profile.corpus.corpus import read_windows
 from hotsplit.profile.sparsity.limit_meter import LimitMeter, fitting
 from hotsplit.profile.sparsity.limit_scores import LayerScores, sample_scores
-from hotsplit.profile.sparsity.limit_search import RULES, Allocation, Bytes, allocate, num_probes
+from hotsplit.profile.sparsity.limit_search import Allocation, Bytes, allocate, num_probes
 from hotsplit.profile.sparsity.thresholds import up_to
 from hotsplit.runtime.engine import Engine
 from hotsplit.system.progress import progress
 
 PROBE_TOKENS, PROBE_WINDOW = 512, 128  # short windows, so that they come from several texts
 SCORE_TOKENS = 4096
-TRIAL_TOKENS = 2048  # a rule is first measured on about this many tokens at each share
-HOPELESS = 0.1  # rise in perplexity; a rule that surely costs more is not tried at larger shares
+TRIAL_TOKENS = 2048  # limits are first measured on about this many tokens at each share
+HOPELESS = 0.1  # rise in perplexity; limits that surely cost more are not tried at larger shares
+RULE = "gates"  # the rule of points with limits that are made here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +119,15 @@ class Adviser:
 
             return allocate(self.scores, self.bytes_of, kl_of)
 
-    def limits(self, rule: str, share: float) -> Limits | None:
-        """Limits of a rule that save this share; None if the rule cannot."""
-        choice = self.allocation.best(rule, share)
+    def limits(self, share: float) -> Limits | None:
+        """Limits that save this share of the bytes; None if no limits can."""
+        choice = self.allocation.best(share)
         return None if choice is None else choice.limits(self.scores, self.model.model_id)
 
     def limits_of(self, point: Point) -> Limits:
         """Limits of a point that is not dense, with its measured quality if that can be
         recorded."""
-        limits = self.limits(point.rule, point.share)
+        limits = self.limits(point.share)
         assert limits is not None, point.name
         close, saved = point.close, point.bytes_per_token
         quality = ModeQuality(
@@ -141,9 +142,9 @@ class Adviser:
         )
         return replace(limits, quality={"exact": quality} if is_recordable(quality) else {})
 
-    def points_of(self, kind: str, engine: Engine, rules: Sequence[str]) -> list[Point]:
-        """Points of one type: dense, on the whole text, and each rule at each share, on a part, up
-        to a share that costs too much or that the rule cannot save; dense alone if a smaller type
+    def points_of(self, kind: str, engine: Engine) -> list[Point]:
+        """Points of one type: dense, on the whole text, and limits at each share, on a part, up
+        to a share that costs too much or that no limits can save; dense alone if a smaller type
         costs more than `max_loss` by itself. `engine` is in mode exact."""
         total = self.dense_bytes[kind] = Bytes.of(engine.model).total
         if engine is self.engine:
@@ -157,21 +158,19 @@ class Adviser:
                 self.say(f"{kind} costs more than {self.config.max_loss:.1%} of perplexity by itself,"
                          " so no rule is tried on it")  # fmt: skip
                 return points
-        for rule in rules:
-            points += self._points_of_rule(kind, engine, rule)
-        return points
+        return [*points, *self._points_of_rule(kind, engine)]
 
-    def _points_of_rule(self, kind: str, engine: Engine, rule: str) -> list[Point]:
+    def _points_of_rule(self, kind: str, engine: Engine) -> list[Point]:
         points: list[Point] = []
         for share in self.config.shares:
-            choice = self.allocation.best(rule, share)
+            choice = self.allocation.best(share)
             if choice is None:
                 break
             limits = choice.limits(self.scores, self.model.model_id)
             close = self.meter.measure(limits.layers, engine, TRIAL_TOKENS)
             total = self.dense_bytes[kind]
             points.append(
-                Point(type=kind, rule=rule, share=share, close=close,
+                Point(type=kind, rule=RULE, share=share, close=close,
                       bytes_per_token=total - round(choice.saved_share * total),
                       is_whole=close.num_tokens == self.meter.num_tokens)
             )  # fmt: skip
@@ -182,7 +181,7 @@ class Adviser:
 
     def on_whole_text(self, point: Point, file: Path) -> Point:
         """The point of a rule, measured on the whole text; `file` is the model in its type."""
-        limits = self.limits(point.rule, point.share)
+        limits = self.limits(point.share)
         assert limits is not None, point.name
         with Engine.load(file, mode="exact", device="cpu") as engine:
             close = self.meter.measure(limits.layers, engine)
@@ -208,17 +207,17 @@ def advise(
     adviser = Adviser(config, say)
     points: list[Point] = []
     files: dict[str, Path] = {types[0]: config.model}
-    points += adviser.points_of(types[0], adviser.engine, config.rules)
+    points += adviser.points_of(types[0], adviser.engine)
     for kind in types[1:]:
         files[kind] = file_of(kind)
         with Engine.load(files[kind], mode="exact", device="cpu") as engine:
-            points += adviser.points_of(kind, engine, [r for r in config.rules if r == "mixed"])
+            points += adviser.points_of(kind, engine)
     ids_T = text_to_time(adviser.meter.windows, adviser.engine)
     adviser.engine.close()
     gc.collect()
 
     def opened(point: Point) -> TextDecoder:
-        limits = None if point.rule == "dense" else adviser.limits(point.rule, point.share)
+        limits = None if point.rule == "dense" else adviser.limits(point.share)
         if limits is None:
             return TextDecoder(files[point.type], "dense", ids_T)
         return TextDecoder(with_limits(point.type, limits), "exact", ids_T)
@@ -302,6 +301,3 @@ def line_of(point: Point) -> str:
         f" {close.perplexity_increase:+.2%}, same top token {close.same_top:.1%},"
         f" {close.num_tokens:,} tokens"
     )
-
-
-assert all(rule in RULES for rule in AdviseConfig.rules)

@@ -54,7 +54,7 @@ class Times(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Point:
     type: str
-    rule: str  # "dense", one of limit_search.RULES, or "limits" for those of the file
+    rule: str  # "dense", "gates" for limits made for this text, or "limits" for those of the file
     share: float  # of the weight bytes that are saved; measured for "limits", otherwise the target
     bytes_per_token: int  # of weights
     close: Closeness
@@ -87,13 +87,13 @@ class Point:
 
 
 def to_time(points: Sequence[Point], max_loss: float) -> list[Point]:
-    """One point for each type and rule except dense: the one with the largest share within
-    `max_loss`, or else the one with the smallest share."""
-    chosen: dict[tuple[str, str], Point] = {}
+    """One point with a rule for each type: the one with the largest share within `max_loss`, or else
+    the one with the smallest share."""
+    chosen: dict[str, Point] = {}
     for point in sorted(points, key=lambda p: p.share):
-        place = point.type, point.rule
-        if point.rule != "dense" and (place not in chosen or point.least_increase <= max_loss):
-            chosen[place] = point
+        is_rule = point.rule != "dense"
+        if is_rule and (point.type not in chosen or point.least_increase <= max_loss):
+            chosen[point.type] = point
     return list(chosen.values())
 
 

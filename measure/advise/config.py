@@ -15,7 +15,6 @@ class AdviseConfig:
     corpora: tuple[Path, ...]
     max_tokens: int = 16_384
     max_loss: float = 0.01  # relative increase of the perplexity that the user accepts
-    rules: tuple[str, ...] = ("gates", "hidden", "mixed")
     shares: tuple[float, ...] = SHARES
     seed: int = 0
 

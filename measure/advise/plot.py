@@ -9,8 +9,7 @@ from hotsplit.profile.report.plots import load_pyplot
 if TYPE_CHECKING:
     from hotsplit.measure.advise.advise import Advice
 
-MARKS = {"dense": "s", "gates": "^", "hidden": "v", "neurons": "D", "inputs": "<", "mixed": "o",
-         "limits": "P"}  # fmt: skip
+MARKS = {"dense": "s", "gates": "^", "limits": "P"}
 LEAST_KL = 1e-4  # the axis is logarithmic: smaller divergences, such as 0, are drawn here
 
 

@@ -51,7 +51,8 @@ class Weights:
 
 def limited(layer: Layer, limits: LayerLimits) -> Layer:
     """The layer with these limits instead of its own; mode "dense" has none."""
-    is_absent = limits.gate_F is None or layer.ffn.mode == "dense"
-    gate_F = None if is_absent else torch.from_numpy(limits.gate_F.copy())
+    gate_F = None
+    if limits.gate_F is not None and layer.ffn.mode != "dense":
+        gate_F = torch.from_numpy(limits.gate_F.copy())
     blocks = tuple(block.limited(gate_F) for block in layer.ffn.blocks)
     return replace(layer, ffn=replace(layer.ffn, blocks=blocks))

@@ -47,7 +47,9 @@ SMALLER = {
 
 
 @click.command(
-    cls=FileCommand, epilog=examples.ADVISE, short_help="Measure which type and rule suit a model."
+    cls=FileCommand,
+    epilog=examples.ADVISE,
+    short_help="Measure which type and limits suit a model.",
 )
 @click.argument("model", type=FILE)
 @click.option("--corpus", "corpora", type=FILE, multiple=True, required=True,
@@ -77,11 +79,11 @@ def advise(
     limits_path: Path | None, dense: Path | None, plot: Path | None, work: Path | None, seed: int,
     threads: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Measure which type, and which sparsity rule if any, suit a model.
+    """Measure which type, and which limits if any, suit a model.
 
-    Rules silence neurons and inputs that contribute little, without training. Each is compared with
-    the unchanged dense model on your text, and with the same model in smaller types. A file that has
-    limits already, such as one made by hotsplit sparsify, is compared as it is."""
+    Limits silence neurons that contribute little, without training. The model with them is compared
+    with the unchanged dense model on your text, and with the same model in smaller types. A file that
+    has limits already, such as one made by hotsplit sparsify, is compared as it is."""
     from hotsplit.artifacts.model_file import ModelFile
     from hotsplit.measure.advise.config import AdviseConfig
 
