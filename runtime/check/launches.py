@@ -128,7 +128,6 @@ class NoStream:
 def launches_of(
     weights: Weights,
     placement: Placement,
-    input_layer_offset: int,
     take: Callable[[torch.device], Take],
     max_rows: int = 1,
     num_rows: int = 1,
@@ -154,7 +153,7 @@ def launches_of(
     )
     with suppress(NotNative):  # such a model has no native step, but it reads prompts
         step = hybrid_builder.build(
-            weights, placement, input_layer_offset, Traffic(), backend, max_rows=max_rows
+            weights, placement, Traffic(), backend, max_rows=max_rows
         )
         if num_rows > 1:
             found.clear()
