@@ -280,9 +280,7 @@ class _Load:
         the maximum number of tokens per pass."""
         takes = step_takes(self.memories)
         if self.check is not None:
-            self.check.check_kernels(
-                self.weights, self.placement, takes, self.max_rows
-            )
+            self.check.check_kernels(self.weights, self.placement, takes, self.max_rows)
         self.weights, self.chunk = with_cold_streams(
             self.model, self.weights, self.memories, self.placement, self.mode,
             self.context_length, self.bytes_by_role, self.chunk, self.warn,

@@ -59,7 +59,7 @@ def launches(
         num_sequences=num_sequences,
     )  # fmt: skip
     take = plain_backend(reference_kernels()).take
-    return launches_of(weights, placement, 0, take, num_rows, num_rows)
+    return launches_of(weights, placement, take, num_rows, num_rows)
 
 
 def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons: int | None = None,

@@ -101,7 +101,7 @@ def launches(planned_model, hot):
     options = {"split": path.with_name("s.gguf"), "is_resident": False}
     with Engine.load(path, device="cpu", **options) as engine:
         weights = engine._live.weights
-        return launches_of(weights, placement, 0, plain_backend(reference_kernels()).take)
+        return launches_of(weights, placement, plain_backend(reference_kernels()).take)
 
 
 def make(tmp_path, **options):

@@ -436,7 +436,7 @@ def test_transposed_neurons_of_drelu_rectify_their_ups(tmp_path, mode):
             for layer in live.weights.layers
         )
         weights = dataclasses.replace(live.weights, layers=layers)
-        native = native_step.build(weights, live.input_layer_offset, transposed.traffic)
+        native = native_step.build(weights, transposed.traffic)
         transposed._sequences.decoder = dataclasses.replace(live, weights=weights, native=native)
         assert rel_error(transposed.logits(IDS), plain.logits(IDS)) < BOUNDS["f32"]
         assert rel_error(one_by_one(transposed, IDS[:5]), plain.logits(IDS[:5])) < BOUNDS["f32"]

@@ -152,9 +152,7 @@ def launches_of(
         is_pinned=False,
     )
     with suppress(NotNative):  # such a model has no native step, but it reads prompts
-        step = hybrid_builder.build(
-            weights, placement, Traffic(), backend, max_rows=max_rows
-        )
+        step = hybrid_builder.build(weights, placement, Traffic(), backend, max_rows=max_rows)
         if num_rows > 1:
             found.clear()
             assert step.prepare is not None

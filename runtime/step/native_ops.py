@@ -44,9 +44,8 @@ def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[
             gather = [] if names[0] == "head_in" else [_op("head norm", layer, "x", out="head_in")]
             yield [*gather, _op("head", layer, "head_in")]
         elif op.kind == "neurons":
-            x, *named = names
-            part = int(op.part == "cold")
-            yield [_op("neurons", layer, x, *named, out=out, part=part)]
+            named = names[1] if len(names) > 1 else None
+            yield [_op("neurons", layer, names[0], named, out, part=int(op.part == "cold"))]
         elif op.kind in ("attention", "attend"):
             yield [_op(op.kind, layer, names[0], out=out)]
         elif op.kind == "predict":

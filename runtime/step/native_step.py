@@ -234,7 +234,7 @@ class StepBuilder(Structs):
             head_width=cache.head_width,
             context_length=cache.table.context_length,
             max_rows=1,
-            epsilon=first.attn_norm.epsilon,
+            epsilon=next(iter(first.norms.values())).epsilon,
             is_adjacent=bool(rotary and rotary.is_adjacent),
             key_kind=library.kind_code(cache.types.key.kind),
             value_kind=library.kind_code(cache.types.value.kind),

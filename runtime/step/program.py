@@ -130,7 +130,7 @@ class _LayerWriter:
     def __init__(self, index: int, place: LayerPlace) -> None:
         self.index, self.place = index, place
         self.named: tuple[str, ...] = ()  # the value that names neurons, if any
-        self.terms: dict[str, tuple[str, ...]] = {}  # outputs of neurons -> the values that sum to it
+        self.terms: dict[str, tuple[str, ...]] = {}  # the values that sum to an output of neurons
 
     def block(self, block: SpecBlock) -> Iterator[Op]:
         match block:
