@@ -233,7 +233,7 @@ def _dot(given, got, want) -> None:
 
 
 def _embed(given, got, want) -> None:
-    row = sizes(given["matrix"])[int(given["index_1"])]
+    row = given["scale"] * sizes(given["matrix"])[int(given["index_1"])]
     assert_close(got["out_D"], want["out_D"], 4 * EPS * (row + given["out_D"].abs()))
 
 

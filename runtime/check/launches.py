@@ -63,6 +63,8 @@ class Launch:
             for name, value in bound.arguments.items()
         ]
         words += [f"{num_rows} rows"] if num_rows > 1 else []
+        # A scale of one is compiled out.
+        words += ["scaled"] if kernel == "embed" and bound.arguments["scale"] != 1.0 else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
             kernel=kernel,
