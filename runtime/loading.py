@@ -135,7 +135,6 @@ class _Load:
         self.model, self.plan, self.config = model, plan, config
         self.notice, self.warn = partial(_notice, model), partial(_warn, model)
         self.observers, self.traffic = Observers(), Traffic()
-        self.offset = model.predictor.input_layer_offset if model.predictor else 0
 
     def run(self) -> Loaded:
         began = time.perf_counter()
@@ -274,9 +273,7 @@ class _Load:
         the maximum number of tokens per pass."""
         takes = step_takes(self.memories)
         if self.check is not None:
-            self.check.check_kernels(
-                self.weights, self.placement, self.offset, takes, self.max_rows
-            )
+            self.check.check_kernels(self.weights, self.placement, takes, self.max_rows)
         self.weights, self.chunk = with_cold_streams(
             self.model, self.weights, self.memories, self.placement, self.mode,
             self.context_length, self.bytes_by_role, self.chunk, self.warn,
@@ -294,8 +291,7 @@ class _Load:
         """Builds the decode step and the decoder; `step_of` builds later steps, for the same
         weights with other thresholds or limits."""
         step_by = partial(
-            decode_step, placement=self.placement, input_layer_offset=self.offset,
-            traffic=self.traffic, max_rows=self.max_rows,
+            decode_step, placement=self.placement, traffic=self.traffic, max_rows=self.max_rows,
             on_capture=partial(set_aside, self.memories),
         )  # fmt: skip
         backend = self._backend(step_by)
@@ -327,7 +323,6 @@ class _Load:
     ) -> Decoder:
         return Decoder(
             weights=self.weights,
-            input_layer_offset=self.offset,
             observers=observers,
             native=step,
             chunk=chunk,

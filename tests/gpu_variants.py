@@ -88,7 +88,7 @@ def launches(kind: str) -> tuple[Launch, ...]:
         model, placement, "predicted", CONTEXT, notice=print, uploaders=uploaders
     )
     take = plain_backend(triton_kernels()).take
-    return launches_of(weights, placement, 0, take)
+    return launches_of(weights, placement, take)
 
 
 def seconds() -> float:

@@ -16,7 +16,9 @@ from hotsplit.artifacts.machine_file import CpuCosts, Figure, Gpu, Machine
 from hotsplit.artifacts.model_file import ModelFile, PredictorInfo
 from hotsplit.artifacts.profile_file import NUM_BINS, Corpus, Profile
 from hotsplit.families import falcon, llama, opt
+from hotsplit.families.family import Architecture
 from hotsplit.families.sizes import Sizes
+from hotsplit.families.table import ARCHITECTURES
 from hotsplit.files.gguf_file import TensorEntry, Value, array_entry, type_of
 from hotsplit.model.rope import NO_SCALING, RopeScaling
 from hotsplit.model.spec import (
@@ -55,6 +57,25 @@ def make_sizes(
     )
 
 
+def sandwich_spec(sizes: Sizes, activation: Activation, options: Collection[str] = ()) -> ModelSpec:
+    """A Llama with norms before and after attention and neurons, and a scaled embedding."""
+    rotary = Rotary(theta=10000.0, pairing="adjacent")
+    attention, neurons = sizes.attention(rotary, options), sizes.neurons(activation, options)
+    layer = sizes.arrangement().sandwich(attention, neurons)
+    scale = sizes.hidden_size**0.5
+    return sizes.model("sandwich", sizes.alike(layer), embedding_scale=scale)
+
+
+# Until a family has this arrangement: files of tests are read by this architecture.
+ARCHITECTURES["sandwich"] = Architecture(
+    name="sandwich",
+    of_keys=lambda read: sandwich_spec(
+        read.sizes(), read.activation(), read.options(read.sizes().num_layers)
+    ),
+    options=ARCHITECTURES["llama"].options,
+)
+
+
 def family_spec(
     family: str,
     sizes: Sizes,
@@ -68,6 +89,8 @@ def family_spec(
     halves = Rotary(theta=theta, pairing="halves", scaling=scaling)
     if family == "llama":
         return llama.llama_spec(sizes, replace(halves, pairing="adjacent"), activation, options)
+    if family == "sandwich":
+        return sandwich_spec(sizes, activation, options)
     if family == "opt":
         return opt.opt_spec(sizes, activation, options, **changes)
     if family == "falcon":
@@ -149,6 +172,8 @@ FAMILIES = {
         ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias", "ffn_down.bias"),
         False,
     ),
+    "sandwich": ("sandwich", (), False),
+    "sandwich with biases": ("sandwich", ("attn_output.bias", "ffn_down.bias"), False),
     "qwen3": ("qwen3", (), False),
     "opt": ("opt", ("ffn_up.bias", "ffn_down.bias"), False),
     "opt, norms after": ("opt", ("ffn_down.bias",), True),

@@ -63,7 +63,7 @@ def launches(
         num_sequences=num_sequences,
     )  # fmt: skip
     take = plain_backend(reference_kernels()).take
-    return launches_of(weights, placement, 0, take, num_rows, num_rows)
+    return launches_of(weights, placement, take, num_rows, num_rows)
 
 
 def like(model: ModelFile, *, kind: str | None = None, layers: int = 3, neurons: int | None = None,
@@ -237,7 +237,7 @@ def _dot(given, got, want) -> None:
 
 
 def _embed(given, got, want) -> None:
-    row = sizes(given["matrix"])[int(given["index_1"])]
+    row = given["scale"] * sizes(given["matrix"])[int(given["index_1"])]
     assert_close(got["out_D"], want["out_D"], 4 * EPS * (row + given["out_D"].abs()))
 
 

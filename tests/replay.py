@@ -46,12 +46,12 @@ class Replay:
     kept: object
 
     @classmethod
-    def of_host(cls, weights, offset):
+    def of_host(cls, weights):
         """The operations of the native step, each in a separate call."""
-        program = step_program(host_form(weights, offset))
+        program = step_program(host_form(weights))
         host = HostBuffers.of(
             weights.embedding.width,
-            weights.layers[0].ffn.num_neurons,
+            weights.spec.most_neurons,
             weights.head.weight.num_rows,
             is_pinned=False,
         )
@@ -66,11 +66,11 @@ class Replay:
         return cls(operations, host, [*memory, *written(host)], parts)
 
     @classmethod
-    def of_plan(cls, weights, placement, offset):
+    def of_plan(cls, weights, placement):
         """The submissions of a hybrid step with both roles on the CPU, and what the host does
         before and after them."""
         builder = hybrid_builder._Builder(
-            weights, placement, offset, Traffic(), plain_backend(reference_kernels()), None,
+            weights, placement, Traffic(), plain_backend(reference_kernels()), None,
             max_rows=1, on_capture=lambda: None,
         )  # fmt: skip
         step = builder.step()

@@ -188,6 +188,15 @@ HsBlock interleaved(HsBlock block) {
     return block;
 }
 
+// The norms of a pre-norm layer, in this order.
+enum { NORM_ATTN, NORM_FFN };
+
+const HsNorm* norms(int64_t D, bool is_layer_norm) {
+    HsNorm* found = reinterpret_cast<HsNorm*>(bytes(2 * sizeof(HsNorm)));
+    found[NORM_ATTN] = norm(D, is_layer_norm), found[NORM_FFN] = norm(D, is_layer_norm);
+    return found;
+}
+
 // The operations of a model of one pre-norm layer.
 std::vector<HsOp> operations(const HsStep& s) {
     const int32_t none = VALUE_NONE;
@@ -205,7 +214,8 @@ std::vector<HsOp> operations(const HsStep& s) {
     if (s.layer->down_bias)
         ops.insert(ops.begin() + 6, {OP_ADD_BIAS, 0, 0, VALUE_FFN_OUT, none, VALUE_FFN_OUT});
     if (s.mode == MODE_PREDICTED)
-        ops.insert(ops.begin() + 5, {OP_PREDICT, 0, 0, VALUE_FFN_IN, none, none});
+        ops.insert(ops.begin() + 5, {OP_PREDICT, 0, 0, VALUE_FFN_IN, none, VALUE_NAMED});
+    if (s.mode == MODE_PREDICTED) ops[6].in_2 = VALUE_NAMED;
     return ops;
 }
 
@@ -290,7 +300,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     const int64_t C = mode == MODE_DENSE && is_gated && !rank ? 33 : 18;  // 33: two blocks in pages()
     const int64_t num_words = (F + 31) / 32;
     HsLayer layer = {};
-    layer.norm[NORM_ATTN] = norm(D, !is_gated), layer.norm[NORM_FFN] = norm(D, !is_gated);
+    layer.norm = norms(D, !is_gated), layer.num_norms = 2;
     layer.input[0] = matrix(kind, H * W, D, true), layer.input[1] = matrix(kind, K * W, D, true);
     layer.input[2] = matrix(kind, K * W, D, true), layer.output = matrix(kind, D, H * W, true);
     if (rank) layer.predictor_down = matrix(kind, rank, D, false);
@@ -314,7 +324,7 @@ bool steps(int32_t kind, int32_t mode, bool is_gated, int64_t rank) {
     step.head_width = W, step.context_length = C, step.max_rows = R;
     const int32_t one_block[] = {0};
     step.table = {one_block, 1, 1, C, 1};
-    step.epsilon = 1e-5f, step.mode = mode;
+    step.epsilon = 1e-5f, step.mode = mode, step.embedding_scale = 3.0f;
     step.key_kind = step.value_kind = KIND_F16;
     step.activation = !is_gated ? ACTIVATION_RELU : rank == 32 ? ACTIVATION_GELU_TANH : ACTIVATION_SILU;
     const std::vector<HsOp> ops = operations(step);
@@ -367,7 +377,7 @@ struct Selecting {
     std::vector<HsOp> ops;
 
     Selecting(int32_t cache_kind, int64_t W, int64_t C) {
-        layer.norm[NORM_ATTN] = norm(D, false), layer.norm[NORM_FFN] = norm(D, false);
+        layer.norm = norms(D, false), layer.num_norms = 2;
         layer.input[0] = matrix(KIND_F32, H * W, D, false);
         for (int i : {1, 2}) layer.input[i] = matrix(KIND_F32, K * W, D, false);
         layer.output = matrix(KIND_F32, D, H * W, false);
@@ -379,7 +389,7 @@ struct Selecting {
         step.layer = &layer, step.num_layers = 1, step.width = D, step.num_neurons = F;
         step.num_heads = H, step.num_kv_heads = K, step.head_width = W;
         step.context_length = C, step.max_rows = ROWS, step.epsilon = 1e-5f;
-        step.activation = ACTIVATION_RELU;
+        step.activation = ACTIVATION_RELU, step.embedding_scale = 1.0f;
         step.key_kind = step.value_kind = cache_kind;
         ops = operations(step), step.op = ops.data(), step.num_ops = static_cast<int64_t>(ops.size());
     }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from failing_parts import CPU, KEY, nothing
-from models import make_model, make_sizes
+from models import family_model, make_model, make_sizes
 from test_runtime import make_split
 
 from hotsplit import Engine
@@ -101,7 +101,7 @@ def launches(planned_model, hot):
     options = {"split": path.with_name("s.gguf"), "is_resident": False}
     with Engine.load(path, device="cpu", **options) as engine:
         weights = engine._live.weights
-        return launches_of(weights, placement, 0, plain_backend(reference_kernels()).take)
+        return launches_of(weights, placement, plain_backend(reference_kernels()).take)
 
 
 def make(tmp_path, **options):
@@ -122,6 +122,19 @@ def test_the_number_of_variants_does_not_grow_with_layers(tmp_path, kind):
         found.append({each.variant for each in launches(model, hot)})
     assert found[0] == found[1]
     assert len(found[0]) <= 13, sorted(found[0])
+
+
+@needs_kernels
+def test_a_scaled_embedding_is_a_variant(tmp_path):
+    found = []
+    for family in ("llama", "sandwich"):
+        model = family_model(family, path=tmp_path / f"{family}.gguf")
+        tensors = {name: e for name, e in model.tensors.items() if name != "output.weight"}
+        model = dataclasses.replace(model, tensors=tensors)
+        model.save(model.path)
+        (embed,) = (each for each in launches(model, [np.arange(F)] * 2) if each.kernel == "embed")
+        found.append(embed.variant)
+    assert found[1] == f"{found[0]} scaled"
 
 
 @needs_kernels

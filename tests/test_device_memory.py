@@ -77,9 +77,7 @@ def load(model, split, *, mode="exact", piece_bytes=1 << 12):
         uploaders={CARD: uploader},
     )  # fmt: skip
     uploader.finish()
-    decoder = Decoder(
-        weights=weights, input_layer_offset=0, observers=Observers(), native="not asked for"
-    )
+    decoder = Decoder(weights=weights, observers=Observers(), native="not asked for")
     return decoder, memory, residence
 
 
@@ -140,7 +138,7 @@ def test_each_of_two_gpus_gets_its_part():
         stream = gpu_setup.cold_stream(card, blocks, 1 << 14)
         stream.least_tokens = 1
         weights = gpu_setup.with_stream(weights, stream)
-    decoder = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
+    decoder = Decoder(weights=weights, observers=Observers(), native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
     assert all(layer.ffn.cold._next for layer in weights.layers)
@@ -153,7 +151,7 @@ def tensors_of(weights):
     found = [weights.head.weight.data]
     found += [weights.output_norm.weight_D]
     for layer in weights.layers:
-        found += [layer.attn_norm.weight_D, layer.ffn_norm.weight_D]
+        found += [norm.weight_D for norm in layer.norms.values()]
         found += [
             linear.weight.data for linear in (*layer.attention.inputs, layer.attention.output)
         ]
@@ -691,7 +689,7 @@ def load_for(model, split, mode, context):
     weights = load_weights(
         model, placement, mode, context, notice=print, uploaders={CARD: uploader}
     )
-    made = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
+    made = Decoder(weights=weights, observers=Observers(), native="no")
     return made, uploader, None
 
 
@@ -802,7 +800,7 @@ def test_all_neurons_on_the_cpu_are_streamed_for_prompts():
     stream = gpu_setup.cold_stream(CARD, blocks, 1 << 14)
     stream.least_tokens = 2
     weights = gpu_setup.with_stream(weights, stream)
-    decoder = Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="no")
+    decoder = Decoder(weights=weights, observers=Observers(), native="no")
     with torch.inference_mode():
         got = decoder.logits(decoder.forward(torch.tensor(IDS), 0))
     assert stream._next == len(stream._pieces) > 2

@@ -133,6 +133,23 @@ def test_embed(kernels, kind, is_added):
     assert_close(got, want, 4 * EPS * (sizes(matrix)[3] + start.abs()))
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_embed_times_a_scale(kernels, kind, is_added):
+    """The scale multiplies the row, and not what it is added to."""
+    matrix = make_matrix(kind, 4, block_width(kind))
+    index, start = torch.tensor([2], device=device()), vector(matrix.width)
+    given = {"is_added": is_added, "scale": 7.3}
+    got, want = both(kernels, "embed", start, matrix, index, **given)
+    bound = 4 * EPS * (7.3 * sizes(matrix)[2] + start.abs())
+    assert_close(got, want, bound)
+    plain, _ = both(kernels, "embed", torch.zeros_like(start), matrix, index)
+    assert_close(got, 7.3 * plain.double() + (start.double() if is_added else 0), bound)
+    for wrong in (plain, 7.3 * (plain + start)):
+        with pytest.raises(AssertionError):
+            assert_close(wrong, want, bound)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *FILE_KINDS])
 def test_unpack(kernels, kind):
     """The values are exact in f32 up to the rounding of a product and a difference."""

@@ -92,6 +92,8 @@ def test_embed_and_unpack():
     assert torch.equal(out[0], rows[5])
     reference.embed(matrix, torch.tensor([6]), out[0], is_added=True)
     assert torch.equal(out[0], rows[5] + rows[6])
+    reference.embed(matrix, torch.tensor([4]), out[0], is_added=True, scale=3.0)
+    assert torch.equal(out[0], (rows[5] + rows[6]) + 3.0 * rows[4])
 
 
 @pytest.mark.parametrize("is_dense", [False, True])

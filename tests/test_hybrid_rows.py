@@ -40,7 +40,7 @@ def loaded(tmp_path, model, plan, num_sequences, *, mode="predicted", backend=No
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
     decoder = engine._live
     step = hybrid_builder.build(
-        decoder.weights, placement, decoder.input_layer_offset, engine.traffic,
+        decoder.weights, placement, engine.traffic,
         backend or plain_backend(reference_kernels()), max_rows=max_rows,
     )  # fmt: skip
     engine._sequences.decoder = dataclasses.replace(decoder, native=step)
@@ -79,7 +79,7 @@ def test_a_step_built_again_spares_an_open_text(tmp_path, num_sequences, length)
         split = Split.load(tmp_path / "s.gguf")
         placement = Placement.of_split(split, (torch.device("cpu"),) * len(split.budgets))
         hybrid_builder.build(
-            weights, placement, engine._live.input_layer_offset, engine.traffic,
+            weights, placement, engine.traffic,
             plain_backend(reference_kernels()),
         )  # fmt: skip
         assert torch.equal(table.block_SN, blocks)

@@ -45,8 +45,7 @@ def hybrid(engine, split, backend):
     cpu = torch.device("cpu")
     placement = Placement.of_split(split, (cpu,) * len(split.budgets))
     weights = engine._live.weights
-    offset = engine._live.input_layer_offset
-    return hybrid_builder.build(weights, placement, offset, engine.traffic, backend)
+    return hybrid_builder.build(weights, placement, engine.traffic, backend)
 
 
 def steps(step, ids=IDS):

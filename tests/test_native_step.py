@@ -235,7 +235,7 @@ def test_a_model_on_another_device_is_not_native(tmp_path):
             weights.embedding, data=torch.empty(weights.embedding.data.shape, device="meta")
         )
         weights = dataclasses.replace(weights, embedding=moved)
-        reason = native_step.build(weights, 0, engine.traffic)
+        reason = native_step.build(weights, engine.traffic)
     assert reason == "a part of the model is on meta"
 
 
@@ -245,7 +245,7 @@ def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
         weights = engine._live.weights
         head = dataclasses.replace(weights.head.weight, width=32)
         weights = dataclasses.replace(weights, head=dataclasses.replace(weights.head, weight=head))
-        reason = native_step.build(weights, 0, engine.traffic)
+        reason = native_step.build(weights, engine.traffic)
     assert "rejects the model's sizes" in reason and "make build" in reason
 
 
@@ -260,7 +260,7 @@ def test_nan_in_the_weights_reaches_the_logits(tmp_path):
     for kind in ("f32", "q8_0"):
         model = saved(tmp_path, kind=kind)
         with Engine.load(model.path) as engine:
-            engine.layers[1].attn_norm.weight_D[3] = torch.nan
+            engine.layers[1].norms["attn_norm"].weight_D[3] = torch.nan
             assert engine._step(5, 0).isnan().all()
 
 

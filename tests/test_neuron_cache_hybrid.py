@@ -77,7 +77,7 @@ class Cached:
     def built(self, backend):
         placement = Placement.of_split(self.split, (CPU,) * len(self.split.budgets))
         return hybrid_builder.build(
-            self.weights, placement, 0, Traffic(), backend, neuron_cache=self.cache
+            self.weights, placement, Traffic(), backend, neuron_cache=self.cache
         )
 
     def static(self):
@@ -92,7 +92,7 @@ class Cached:
         weights = weights_of(self.model, split, self.mode, None)
         placement = Placement.of_split(split, (CPU,) * len(split.budgets))
         backend = plain_backend(reference_kernels())
-        step = hybrid_builder.build(weights, placement, 0, Traffic(), backend)
+        step = hybrid_builder.build(weights, placement, Traffic(), backend)
         restore(weights, keys_and_values(self.weights))  # building ran a trial step
         return step, weights
 
@@ -187,9 +187,7 @@ def test_prompts_follow_the_tables(tmp_path):
     _, static = cached.static()
     prompt = torch.tensor(IDS[:3])
     found = [
-        Decoder(weights=weights, input_layer_offset=0, observers=Observers(), native="none")
-        .forward(prompt, 10)
-        .clone()
+        Decoder(weights=weights, observers=Observers(), native="none").forward(prompt, 10).clone()
         for weights in (cached.weights, static)
     ]
     assert torch.equal(*found)

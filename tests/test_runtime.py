@@ -387,7 +387,7 @@ def test_wrong_tokens_are_refused(tmp_path, ids, message):
 
 def test_nan_weights_are_noticed_when_a_token_is_drawn(tmp_path, codec_model):
     with Engine.load(codec_model) as engine:
-        engine.layers[0].ffn_norm.weight_D.fill_(torch.nan)
+        engine.layers[0].norms["ffn_norm"].weight_D.fill_(torch.nan)
         with pytest.raises(HotsplitError, match="NaN logits"):
             list(engine.generate("ab", 2))
 

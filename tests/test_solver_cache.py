@@ -277,7 +277,7 @@ def test_a_step_takes_the_gpu_bytes_that_are_planned(tmp_path, plan, mode):
     cached = Cached.of(tmp_path, plan, mode, counting(with_cache))
     placement = Placement.of_split(cached.split, (torch.device("cpu"),))
     weights = weights_of(cached.model, cached.split, mode, None)
-    hybrid_builder.build(weights, placement, 0, Traffic(), counting(without))
+    hybrid_builder.build(weights, placement, Traffic(), counting(without))
     size = CacheSize(most_rows=cached.cache.most_rows, packs_bits=mode == "exact")
     num_hot = [len(ids) for ids in cached.split.hot]
     assert sum(with_cache) - sum(without) == size.gpu_bytes(cached.model, num_hot)

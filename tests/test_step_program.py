@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hybrid_plans import ALL, NONE, SOME
-from models import FAMILIES, family_model, make_model, make_sizes
+from models import FAMILIES, family_model, family_spec, make_model, make_sizes
 from replay import Replay, take
 from test_runtime import IDS, make_split
 
@@ -18,6 +18,7 @@ from hotsplit import Engine
 from hotsplit.artifacts.model_file import PredictorInfo
 from hotsplit.cli import main
 from hotsplit.costs.budget import plan_bytes_of_gpus
+from hotsplit.model.spec import Predict
 from hotsplit.options.key_selection import KeySelection
 from hotsplit.runtime.kernels.cpu import library
 from hotsplit.runtime.model.placement import Placement
@@ -25,7 +26,7 @@ from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.forms import host_form, placed_form
 from hotsplit.runtime.step.program import (
     HOST,
-    LayerForm,
+    LayerPlace,
     StepForm,
     edges,
     gpu,
@@ -50,17 +51,23 @@ PLANS = {
     "keys on the host": ([SOME, NONE, ALL], [1, 0, 1], True, [0, 0, 1, 1]),
 }
 SELECTED = {"keys on the host": KeySelection(window=32)}
+PRE_NORM = "attn_norm attention add ffn_norm predict neurons add"
+# Operations of a layer on the host, norms by name, without those of biases.
 ORDERS = {
-    "llama": "pre-norm",
-    "llama with biases": "pre-norm",
-    "qwen3": "pre-norm",
-    "opt": "pre-norm",
-    "opt, norms after": "post-norm",
-    "falcon": "parallel",
-    "falcon, two norms": "parallel",
-    "falcon, one after the other": "pre-norm",
+    "llama": PRE_NORM,
+    "llama with biases": PRE_NORM,
+    "sandwich": "attn_norm attention post_attention_norm add"
+    " ffn_norm predict neurons post_ffw_norm add",
+    "sandwich with biases": "attn_norm attention post_attention_norm add"
+    " ffn_norm predict neurons add post_ffw_norm add",
+    "qwen3": PRE_NORM,
+    "opt": PRE_NORM,
+    "opt, norms after": "attention add attn_norm predict neurons add ffn_norm",
+    "falcon": "attn_norm attention add predict neurons add",
+    "falcon, two norms": "attn_norm attn_norm_2 attention add predict neurons add",
+    "falcon, one after the other": PRE_NORM,
 }
-QUICK = ("llama with biases", "opt, norms after", "falcon, two norms")
+QUICK = ("llama with biases", "opt, norms after", "falcon, two norms", "sandwich with biases")
 
 
 def replayed(tmp_path, family, plan, offset=1):
@@ -86,10 +93,10 @@ def replayed(tmp_path, family, plan, offset=1):
         weights = engine._live.weights
         want = torch.stack([engine._step(token, i).clone() for i, token in enumerate(IDS[:4])])
         if PLANS[plan] is None:
-            replay = Replay.of_host(weights, offset)
+            replay = Replay.of_host(weights)
         else:
             placement = Placement.of_split(split, (CPU,) * len(split.budgets))
-            replay = Replay.of_plan(weights, placement, offset)
+            replay = Replay.of_plan(weights, placement)
         for position in range(POSITION + 1):
             take(replay.host, IDS[position], position)
             got = replay.logits(range(len(replay.operations)))
@@ -171,15 +178,17 @@ def test_the_program_of_the_files_is_that_of_the_weights(tmp_path, family, plan)
     with Engine.load(model.path, mode="predicted", **options) as engine:
         weights = engine._live.weights
         if split is None:
-            form = host_form(weights, 1)
+            form = host_form(weights)
         else:
             placement = Placement.of_split(split, (CPU,) * len(split.budgets))
-            form = placed_form(weights, placement, 1, [(False, False)] * 3)
+            form = placed_form(weights, placement)
     found = [
         dataclasses.replace(op, weight_bytes=0) for op in step_program(file_form(model, split))
     ]
     assert found == list(step_program(form))
-    assert {layer.order for layer in form.layers} == {ORDERS[family]}
+    if split is None:
+        names = [op.part if op.kind == "norm" else op.kind for op in found if op.layer == 1]
+        assert [name for name in names if name != "bias"] == ORDERS[family].split()
 
 
 @pytest.mark.parametrize("rank", [0, 8])
@@ -213,10 +222,10 @@ def test_a_neuron_caches_bits_are_copied_once_per_gpu(tmp_path):
     model, split = files(tmp_path, "llama", "divided", 0)
     form = file_form(model, split)
     with_bits = [
-        dataclasses.replace(layer, has_bits=index < 2, copies_bits=index == 1)
-        for index, layer in enumerate(form.layers)
+        dataclasses.replace(place, has_bits=index < 2, copies_bits=index == 1)
+        for index, place in enumerate(form.places)
     ]
-    ops = step_program(dataclasses.replace(form, layers=tuple(with_bits)))
+    ops = step_program(dataclasses.replace(form, places=tuple(with_bits)))
     writers = [op.layer for op in ops if "bits@gpu0" in op.writes]
     (copy,) = [op for op in ops if op.writes == ("bits@host",)]
     assert writers == [0, 1] and copy.layer == 1 and copy.home == "gpu0"
@@ -321,14 +330,52 @@ def test_edges_keep_reads_after_writes_and_writes_after_reads():
 
 
 def test_a_value_is_dropped_after_its_last_read():
-    ops = list(layer_ops(0, LayerForm(order="pre-norm"), 0))
+    spec = family_spec("llama", make_sizes())
+    ops = list(layer_ops(0, spec.layers[0], LayerPlace()))
     last = dict(zip((op.kind for op in ops), last_reads(ops, kept=("x",)), strict=True))
     assert "attn_in" in last["attention"] and last["neurons"] == ("ffn_in.0",)
 
 
 def test_a_step_is_its_layers_between_embedding_and_head():
-    layer = LayerForm(order="parallel", has_second_norm=True, has_down_bias=True)
-    ops = step_program(StepForm(layers=(layer,) * 2))
+    spec = family_spec("falcon", make_sizes(), options=("attn_norm_2.weight", "ffn_down.bias"))
+    ops = step_program(StepForm(spec=spec, places=(LayerPlace(),) * 2))
     kinds = ["norm", "norm", "attention", "add", "neurons", "bias", "add"]
     assert [op.kind for op in ops] == ["embed", *kinds, *kinds, "norm", "head"]
     assert ops[-2].reads == ("x@host",) and not any(op.is_beside for op in ops)
+
+
+DIVIDED = LayerPlace(device="gpu0", home="gpu0", blocks=(("hot", "gpu0"), ("cold", HOST)))
+
+
+@pytest.mark.parametrize("options", [(), ("ffn_down.bias",)])
+def test_divided_neurons_are_summed_before_a_norm_reads_them(options):
+    layer = family_spec("sandwich", make_sizes(), options=options).layers[0]
+    *before, total, norm, add = layer_ops(0, layer, DIVIDED)
+    bias = ("bias@gpu0",) if options else ()
+    assert total.reads == ("hot_out@gpu0", "cold_out@gpu0", *bias)
+    assert total.writes == norm.reads == norm.writes == ("ffn_out@gpu0",)
+    assert (norm.part, add.reads) == ("post_ffw_norm", ("x@gpu0", "ffn_out@gpu0"))
+    assert [op.kind for op in before].count("add") == 1
+
+
+def test_who_names_neurons_is_apart_from_how_they_are_computed():
+    """A Predict block, and nothing else, makes the neurons read named ones."""
+    layer = family_spec("llama", make_sizes()).layers[0]
+    predict = Predict(kind="linear", rank=8, threshold=0.0)
+    for spec, is_named in ((layer, False), (layer.with_predict(predict), True)):
+        ops = list(layer_ops(0, spec, DIVIDED))
+        readers = [op for op in ops if op.kind == "neurons"]
+        assert len(readers) == 2
+        assert all(any("named@" in value for value in op.reads) == is_named for op in readers)
+
+
+@pytest.mark.parametrize("place", [LayerPlace(), DIVIDED])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_predictor_may_read_the_layer_before(family, place):
+    predict = Predict(kind="linear", rank=8, threshold=0.0, input_layer_offset=1)
+    spec = family_model(family).spec.layers[0].with_predict(predict)
+    reads = [
+        next(op.reads for op in layer_ops(index, spec, place) if op.kind == "predict")
+        for index in range(3)
+    ]
+    assert reads == [(f"ffn_in.{n}@{place.device}",) for n in (0, 0, 1)]

@@ -212,7 +212,10 @@ class LayerStream:
                     f" embedding has {embedding.num_rows}; convert the checkpoint again"
                 )
             for start in range(0, len(ids_T), SHORT_CHUNK):
-                x_TD = embed(embedding, positions, ids_T[start : start + SHORT_CHUNK], start)
+                x_TD = embed(
+                    embedding, positions, ids_T[start : start + SHORT_CHUNK], start,
+                    scale=self.model.spec.embedding_scale,
+                )  # fmt: skip
                 self.observers.show("embedding", None, x_TD)
                 waiting.states.write(waiting.starts[window] + start, x_TD)
                 release(entry)
@@ -347,7 +350,7 @@ class StreamedLayer:
             return None
         if self._native is None:
             layers = {self.index: self.layer}
-            self._native = NativeLayers.build(layers, stream.rotary, stream.input_layer_offset)
+            self._native = NativeLayers.build(layers, stream.rotary)
         return self._native
 
     def close(self) -> None:

@@ -130,7 +130,6 @@ class DeviceCheck:
         self,
         weights: Weights,
         placement: Placement,
-        input_layer_offset: int,
         take: Takes | None,
         max_rows: int = 1,
     ) -> None:
@@ -144,10 +143,7 @@ class DeviceCheck:
             self._say(first, "kernels", _line(error), "torch computes them, more slowly")
             return
         take = take or first.backend(None, has_graph=False, kernels=self._fast).take
-        found = partial(
-            launches_of, placement=placement, input_layer_offset=input_layer_offset, take=take,
-            max_rows=max_rows,
-        )  # fmt: skip
+        found = partial(launches_of, placement=placement, take=take, max_rows=max_rows)
         launches = found(weights)
         self._launches = lambda weights, num_rows: found(weights, num_rows=num_rows)
         for parts, book in self._books():

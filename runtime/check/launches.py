@@ -63,6 +63,8 @@ class Launch:
             for name, value in bound.arguments.items()
         ]
         words += [f"{num_rows} rows"] if num_rows > 1 else []
+        # A scale of one is compiled out.
+        words += ["scaled"] if kernel == "embed" and bound.arguments["scale"] != 1.0 else []
         tensors = [value for value in bound.arguments.values() if isinstance(value, Tensor)]
         return cls(
             kernel=kernel,
@@ -128,7 +130,6 @@ class NoStream:
 def launches_of(
     weights: Weights,
     placement: Placement,
-    input_layer_offset: int,
     take: Callable[[torch.device], Take],
     max_rows: int = 1,
     num_rows: int = 1,
@@ -153,9 +154,7 @@ def launches_of(
         is_pinned=False,
     )
     with suppress(NotNative):  # such a model has no native step, but it reads prompts
-        step = hybrid_builder.build(
-            weights, placement, input_layer_offset, Traffic(), backend, max_rows=max_rows
-        )
+        step = hybrid_builder.build(weights, placement, Traffic(), backend, max_rows=max_rows)
         if num_rows > 1:
             found.clear()
             assert step.prepare is not None

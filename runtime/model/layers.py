@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from hotsplit.artifacts.limits_file import LayerLimits
+from hotsplit.model.spec import LayerSpec, ModelSpec
 from hotsplit.runtime.cache.kv_cache import KVCache
 from hotsplit.runtime.model.attention import Attention, Norm, Rotary
 from hotsplit.runtime.model.feed_forward import FeedForward
@@ -14,16 +15,13 @@ from hotsplit.runtime.weights.matrix import Linear, Matrix
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer. `ffn_norm` is None if attention and feed-forward are parallel: both then read
-    attn_norm's output, unless attention has `attn_norm_2`."""
+    """One layer."""
 
+    spec: LayerSpec  # without a predictor that is not run
     device: torch.device  # of attention's matrices, norms, predictor, and cache unless offloaded
-    attn_norm: Norm
-    attn_norm_2: Norm | None
+    norms: dict[str, Norm]  # those of the spec, by name
     attention: Attention
-    ffn_norm: Norm | None
     ffn: FeedForward
-    is_post_norm: bool
 
     def with_threshold(self, threshold: float) -> "Layer":
         """The layer with another activation threshold."""
@@ -35,6 +33,7 @@ class Layer:
 class Weights:
     """Everything a forward pass needs."""
 
+    spec: ModelSpec  # without predictors that are not run
     embedding: Matrix
     positions: Matrix | None  # learned positions, on the CPU; None if positions are rotary
     layers: tuple[Layer, ...]
@@ -42,6 +41,10 @@ class Weights:
     head: Linear
     head_device: torch.device
     rotary: dict[torch.device, Rotary]
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.spec.embedding_scale
 
     @cached_property
     def cache(self) -> KVCache:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hotsplit.artifacts.model_file import ModelFile
 from hotsplit.costs.budget import kv_kind
 from hotsplit.files.gguf_file import TensorEntry
+from hotsplit.model.spec import ModelSpec
 from hotsplit.options.cache_types import CacheTypes
 from hotsplit.runtime.cache.block_table import BlockTable
 from hotsplit.runtime.cache.kv_cache import LayerCache
@@ -84,6 +85,14 @@ class Builder:
     are_slots_joined: bool = True
 
     @cached_property
+    def spec(self) -> ModelSpec:
+        """The model's spec, with predictors only if they are run."""
+        spec = self.model.spec
+        if self.mode == "predicted":
+            return spec
+        return spec.with_layers([layer.with_predict(None) for layer in spec.layers])
+
+    @cached_property
     def table(self) -> BlockTable:
         """The block table of the layers' caches."""
         return BlockTable(self.num_sequences, self.context_length)
@@ -112,6 +121,7 @@ class Builder:
             head = self.matrix(model.tensors["output.weight"], head_device, "head")
         devices = {layer.attention.cache.device for layer in layers}
         return Weights(
+            spec=self.spec,
             embedding=embedding,
             positions=positions,
             layers=layers,
@@ -134,23 +144,19 @@ class Builder:
         return self.stores.on(device).matrix(entry, item)
 
     def layer(self, index: int) -> Layer:
-        device = self.placement.dense_device(index)
-        attn_norm = self.norm(f"blk.{index}.attn_norm", device)
-        assert attn_norm is not None
+        device, spec = self.placement.dense_device(index), self.spec.layers[index]
         layer = Layer(
+            spec=spec,
             device=device,
-            attn_norm=attn_norm,
-            attn_norm_2=self.norm(f"blk.{index}.attn_norm_2", device),
+            norms=self.norms(index, device),
             attention=self.attention(index, device),
-            ffn_norm=self.norm(f"blk.{index}.ffn_norm", device),
-            is_post_norm=self.model.spec.output_norm is None,
             ffn=FeedForward(
                 layer=index,
                 num_neurons=self.model.spec.layers[index].neurons.number,
                 gate=self.gate(index),
                 blocks=self.neurons.blocks(index),
                 down_bias_D=self.vector(f"blk.{index}.ffn_down.bias", device),
-                predictor=self.predictor(index, device) if self.mode == "predicted" else None,
+                predictor=None if spec.predict is None else self.predictor(index, device),
                 mode=self.mode,
                 traffic=self.traffic,
             ),
@@ -165,6 +171,15 @@ class Builder:
         if entry is None:
             return None
         return self.stores.on(device).vector(vector_of(entry, CPU), item)
+
+    def norms(self, index: int, device: torch.device) -> dict[str, Norm]:
+        """The norms of a layer, by name."""
+        found = {}
+        for name in self.spec.layers[index].norms:
+            norm = self.norm(f"blk.{index}.{name}", device)
+            assert norm is not None, (index, name)
+            found[name] = norm
+        return found
 
     def norm(self, name: str, device: torch.device, item: str = "attention") -> Norm | None:
         weight_D = self.vector(f"{name}.weight", device, item)
@@ -244,11 +259,12 @@ class Builder:
 
 
 def _with_small_inputs(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """The layers, which know if the norms before the products of all of them keep inputs small."""
-    if not any(gpu_products.is_gpu(layer.device) for layer in layers) or layers[0].is_post_norm:
+    """The layers, which know if norms keep the inputs of attention and neurons small in all of
+    them."""
+    if not any(gpu_products.is_gpu(layer.device) for layer in layers):
         return layers
-    norms = (n for x in layers for n in (x.attn_norm, x.attn_norm_2, x.ffn_norm) if n is not None)
-    if not all(norm.fits_f16 for norm in norms):
+    feeding = [(layer, norm) for layer in layers for norm in layer.spec.input_norms]
+    if not all(norm and layer.norms[norm.name].fits_f16 for layer, norm in feeding):
         return layers
     return tuple(
         replace(

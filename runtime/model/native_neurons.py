@@ -82,9 +82,10 @@ class NativeNeurons:
         room: SharedWorkspace | None = None,
         fired_W: Tensor | None = None,
     ) -> "NativeNeurons":
-        """Prepares a call. `num_neurons` is the layer's F. If not given, `x_D` and `y_D`, and in
-        mode "predicted" `named_W`, are allocated. Raises NotNative if the kernels do not support
-        the block, and ImportError if they are not built.
+        """Prepares a call. `num_neurons` is the layer's F. `named_W`: the bits of the neurons that
+        are computed; None: all. If not given, `x_D` and `y_D`, and in mode "predicted" `named_W`,
+        are allocated. Raises NotNative if the kernels do not support the block, and ImportError if
+        they are not built.
 
         With a `room`, the call can run only after `room.allocate()`, which then checks the block's
         sizes and that the kernels are built."""
@@ -92,9 +93,7 @@ class NativeNeurons:
         width = block.width
         x_D = torch.zeros(width) if x_D is None else x_D
         y_D = torch.zeros(width) if y_D is None else y_D
-        if mode != "predicted":
-            named_W = None
-        elif named_W is None:
+        if named_W is None and mode == "predicted":
             named_W = torch.zeros(-(-num_neurons // 32), dtype=torch.int32)
         struct = NeuronsStruct(
             block=structs.block(block),

@@ -112,6 +112,7 @@ def _two_layers(
     layer = builder.layer(largest)
     positions = model.tensors.get("position_embd.weight")
     weights = Weights(
+        spec=builder.spec.with_layers([layer.spec] * 2),
         embedding=matrix_of(model.tensors["token_embd.weight"], cpu),
         positions=matrix_of(positions, cpu) if positions else None,
         layers=(layer, layer),
@@ -120,6 +121,5 @@ def _two_layers(
         head_device=cpu,
         rotary={cpu: builder.rotary(cpu)} if model.spec.rotary else {},
     )
-    offset = model.predictor.input_layer_offset if model.predictor else 0
     native = "only whole passes are measured"
-    return Decoder(weights=weights, input_layer_offset=offset, observers=observers, native=native)
+    return Decoder(weights=weights, observers=observers, native=native)

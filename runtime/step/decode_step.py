@@ -25,7 +25,6 @@ class DecodeStep(Protocol):
 def decode_step(
     weights: Weights,
     placement: Placement,
-    input_layer_offset: int,
     traffic: Traffic,
     backend: Backend | str | None,
     neuron_cache: NeuronCache | None = None,
@@ -37,13 +36,12 @@ def decode_step(
     `backend`: None without a GPU; the reason if a step on the GPU does not work. `max_rows` and
     `on_capture` are for hybrid steps: see hybrid_builder.build."""
     if backend is None:
-        return native_step.build(weights, input_layer_offset, traffic, neuron_cache)
+        return native_step.build(weights, traffic, neuron_cache)
     if isinstance(backend, str):
         return backend
     try:
         return hybrid_builder.build(
-            weights, placement, input_layer_offset, traffic, backend, neuron_cache, max_rows,
-            on_capture,
-        )  # fmt: skip
+            weights, placement, traffic, backend, neuron_cache, max_rows, on_capture
+        )
     except NotNative as reason:
         return str(reason)

@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from hotsplit.costs.budget import LOGITS_CHUNK, SHORT_CHUNK
+from hotsplit.model.spec import LayerSpec, Neurons
 from hotsplit.runtime.device.device_memory import out_of_memory_as_error
 from hotsplit.runtime.kernels.gpu.kernels import ROWS
-from hotsplit.runtime.model.attention import Attend, Norm, Turn
+from hotsplit.runtime.model.attention import Attend, Turn
 from hotsplit.runtime.model.layers import Layer, Weights
 from hotsplit.runtime.model.observers import Observers
 from hotsplit.runtime.step.batch import Row, runs_of
 from hotsplit.runtime.step.decode_step import DecodeStep
-from hotsplit.runtime.step.forms import layer_form
 from hotsplit.runtime.step.host_attention import HostAttention
 from hotsplit.runtime.step.hybrid_step import HybridStep
 from hotsplit.runtime.step.native_layers import NativeLayers, shows_all
 from hotsplit.runtime.step.native_step import NativeStep
 from hotsplit.runtime.step.program import (
-    HOST,
-    LayerForm,
+    LayerPlace,
     Op,
     ffn_in,
     last_reads,
@@ -39,7 +38,6 @@ class Decoder:
     """A model's forward pass: by the decode step where possible, else in torch."""
 
     weights: Weights
-    input_layer_offset: int  # whose FFN input predictors take: 0 this layer's, 1 the previous one's
     observers: Observers
     native: DecodeStep | str  # the decode step, or the reason why there is none
     chunk: int = SHORT_CHUNK  # tokens per pass without observers
@@ -140,7 +138,9 @@ class Decoder:
         Takes at most `most_tokens` tokens; appends keys and values to the cache."""
         assert 1 <= len(ids_T) <= self.most_tokens, len(ids_T)
         weights = self.weights
-        x_TD = embed(weights.embedding, weights.positions, ids_T, start)
+        x_TD = embed(
+            weights.embedding, weights.positions, ids_T, start, scale=weights.embedding_scale
+        )
         self.observers.show("embedding", None, x_TD)
         turns = {d: r.turn(start, len(ids_T)) for d, r in weights.rotary.items()}
         host = self.host_attention
@@ -148,7 +148,8 @@ class Decoder:
         native = self._native_layers if is_native else None
         before_TD: Tensor | None = None
         for index, layer in enumerate(weights.layers):
-            before_TD = before_TD if self.input_layer_offset else None
+            predict = layer.spec.predict
+            before_TD = before_TD if predict and predict.input_layer_offset else None
             if native is not None:
                 x_TD, before_TD = native.run(
                     index, x_TD, sequence=sequence, start=start, predictor_input_TD=before_TD,
@@ -188,9 +189,7 @@ class Decoder:
         if not isinstance(self.native, NativeStep):
             return None
         rotary = self.weights.rotary.get(torch.device("cpu"))
-        return NativeLayers.build(
-            dict(enumerate(self.weights.layers)), rotary, self.input_layer_offset
-        )
+        return NativeLayers.build(dict(enumerate(self.weights.layers)), rotary)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Logits f32 [T, V] on the CPU."""
@@ -212,9 +211,14 @@ def _is_decoded(run: Sequence[Row]) -> bool:
     return len(run) <= ROWS[-1] and all(row.has_logits and row.source is None for row in run)
 
 
-def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int) -> Tensor:
-    """The input of the first layer, f32 [T, D], on the device of the embedding."""
+def embed(
+    embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int, *, scale: float
+) -> Tensor:
+    """The input of the first layer, f32 [T, D], on the device of the embedding: its rows times
+    `scale`, and learned positions."""
     x_TD = embedding.rows(ids_T.to(embedding.data.device))
+    if scale != 1.0:
+        x_TD = x_TD * scale
     if positions is None:
         return x_TD
     positions_T = torch.arange(start, start + len(ids_T))
@@ -222,11 +226,14 @@ def embed(embedding: Matrix, positions: Matrix | None, ids_T: Tensor, start: int
 
 
 @cache
-def _plain_ops(
-    index: int, form: LayerForm, input_layer_offset: int
-) -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
-    """(operations of a layer, for each the values that no later one reads)."""
-    ops = tuple(layer_ops(index, form, input_layer_offset))
+def _plain_ops(index: int, spec: LayerSpec) -> tuple[tuple[Op, ...], list[tuple[str, ...]]]:
+    """(operations of a layer, for each the values that no later one reads). All neurons are one
+    operation, which adds the bias of the down projection."""
+    blocks = tuple(
+        replace(block, biases=block.biases - {"ffn_down"}) if isinstance(block, Neurons) else block
+        for block in spec.blocks
+    )
+    ops = tuple(layer_ops(index, LayerSpec(blocks=blocks), LayerPlace()))
     return ops, last_reads(ops, kept=("x", ffn_in(index)))
 
 
@@ -245,11 +252,11 @@ def run_layer(
     """Runs one layer in torch; returns the hidden state after it and the input of its feed-forward
     block, both [T, D].
 
-    This is the reference for the operations of a layer; program.py has their order. `x_TD` is on
-    the layer's device; its cache holds the tokens before `start`. `predictor_input_TD`: None for
-    the layer's own feed-forward input. All blocks of neurons are one operation: see FeedForward."""
-    form = replace(layer_form(layer), blocks=(("all", HOST),), has_down_bias=False)
-    ops, unread = _plain_ops(index, form, int(predictor_input_TD is not None))
+    This is the reference for the operations of a layer; its spec has their order. `x_TD` is on the
+    layer's device; its cache holds the tokens before `start`. `predictor_input_TD`: the previous
+    layer's feed-forward input, if the layer's predictor reads that. All blocks of neurons are one
+    operation: see FeedForward."""
+    ops, unread = _plain_ops(index, layer.spec)
     values = {"x": x_TD}
     if predictor_input_TD is not None:
         values[ffn_in(index - 1)] = predictor_input_TD.to(layer.device)
@@ -257,8 +264,7 @@ def run_layer(
 
     def run(op: Op, read: list[Tensor]) -> Tensor:
         if op.kind == "norm":
-            norm: Norm = getattr(layer, op.part)
-            return norm.apply(read[0])
+            return layer.norms[op.part].apply(read[0])
         if op.kind == "add":
             return read[0] + read[1]
         if op.kind == "attention":
@@ -270,7 +276,7 @@ def run_layer(
         if op.kind == "predict":
             observers.show("ffn_norm", index, values[ffn_in(index)])
             return layer.ffn.named(read[0], observers=observers)
-        if not form.has_predictor:
+        if len(read) == 1:  # else shown before the predictor's scores
             observers.show("ffn_norm", index, read[0])
         out_TD = layer.ffn.forward(*read, observers=observers)
         observers.show("ffn_out", index, out_TD)

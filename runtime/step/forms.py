@@ -1,81 +1,112 @@
-"""Builds the form of a step from loaded weights: all on the host, or placed on GPUs and the
-host."""
+"""The form of a step: a model's spec, and the place of each part in a plan. `step_form` is the one
+derivation, from loaded weights (`host_form`, `placed_form`) and from a file (`file_form`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from hotsplit.runtime.model.layers import Layer, Weights
-from hotsplit.runtime.model.placement import Placement
-from hotsplit.runtime.step.program import HOST, LayerForm, Order, StepForm, gpu, in_line
+from hotsplit.model.spec import ModelSpec
+from hotsplit.runtime.step.program import HOST, Block, LayerPlace, StepForm, gpu, in_line
 
-
-def order_of(layer: Layer) -> Order:
-    if layer.ffn_norm is None:
-        return "parallel"
-    return "post-norm" if layer.is_post_norm else "pre-norm"
-
-
-def layer_form(
-    layer: Layer, *, device: str = HOST, home: str = HOST, attends_on_host: bool = False,
-    has_bits: bool = False, copies_bits: bool = False,
-) -> LayerForm:  # fmt: skip
-    """The form of a layer with attention on `device`, hot neurons on `home` and cold ones on the
-    host."""
-    places = {"hot": home, "cold": HOST}
-    blocks = layer.ffn.blocks
-    is_divided = len(blocks) > 1
-    return LayerForm(
-        order=order_of(layer),
-        has_second_norm=layer.attn_norm_2 is not None,
-        has_predictor=layer.ffn.mode == "predicted",
-        has_down_bias=layer.ffn.down_bias_D is not None,
-        device=device,
-        attends_on_host=attends_on_host,
-        home=home,
-        blocks=tuple((b.role if is_divided else "all", places[b.role]) for b in blocks),
-        has_bits=has_bits,
-        copies_bits=copies_bits,
-    )
+if TYPE_CHECKING:  # torch takes a second to import, and `inspect --graph` needs none
+    from hotsplit.runtime.model.layers import Layer, Weights
+    from hotsplit.runtime.model.placement import Placement
+    from hotsplit.runtime.weights.neuron_block import Role
 
 
-def host_form(weights: Weights, input_layer_offset: int) -> StepForm:
-    """The form of a step entirely on the host."""
-    layers = [layer_form(layer) for layer in weights.layers]
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """What a plan puts where. By default everything is on the host."""
+
+    roles_L: Sequence[tuple["Role", ...]]  # of the blocks of neurons that each layer has
+    homes: Sequence[int] = ()  # the number of the GPU of each layer, then of the head; (): no GPU
+    dense_on_gpu: Sequence[bool] = ()
+    head_on_gpu: bool = False
+    is_cache_on_host: bool = False  # keys and values are on the host, which attends
+    is_tied: bool = False  # the head's matrix is the embedding too
+    has_bits_L: Sequence[bool] = ()  # its GPU writes the bits of its hot neurons; (): none does
+
+
+def step_form(
+    spec: ModelSpec,
+    sides: Sides,
+    *,
+    layer_bytes: Sequence[Mapping[str, int]] = (),
+    outer_bytes: Mapping[str, int] | None = None,
+) -> StepForm:
+    """The form of a step of a model, without the predictors that are not run. `layer_bytes` and
+    `outer_bytes`: the bytes of weights by part, of each layer and outside the layers."""
+    places = [_place(sides, index) for index in range(spec.num_layers)]
+    if layer_bytes:
+        places = [
+            replace(place, weight_bytes=parts)
+            for place, parts in zip(places, layer_bytes, strict=True)
+        ]
+    head_home = gpu(sides.homes[-1]) if sides.homes else HOST
+    head = head_home if sides.head_on_gpu else HOST
     return StepForm(
-        layers=tuple(layers),
-        input_layer_offset=input_layer_offset,
-        has_positions=weights.positions is not None,
-        has_output_norm=weights.output_norm is not None,
+        spec=spec,
+        places=in_line(_copying_bits(places)),
+        embedding=head if sides.is_tied else HOST,  # tied weights are on the head's device
+        head=head,
+        head_home=head_home,
+        weight_bytes=outer_bytes or {},
     )
+
+
+def host_place(roles: Sequence["Role"]) -> LayerPlace:
+    """The place of a layer wholly on the host, with these blocks of neurons."""
+    return _place(Sides(roles_L=[tuple(roles)]), 0)
+
+
+def _place(sides: Sides, index: int) -> LayerPlace:
+    """The place of a layer: attention, norms and predictor on one device, hot neurons on its GPU and
+    cold ones on the host."""
+    roles, home = sides.roles_L[index], HOST
+    if sides.homes:
+        home = gpu(sides.homes[index])
+    is_on_gpu = bool(sides.homes) and sides.dense_on_gpu[index]
+
+    def block(role: "Role") -> tuple[Block, str]:
+        return role if len(roles) > 1 else "all", home if role == "hot" else HOST
+
+    return LayerPlace(
+        device=home if is_on_gpu else HOST,
+        attends_on_host=is_on_gpu and sides.is_cache_on_host,
+        home=home,
+        blocks=tuple(map(block, roles)),
+        has_bits=bool(sides.has_bits_L) and sides.has_bits_L[index],
+    )
+
+
+def _copying_bits(places: Sequence[LayerPlace]) -> list[LayerPlace]:
+    """Sets `copies_bits` for the last layer of each GPU that writes bits."""
+    last = {place.home: index for index, place in enumerate(places) if place.has_bits}
+    return [
+        replace(place, copies_bits=index in last.values()) for index, place in enumerate(places)
+    ]
+
+
+def roles_of(layer: "Layer") -> tuple["Role", ...]:
+    return tuple(block.role for block in layer.ffn.blocks)
+
+
+def host_form(weights: "Weights") -> StepForm:
+    """The form of a step entirely on the host."""
+    return step_form(weights.spec, Sides(roles_L=[roles_of(layer) for layer in weights.layers]))
 
 
 def placed_form(
-    weights: Weights,
-    placement: Placement,
-    input_layer_offset: int,
-    bits: Sequence[tuple[bool, bool]],
+    weights: "Weights", placement: "Placement", has_bits_L: Sequence[bool] = ()
 ) -> StepForm:
-    """The form of a hybrid step. `bits`, for each layer: whether its GPU writes the bits of its hot
-    neurons, and whether that GPU's bits of all layers are copied to the host after this one."""
-    layers: list[LayerForm] = []
-    for index, layer in enumerate(weights.layers):
-        home = gpu(placement.numbers[index])
-        device = home if placement.dense_on_gpu[index] else HOST
-        has_bits, copies_bits = bits[index]
-        form = layer_form(
-            layer, device=device, home=home, has_bits=has_bits, copies_bits=copies_bits,
-            attends_on_host=placement.is_cache_on_host and device != HOST,
-        )  # fmt: skip
-        layers.append(form)
-    embedding, head_home = HOST, gpu(placement.numbers[-1])
-    # Tied weights are on the head's device.
-    if placement.head_on_gpu and weights.embedding is weights.head.weight:
-        embedding = head_home
-    return StepForm(
-        layers=in_line(layers),
-        input_layer_offset=input_layer_offset,
-        embedding=embedding,
-        head=head_home if placement.head_on_gpu else HOST,
-        head_home=head_home,
-        has_positions=weights.positions is not None,
-        has_output_norm=weights.output_norm is not None,
+    """The form of a hybrid step."""
+    sides = Sides(
+        roles_L=[roles_of(layer) for layer in weights.layers],
+        homes=placement.numbers,
+        dense_on_gpu=placement.dense_on_gpu,
+        head_on_gpu=placement.head_on_gpu,
+        is_cache_on_host=placement.is_cache_on_host,
+        is_tied=weights.embedding is weights.head.weight,
+        has_bits_L=has_bits_L,
     )
+    return step_form(weights.spec, sides)

@@ -44,7 +44,6 @@ from hotsplit.runtime.weights.neuron_block import by_role
 def build(
     weights: Weights,
     placement: Placement,
-    input_layer_offset: int,
     traffic: Traffic,
     backend: Backend,
     neuron_cache: NeuronCache | None = None,
@@ -57,7 +56,7 @@ def build(
     Raises NotNative for what the kernels of the CPU or GPU do not cover. A "GPU" of `placement` may
     be the CPU, with a backend that runs there."""
     builder = _Builder(
-        weights, placement, input_layer_offset, traffic, backend, neuron_cache,
+        weights, placement, traffic, backend, neuron_cache,
         max_rows=1 if neuron_cache is not None else max_rows, on_capture=on_capture,
     )  # fmt: skip
     return builder.step()
@@ -68,7 +67,6 @@ class _Builder:
         self,
         weights: Weights,
         placement: Placement,
-        input_layer_offset: int,
         traffic: Traffic,
         backend: Backend,
         neuron_cache: NeuronCache | None,
@@ -81,33 +79,26 @@ class _Builder:
         self.submissions: list[Sequence[Submission]] = []  # of each number of rows
         # One allocator per device: a second could return the memory of the first again.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
-        num_neurons = weights.layers[0].ffn.num_neurons
+        spec = weights.spec
         self.cache = None
         if neuron_cache is not None:
             self.cache = StepCache(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         table, has_cache = weights.cache.table, not placement.is_cache_on_host
         self.host = HostBuffers.of(
-            width, num_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
+            width, spec.most_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             table_SN=table.block_SN if has_cache and not table.is_whole else None,
-            attended=(0, 0) if has_cache else weights.layers[0].attention.widths,
+            attended=(0, 0) if has_cache else spec.most_attention,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
         room.allocate()
-        self.form = placed_form(weights, placement, input_layer_offset, self._bits())
+        has_bits_L = [divided.hot_bits is not None for divided in self.divided]
+        self.form = placed_form(weights, placement, has_bits_L)
         self.program = step_program(self.form)
         self.parts = NativeParts.of(
             weights, [op for op in self.program if is_in_line(op)], self.host
         )
-
-    def _bits(self) -> list[tuple[bool, bool]]:
-        cache = self.cache
-        if cache is None:
-            return [(False, False)] * len(self.divided)
-        return [
-            (d.hot_bits is not None, cache.bits_of_gpu(d.index) is not None) for d in self.divided
-        ]
 
     def _divide(self, index: int, room: SharedWorkspace) -> DividedLayer:
         layer = self.weights.layers[index]
@@ -115,16 +106,17 @@ class _Builder:
         if hot is not None and hot.gate_limit_N is not None:
             raise NotNative("the GPU kernels do not support limits of neurons")
         native, named_W, fired_W, hot_bits = None, self.host.named_TW, None, None
+        is_named = layer.spec.predict is not None
         if self.cache is not None:
             hot_bits = self.cache.hot_bits(index)
-            if self.cache.is_exact:
-                fired_W = self.cache.cold_bits(index)
-            else:
+            if is_named:
                 named_W = self.cache.cold_bits(index)
+            else:
+                fired_W = self.cache.cold_bits(index)
         if cold is not None and (hot is not None or self.placement.dense_on_gpu[index]):
             native = NativeNeurons.of(
                 cold, layer.ffn.gate, layer.ffn.mode, layer.ffn.num_neurons,
-                x_D=self.host.ffn_in_2TD[index % 2], named_W=named_W,
+                x_D=self.host.ffn_in_2TD[index % 2], named_W=named_W if is_named else None,
                 y_D=self.host.ffn_out_TD if hot is None else self.host.cold_out_TD,
                 room=room, fired_W=fired_W,
             )  # fmt: skip
@@ -194,7 +186,7 @@ class _Builder:
             host=host,
             parts=self.parts,
             bits_of_gpu=lambda layer: self.cache.bits_of_gpu(layer) if self.cache else None,
-            is_whole_L=[form.is_whole_on_host for form in self.form.layers],
+            is_whole_L=[place.is_whole_on_host for place in self.form.places],
         ).submissions()
         self.submissions.append(submissions)  # a captured graph does not keep its memory alive
         segments = self._segments(devices, submissions)

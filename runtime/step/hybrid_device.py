@@ -62,6 +62,7 @@ class DividedLayer:
         return 1 + num_parts, 2 + num_parts
 
 
+OUTPUTS = ("attn_out", "hot_out", "cold_out", "ffn_out", "bias")  # names in the program: see rows
 # Names in the program -> fields of DeviceBuffers.
 _PLAIN = {
     "token": "token_T", "position": "position_T", "x": "x_D", "attn_in": "attn_input_D",
@@ -107,13 +108,14 @@ class DeviceBuffers:
     ) -> "DeviceBuffers":
         """Allocates the buffers; `take` returns zeros on the device. `has_cache`: keys and values
         are on the GPU, so attention there needs scratch."""
-        width = weights.embedding.width
-        attention, ffn = weights.layers[0].attention, weights.layers[0].ffn
-        cache = attention.cache
-        table = cache.table
-        num_kv, head_width = cache.num_kv_heads, cache.head_width
-        num_heads, num_neurons = attention.num_heads, ffn.num_neurons
-        scratch = attend_scratch(table.context_length, num_heads, head_width) if has_cache else 0
+        width, table, spec = weights.embedding.width, weights.cache.table, weights.spec
+        scratch = 0
+        if has_cache:
+            scratch = max(
+                attend_scratch(table.context_length, a.num_heads, a.head_dim)
+                for a in (layer.attention for layer in spec.layers)
+            )
+        most_qkv, most_heads = spec.most_attention
         has_table = has_cache and not table.is_whole
         ranks = [
             layer.ffn.predictor.down.weight.num_rows
@@ -136,11 +138,11 @@ class DeviceBuffers:
             x_D=take_rows(width),
             attn_input_D=take_rows(width),
             ffn_in_2D=take((2, max_rows, width), _REAL),
-            qkv=take_rows((num_heads + 2 * num_kv) * head_width),
-            heads_HW=take_rows(num_heads * head_width),
+            qkv=take_rows(most_qkv),
+            heads_HW=take_rows(most_heads),
             scratch=take((max_rows * scratch,), _REAL),
             inner=take((max_rows * max(ranks, default=0),), _REAL),
-            named_W=take_rows(-(-num_neurons // 32), torch.int32),
+            named_W=take_rows(-(-spec.most_neurons // 32), torch.int32),
             hidden=take((max_rows * most_hot,), _REAL),
             sum_PD=take((1 + most_parts + 2, max_rows, width), _REAL),
             logits_V=take_rows(weights.head.weight.num_rows if has_head else 0),
@@ -194,19 +196,29 @@ class DeviceKernels:
         assert divided is not None, name
         return self.sums([name], divided)[0]
 
-    def sums(self, names: Sequence[str], divided: DividedLayer) -> Tensor:
-        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]; they must be
-        adjacent."""
-        begin, end = divided.rows(names[0])[0], divided.rows(names[-1])[1]
-        count = sum(len(range(*divided.rows(name))) for name in names)
+    def sums(
+        self, names: Sequence[str], divided: DividedLayer, summed: Sequence[str] = ()
+    ) -> Tensor:
+        """The rows of `sum_PD` that hold these outputs of a layer, [P, D]; they must be adjacent.
+        Of those in `summed`, partial sums have been added up in the first row."""
+        ranges = [divided.rows(name) for name in names]
+        ends = [
+            begin + 1 if name in summed else end
+            for name, (begin, end) in zip(names, ranges, strict=True)
+        ]
+        begin, end = ranges[0][0], ends[-1]
+        count = sum(stop - start for (start, _), stop in zip(ranges, ends, strict=True))
         assert count == end - begin, (names, begin, end)
         return self.buffers.sum_PD[begin:end]
 
-    def embed(self, embedding: Matrix, *, has_positions: bool) -> None:
-        """Writes the embedding to the hidden state, or adds it to the learned positions there."""
+    def embed(self, embedding: Matrix, scale: float, *, has_positions: bool) -> None:
+        """Writes the embedding, times `scale`, to the hidden state, or adds it to the learned
+        positions there."""
         b = self.buffers
         self._launch(
-            lambda: self.kernels.embed(embedding, b.token_T, b.x_D, is_added=has_positions),
+            lambda: self.kernels.embed(
+                embedding, b.token_T, b.x_D, is_added=has_positions, scale=scale
+            ),
             [b.token_T, b.x_D, embedding.data], [b.x_D],
         )  # fmt: skip
 
@@ -290,14 +302,15 @@ class DeviceKernels:
             [up.weight.data, up.bias_N, inner], [b.named_W],
         )  # fmt: skip
 
-    def hot(self, divided: DividedLayer, x_D: Tensor) -> None:
+    def hot(self, divided: DividedLayer, x_D: Tensor, *, are_named: bool) -> None:
         """Writes the partial sums of a layer's hot neurons to sum_PD and, if `divided` has
-        `hot_bits`, the bits of those that fired."""
+        `hot_bits`, the bits of those that fired. `are_named`: only neurons in `named_W` are
+        computed."""
         b, ffn, hot = self.buffers, divided.layer.ffn, divided.hot
         assert hot is not None
         gate, up, down = hot.gate, hot.up, hot.down
         up_weight, up_bias_N = (up.weight, up.bias_N) if up else (None, None)
-        named_W = b.named_W if ffn.mode == "predicted" else None
+        named_W = b.named_W if are_named else None
         hidden_N = b.first(b.hidden, len(hot.id_N))
         parts_SD = b.sum_PD[1 : 1 + divided.num_parts]
         is_dense = ffn.mode == "dense"

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from hotsplit.runtime.model.layers import Weights
-from hotsplit.runtime.step.hybrid_device import DeviceKernels, DividedLayer
+from hotsplit.runtime.step.hybrid_device import OUTPUTS, DeviceKernels, DividedLayer
 from hotsplit.runtime.step.native_ops import overwritten
 from hotsplit.runtime.step.native_parts import HostBuffers, NativeParts, neuron_node
 from hotsplit.runtime.step.program import HOST, Op, device_of, edges, name_of
@@ -68,7 +68,9 @@ class Lowering:
 
     def submissions(self) -> list[Submission]:
         self.found: list[Submission] = []
-        self.pending: dict[str, _Sum] = {}
+        self.pending: dict[str, _Sum] = {}  # by target
+        # Outputs of layers that a sum or norm has made one row; else neurons leave partial sums.
+        self.summed: set[str] = set()
         ops = [op for op in self.program if op.home != HOST]
         index = 0
         while index < len(ops):
@@ -95,6 +97,7 @@ class Lowering:
         return op.layer == other.layer or all(self.is_whole_L[i] for i in layers if i is not None)
 
     def _submit(self, op: Op, run: Callable[[], None]) -> None:
+        self.summed -= set(op.writes)
         self.found.append(
             Submission(
                 name=op.kind,
@@ -129,29 +132,31 @@ class Lowering:
         """Defers a sum until it is read. A sum that adds to a deferred one is merged with it."""
         base, *terms = op.reads
         assert op.layer is not None
-        before = self.pending.get(op.device)
-        if before is not None and before.target == base:
+        before = self.pending.pop(base, None)
+        if before is not None:
             assert op.writes == (base,), op
             base, terms = before.base, [*before.terms, *terms]
-        self.pending[op.device] = _Sum(
+        self.pending[op.writes[0]] = _Sum(
             target=op.writes[0], base=base, terms=tuple(terms), layer=op.layer
         )
 
     def _settle_before(self, op: Op) -> None:
         """Submits the deferred sums that an operation needs but is not fused with."""
-        for device, pending in list(self.pending.items()):
-            takes_it = op.kind in ("add", "norm") and op.reads[0] == pending.target
+        for target, pending in list(self.pending.items()):
+            takes_it = op.kind in ("add", "norm") and op.reads[0] == target
             if takes_it or not pending.is_touched_by(op):
                 continue
-            del self.pending[device]
-            x_D, sum_PD = self._of_sum(pending)
-            target_D = self._tensor(pending.target, pending.layer)
+            del self.pending[target]
+            device = device_of(target)
+            x_D, sum_PD = self._summands(pending.reads, pending.layer)
+            target_D = self._tensor(target, pending.layer)
+            self.summed.add(target)
             self.found.append(
                 Submission(
                     name="add",
                     home=device,
                     reads=pending.reads,
-                    writes=(pending.target,),
+                    writes=(target,),
                     run=partial(self.devices[device].add_norm, x_D, sum_PD, None, None, target_D),
                 )
             )
@@ -160,19 +165,20 @@ class Lowering:
         """Submits a norm, fused with the deferred sum if there is one; the sum is also written if
         it is read again."""
         ((value,), (out,)) = op.reads, op.writes
-        pending = self.pending.pop(op.device, None)
+        pending = self.pending.pop(value, None)
         norm = self.weights.output_norm
         if op.layer is not None:
-            norm = getattr(self.weights.layers[op.layer], op.part)
-        out_D = self._tensor(out, op.layer)
-        x_D, sum_PD, kept_D = self._tensor(value, op.layer), None, None
+            norm = self.weights.layers[op.layer].norms[op.part]
+        out_D, kept_D = self._tensor(out, op.layer), None
         reads, writes = op.reads, op.writes
-        if pending is not None:
-            assert pending.target == value, (pending, op)
+        if pending is None:
+            x_D, sum_PD = self._summands([value], op.layer)
+        else:
             reads = pending.reads
             if value != out and _is_read(value, later):
-                kept_D, writes = x_D, (*writes, value)
-            x_D, sum_PD = self._of_sum(pending)
+                kept_D, writes = self._tensor(value, op.layer), (*writes, value)
+            x_D, sum_PD = self._summands(pending.reads, pending.layer)
+        self.summed |= set(writes)
         self.found.append(
             Submission(
                 name="norm",
@@ -183,11 +189,20 @@ class Lowering:
             )
         )
 
-    def _of_sum(self, pending: _Sum) -> tuple[Tensor, Tensor]:
-        device = self.devices[device_of(pending.target)]
-        names = [name_of(value) for value in pending.terms]
-        rows_PD = device.sums(names, self.divided[pending.layer])
-        return self._tensor(pending.base, pending.layer), rows_PD
+    def _summands(self, values: Sequence[str], layer: int | None) -> tuple[Tensor, Tensor | None]:
+        """The vectors that sum to the sum of these values: (the first, the others)."""
+        first, *others = values
+        if name_of(first) in OUTPUTS:
+            rows_PD = self._rows(values, layer)
+            return rows_PD[0], rows_PD[1:] if len(rows_PD) > 1 else None
+        return self._tensor(first, layer), self._rows(others, layer) if others else None
+
+    def _rows(self, values: Sequence[str], layer: int | None) -> Tensor:
+        """The rows that sum to these outputs of a layer, [P, D]."""
+        assert layer is not None, values
+        names = [name_of(value) for value in values]
+        summed = [name_of(value) for value in values if value in self.summed]
+        return self.devices[device_of(values[0])].sums(names, self.divided[layer], summed)
 
     def _run(self, op: Op) -> Callable[[], None]:
         """The function that submits a single operation."""
@@ -195,7 +210,8 @@ class Lowering:
         if op.kind == "copy":
             return self._copy(op)
         if op.kind == "embed":
-            return partial(device.embed, weights.embedding, has_positions=len(op.reads) > 1)
+            scale, has_positions = weights.embedding_scale, len(op.reads) > 1
+            return partial(device.embed, weights.embedding, scale, has_positions=has_positions)
         if op.kind == "head":
             x_D, logits_V = (self._tensor(value, None) for value in (*op.reads, *op.writes))
             return partial(device.dot, weights.head, x_D, logits_V)
@@ -217,7 +233,7 @@ class Lowering:
         if op.kind == "predict":
             return partial(device.predict, layer.ffn, x_D)
         assert op.kind == "neurons", op
-        return partial(device.hot, divided, x_D)
+        return partial(device.hot, divided, x_D, are_named=len(op.reads) > 1)
 
     def _copy(self, op: Op) -> Callable[[], None]:
         ((source,), (target,)) = op.reads, op.writes
@@ -234,8 +250,7 @@ class Lowering:
         is_sum = device_of(source) != HOST and name_of(source) in ("ffn_out", "hot_out")
         if not is_sum:
             return copy
-        assert op.layer is not None
-        rows_PD = device.sums([name_of(source)], self.divided[op.layer])
+        rows_PD = self._rows([source], op.layer)
         if len(rows_PD) == 1:
             return copy
 

@@ -20,7 +20,7 @@ from hotsplit.runtime.model.feed_forward import Traffic
 from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.model.native_structs import MAX_ROWS, NotNative
 from hotsplit.runtime.model.observers import Observers
-from hotsplit.runtime.step.forms import layer_form
+from hotsplit.runtime.step.forms import host_place, roles_of
 from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.native_parts import PartStruct
 from hotsplit.runtime.step.native_step import RowStruct, StepBuilder, StepStruct, take_traffic
@@ -51,24 +51,20 @@ class NativeLayers:
     _place: tuple[int, int, int] | None = None  # sequence, first position and number of the rows
 
     @classmethod
-    def build(
-        cls, layers: Mapping[int, Layer], rotary: Rotary | None, input_layer_offset: int
-    ) -> "NativeLayers | None":
+    def build(cls, layers: Mapping[int, Layer], rotary: Rotary | None) -> "NativeLayers | None":
         """None if the native operations do not support one of the layers."""
         is_supported = library.is_available() and all(map(_is_supported, layers.values()))
         if not is_supported:
             return None
         try:
-            return cls._build(layers, rotary, input_layer_offset)
+            return cls._build(layers, rotary)
         except NotNative:
             return None
 
     @classmethod
-    def _build(
-        cls, layers: Mapping[int, Layer], rotary: Rotary | None, input_layer_offset: int
-    ) -> "NativeLayers":
+    def _build(cls, layers: Mapping[int, Layer], rotary: Rotary | None) -> "NativeLayers":
         builder, first = StepBuilder(), next(iter(layers.values()))
-        width, num_neurons = len(first.attn_norm.weight_D), first.ffn.num_neurons
+        width, num_neurons = first.ffn.blocks[0].width, first.ffn.num_neurons
         structs = [builder.layer(layer, layer.ffn.blocks) for layer in layers.values()]
         step = builder.frame_of(first, structs, width=width, rotary=rotary)
         step.max_rows = min(MAX_ROWS, step.context_length)
@@ -79,16 +75,16 @@ class NativeLayers:
             step.vector[VALUES.index(name)] = values.data_ptr()
         ops: list[OpStruct] = []
         ranges: dict[int, tuple[int, int]] = {}
-        row_L = {index: row for row, index in enumerate(layers)}
         for index, layer in layers.items():
             begin = len(ops)
-            own = layer_ops(index, layer_form(layer), input_layer_offset)
-            ops += chain.from_iterable(native_ops(own, row_L))
+            own = layer_ops(index, layer.spec, host_place(roles_of(layer)))
+            ops += chain.from_iterable(native_ops(own, layers))
             ranges[index] = (begin, len(ops))
         builder.ops(step, ops)
         step.workspace = builder.workspace(library.step_bytes(step))
         table = first.attention.cache.table
-        names = set(_OF_NEURONS) - (set() if first.ffn.mode == "predicted" else {"ffn_predicted"})
+        has_scores = any(layer.spec.predict for layer in layers.values())
+        names = set(_OF_NEURONS) - (set() if has_scores else {"ffn_predicted"})
         return cls(
             step=step, ranges=ranges, block_SN=table.block_SN, block_length=table.block_length,
             x_TD=x_TD, ffn_in_2TD=ffn_in_2TD,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import Structure, c_int32
 
+from hotsplit.runtime.model.layers import Layer
 from hotsplit.runtime.step.program import Op, name_of
 
 # In the order of the enums in step.h.
@@ -10,10 +11,9 @@ OP_KINDS = (
     "embed", "norm", "add", "add bias", "attention", "predict", "neurons", "head norm", "head",
     "attend",
 )  # fmt: skip
-NORMS = ("attn_norm", "attn_norm_2", "ffn_norm")
 VALUES = (
     "x", "attn_in", "ffn_in.0", "ffn_in.1", "attn_out", "ffn_out", "hot_out", "cold_out", "qkv",
-    "heads",
+    "heads", "named",
 )  # fmt: skip
 _VALUE = {name: number for number, name in enumerate(VALUES)} | {"head_in": VALUES.index("attn_in")}
 _NONE = len(VALUES)
@@ -24,9 +24,10 @@ class OpStruct(Structure):
                 ("in", c_int32), ("in_2", c_int32), ("out", c_int32)]  # fmt: skip
 
 
-def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpStruct]]:
+def native_ops(ops: Iterable[Op], layers: Mapping[int, Layer]) -> Iterator[list[OpStruct]]:
     """The native operations for each of `ops`; none for a bias, which the sum that reads it adds.
-    `row_L`: the index of each layer within the step."""
+    `layers`: those of the step, in order, by index."""
+    row_L = {index: row for row, index in enumerate(layers)}
     for op in ops:
         names = [name_of(value) for value in op.reads]
         out = name_of(op.writes[0])
@@ -36,16 +37,19 @@ def native_ops(ops: Iterable[Op], row_L: Mapping[int, int]) -> Iterator[list[OpS
         elif op.kind == "norm" and op.layer is None:
             yield [_op("head norm", layer, names[0], out=out)]
         elif op.kind == "norm":
-            yield [_op("norm", layer, names[0], out=out, part=NORMS.index(op.part))]
+            assert op.layer is not None
+            part = list(layers[op.layer].norms).index(op.part)
+            yield [_op("norm", layer, names[0], out=out, part=part)]
         elif op.kind == "head":  # without an output norm, "head norm" only gathers the rows
             gather = [] if names[0] == "head_in" else [_op("head norm", layer, "x", out="head_in")]
             yield [*gather, _op("head", layer, "head_in")]
         elif op.kind == "neurons":
-            yield [_op("neurons", layer, names[0], out=out, part=int(op.part == "cold"))]
+            named = names[1] if len(names) > 1 else None
+            yield [_op("neurons", layer, names[0], named, out, part=int(op.part == "cold"))]
         elif op.kind in ("attention", "attend"):
             yield [_op(op.kind, layer, names[0], out=out)]
         elif op.kind == "predict":
-            yield [_op("predict", layer, names[0])]
+            yield [_op("predict", layer, names[0], out=out)]
         elif op.kind == "embed":
             yield [_op("embed", layer, out=out)]
         else:
@@ -70,6 +74,10 @@ def overwritten(op: Op) -> tuple[str, ...]:
 def _sum(layer: int, terms: list[str], out: str) -> Iterator[OpStruct]:
     """The first term + the sum of the others, which accumulates in the second term."""
     first, second, *others = terms
+    if second == "bias":
+        assert not others, terms
+        yield _op("add bias", layer, first, out=out)
+        return
     for term in others:
         if term == "bias":
             yield _op("add bias", layer, second, out=second)

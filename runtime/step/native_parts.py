@@ -165,8 +165,8 @@ class NativeParts:
             step.vector[number] = None if shared is None else shared.data_ptr()
         ranges: dict[Op, tuple[int, int]] = {}
         structs: list[OpStruct] = []
-        row_L = {index: row for row, index in enumerate(indices)}
-        for op, lowered in zip(ops, native_ops(ops, row_L), strict=True):
+        of_step = {index: weights.layers[index] for index in indices}
+        for op, lowered in zip(ops, native_ops(ops, of_step), strict=True):
             ranges[op] = (len(structs), len(structs) + len(lowered))
             structs += lowered
         builder.ops(step, structs)

@@ -30,14 +30,15 @@ from hotsplit.runtime.model.native_structs import (
 from hotsplit.runtime.neuron_cache.cycle import NeuronCache
 from hotsplit.runtime.step.batch import LogitsMemory, Row
 from hotsplit.runtime.step.forms import host_form
-from hotsplit.runtime.step.native_ops import NORMS, VALUES, OpStruct, native_ops
+from hotsplit.runtime.step.native_ops import VALUES, OpStruct, native_ops
 from hotsplit.runtime.step.program import step_program
 
 _PREDICTORS = ("linear", "relu", "gate")
 
 
 class LayerStruct(Structure):
-    _fields_ = [("norm", NormStruct * len(NORMS)), ("query_norm", NormStruct), ("key_norm", NormStruct),
+    _fields_ = [("norm", POINTER(NormStruct)), ("num_norms", c_int64),
+                ("query_norm", NormStruct), ("key_norm", NormStruct),
                 ("input", MatrixStruct * 3), ("output", MatrixStruct),
                 ("predictor_down", MatrixStruct), ("predictor_up", MatrixStruct),
                 ("down_bias", c_void_p), ("key", c_void_p), ("value", c_void_p),
@@ -75,7 +76,7 @@ class StepStruct(Structure):
                 ("is_adjacent", c_int32), ("activation", c_int32), ("mode", c_int32),
                 ("predictor_kind", c_int32), ("key_kind", c_int32), ("value_kind", c_int32),
                 ("is_key_rotated", c_int32), ("is_value_rotated", c_int32),
-                ("unused", c_int32)]  # fmt: skip
+                ("embedding_scale", c_float)]  # fmt: skip
 
 
 class RowStruct(Structure):
@@ -143,16 +144,13 @@ def _struct_of(row: Row) -> RowStruct:
 
 
 def build(
-    weights: Weights,
-    input_layer_offset: int,
-    traffic: Traffic,
-    neuron_cache: NeuronCache | None = None,
+    weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
 ) -> NativeStep | str:
     """The native step of this model, or the reason why there is none."""
     if not library.is_available():
         return "the C++ kernels are not built"
     try:
-        return StepBuilder().step(weights, input_layer_offset, traffic, neuron_cache)
+        return StepBuilder().step(weights, traffic, neuron_cache)
     except NotNative as reason:
         return str(reason)
 
@@ -164,7 +162,7 @@ def step_workspace_bytes(weights: Weights) -> int:
     if not library.is_available():
         return 0
     try:
-        return max(0, library.step_bytes(StepBuilder().without_workspace(weights, 0)))
+        return max(0, library.step_bytes(StepBuilder().without_workspace(weights)))
     except NotNative:
         return 0
 
@@ -173,13 +171,9 @@ class StepBuilder(Structs):
     """Builds the structs of a step and its layers."""
 
     def step(
-        self,
-        weights: Weights,
-        input_layer_offset: int,
-        traffic: Traffic,
-        neuron_cache: NeuronCache | None = None,
+        self, weights: Weights, traffic: Traffic, neuron_cache: NeuronCache | None = None
     ) -> NativeStep:
-        step = self.without_workspace(weights, input_layer_offset)
+        step = self.without_workspace(weights)
         step.workspace = self.workspace(library.step_bytes(step))
         if neuron_cache is not None:
             num_words = -(-step.num_neurons // 32)
@@ -191,11 +185,11 @@ class StepBuilder(Structs):
             kept=tuple(self.kept), neuron_cache=neuron_cache,
         )  # fmt: skip
 
-    def without_workspace(self, weights: Weights, input_layer_offset: int) -> StepStruct:
+    def without_workspace(self, weights: Weights) -> StepStruct:
         layers = [self.layer(layer, layer.ffn.blocks) for layer in weights.layers]
         step = self.frame(weights, layers)
-        program = step_program(host_form(weights, input_layer_offset))
-        lowered = native_ops(program, {index: index for index in range(len(layers))})
+        program = step_program(host_form(weights))
+        lowered = native_ops(program, dict(enumerate(weights.layers)))
         self.ops(step, [struct for structs in lowered for struct in structs])
         step.max_rows = min(MAX_ROWS, step.context_length * step.table.num_sequences)
         step.embedding = self.matrix(weights.embedding)
@@ -214,6 +208,7 @@ class StepBuilder(Structs):
         step = self.frame_of(
             weights.layers[0], layer_structs, width=weights.embedding.width, rotary=rotary
         )
+        step.embedding_scale = weights.embedding_scale
         if weights.positions is not None:
             step.positions = self.matrix(weights.positions)
         return step
@@ -239,7 +234,7 @@ class StepBuilder(Structs):
             head_width=cache.head_width,
             context_length=cache.table.context_length,
             max_rows=1,
-            epsilon=first.attn_norm.epsilon,
+            epsilon=next(iter(first.norms.values())).epsilon,
             is_adjacent=bool(rotary and rotary.is_adjacent),
             key_kind=library.kind_code(cache.types.key.kind),
             value_kind=library.kind_code(cache.types.value.kind),
@@ -296,12 +291,14 @@ class StepBuilder(Structs):
         attention, ffn = layer.attention, layer.ffn
         inputs = [self.linear(linear) for linear in attention.inputs]
         blocks = (BlockStruct * len(neuron_blocks))(*map(self.block, neuron_blocks))
+        norms = (NormStruct * len(layer.norms))(*map(self.norm, layer.norms.values()))
         predictor = ffn.predictor
         down = None if predictor is None else predictor.down
-        self.kept.append(blocks)
+        self.kept += [blocks, norms]
         return LayerStruct(
             **self.attended(layer),
-            norm=(NormStruct * len(NORMS))(*(self.norm(getattr(layer, name)) for name in NORMS)),
+            norm=norms,
+            num_norms=len(norms),
             input=(MatrixStruct * 3)(*inputs),
             output=self.linear(attention.output),
             predictor_down=MatrixStruct() if down is None else self.linear(down),

@@ -1,4 +1,5 @@
-"""A model's decode step as a list of operations, declared once: their order, and where each runs.
+"""A model's decode step as a list of operations, and where each runs: a fold over the blocks of the
+model's spec, which has their order, and over the places of its layers.
 
 Executors walk the list: `native_ops` lowers it to one C++ call, `hybrid_lowering` to submissions to
 GPU streams, and `decoder` runs one layer of it in torch. No executor has an order of its own: they
@@ -13,13 +14,16 @@ it, but only after all earlier reads (`edges`).
     ffn_in.0/1  the input of the neurons of even and odd layers: alternating buffers, because a
                 predictor may take the previous layer's
     named       the neurons that the predictor selects
-    ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out"""
+    ffn_out     the neurons' output; in a layer with divided neurons, hot_out and cold_out, which are
+                summed into it, with the bias of the down projection, only if a norm reads it"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Order = Literal["pre-norm", "post-norm", "parallel"]
+from hotsplit.model.spec import Add, Attention, LayerSpec, ModelSpec, Neurons, Norm, Predict
+from hotsplit.model.spec import Block as SpecBlock
+
 Kind = Literal[
     "embed", "norm", "attention", "project", "attend", "predict", "neurons", "bias", "add", "copy",
     "head",
@@ -50,7 +54,7 @@ def device_of(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """One operation. `part` names the weights that it reads, as in `LayerForm.weight_bytes`."""
+    """One operation. `part` names the weights that it reads, as in `LayerPlace.weight_bytes`."""
 
     kind: Kind
     layer: int | None  # None: outside the layers
@@ -68,13 +72,9 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerForm:
-    """The properties of a layer that determine its operations."""
+class LayerPlace:
+    """Where a layer runs. By default all of it is on the host."""
 
-    order: Order
-    has_second_norm: bool = False  # parallel: attention has a norm of its own
-    has_predictor: bool = False  # one that is run
-    has_down_bias: bool = False
     device: str = HOST  # of attention, norms and predictor
     attends_on_host: bool = False  # the host has the keys and values; `device` projects
     home: str = HOST  # the GPU whose streams run the layer
@@ -90,79 +90,87 @@ class LayerForm:
 
 @dataclass(frozen=True, kw_only=True)
 class StepForm:
-    """The properties of a model and its placement that determine the operations of a step."""
+    """What determines the operations of a step: the model, without the predictors that are not run,
+    and where its parts are."""
 
-    layers: tuple[LayerForm, ...]
-    input_layer_offset: int = (
-        0  # whose FFN input predictors take: 0 this layer's, 1 the previous one's
-    )
+    spec: ModelSpec
+    places: tuple[LayerPlace, ...]
     embedding: str = HOST  # the device
     head: str = HOST
     head_home: str = HOST  # the GPU to whose streams the head's operations are submitted
-    has_positions: bool = False  # learned ones, which are on the host
-    has_output_norm: bool = True
     weight_bytes: Mapping[str, int] = field(default_factory=dict)  # embedding, output_norm, head
 
     @property
     def attends_on_host(self) -> bool:
         """True if the host has the keys and values of all layers."""
-        return any(form.attends_on_host for form in self.layers)
+        return any(place.attends_on_host for place in self.places)
 
 
-def in_line(layers: Iterable[LayerForm]) -> tuple[LayerForm, ...]:
+def in_line(places: Iterable[LayerPlace]) -> tuple[LayerPlace, ...]:
     """Gives neighbouring layers that are wholly on the host the same home."""
-    found: list[LayerForm] = []
-    for form in layers:
-        if found and found[-1].is_whole_on_host and form.is_whole_on_host:
-            form = replace(form, home=found[-1].home)
-        found.append(form)
+    found: list[LayerPlace] = []
+    for place in places:
+        if found and found[-1].is_whole_on_host and place.is_whole_on_host:
+            place = replace(place, home=found[-1].home)
+        found.append(place)
     return tuple(found)
 
 
-def layer_ops(index: int, form: LayerForm, input_layer_offset: int) -> Iterator[Op]:
-    """The operations of a layer, from x to x on its device. Defines the three orders of blocks."""
-    write = _LayerWriter(index, form, input_layer_offset)
-    ffn_in, outs = write.ffn_in, write.outs
-    if form.order == "parallel":
-        own = "attn_in" if form.has_second_norm else ffn_in
-        yield write.norm("attn_norm", "x", ffn_in)
-        if form.has_second_norm:
-            yield write.norm("attn_norm_2", "x", own)
-        yield from write.attention(own)
-        yield write.add(("x", "attn_out"), "x")
-        yield from write.feed_forward()
-        yield write.add(("x", *outs), "x")
-    elif form.order == "post-norm":
-        yield from write.attention("x")
-        yield write.add(("x", "attn_out"), "x")
-        yield write.norm("attn_norm", "x", ffn_in)
-        yield from write.feed_forward()
-        yield write.add((ffn_in, *outs), "x")
-        yield write.norm("ffn_norm", "x", "x")
-    else:
-        yield write.norm("attn_norm", "x", "attn_in")
-        yield from write.attention("attn_in")
-        yield write.add(("x", "attn_out"), "x")
-        yield write.norm("ffn_norm", "x", ffn_in)
-        yield from write.feed_forward()
-        yield write.add(("x", *outs), "x")
+def layer_ops(index: int, spec: LayerSpec, place: LayerPlace) -> Iterator[Op]:
+    """The operations of a layer, from x to x on its device, in the order of its blocks."""
+    writer = _LayerWriter(index, place)
+    for block in spec.blocks:
+        yield from writer.block(block)
 
 
 class _LayerWriter:
-    def __init__(self, index: int, form: LayerForm, input_layer_offset: int) -> None:
-        self.index, self.form = index, form
-        self.ffn_in = ffn_in(index)
-        self.named_by = ffn_in(index - 1) if input_layer_offset and index else self.ffn_in
-        biases = ["bias"] if form.has_down_bias else []
-        self.outs = [*(OUT[block] for block, _ in form.blocks), *biases]
+    """Writes the operations of a layer's blocks, and tracks in which values neurons leave their
+    output, and whether neurons have been named."""
+
+    def __init__(self, index: int, place: LayerPlace) -> None:
+        self.index, self.place = index, place
+        self.named: tuple[str, ...] = ()  # the value that names neurons, if any
+        self.terms: dict[str, tuple[str, ...]] = {}  # the values that sum to an output of neurons
+
+    def block(self, block: SpecBlock) -> Iterator[Op]:
+        match block:
+            case Norm():
+                yield from self._summed(block.reads)
+                read, written = self._value(block.reads), self._value(block.writes)
+                yield self._op("norm", [read], [written], block.name)
+            case Attention():
+                yield from self._attention(self._value(block.reads), block.writes)
+            case Predict():
+                is_of_previous = bool(block.input_layer_offset and self.index)
+                read = ffn_in(self.index - 1) if is_of_previous else self._value(block.reads)
+                self.named = (block.writes,)
+                yield self._op("predict", [read], self.named, "predictor")
+            case Neurons():
+                yield from self._neurons(block)
+            case Add():
+                terms = [part for term in block.terms for part in self._terms_of(term)]
+                yield self._op("add", terms, [block.writes])
+
+    def _value(self, name: str) -> str:
+        """The value of this layer that the spec calls by this name."""
+        return ffn_in(self.index) if name == "ffn_in" else name
+
+    def _terms_of(self, name: str) -> tuple[str, ...]:
+        return self.terms.get(name) or (self._value(name),)
+
+    def _summed(self, name: str) -> Iterator[Op]:
+        """The sum of the values that neurons have left, if a block reads it as one value."""
+        terms = self.terms.pop(name, ())
+        if len(terms) > 1:
+            yield self._op("add", terms, [self._value(name)])
 
     def _op(
         self, kind: Kind, reads: Iterable[str], writes: Iterable[str], part: str = "",
         device: str | None = None, is_beside: bool = False,
     ) -> Op:  # fmt: skip
         """Values without a device are on `device`, by default the layer's."""
-        form = self.form
-        device = device or form.device
+        place = self.place
+        device = device or place.device
         return Op(
             kind=kind,
             layer=self.index,
@@ -170,59 +178,53 @@ class _LayerWriter:
             reads=tuple(v if "@" in v else at(v, device) for v in reads),
             writes=tuple(v if "@" in v else at(v, device) for v in writes),
             part=part,
-            home=form.home,
+            home=place.home,
             is_beside=is_beside,
-            weight_bytes=form.weight_bytes.get(part, 0),
+            weight_bytes=place.weight_bytes.get(part, 0),
         )
 
-    def norm(self, part: str, x: str, y: str) -> Op:
-        return self._op("norm", [x], [y], part)
-
-    def attention(self, x: str) -> Iterator[Op]:
+    def _attention(self, x: str, y: str) -> Iterator[Op]:
         """Attention; if the host has the keys and values, the layer's device only projects."""
-        device, cache = self.form.device, f"cache.{self.index}"
-        if not self.form.attends_on_host:
-            yield self._op("attention", [x, "position", cache], ["attn_out", cache], "attention")
+        device, cache = self.place.device, f"cache.{self.index}"
+        if not self.place.attends_on_host:
+            yield self._op("attention", [x, "position", cache], [y, cache], "attention")
             return
         yield self._op("project", [x], ["qkv"], "qkv")
         yield self._copy("qkv", device, HOST, is_beside=False)
         reads, writes = ["qkv", "position", cache], ["heads", cache]
         yield self._op("attend", reads, writes, "head_norms", HOST)
         yield self._copy("heads", HOST, device, is_beside=False)
-        yield self._op("project", ["heads"], ["attn_out"], "attn_output")
+        yield self._op("project", ["heads"], [y], "attn_output")
 
-    def add(self, terms: Sequence[str], y: str) -> Op:
-        """y = the first term + the sum of the others."""
-        return self._op("add", terms, [y])
-
-    def feed_forward(self) -> Iterator[Op]:
+    def _neurons(self, neurons: Neurons) -> Iterator[Op]:
         """The neurons on all devices; their outputs end up on the layer's device. In a layer that
         is not wholly on the host, neurons on the host run concurrently with the GPU's kernels."""
-        form = self.form
-        if form.has_predictor:
-            yield self._op("predict", [self.named_by], ["named"], "predictor")
-        inputs = [self.ffn_in, *(["named"] if form.has_predictor else [])]
-        is_shared = form.device != HOST or not form.is_whole_on_host
-        beside = [b for b, device in form.blocks if device == HOST and is_shared]
-        others = [(b, device) for b, device in form.blocks if b not in beside]
+        place = self.place
+        inputs = [self._value(neurons.reads), *self.named]
+        is_shared = not place.is_whole_on_host
+        beside = [b for b, device in place.blocks if device == HOST and is_shared]
+        others = [(b, device) for b, device in place.blocks if b not in beside]
         for block in beside:
             yield from self._block(block, HOST, inputs, is_beside=True)
         for block, device in others:
             yield from self._block(block, device, inputs, is_beside=False)
-        if form.has_down_bias:
+        outs = [OUT[block] for block, _ in place.blocks]
+        if "ffn_down" in neurons.biases:
             yield self._op("bias", [], ["bias"], "down_bias")
+            outs.append("bias")
+        self.terms[neurons.writes] = tuple(outs)
 
     def _block(
         self, block: Block, device: str, inputs: Sequence[str], *, is_beside: bool
     ) -> Iterator[Op]:
-        form, out = self.form, OUT[block]
-        is_away = device != form.device
+        place, out = self.place, OUT[block]
+        is_away = device != place.device
         for name in inputs if is_away else ():
-            yield self._copy(name, form.device, device, is_beside)
-        bits = ["bits"] if form.has_bits and block != "cold" else []
+            yield self._copy(name, place.device, device, is_beside)
+        bits = ["bits"] if place.has_bits and block != "cold" else []
         yield self._op("neurons", inputs, [out, *bits], block, device, is_beside)
         if is_away:
-            yield self._copy(out, device, form.device, is_beside)
+            yield self._copy(out, device, place.device, is_beside)
 
     def _copy(self, name: str, source: str, target: str, is_beside: bool) -> Op:
         device = source if target == HOST else target
@@ -237,7 +239,7 @@ def step_program(form: StepForm) -> tuple[Op, ...]:
     """The operations of a step, from token and position to logits; these three are on the host."""
     writer = _StepWriter(form)
     writer.embed()
-    for index in range(len(form.layers)):
+    for index in range(len(form.places)):
         writer.layer(index)
     writer.head()
     return tuple(writer.ops)
@@ -253,7 +255,7 @@ class _StepWriter:
         self.visited = HOST  # the GPU to which operations are being submitted
 
     def embed(self) -> None:
-        positions = ["position"] if self.form.has_positions else []
+        positions = ["position"] if self.form.spec.has_positions else []
         home = self.place
         if home == HOST:
             self._outer("embed", HOST, ["token", *positions], "x", "embedding", HOST)
@@ -267,19 +269,19 @@ class _StepWriter:
         self._outer("embed", home, ["token", *has_x], "x", "embedding", home)
 
     def layer(self, index: int) -> None:
-        form = self.form.layers[index]
-        self._move(form.device, form.home, index)
-        for op in layer_ops(index, form, self.form.input_layer_offset):
+        place = self.form.places[index]
+        self._move(place.device, place.home, index)
+        for op in layer_ops(index, self.form.spec.layers[index], place):
             self._submit(op)
-        if form.copies_bits:
-            self._copy("bits", form.home, HOST, form.home, index)
+        if place.copies_bits:
+            self._copy("bits", place.home, HOST, place.home, index)
 
     def head(self) -> None:
         form, home = self.form, self.form.head_home
         self._move(form.head, home, None)
         outer = HOST if form.head == HOST else home
         head_in = "x"
-        if form.has_output_norm:
+        if form.spec.output_norm is not None:
             head_in = "head_in"
             self._outer("norm", form.head, ["x"], head_in, "output_norm", outer)
         self._outer("head", form.head, [head_in], "logits", "head", outer)
@@ -317,9 +319,10 @@ class _StepWriter:
     def _needs_input_of_previous(self, target: str, layer: int) -> bool:
         """True if a predictor on `target` reads the previous layer's feed-forward input, and no
         neurons of that layer are on `target`, for which the input would be there already."""
-        if not (self.form.input_layer_offset and self.form.layers[layer].has_predictor):
+        predict = self.form.spec.layers[layer].predict
+        if predict is None or not predict.input_layer_offset:
             return False
-        return all(device != target for _, device in self.form.layers[layer - 1].blocks)
+        return all(device != target for _, device in self.form.places[layer - 1].blocks)
 
     def _copy(self, name: str, source: str, target: str, home: str, layer: int | None) -> None:
         self._submit(

@@ -14,9 +14,8 @@ from hotsplit.runtime.step.file_form import file_form
 from hotsplit.runtime.step.program import HOST, Op, at, device_of, name_of, step_program
 from hotsplit.system.sizes import format_bytes
 
-# Parts that are shown with the operation's name.
-_SHOWN_PARTS = ("attn_norm", "attn_norm_2", "ffn_norm", "output_norm", "positions", "hot", "cold",
-                "qkv", "attn_output")  # fmt: skip
+# Parts that are shown with the operation's name, besides those of norms.
+_SHOWN_PARTS = ("positions", "hot", "cold", "qkv", "attn_output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +140,11 @@ def _shape(ops: Sequence[OpFact]) -> tuple[object, ...]:
 
 def _line(layers: str, ops: Sequence[OpFact]) -> Line:
     op, sizes = ops[0], [each.weight_bytes for each in ops]
+    is_shown = op.operation == "norm" or op.part in _SHOWN_PARTS
     return Line(
         layers,
         op.device + (", beside" if op.beside else ""),
-        f"{op.operation} {op.part}" if op.part in _SHOWN_PARTS else op.operation,
+        f"{op.operation} {op.part}" if is_shown else op.operation,
         _values(op, op.reads),
         _values(op, op.writes),
         min(sizes),

@@ -46,7 +46,8 @@ class StepCache:
             )
         cache.complete()  # what another step began
         self.cache, self._backend, self._placement = cache, backend, placement
-        self.is_exact = weights.layers[0].ffn.mode == "exact"
+        # Without predictors, each side finds out which of its neurons a token reads.
+        self.packs_bits = not any(layer.predict for layer in weights.spec.layers)
         num_layers, num_neurons = cache.residency.slot_LF.shape
         self._is_pinned = backend.is_pinned and pinned.is_possible()
         self._bits_LW = self._host(num_layers, -(-num_neurons // 32))  # exact: of cold neurons only
@@ -62,7 +63,7 @@ class StepCache:
             if not mine:
                 continue
             self._layers[number] = {index: self._layer(weights, number, index) for index in mine}
-            if self.is_exact:
+            if self.packs_bits:
                 take = backend.take(placement.gpu(number))
                 self._gpu_bits[number] = _GpuBits(
                     device_LW=take(tuple(self._bits_LW.shape), torch.int32),
@@ -77,7 +78,7 @@ class StepCache:
         hot, cold = by_role(weights.layers[index].ffn.blocks)
         assert hot is not None and cold is not None, index
         slot_F = None
-        if self.is_exact:
+        if self.packs_bits:
             slots = torch.from_numpy(self.cache.residency.slot_LF[index])
             take = self._backend.take(self._placement.gpu(number))
             slot_F = take((len(slots),), torch.int32).copy_(slots)

@@ -37,6 +37,7 @@ uint32_t by_output_forms(const HsStep& step) {
 
 int64_t size_of(const HsStep& s, int32_t value) {
     if (value == VALUE_QKV) return (s.num_heads + 2 * s.num_kv_heads) * s.head_width;
+    if (value == VALUE_NAMED) return s.num_neurons;
     return value == VALUE_HEADS ? s.num_heads * s.head_width : s.width;
 }
 
@@ -53,7 +54,7 @@ struct Work {
         : arena(memory),
           neurons(arena, step.width, step.num_neurons, step.max_rows, by_output_forms(step)),
           attention(step, arena) {
-        const int64_t D = step.width, F = step.num_neurons, heads = step.num_heads;
+        const int64_t D = step.width, heads = step.num_heads;
         const int64_t R = step.max_rows, W = step.head_width;
         num_values = size_of(step, VALUE_QKV);
         const uint32_t forms = forms_of(step);
@@ -64,7 +65,7 @@ struct Work {
         qkv = arena.take<float>(R * num_values);
         cos = arena.take<float>(R * W);
         sin = arena.take<float>(R * W);
-        named = arena.take<float>(step.mode == MODE_PREDICTED ? R * F : 0);
+        named = vector[VALUE_NAMED].f32;
     }
 
     // Allocates a value that an operation uses.
@@ -210,6 +211,8 @@ class Step {
 
     void embed(int64_t token, int64_t t, float* out) {
         unpack_row(s.embedding, token, out);
+        if (s.embedding_scale != 1.0f)
+            for (int64_t i = 0; i < D; ++i) out[i] *= s.embedding_scale;
         if (!s.positions.data) return;
         float* learned = w.learned + t * D;
         unpack_row(s.positions, w.attention.position(t), learned);
@@ -254,19 +257,19 @@ class Step {
     }
 
     // Clears a layer's bits for the rows of this step (HsStep's `fired`) and returns where to
-    // set them. In mode predicted, writes the bits of the predicted neurons and returns none.
-    Fired fired_of(int64_t index) {
+    // set them. If neurons are named, writes the bits of those and returns none.
+    Fired fired_of(int64_t index, bool are_named) {
         if (!s.fired) return {};
         const int64_t words = (s.num_neurons + 31) / 32;
         const Fired fired = {s.fired + index * words, s.num_layers * words};
         rows(s.num_neurons, [&](int64_t t) {
             uint32_t* bits = fired.bits + t * fired.stride;
-            if (s.mode == MODE_PREDICTED)
+            if (are_named)
                 pack_named(s.layer[index], w.named + t * s.num_neurons, bits);
             else
                 std::fill_n(bits, words, 0u);
         });
-        return s.mode == MODE_PREDICTED ? Fired{} : fired;
+        return are_named ? Fired{} : fired;
     }
 
     void attention(const HsLayer& l, Operand& input, float* out) {
@@ -312,14 +315,14 @@ class Step {
     void neurons(const HsOp& op, Operand& input, float* out) {
         const HsLayer& l = s.layer[op.layer];
         const HsBlock& block = l.block[op.part];
-        const bool is_predicted = s.mode == MODE_PREDICTED, is_first = op.part == 0;
-        if (is_first) fired = fired_of(op.layer);
+        const bool are_named = op.in_2 == VALUE_NAMED, is_first = op.part == 0;
+        if (is_first) fired = fired_of(op.layer, are_named);
         const Gate gate = {s.activation, s.mode, l.threshold};
         Named named[MAX_ROWS];
-        for (int64_t t = 0; is_predicted && t < T; ++t)
+        for (int64_t t = 0; are_named && t < T; ++t)
             named[t] = {nullptr, w.named + t * s.num_neurons, l.predictor_threshold};
         NeuronBytes read;
-        w.neurons.run(block, gate, is_predicted ? named : nullptr, input, T, out, read, fired,
+        w.neurons.run(block, gate, are_named ? named : nullptr, input, T, out, read, fired,
                       {s.seen_gate, s.seen_hidden, s.num_neurons});
         count(read, is_first ? TIMED_NEURONS : TIMED_NEURONS_2);
     }
@@ -376,7 +379,7 @@ bool fits(const HsLayer& l, const HsStep& s) {
         if (!fits(l.input[m], outputs[m], s.width)) return false;
     if (l.input[0].data && !fits(l.output, s.width, q)) return false;
     if (!l.key || !l.value) return false;
-    if (s.mode == MODE_PREDICTED && l.predictor_up.data) {
+    if (l.predictor_up.data) {
         const bool is_low_rank = l.predictor_down.data != nullptr;
         const int64_t rank = is_low_rank ? l.predictor_down.num_rows : s.width;
         if (is_low_rank && !fits(l.predictor_down, rank, s.width)) return false;
@@ -393,6 +396,9 @@ bool fits(const HsOp& op, const HsStep& s) {
         if (value < 0 || value > VALUE_NONE) return false;
         if ((value == VALUE_QKV || value == VALUE_HEADS) && op.kind != OP_ATTEND) return false;
     }
+    if (op.in == VALUE_NAMED || (op.in_2 == VALUE_NAMED && op.kind != OP_NEURONS) ||
+        (op.out == VALUE_NAMED) != (op.kind == OP_PREDICT))
+        return false;
     const bool is_outside = op.kind == OP_EMBED || op.kind == OP_HEAD_NORM || op.kind == OP_HEAD;
     if (op.layer < 0 || (is_outside ? op.layer != s.num_layers : op.layer >= s.num_layers)) return false;
     const HsLayer* l = s.layer + op.layer;
@@ -400,7 +406,7 @@ bool fits(const HsOp& op, const HsStep& s) {
         case OP_EMBED:
             return s.embedding.data;
         case OP_NORM:
-            return op.part >= 0 && op.part < NUM_NORMS && l->norm[op.part].weight;
+            return op.part >= 0 && op.part < l->num_norms && l->norm[op.part].weight;
         case OP_ADD_BIAS:
             return l->down_bias;
         case OP_ATTENTION:
@@ -408,9 +414,10 @@ bool fits(const HsOp& op, const HsStep& s) {
         case OP_ATTEND:
             return op.in == VALUE_QKV && op.out == VALUE_HEADS;
         case OP_PREDICT:
-            return s.mode == MODE_PREDICTED && l->predictor_up.data;
+            return l->predictor_up.data;
         case OP_NEURONS:
-            return op.part >= 0 && op.part < l->num_blocks;
+            return op.part >= 0 && op.part < l->num_blocks &&
+                   (op.in_2 == VALUE_NAMED || op.in_2 == VALUE_NONE);
         case OP_HEAD:
             return s.head.data;
     }

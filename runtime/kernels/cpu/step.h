@@ -80,10 +80,10 @@ struct HsSelect {
     const float *cos, *sin;  // [sinks + top + window + block, W / 2]
 };
 
-enum LayerNorm : int32_t { NORM_ATTN, NORM_ATTN_2, NORM_FFN, NUM_NORMS };
-
 struct HsLayer {
-    HsNorm norm[NUM_NORMS], query_norm, key_norm;
+    const HsNorm* norm;  // [num_norms] of the hidden size, which OP_NORM has the index of
+    int64_t num_norms;
+    HsNorm query_norm, key_norm;
     HsMatrix input[3], output;  // absent if a GPU projects (OP_ATTEND)
     HsMatrix predictor_down, predictor_up;
     const float* down_bias;  // [D] or null
@@ -99,13 +99,13 @@ struct HsLayer {
 // The operations of a step, in order, lowered from the program that step/program.py declares. Adjacent
 // operations that process each row separately share one pass over the rows.
 enum OpKind : int32_t {
-    OP_EMBED,      // out = the rows of the tokens
+    OP_EMBED,      // out = the rows of the tokens * the step's scale + learned positions, if any
     OP_NORM,       // out = norm `part` of in
     OP_ADD,        // out = in + in_2
     OP_ADD_BIAS,   // out = in + the bias of the down projection
     OP_ATTENTION,  // out = attention of in; appends to the cache
-    OP_PREDICT,    // scores of all neurons from in
-    OP_NEURONS,    // out = block `part` of the neurons, from in
+    OP_PREDICT,    // out = VALUE_NAMED, scores of all neurons from in
+    OP_NEURONS,    // out = block `part` of the neurons, from in; with in_2 = VALUE_NAMED, of those named
     OP_HEAD_NORM,  // out = the output norm, if any, of in's rows with logits
     OP_HEAD,       // logits of in, which OP_HEAD_NORM has written
     OP_ATTEND,     // out = the heads' outputs for in, the queries, keys and values; appends to the cache
@@ -122,6 +122,7 @@ enum Value : int32_t {
     VALUE_COLD_OUT,
     VALUE_QKV,    // [(H + 2 K) W] queries, keys and values, if a GPU has projected them; overwritten
     VALUE_HEADS,  // [H W]
+    VALUE_NAMED,  // [F] scores; a neuron is named if its score is above the layer's predictor_threshold
     VALUE_NONE,  // no vector
     NUM_VALUES = VALUE_NONE
 };
@@ -148,8 +149,8 @@ struct HsStep {
     // for parts outside the layers. Null: the clock is not read.
     int64_t* times;
     // [max_rows, num_layers, F / 32 rounded up] one bit per neuron, written for each computed row, in
-    // order: in mode predicted, the predicted neurons; otherwise those whose row of `down` is used
-    // (dense: all). Null: nothing is written.
+    // order: the named neurons, in a layer where neurons are named; otherwise those whose row of
+    // `down` is used (mode dense: all). Null: nothing is written.
     uint32_t* fired;
     // [max_rows, F] what observers see of a layer's neurons, for two rows or more: the predictor's scores,
     // written by OP_PREDICT; gates before the activation (NaN where a neuron is not predicted) and hidden
@@ -163,7 +164,7 @@ struct HsStep {
     float epsilon;
     int32_t is_adjacent, activation, mode, predictor_kind;
     int32_t key_kind, value_kind, is_key_rotated, is_value_rotated;  // of the cache
-    int32_t unused;
+    float embedding_scale;  // multiplies the rows of the embedding
 };
 
 // A token of a step. The computed rows of one sequence follow one another without gaps in position; each

@@ -54,9 +54,15 @@ class Dot(Protocol):
 
 class Embed(Protocol):
     def __call__(
-        self, matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False
+        self,
+        matrix: StoredMatrix,
+        index_1: Tensor,
+        out_D: Tensor,
+        *,
+        is_added: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        """out = row index_1[0] (int64 on the device), or out += that row."""
+        """out = scale * row index_1[0] (int64 on the device), or out += that."""
 
 
 class Unpack(Protocol):

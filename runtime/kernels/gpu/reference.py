@@ -28,8 +28,15 @@ def dot(
 
 
 @by_rows
-def embed(matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
-    row_D = _rows(matrix, index_1)[0]
+def embed(
+    matrix: StoredMatrix,
+    index_1: Tensor,
+    out_D: Tensor,
+    *,
+    is_added: bool = False,
+    scale: float = 1.0,
+) -> None:
+    row_D = scale * _rows(matrix, index_1)[0]
     out_D.copy_(out_D + row_D if is_added else row_D)
 
 

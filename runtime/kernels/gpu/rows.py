@@ -62,6 +62,7 @@ def _unpack(
     out,
     out_stride,
     num_rows,
+    scale,
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -84,6 +85,8 @@ def _unpack(
     for part in tl.static_range(PARTS):
         place = target + columns(unit_U, KIND, part)[None, :, :]
         value = low if part == 0 else high
+        if scale is not None:
+            value *= scale
         if IS_ADDED:
             value += tl.load(place, mask=is_live, other=0.0)
         tl.store(place, value, mask=is_live)
@@ -122,10 +125,17 @@ def dot(
     )
 
 
-def embed(matrix: StoredMatrix, index_1: Tensor, out_D: Tensor, *, is_added: bool = False) -> None:
+def embed(
+    matrix: StoredMatrix,
+    index_1: Tensor,
+    out_D: Tensor,
+    *,
+    is_added: bool = False,
+    scale: float = 1.0,
+) -> None:
     out_TD = out_D[None] if out_D.dim() == 1 else out_D
     assert len(index_1) == len(out_TD), (index_1.shape, out_D.shape)
-    _launch_unpack(matrix, index_1, out_TD, rows=1, is_added=is_added)
+    _launch_unpack(matrix, index_1, out_TD, rows=1, is_added=is_added, scale=scale)
 
 
 def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) -> None:
@@ -133,7 +143,13 @@ def unpack(matrix: StoredMatrix, out_AD: Tensor, index_A: Tensor | None = None) 
 
 
 def _launch_unpack(
-    matrix: StoredMatrix, index_A: Tensor | None, out_AD: Tensor, *, rows: int, is_added: bool
+    matrix: StoredMatrix,
+    index_A: Tensor | None,
+    out_AD: Tensor,
+    *,
+    rows: int,
+    is_added: bool,
+    scale: float = 1.0,
 ) -> None:
     layout = Layout.of(matrix)
     assert out_AD.stride(1) == 1, out_AD.stride()
@@ -145,6 +161,7 @@ def _launch_unpack(
         out_AD,
         out_AD.stride(0),
         count,
+        None if scale == 1.0 else scale,  # compiles to nothing
         KIND=layout.kind,
         WIDTH=layout.width,
         PARTS=layout.parts,

@@ -2,11 +2,11 @@
 
 Plans assume that a step on a GPU is a captured graph, in which every kernel waits for the one
 before it and costs `Gpu.launch_s` in addition to the time for its bytes. Each matrix product is one
-kernel, each norm of a block is one (which also adds the residual), and the groups below have as
-many as stated. The kernels of the embedding and of the neuron cache are not counted."""
+kernel, each norm of a block is one (which also adds the sum before it), and the groups below have
+as many as stated. The kernels of the embedding and of the neuron cache are not counted."""
 
 from hotsplit.artifacts.model_file import ModelFile
-from hotsplit.costs.budget import is_dense, is_predictor, layer_tensors
+from hotsplit.model.spec import Attention, Block, Norm, Predict
 
 # Norm and rotate heads, append keys and values; attend to parts of the cache; combine the parts.
 ATTENTION_KERNELS = 3
@@ -23,12 +23,20 @@ def dense_kernels(
 ) -> int:
     """Kernels of a layer's dense block; `has_predictor`: the predictor is run too. Without the KV
     cache (`has_cache` false), the heads attend on the host."""
-    count = ATTENTION_KERNELS if has_cache else 0
-    for name, entry in layer_tensors(model, layer).items():
-        is_matrix = len(entry.shape) == 2
-        if is_dense(name):
-            is_norm = name.startswith(("attn_norm", "ffn_norm")) and name.endswith(".weight")
-            count += is_matrix or is_norm
-        elif is_predictor(name):
-            count += is_matrix and has_predictor
-    return count
+    spec = model.spec.layers[layer]
+    if not has_predictor:
+        spec = spec.with_predict(None)
+    return sum(_kernels(block, has_cache=has_cache) for block in spec.blocks)
+
+
+def _kernels(block: Block, *, has_cache: bool) -> int:
+    match block:
+        case Norm():
+            return 1
+        case Attention():
+            products = len(block.projections) + 1
+            return products + (ATTENTION_KERNELS if has_cache else 0)
+        case Predict():
+            return 2 if block.rank else 1
+        case _:  # neurons are counted with the devices that they are on; sums are in norms
+            return 0

@@ -164,6 +164,18 @@ class LayerSpec:
         """The norms of the hidden size, by name, in order."""
         return {block.name: block for block in self.blocks if isinstance(block, Norm)}
 
+    @cached_property
+    def input_norms(self) -> tuple[Norm | None, Norm | None]:
+        """The norms whose results are the inputs of attention and of the neurons; None: the input is
+        no norm's result."""
+        return self._norm_before(self.attention), self._norm_before(self.neurons)
+
+    def _norm_before(self, reader: Attention | Neurons) -> Norm | None:
+        """The last block before `reader` that writes its input, if that is a norm."""
+        before = self.blocks[: self.blocks.index(reader)]
+        writer = next((b for b in reversed(before) if b.writes == reader.reads), None)
+        return writer if isinstance(writer, Norm) else None
+
     def _one(self, kind: type[B]) -> B:
         (found,) = (block for block in self.blocks if isinstance(block, kind))
         return found
@@ -208,6 +220,12 @@ class ModelSpec:
     def most_neurons(self) -> int:
         """F of the widest layer: the length of a row of a table [L, F]."""
         return max(layer.neurons.number for layer in self.layers)
+
+    @cached_property
+    def most_attention(self) -> tuple[int, int]:
+        """The most values of queries, keys and values of a token in a layer, and of its heads."""
+        blocks = [layer.attention for layer in self.layers]
+        return max(a.qkv_size for a in blocks), max(a.query_size for a in blocks)
 
     @cached_property
     def num_neurons(self) -> int:
