@@ -264,8 +264,9 @@ class Chosen:
     calls: int = 0
 
     def attend(
-        self, query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: object, sequence: int
-    ) -> Tensor:
+        self, query_THW: Tensor, key_CKW: Tensor, value_CKW: Tensor, tables: object, sequence: int, *,
+        scale: float,
+    ) -> Tensor:  # fmt: skip
         layer, num_kv = self.calls % self.num_layers, key_CKW.shape[1]
         self.calls += 1
         heads = []
@@ -273,14 +274,16 @@ class Chosen:
             rule = self.rules[layer][k] if self.rules else None
             keys, values = key_CKW[:, k].float(), value_CKW[:, k].float()
             queries = query_THW.unflatten(1, (num_kv, -1))[:, k]
-            heads.append(torch.stack([self._row(rule, q, keys[: t + 1], values[: t + 1])
+            heads.append(torch.stack([self._row(rule, q, keys[: t + 1], values[: t + 1], scale)
                                       for t, q in enumerate(queries, len(keys) - len(queries))]))  # fmt: skip
         return torch.stack(heads, dim=1).flatten(1)
 
-    def _row(self, rule: Rule | None, query_GW: Tensor, key_TW: Tensor, value_TW: Tensor) -> Tensor:
+    def _row(
+        self, rule: Rule | None, query_GW: Tensor, key_TW: Tensor, value_TW: Tensor, scale: float
+    ) -> Tensor:
         is_read = taken(self.kind, rule, query_GW, key_TW, self.share)
         assert is_read is not None
-        score_GT = query_GW @ key_TW[is_read].T / math.sqrt(key_TW.shape[1])
+        score_GT = query_GW @ key_TW[is_read].T * scale
         return score_GT.softmax(dim=-1) @ value_TW[is_read]
 
 

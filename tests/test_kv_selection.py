@@ -43,7 +43,7 @@ def test_the_rule_named_the_runtimes_chooses_as_the_runtime_does(block, candidat
     low_BW, high_BW = kv_selection.rounded_bounds(head, block)
     value_NS = (tables.summary_BKNS[0, 0].float() - 64) * tables.unit_BKN[0, 0][:, None]
     torch.testing.assert_close(torch.cat([high_BW, low_BW], dim=1), value_NS)
-    taken = tables.choose(0, LENGTH - 1, head.query_NGW[-1:])
+    taken = tables.choose(0, LENGTH - 1, head.query_NGW[-1:], WIDTH**-0.5)
     wanted = {p for p in taken[0].tolist() if rule.sinks <= p < LENGTH - rule.window}
     ours = kv_selection.rules(head)[f"{block} > rest"]
     assert chosen_by(head, rule, ours.score, ours.then) == wanted

@@ -118,7 +118,6 @@ def _two_layers(
         output_norm=builder.norm("output_norm", cpu),
         head=Linear(weight=matrix_of(model.tensors[model.head_name], cpu)),
         head_device=cpu,
-        rotary={cpu: builder.rotary(cpu)} if model.spec.rotary else {},
     )
     offset = model.predictor.input_layer_offset if model.predictor else 0
     native = "only whole passes are measured"

@@ -81,16 +81,15 @@ class _Builder:
         self.submissions: list[Sequence[Submission]] = []  # of each number of rows
         # One allocator per device: a second could return the memory of the first again.
         self.traffic, self.backend = traffic, replace(backend, take=cache(backend.take))
-        num_neurons = weights.layers[0].ffn.num_neurons
         self.cache = None
         if neuron_cache is not None:
             self.cache = StepCache(weights, placement, self.backend, neuron_cache)
         vocab_size, width = weights.head.weight.num_rows, weights.embedding.width
         table, has_cache = weights.cache.table, not placement.is_cache_on_host
         self.host = HostBuffers.of(
-            width, num_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
+            width, weights.most_neurons, vocab_size, is_pinned=backend.is_pinned, max_rows=max_rows,
             table_SN=table.block_SN if has_cache and not table.is_whole else None,
-            attended=(0, 0) if has_cache else weights.layers[0].attention.widths,
+            attended=(0, 0) if has_cache else weights.most_widths,
         )  # fmt: skip
         room = SharedWorkspace()
         self.divided = [self._divide(index, room) for index in range(len(weights.layers))]
@@ -295,7 +294,6 @@ class _Builder:
                 has_cache=not self.placement.is_cache_on_host,
                 max_rows=self.max_rows,
             ),  # fmt: skip
-            rotary=self.weights.rotary.get(device),
             slot_kernels=self.backend.slot_kernels,
         )
 
